@@ -47,7 +47,7 @@ def run_ranks(
     """Call ``fn(*args)`` on every rank and return the results in rank order.
 
     ``fn`` must be a module-level function; arguments and results are pickled (tensors travel by value). If ranks
-    raise, the exception of the lowest rank that raised by itself is raised here, with its own type; with
+    raise, the exception of the lowest rank that did not just lose its peers is raised here, with its own type; with
     ``return_exceptions`` the exceptions stand in the list instead. After ``timeout`` seconds, or ``GRACE`` seconds
     after the first exception, ranks that have not answered are killed and count as having raised ``TimeoutError``.
     """
@@ -58,8 +58,13 @@ def run_ranks(
     if not return_exceptions:
         failures = [r for r in results if isinstance(r, BaseException)]
         if failures:
-            raise next((f for f in failures if not isinstance(f, TimeoutError)), failures[0])
+            raise min(failures, key=_is_consequence)
     return results
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether this is likely to be what one rank sees when another has failed."""
+    return isinstance(error, TimeoutError) or "gloo" in str(error)
 
 
 class _Pool:
