@@ -1,0 +1,76 @@
+# Two commands matter: `make demo` and `make test`. Both make what they need, on a machine with or without a GPU.
+#
+# By default everything runs in .venv, made on demand. Where python3 already has a torch that matches the GPUs, .venv
+# uses that torch; otherwise it gets torch $(TORCH). To use an interpreter that has everything already (for instance
+# on a machine that reaches no package index), name it: `make test PYTHON=python3`.
+
+SHELL := /bin/bash
+TORCH ?= 2.13.0
+
+VENV := .venv
+READY := $(VENV)/.ready
+PYTHON ?= $(VENV)/bin/python
+ifeq ($(PYTHON),$(VENV)/bin/python)
+NEEDS := $(READY)
+endif
+
+.PHONY: help demo test gpu-test bench lint format typecheck clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train a small MoE on all GPUs, or on two CPU processes, and check it against a dense model"
+	@echo "make test       the tests that need no GPU (and what a GPU adds, where there is one)"
+	@echo "make gpu-test   tests/gpu under torchrun on 1, 2 and 4 of the visible GPUs"
+	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
+	@echo "make lint       ruff;  make format: let ruff rewrite;  make typecheck: mypy"
+	@echo "make clean      remove .venv and the tools' caches"
+
+$(READY): pyproject.toml Makefile
+	@set -e; \
+	if command -v nvidia-smi >/dev/null && cuda=$$(python3 -c 'import torch; print(torch.version.cuda.split(".")[0])' 2>/dev/null); then \
+	  echo "== $(VENV): on top of python3 and its torch (CUDA $$cuda)"; \
+	  python3 -m venv --system-site-packages $(VENV); \
+	  $(VENV)/bin/python -m pip install -q -e ".[dev,cu$$cuda]"; \
+	else \
+	  echo "== $(VENV): torch $(TORCH) and the development tools (a few minutes, once)"; \
+	  python3 -m venv $(VENV); \
+	  $(VENV)/bin/python -m pip install -q "torch==$(TORCH)"; \
+	  $(VENV)/bin/python -m pip install -q -e ".[dev]"; \
+	fi
+	@touch $@
+
+demo: $(NEEDS)
+	$(PYTHON) -m ep_ops.cli demo $(ARGS)
+
+test: $(NEEDS)
+	$(PYTHON) -m pytest $(ARGS)
+
+# Every rank runs pytest over the same files in lockstep; numbers of GPUs that this machine lacks are left out.
+gpu-test: $(NEEDS)
+	@set -e; gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
+	if [ "$$gpus" -eq 0 ]; then echo "gpu-test: no GPU is visible to torch, nothing to run"; exit 0; fi; \
+	for n in 1 2 4; do \
+	  if [ $$n -le $$gpus ]; then \
+	    echo "== tests/gpu on $$n of $$gpus GPUs"; \
+	    $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu $(ARGS); \
+	  fi; \
+	done
+
+bench: $(NEEDS)
+	$(PYTHON) -m ep_ops.cli bench throughput $(ARGS)
+	$(PYTHON) -m ep_ops.cli bench latency $(ARGS)
+
+lint: $(NEEDS)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: $(NEEDS)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+typecheck: $(NEEDS)
+	$(PYTHON) -m mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
