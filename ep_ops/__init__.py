@@ -1,0 +1,26 @@
+"""Expert-parallel dispatch and combine for mixture-of-experts models, as PyTorch operators.
+
+Importing this package registers every operator under ``torch.ops.ep``. It needs no GPU, no kernel
+toolchain and no process group; those are looked for when a :class:`Communicator` is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+from . import operators  # noqa: F401  registers torch.ops.ep.*
+from .communicator import Communicator, Dispatched, Route
+from .config import memory_plan
+
+__all__ = ["Communicator", "Dispatched", "Route", "__version__", "memory_plan"]
+
+
+def __getattr__(name: str) -> Any:
+    """``ep_ops.nn`` is imported when it is first used."""
+    if name == "nn":
+        import importlib
+
+        return importlib.import_module("ep_ops.nn")
+    raise AttributeError(f"module 'ep_ops' has no attribute {name!r}")

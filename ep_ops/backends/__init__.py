@@ -1,0 +1,1 @@
+"""What runs the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs."""

@@ -1,0 +1,74 @@
+"""What a backend offers. Arguments have passed :mod:`ep_ops.checks`; every result is a fresh tensor."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+# topk_idx, send_rows, recv_rows, offs, counts: see ep_ops.backends.reference
+RouteTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped
+DispatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Backend(Protocol):
+    """Constructed as ``Backend(comm)``. A module that holds one which keeps memory also has a function
+    ``memory_plan(config, rank) -> dict[str, int]`` that tells the bytes before anything is allocated."""
+
+    name: str
+
+    def plan(
+        self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """-> send_rows, recv_rows, offs, counts, dropped"""
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        capacity: int,
+        alignment: int,
+        slots: int,
+        max_tokens: int,
+    ) -> DispatchTensors: ...
+
+    def dispatch_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
+    ) -> DispatchTensors: ...
+
+    def dispatch_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
+    ) -> tuple[Tensor, Tensor]:
+        """-> recv_x, recv_weights"""
+
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor: ...
+
+    def dispatch_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
+    ) -> tuple[Tensor, Tensor]:
+        """-> grad_x, grad_topk_weights"""
+
+    def combine_backward(
+        self,
+        grad_out: Tensor,
+        y: Tensor | None,
+        recv_weights: Tensor | None,
+        route: RouteTensors,
+        num_rows: int,
+        alignment: int,
+    ) -> tuple[Tensor, Tensor]:
+        """-> grad_y, grad_recv_weights"""
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes held, by purpose."""
+
+    def warmup(self) -> None:
+        """Compile and load whatever the operators need, so that later calls do not."""
+
+    def check_errors(self) -> None:
+        """RuntimeError with the report that kernels left behind, if any."""
+
+    def destroy(self) -> None:
+        """Free everything held. The ranks have met before this is called."""

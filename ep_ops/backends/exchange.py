@@ -1,0 +1,52 @@
+"""The three collectives that the host side needs, over any process group or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange:
+    """Moves bytes between the ranks of ``group`` (None: this process alone); results lie on ``device``."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.wire_device = _wire_device(group, device)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``tensor`` (same shape on all ranks) -> [world_size, *shape]."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return tensor.to(self.device).expand(self.world_size, *tensor.shape)
+        tensor = tensor.contiguous().to(self.wire_device)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return torch.stack(gathered).to(self.device)
+
+    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+        """The first ``send_counts[0]`` rows go to rank 0, and so on; returns what came here, by source rank."""
+        if self.world_size == 1:
+            return rows
+        width = rows.shape[1:]
+        flat = rows.contiguous().view(rows.shape[0], width.numel()).view(torch.uint8).to(self.wire_device)
+        received = flat.new_empty(sum(recv_counts), flat.shape[1])
+        dist.all_to_all_single(received, flat, list(recv_counts), list(send_counts), group=self.group)
+        return received.to(self.device).view(rows.dtype).view(-1, *width)
+
+    def barrier(self) -> None:
+        """Return after every rank has come here."""
+        self.all_gather(torch.zeros(1, dtype=torch.int32)).cpu()
+
+
+def _wire_device(group: Any, device: torch.device) -> torch.device:
+    """Where tensors must lie for ``group`` to move them; gloo is taken to serve the CPU only."""
+    if group is None or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    served = {kind.type for kind in group._device_types}
+    return device if device.type in served else torch.device("cpu")

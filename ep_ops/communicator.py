@@ -1,0 +1,353 @@
+"""One per process group: sizes, backend and lifetime of everything that the operators share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import os
+import socket
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .backends.base import Backend
+from .backends.exchange import Exchange
+from .config import Config, MemoryPlan, disagreement, even_experts, plan_of, worst_case_rows
+
+
+class Route(NamedTuple):
+    """What goes where, as plain int32 tensors (W ranks, T own tokens, K = top_k, El local experts)."""
+
+    topk_idx: Tensor  # [T, K] global expert id, -1 none
+    send_rows: Tensor  # [T, K] row at the destination rank, -1 where there is none or it was dropped
+    recv_rows: Tensor  # [W, max_tokens, K] row here of (source rank, token, k), -1 where nothing came here
+    offs: Tensor  # [El] end of each local expert's segment, padded to the alignment
+    counts: Tensor  # [El] kept rows of each local expert
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch brought here."""
+
+    x: Tensor  # [R, H] rows grouped by local expert; rows outside the segments are undefined
+    weights: Tensor | None  # [R] weight of each row; None if no weights were given
+    route: Route
+    dropped: Tensor  # int32 [El] rows routed here that did not fit
+
+
+_registry: dict[str, Communicator] = {}
+_destroyed: set[str] = set()
+_numbers = itertools.count()
+
+
+def get(name: str) -> Communicator:
+    """The living communicator of that name; RuntimeError if there is none."""
+    comm = _registry.get(name)
+    if comm is None:
+        state = "was destroyed" if name in _destroyed else "does not exist in this process"
+        living = ", ".join(map(repr, _registry)) or "none"
+        raise RuntimeError(f"communicator {name!r} {state}; living communicators: {living}")
+    return comm
+
+
+class Communicator:
+    """Sizes, backend and symmetric memory that the ``ep`` operators of one process group use.
+
+    Collective: all ranks of ``group`` create it with equal arguments (ValueError on every rank otherwise, naming the
+    field, its values and the ranks), call its operators in the same order, and destroy it together. It lives until
+    :meth:`destroy` or the end of a ``with`` block; several may live at once.
+
+    Args:
+        group: process group. None: the default group, or this process alone if torch.distributed is not initialised.
+        num_experts: experts of all ranks together.
+        hidden_size: elements of a row; its bytes must be a multiple of 16.
+        top_k: experts that a token names, at most 32.
+        max_tokens_per_rank: the most tokens that any rank passes in one call.
+        dtype: of the rows: bfloat16, float16, float32, or (reference only) float64.
+        experts_per_rank: experts of each rank, in contiguous blocks. None: as even as possible, first ranks more.
+        alignment: default for the rows that each expert's segment is padded to a multiple of, 1..1024.
+        device: None: the current CUDA device if there is one, else the CPU.
+        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain), or "auto": cute where it can run.
+        timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
+            reference backend follow their process group's timeout instead.
+        dispatch_sms, combine_sms: multiprocessors that the kernels may take; None: the backend's choice.
+        name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+        experts_per_rank: Sequence[int] | None = None,
+        alignment: int = 16,
+        device: torch.device | str | int | None = None,
+        backend: str = "auto",
+        timeout: float = 300.0,
+        dispatch_sms: int | None = None,
+        combine_sms: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group = group
+        self.device = _device(device)
+        exchange = Exchange(group, self.device)
+        self.rank, self.world_size = exchange.rank, exchange.world_size
+        if experts_per_rank is None:
+            experts_per_rank = even_experts(num_experts, self.world_size) if isinstance(num_experts, int) else ()
+        self.name = f"ep{next(_numbers)}" if name is None else name
+        own = Config(
+            self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
+            tuple(experts_per_rank), alignment, backend, self.device.type, timeout, dispatch_sms, combine_sms,
+            _version(),
+        )  # fmt: skip
+        resolved = _agree(exchange, own)
+
+        self.num_experts = num_experts
+        self.experts_per_rank = own.experts_per_rank
+        self.first_expert = tuple(itertools.accumulate((0, *self.experts_per_rank)))[:-1]  # of each rank
+        self.num_local_experts = self.experts_per_rank[self.rank]
+        self.first_local_expert = self.first_expert[self.rank]
+        self.hidden_size = hidden_size
+        self.top_k = top_k
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.dtype = dtype
+        self.weights_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.alignment = alignment
+        self.timeout = float(timeout)
+        self.dispatch_sms = dispatch_sms
+        self.combine_sms = combine_sms
+        self.config = resolved
+        self.destroyed = False
+        self._exchange = exchange
+        self.backend: Backend = _make_backend(resolved.backend, self)
+        _registry[self.name] = self
+        _destroyed.discard(self.name)
+
+    # ------------------------------------------------------------------ operators
+
+    def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
+        """Rows that hold whatever ``max_tokens`` tokens per rank may route here without a drop.
+
+        A token that names one expert several times takes a row each time, which this does not allow for.
+        """
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        align = self.alignment if alignment is None else alignment
+        return worst_case_rows(self.world_size, tokens, self.top_k, self.num_local_experts, align)
+
+    def plan(
+        self,
+        topk_idx: Tensor,
+        *,
+        capacity: int | None = None,
+        slots: int = 0,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+    ) -> tuple[Route, Tensor]:
+        """The route of ``topk_idx`` (int32 [T, K], -1 none), and ``dropped`` (int32 [El]).
+
+        Args:
+            capacity: rows of the receive buffer, a multiple of ``alignment``; default: :meth:`capacity` of
+                ``max_tokens``, or ``El * slots``.
+            slots: 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout).
+            max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
+            alignment: segments are padded to a multiple of it; default: the communicator's.
+        """
+        terms = self._terms(capacity, slots, max_tokens, alignment)
+        send_rows, recv_rows, offs, counts, dropped = torch.ops.ep.plan(topk_idx, *terms)
+        return Route(topk_idx, send_rows, recv_rows, offs, counts), dropped
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        capacity: int | None = None,
+        slots: int = 0,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+    ) -> Dispatched:
+        """Send every row of ``x`` [T, H] (and its weights, float32 [T, K]) to the experts that ``topk_idx`` names.
+
+        ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
+        """
+        terms = self._terms(capacity, slots, max_tokens, alignment)
+        out = torch.ops.ep.dispatch(x, topk_weights, topk_idx, *terms)
+        return _dispatched(out, topk_idx, topk_weights)
+
+    def dispatch_dynamic(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+    ) -> Dispatched:
+        """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        align = self.alignment if alignment is None else alignment
+        out = torch.ops.ep.dispatch_dynamic(
+            x, topk_weights, topk_idx, align, tokens, self.num_local_experts, self.world_size, self.name
+        )
+        return _dispatched(out, topk_idx, topk_weights)
+
+    def dispatch_planned(
+        self,
+        x: Tensor,
+        route: Route,
+        topk_weights: Tensor | None = None,
+        *,
+        num_rows: int,
+        alignment: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send ``x`` along a known route into ``num_rows`` rows (the capacity it was planned with)."""
+        align = self.alignment if alignment is None else alignment
+        rows, weights = torch.ops.ep.dispatch_planned(x, topk_weights, *route, num_rows, align, self.name)
+        return rows, None if topk_weights is None else weights
+
+    def combine(
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, alignment: int | None = None
+    ) -> Tensor:
+        """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable."""
+        align = self.alignment if alignment is None else alignment
+        return torch.ops.ep.combine(y, weights, *route, align, self.name)
+
+    def _terms(
+        self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
+    ) -> tuple[int, int, int, int, int, int, str]:
+        align = self.alignment if alignment is None else alignment
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        if capacity is None:
+            capacity = self.num_local_experts * slots if slots else self.capacity(tokens, align)
+        return capacity, align, slots, tokens, self.num_local_experts, self.world_size, self.name
+
+    # ------------------------------------------------------------------ lifetime
+
+    def memory_plan(self) -> MemoryPlan:
+        """Bytes that this rank takes (see :func:`ep_ops.memory_plan`)."""
+        return plan_of(self.config, self.rank)
+
+    def warmup(self) -> None:
+        """Compile and load every kernel. Collective; call it before capturing a CUDA graph."""
+        self.backend.warmup()
+        self._exchange.barrier()
+
+    def check_errors(self) -> None:
+        """RuntimeError if a kernel has reported one. Does not wait for running kernels."""
+        self.backend.check_errors()
+
+    def destroy(self) -> None:
+        """Free everything. Collective: waits for the other ranks first. Calling it again does nothing.
+
+        Does not fail, and does not wait, when the process group is gone already.
+        """
+        self._destroy(meet=True)
+
+    def _destroy(self, meet: bool) -> None:
+        if self.destroyed:
+            return
+        self.destroyed = True
+        _registry.pop(self.name, None)
+        _destroyed.add(self.name)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if meet and self.world_size > 1 and dist.is_initialized():
+            try:
+                self._exchange.barrier()
+            except (RuntimeError, ValueError):
+                pass  # the group was destroyed, or a peer is gone: nobody is left to wait for
+        self.backend.destroy()
+        self.group = self._exchange.group = None
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._destroy(meet=kind is None)  # after an error the other ranks may never come
+
+    def __repr__(self) -> str:
+        state = "destroyed" if self.destroyed else self.backend.name
+        return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
+
+
+def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None) -> Dispatched:
+    x, weights, send_rows, recv_rows, offs, counts, dropped = out
+    route = Route(topk_idx, send_rows, recv_rows, offs, counts)
+    return Dispatched(x, None if topk_weights is None else weights, route, dropped)
+
+
+def _version() -> str:
+    from . import __version__
+
+    return __version__
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    """``device`` with its index."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _agree(exchange: Exchange, own: Config) -> Config:
+    """The configuration of all ranks with "auto" resolved; ValueError on every rank if one is wrong or they differ."""
+    problem = own.problem()
+    if problem is None and own.name in _registry:
+        problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
+    word = (own, problem, _cute_facts(exchange.device) if own.backend == "auto" else None)
+    words: list[Any] = [word]
+    if exchange.world_size > 1:
+        words = [None] * exchange.world_size
+        cuda = exchange.device.type == "cuda"
+        with torch.cuda.device(exchange.device) if cuda else contextlib.nullcontext():
+            dist.all_gather_object(words, word, group=exchange.group)
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(words) if problem]
+    if problems:
+        raise ValueError("; ".join(dict.fromkeys(problems)))
+    if difference := disagreement([config for config, _, _ in words]):
+        raise ValueError(difference)
+    if own.backend != "auto":
+        return own
+    facts = [fact for _, _, fact in words]
+    cute = None not in facts and len({host for host, _ in facts}) == 1 and len(set(facts)) == len(facts)
+    cute = cute and own.dtype != torch.float64
+    return dataclasses.replace(own, backend="cute" if cute else "reference")
+
+
+def _cute_facts(device: torch.device) -> tuple[str, str] | None:
+    """(host, GPU) if this rank can run the cute backend with every GPU it sees, else None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return None
+    if importlib.util.find_spec("cutlass") is None:
+        return None
+    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
+    if not all(torch.cuda.can_device_access_peer(device.index, other) for other in others):
+        return None
+    boot = "/proc/sys/kernel/random/boot_id"
+    host = open(boot).read().strip() if os.path.exists(boot) else socket.gethostname()
+    return host, str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _make_backend(kind: str, comm: Communicator) -> Backend:
+    if kind == "cute":
+        from .backends.cute import CuteBackend
+
+        return CuteBackend(comm)
+    from .backends.reference import ReferenceBackend
+
+    return ReferenceBackend(comm)

@@ -1,0 +1,194 @@
+"""What all ranks of a communicator have to agree on, and the memory that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+MAX_TOP_K = 32
+MAX_ALIGNMENT = 1024
+INT32_LIMIT = 2**31
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BACKENDS = ("auto", "reference", "cute")
+
+
+def is_int(value: object) -> bool:
+    """True for an int that is not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def even_experts(num_experts: int, world_size: int) -> tuple[int, ...]:
+    """Experts of each rank, as even as possible: the first ``num_experts % world_size`` ranks hold one more."""
+    each, more = divmod(num_experts, world_size)
+    return tuple(each + (rank < more) for rank in range(world_size))
+
+
+def worst_case_rows(world_size: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:
+    """Rows that hold whatever the ranks may route here, padding included, rounded up to ``alignment``.
+
+    Assumes that a token names an expert at most once; naming one twice takes a row each time.
+    """
+    rows = world_size * max_tokens * min(top_k, num_local_experts) + num_local_experts * (alignment - 1)
+    return (rows + alignment - 1) // alignment * alignment
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The fields of a communicator that must be equal on all ranks (see :class:`ep_ops.Communicator`)."""
+
+    name: str
+    world_size: int
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+    experts_per_rank: tuple[int, ...]
+    alignment: int
+    backend: str
+    device_type: str
+    timeout: float
+    dispatch_sms: int | None
+    combine_sms: int | None
+    version: str
+
+    def problem(self) -> str | None:
+        """What is wrong with these values, or None."""
+        for field in ("num_experts", "hidden_size", "top_k", "max_tokens_per_rank", "alignment"):
+            value = getattr(self, field)
+            if not is_int(value) or value < 1:
+                return f"{field} is {value!r}; it must be an int of at least 1"
+        if not isinstance(self.name, str) or not self.name:
+            return f"name is {self.name!r}; it must be a non-empty str"
+        if self.dtype not in DTYPES:
+            return f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}"
+        row_bytes = self.hidden_size * self.dtype.itemsize
+        if row_bytes % 16:
+            return (
+                f"hidden_size {self.hidden_size} of {self.dtype} makes rows of {row_bytes} bytes; need a multiple of 16"
+            )
+        if self.top_k > MAX_TOP_K:
+            return f"top_k is {self.top_k}; at most {MAX_TOP_K} is supported"
+        if self.alignment > MAX_ALIGNMENT:
+            return f"alignment is {self.alignment}; at most {MAX_ALIGNMENT} is supported"
+        return self._experts_problem() or self._resources_problem()
+
+    def _experts_problem(self) -> str | None:
+        given = self.experts_per_rank
+        if len(given) != self.world_size or not all(is_int(n) and n >= 0 for n in given):
+            return f"experts_per_rank is {given}; it must hold one int >= 0 for each of {self.world_size} ranks"
+        if sum(given) != self.num_experts:
+            return f"experts_per_rank {given} adds up to {sum(given)}, but num_experts is {self.num_experts}"
+        routed = self.world_size * self.max_tokens_per_rank * self.top_k + max(given) * (self.alignment - 1)
+        if routed + self.alignment >= INT32_LIMIT:
+            return (
+                f"world_size {self.world_size} x max_tokens_per_rank {self.max_tokens_per_rank} x top_k {self.top_k}"
+                " exceeds the 2**31 rows that an int32 can number"
+            )
+        return None
+
+    def _resources_problem(self) -> str | None:
+        if self.backend not in BACKENDS:
+            return f"backend is {self.backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}"
+        if self.backend == "cute" and self.device_type != "cuda":
+            return f"backend 'cute' runs on CUDA devices; the device is {self.device_type!r}"
+        if self.backend == "cute" and self.dtype == torch.float64:
+            return "dtype torch.float64 is supported by backend 'reference' only"
+        if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < math.inf:
+            return f"timeout is {self.timeout!r}; it must be a positive number of seconds"
+        for field in ("dispatch_sms", "combine_sms"):
+            value = getattr(self, field)
+            if value is not None and (not is_int(value) or value < 1):
+                return f"{field} is {value!r}; it must be None or an int of at least 1"
+        return None
+
+
+def disagreement(configs: Sequence[Config]) -> str | None:
+    """The first field that differs between ranks, with every value and the ranks that gave it; None if all agree."""
+    for field in dataclasses.fields(Config):
+        ranks_by_value: dict[Any, list[int]] = {}
+        for rank, config in enumerate(configs):
+            ranks_by_value.setdefault(getattr(config, field.name), []).append(rank)
+        if len(ranks_by_value) > 1:
+            given = "; ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_by_value.items())
+            hint = "; pass name= where ranks have made different numbers of them" if field.name == "name" else ""
+            return f"ranks disagree on {field.name}: {given}{hint}"
+    return None
+
+
+class MemoryPlan(dict[str, int]):
+    """Bytes by purpose; prints as a table."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=5)
+        lines = [f"{purpose:<{width}} {_readable(size):>12}" for purpose, size in self.items()]
+        return "\n".join(lines)
+
+
+def _readable(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"
+
+
+def memory_plan(
+    *,
+    world_size: int,
+    num_experts: int,
+    hidden_size: int,
+    top_k: int,
+    max_tokens_per_rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    experts_per_rank: Sequence[int] | None = None,
+    alignment: int = 16,
+    backend: str = "cute",
+    capacity: int | None = None,
+    dispatch_sms: int | None = None,
+    combine_sms: int | None = None,
+    rank: int = 0,
+) -> MemoryPlan:
+    """Bytes that ``rank`` of such a communicator takes; nothing is allocated and no GPU is needed.
+
+    Entries named ``call: ...`` are the fresh outputs of one ``dispatch`` and one ``combine`` of ``max_tokens_per_rank``
+    tokens into ``capacity`` rows (default: the worst case without drops); all others are held by the communicator.
+    Raises ValueError for values that no communicator accepts.
+    """
+    experts = even_experts(num_experts, world_size) if experts_per_rank is None else tuple(experts_per_rank)
+    device_type = "cpu" if backend == "reference" else "cuda"
+    config = Config(
+        "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
+        backend, device_type, 300.0, dispatch_sms, combine_sms, "",
+    )  # fmt: skip
+    if problem := config.problem():
+        raise ValueError(problem)
+    return plan_of(config, rank, capacity)
+
+
+def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPlan:
+    """:func:`memory_plan` of a checked configuration."""
+    local = config.experts_per_rank[rank]
+    tokens, top_k = config.max_tokens_per_rank, config.top_k
+    if capacity is None:
+        capacity = worst_case_rows(config.world_size, tokens, top_k, local, config.alignment)
+    row = config.hidden_size * config.dtype.itemsize
+    weight = 8 if config.dtype == torch.float64 else 4
+    plan = MemoryPlan(held_bytes(config, rank))
+    plan["call: recv_x"] = capacity * row
+    plan["call: recv_weights"] = capacity * weight
+    plan["call: route"] = 4 * (tokens * top_k + config.world_size * tokens * top_k + 3 * local)
+    plan["call: combined out"] = tokens * row
+    return plan
+
+
+def held_bytes(config: Config, rank: int) -> dict[str, int]:
+    """Bytes by purpose that the backend holds for the communicator's whole life."""
+    if config.backend == "reference":
+        return {}
+    from .backends import cute
+
+    return dict(cute.memory_plan(config, rank))

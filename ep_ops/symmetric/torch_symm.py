@@ -1,0 +1,31 @@
+"""Symmetric memory from ``torch.distributed._symmetric_memory``: peers of one NVLink domain map each other's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+
+from . import SymmetricBuffer
+
+
+def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
+    """See :func:`ep_ops.symmetric.allocate`."""
+    from ..backends.exchange import Exchange
+
+    exchange = Exchange(group, device)
+    sizes = exchange.all_gather(torch.tensor([nbytes], dtype=torch.int64)).flatten().tolist()
+    if len(set(sizes)) > 1:
+        raise ValueError(f"ranks ask for different sizes of symmetric memory: {sizes} bytes by rank")
+    with torch.cuda.device(device):
+        memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(memory, group)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+    bases = [int(base) for base in handle.buffer_ptrs]
+    offset = memory.data_ptr() - bases[exchange.rank]  # the allocator may place the tensor inside its block
+    exchange.barrier()  # nobody writes before everybody has zeroed
+
+    held = [memory, handle]
+    return SymmetricBuffer(memory, tuple(base + offset for base in bases), held.clear)
