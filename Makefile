@@ -30,12 +30,12 @@ $(READY): pyproject.toml Makefile
 	if command -v nvidia-smi >/dev/null && cuda=$$(python3 -c 'import torch; print(torch.version.cuda.split(".")[0])' 2>/dev/null); then \
 	  echo "== $(VENV): on top of python3 and its torch (CUDA $$cuda)"; \
 	  python3 -m venv --system-site-packages $(VENV); \
-	  $(VENV)/bin/python -m pip install -q -e ".[dev,cu$$cuda]"; \
+	  $(VENV)/bin/python -m pip install -qq -e ".[dev,cu$$cuda]"; \
 	else \
 	  echo "== $(VENV): torch $(TORCH) and the development tools (a few minutes, once)"; \
 	  python3 -m venv $(VENV); \
-	  $(VENV)/bin/python -m pip install -q "torch==$(TORCH)"; \
-	  $(VENV)/bin/python -m pip install -q -e ".[dev]"; \
+	  $(VENV)/bin/python -m pip install -qq "torch==$(TORCH)"; \
+	  $(VENV)/bin/python -m pip install -qq -e ".[dev]"; \
 	fi
 	@touch $@
 

@@ -1,0 +1,129 @@
+"""The command line: ``ep-ops demo``, ``ep-ops doctor``, ``ep-ops bench``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if args[:1] == ["bench"]:
+            return bench(args[1:])  # the benchmarks have their own options
+        options = parser().parse_args(args)
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted; all processes have ended", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="ep-ops", description="Expert-parallel dispatch and combine as PyTorch operators."
+    )
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="train a small MoE model on all GPUs, or on two CPU processes, and check it against a dense model",
+    )
+    demo.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs where there are any"
+    )
+    demo.add_argument("--ranks", type=positive, help="processes (default: one per GPU, CPU: 2)")
+    demo.add_argument("--steps", type=positive, default=60, help="training steps (default: %(default)s)")
+    demo.add_argument("--sequences", type=positive, help="of 32 tokens, per rank and step (default: 128, CPU: 16)")
+    demo.add_argument("--hidden-size", type=hidden_size, help="a multiple of 32 (default: 512, CPU: 64)")
+    demo.add_argument(
+        "--backend", choices=("auto", "cute", "reference"), default="auto", help="auto: cute where it can run"
+    )
+    demo.add_argument("--eager", action="store_true", help="do not compile the model")
+    demo.set_defaults(run=run_demo)
+
+    doctor = commands.add_parser(
+        "doctor", help="print versions, GPUs, how they reach each other, and the backend to be chosen"
+    )
+    doctor.set_defaults(run=run_doctor)
+    commands.add_parser("bench", help="measure: ep-ops bench throughput|latency [options]", add_help=False)
+    return top
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def hidden_size(text: str) -> int:
+    value = positive(text)
+    if value % 32:
+        raise argparse.ArgumentTypeError(f"{value} is not a multiple of 32")
+    return value
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    import torch
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+    from ep_ops.demo import Options, demo
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = args.device if args.device != "auto" else ("cuda" if gpus else "cpu")
+    ranks = args.ranks or (gpus if device == "cuda" else 2)
+    if device == "cuda" and not 1 <= ranks <= gpus:
+        print(f"ep-ops demo: {ranks} ranks need a GPU each, torch sees {gpus}; try --device cpu", file=sys.stderr)
+        return 2
+    on_gpu = device == "cuda"
+    options = Options(
+        device=device,
+        ranks=ranks,
+        steps=args.steps,
+        sequences=args.sequences or (128 if on_gpu else 16),
+        hidden_size=args.hidden_size or (512 if on_gpu else 64),
+        backend=args.backend,
+        compiled=not args.eager,
+    )
+    try:
+        demo(options)
+    except (ProcessRaisedException, ProcessExitedException) as failure:
+        print(f"\nep-ops demo failed:{failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from ep_ops.doctor import report
+
+    print(report())
+    return 0
+
+
+def bench(argv: list[str]) -> int:
+    """Hand ``argv[1:]`` to ``benchmarks.<argv[0]>.main``."""
+    kinds = ("throughput", "latency")
+    if not argv or argv[0] not in kinds:
+        print(
+            f"usage: ep-ops bench {{{','.join(kinds)}}} [options]   (--help after the kind lists its options)",
+            file=sys.stderr,
+        )
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    name = f"benchmarks.{argv[0]}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name not in (name, "benchmarks"):
+            raise
+        print(
+            f"ep-ops bench: {name} is not part of this installation; run it from a checkout of ep_ops", file=sys.stderr
+        )
+        return 1
+    return module.main(argv[1:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""`ep-ops doctor`: what a bug report needs, and why the backend is what it is. What is missing is said, not raised."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+
+import torch
+
+DISTRIBUTIONS = (
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "cuda-bindings",
+    "nvshmem4py-cu13",
+    "nvshmem4py-cu12",
+    "nvidia-nvshmem-cu13",
+    "nvidia-nvshmem-cu12",
+)
+
+
+def report() -> str:
+    sections = {
+        "versions": versions,
+        "GPUs": gpus,
+        "peer access": peer_access,
+        "symmetric memory": symmetric_memory,
+        "backend": backend,
+        "caches": caches,
+    }
+    lines: list[str] = []
+    for title, section in sections.items():
+        lines += [title, *(f"  {line}" for line in attempt(section))]
+    return "\n".join(lines)
+
+
+def attempt(section: Callable[[], list[str]]) -> list[str]:
+    """The section's lines; a broken installation must not keep the other sections from being printed."""
+    try:
+        return section()
+    except Exception as error:
+        return [f"could not tell: {type(error).__name__}: {error}"]
+
+
+def versions() -> list[str]:
+    import ep_ops
+
+    lines = [
+        f"ep_ops               {ep_ops.__version__}  ({os.path.dirname(ep_ops.__file__)})",
+        f"python               {platform.python_version()}  ({platform.platform()})",
+        f"torch                {torch.__version__}  (CUDA {torch.version.cuda or 'none: a CPU build'})",
+        f"driver               {driver()}",
+    ]
+    for name in DISTRIBUTIONS:
+        lines.append(f"{name:<20} {installed(name) or 'not installed'}")
+    return lines
+
+
+def installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except FileNotFoundError:
+        return "none found (no nvidia-smi)"
+    except subprocess.SubprocessError as error:
+        return f"unknown ({error})"
+    return ", ".join(sorted(set(found.stdout.split())))
+
+
+def gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpus() -> list[str]:
+    lines = []
+    for index in range(gpu_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
+        lines.append(f"{index}: {gpu.name}, capability {gpu.major}.{gpu.minor}, {memory}")
+    return lines or ["none visible to torch"]
+
+
+def peer_access() -> list[str]:
+    count = gpu_count()
+    if count < 2:
+        return ["needs two GPUs"]
+    lines = ["from\\to " + " ".join(f"{j:>3}" for j in range(count))]
+    for i in range(count):
+        cells = ("-" if i == j else "yes" if torch.cuda.can_device_access_peer(i, j) else "no" for j in range(count))
+        lines.append(f"{i:>7} " + " ".join(f"{cell:>3}" for cell in cells))
+    return lines
+
+
+def symmetric_memory() -> list[str]:
+    if gpu_count() == 0:
+        return ["needs GPUs"]
+    from torch.distributed import _symmetric_memory
+
+    provider = "torch.distributed._symmetric_memory: importable"
+    backend = getattr(_symmetric_memory, "get_backend", lambda device: "unknown")(torch.device("cuda"))
+    nvshmem = "importable" if importlib.util.find_spec("nvshmem") else "not installed (needed across hosts only)"
+    return [f"{provider}, allocator {backend}", f"nvshmem4py: {nvshmem}"]
+
+
+def backend() -> list[str]:
+    """The rule of ``Communicator(backend="auto")``, for each GPU with all the others as its peers."""
+    cutlass = importlib.util.find_spec("cutlass") is not None
+    if gpu_count() == 0:
+        return ["reference, because torch sees no GPU"]
+    if not cutlass:
+        return ["reference, because nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"]
+    lines = []
+    for i in range(gpu_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        closed = [j for j in range(gpu_count()) if j != i and not torch.cuda.can_device_access_peer(i, j)]
+        if major < 9:
+            lines.append(f"GPU {i}: reference, because its capability is {major}.{minor} and the kernels need 9.0")
+        elif closed:
+            lines.append(f"GPU {i}: reference, because it cannot map the memory of {closed}")
+        else:
+            lines.append(f"GPU {i}: cute (capability {major}.{minor}, maps the memory of every other visible GPU)")
+    return lines
+
+
+def caches() -> list[str]:
+    lines = []
+    try:
+        from cute_kernels import jit
+
+        lines.append(f"kernels    {jit.cache_dir() or 'not kept on disk (EP_OPS_CACHE_DIR is empty)'}")
+    except (ImportError, AttributeError) as error:
+        lines.append(f"kernels    none ({error})")
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    lines.append(f"inductor   {cache_dir()}")
+    return lines

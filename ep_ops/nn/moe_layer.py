@@ -1,0 +1,180 @@
+"""A mixture-of-experts layer whose experts are spread over the ranks of a communicator, and its dense twin.
+
+    comm = ep_ops.Communicator(num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)
+    layer = ep_ops.nn.MoELayer(comm, intermediate_size=1024).to(comm.device)
+    out = layer(x)                                     # x [tokens of this rank, 2048], bfloat16
+
+What crosses ranks is in two lines of ``MoELayer.forward``, dispatch and combine; the rest is ordinary PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ep_ops.communicator import Communicator
+
+
+class MoELayer(nn.Module):
+    """Top-k routed SwiGLU experts, ``comm.num_local_experts`` of them on this rank.
+
+    Args:
+        comm: gives the number of experts, top_k, hidden size H, dtype, and which experts live here.
+        intermediate_size: F, the width inside each expert.
+        capacity: rows of this rank's receive buffer, a multiple of ``comm.alignment``. Rows that do not fit are
+            dropped and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
+        dynamic: size the receive buffer exactly, at the price of one host synchronisation a call. Under
+            ``torch.compile(fullgraph=True)`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops = True``.
+        shared_intermediate_size: width of one more expert that every token visits on its own rank; 0 for none.
+        seed: of the initial weights. They depend on it and on the sizes, not on the number of ranks.
+
+    forward: x [T, H] in ``comm.dtype`` -> [T, H], the same dtype. T is 0 to ``comm.max_tokens_per_rank`` and may
+    differ between ranks, all of which take part in every call. Each rank's gradients are right as they are for
+    ``w_in`` and ``w_out`` (the tokens of all ranks are in them); those of the parameters that every rank holds
+    (router, shared expert) are to be summed over the ranks, as in data parallelism.
+    """
+
+    dropped: Tensor  # [El] int32: rows dropped by each local expert since the layer was made
+
+    def __init__(
+        self,
+        comm: Communicator,
+        intermediate_size: int,
+        *,
+        capacity: int | None = None,
+        dynamic: bool = False,
+        shared_intermediate_size: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if dynamic and capacity is not None:
+            raise ValueError(f"capacity={capacity} was given, but dynamic=True lets no row be dropped")
+        self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
+        experts = range(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        self.router = router_weight(comm.num_experts, comm.hidden_size, seed)
+        self.w_in, self.w_out = expert_weights(experts, comm.hidden_size, intermediate_size, comm.dtype, seed)
+        self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, comm.dtype, seed)
+        self.register_buffer("dropped", torch.zeros(comm.num_local_experts, dtype=torch.int32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = choose_experts(x, self.router, self.comm.top_k)
+        if self.dynamic:
+            received = self.comm.dispatch_dynamic(x, experts, weights)
+        else:
+            received = self.comm.dispatch(x, experts, weights, capacity=self.capacity)
+            if self.capacity is not None:
+                self.dropped += received.dropped
+        y = grouped_mm(received.x, self.w_in, received.route.offs)
+        y = grouped_mm(swiglu(y), self.w_out, received.route.offs)
+        out = self.comm.combine(y, received.route, received.weights)
+        return out if self.shared is None else out + self.shared(x)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Those that only this rank holds; their gradients are complete after backward."""
+        return [self.w_in, self.w_out]
+
+
+class DenseMoE(nn.Module):
+    """The same model with all experts on every rank and no communication: what ``MoELayer`` is checked against.
+
+    With the sizes and seed of a ``MoELayer`` it has the same initial weights, and so the same outputs up to rounding.
+    It runs every expert on every token: slow, plain, differentiable.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        intermediate_size: int,
+        *,
+        shared_intermediate_size: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.top_k = comm.top_k
+        experts = range(comm.num_experts)
+        self.router = router_weight(comm.num_experts, comm.hidden_size, seed)
+        self.w_in, self.w_out = expert_weights(experts, comm.hidden_size, intermediate_size, comm.dtype, seed)
+        self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, comm.dtype, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = choose_experts(x, self.router, self.top_k)
+        out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        for e in range(self.w_in.shape[0]):
+            weight = (weights * (experts == e)).sum(dim=1, keepdim=True)
+            out = out + weight * (swiglu(x @ self.w_in[e]) @ self.w_out[e])
+        out = out.to(x.dtype)
+        return out if self.shared is None else out + self.shared(x)
+
+
+class SwiGLU(nn.Module):
+    """An ordinary expert, for every token: x [T, H] -> [T, H], with w_in [H, 2F] and w_out [F, H]."""
+
+    def __init__(self, w_in: Tensor, w_out: Tensor) -> None:
+        super().__init__()
+        self.w_in, self.w_out = nn.Parameter(w_in), nn.Parameter(w_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x @ self.w_in) @ self.w_out
+
+
+def choose_experts(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts in fp32, then the ``top_k`` largest, scaled to sum to one.
+
+    x [T, H], router [E, H] -> weights [T, K] float32, expert ids [T, K] int32.
+    """
+    scores = torch.softmax(x.float() @ router.float().t(), dim=-1)
+    weights, experts = scores.topk(top_k, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True), experts.to(torch.int32)
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """[..., 2F] -> [..., F]: silu of the first half times the second."""
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Multiply each expert's rows by its own matrix: expert e has the rows [offs[e-1], offs[e]) of x.
+
+    x [R, M], w [El, M, N], offs [El] int32 -> [R, N]. Rows past ``offs[-1]`` are garbage, in x and in the result: they
+    reach no other row and no gradient of w.
+    """
+    if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and w.shape[0] > 0:
+        return torch._grouped_mm(x, w, offs=offs)  # strides must be multiples of 16 bytes
+    # Other dtypes, for tests and the CPU: every expert on all rows, keeping its own. The inner `where` keeps garbage
+    # (0 * nan is nan) out of the gradient of w, the outer one out of what comes back to x.
+    row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for e in range(w.shape[0]):
+        mine = (row < offs[e]) if e == 0 else (row >= offs[e - 1]) & (row < offs[e])
+        out = torch.where(mine, torch.where(mine, x, 0) @ w[e], out)
+    return out
+
+
+# Initial weights: each expert has a random stream of its own, so that they do not depend on where the experts lie.
+
+
+def router_weight(num_experts: int, hidden_size: int, seed: int) -> nn.Parameter:
+    """[E, H] float32: choosing among close scores is worth the precision."""
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(num_experts, hidden_size, generator=generator) * hidden_size**-0.5)
+
+
+def expert_weights(
+    experts: range, hidden_size: int, intermediate_size: int, dtype: torch.dtype, seed: int
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """w_in [len(experts), H, 2F], w_out [len(experts), F, H]"""
+    w_in = torch.empty(len(experts), hidden_size, 2 * intermediate_size, dtype=dtype)
+    w_out = torch.empty(len(experts), intermediate_size, hidden_size, dtype=dtype)
+    for i, e in enumerate(experts):
+        generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + e)
+        w_in[i] = torch.randn(w_in.shape[1:], generator=generator) * hidden_size**-0.5
+        w_out[i] = torch.randn(w_out.shape[1:], generator=generator) * intermediate_size**-0.5
+    return nn.Parameter(w_in), nn.Parameter(w_out)
+
+
+def shared_expert(hidden_size: int, intermediate_size: int, dtype: torch.dtype, seed: int) -> SwiGLU | None:
+    if intermediate_size == 0:
+        return None
+    w_in, w_out = expert_weights(range(-1, 0), hidden_size, intermediate_size, dtype, seed)
+    return SwiGLU(w_in.detach()[0], w_out.detach()[0])
