@@ -13,6 +13,7 @@
 Workers are started once per world size and kept for the whole test session, so Python and torch are imported once.
 Each call gets a new default process group, which is destroyed afterwards, and a clean Dynamo.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -28,8 +29,9 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable
+from typing import Any
 
 GRACE = 10.0  # seconds that the other ranks get once one rank has raised
 

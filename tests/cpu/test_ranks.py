@@ -1,4 +1,5 @@
 """The test helper itself: results in rank order, exceptions with their type, no hang and no leaked worker."""
+
 from __future__ import annotations
 
 import os

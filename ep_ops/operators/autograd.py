@@ -1,0 +1,88 @@
+"""How gradients flow: backward of each operator is another operator along the same route.
+
+All ranks must run the same operators in backward too. What is sent there is therefore decided by which inputs need a
+gradient, never by which gradients happen to have arrived: those that are missing are sent as zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .schema import LIBRARY
+
+
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, topk_idx, _, alignment, *_ = inputs
+    _save_dispatch(ctx, inputs, output, (topk_idx, *output[2:6]), alignment)
+
+
+def _dispatch_dynamic_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, topk_idx, alignment, *_ = inputs
+    _save_dispatch(ctx, inputs, output, (topk_idx, *output[2:6]), alignment)
+
+
+def _dispatch_planned_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, *route, _, alignment, _ = inputs
+    _save_dispatch(ctx, inputs, output, tuple(route), alignment)
+
+
+def _save_dispatch(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], route: tuple[Tensor, ...], alignment: int
+) -> None:
+    recv_x, recv_weights, *integers = output
+    ctx.save_for_backward(*route)
+    ctx.rows_shape, ctx.rows_dtype, ctx.weights_dtype = recv_x.shape, recv_x.dtype, recv_weights.dtype
+    ctx.alignment, ctx.comm, ctx.num_inputs = alignment, inputs[-1], len(inputs)
+    ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
+    ctx.mark_non_differentiable(*integers if ctx.needs_input_grad[1] else (recv_weights, *integers))
+
+
+@once_differentiable
+def _dispatch_backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, *_: None) -> tuple[Any, ...]:
+    route = ctx.saved_tensors
+    x_asked, weights_asked, *_ = ctx.needs_input_grad
+    if x_asked and grad_x is None:
+        grad_x = route[0].new_zeros(ctx.rows_shape, dtype=ctx.rows_dtype)
+    if weights_asked and grad_weights is None:
+        grad_weights = route[0].new_zeros(ctx.rows_shape[:1], dtype=ctx.weights_dtype)
+    home_x, home_weights = torch.ops.ep.dispatch_backward(
+        grad_x.contiguous() if x_asked else None,  # gradients come with any strides, those of a sum for instance
+        grad_weights.contiguous() if weights_asked else None,
+        *route,
+        ctx.alignment,
+        ctx.comm,
+    )
+    none = [None] * (ctx.num_inputs - 2)
+    return home_x if x_asked else None, home_weights if weights_asked else None, *none
+
+
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, recv_weights, *route, alignment, comm = inputs
+    ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, recv_weights, *route)
+    ctx.num_rows, ctx.alignment, ctx.comm = y.shape[0], alignment, comm
+
+
+@once_differentiable
+def _combine_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    y, recv_weights, *route = ctx.saved_tensors
+    grad_out = grad_out.contiguous()
+    if recv_weights is None:
+        grad_y, _ = torch.ops.ep.dispatch_planned(grad_out, None, *route, ctx.num_rows, ctx.alignment, ctx.comm)
+        return grad_y, *[None] * 8
+    grad_y, grad_weights = torch.ops.ep.combine_backward(
+        grad_out, y, recv_weights, *route, ctx.num_rows, ctx.alignment, ctx.comm
+    )
+    return grad_y, None if y is None else grad_weights, *[None] * 7
+
+
+for _name, _backward, _setup in (
+    ("dispatch", _dispatch_backward, _dispatch_setup),
+    ("dispatch_dynamic", _dispatch_backward, _dispatch_dynamic_setup),
+    ("dispatch_planned", _dispatch_backward, _dispatch_planned_setup),
+    ("combine", _combine_backward, _combine_setup),
+):
+    torch.library.register_autograd(f"ep::{_name}", _backward, setup_context=_setup, lib=LIBRARY)

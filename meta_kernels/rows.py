@@ -1,0 +1,19 @@
+"""Rows and the scalars that travel with them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rows_like(x: Tensor, count: int) -> Tensor:
+    """[count, H] of x's dtype."""
+    return x.new_empty((count, x.shape[1]))
+
+
+def scalars_like(weights: Tensor | None, shape: tuple[int, ...], beside: Tensor) -> Tensor:
+    """``shape`` of the weights' dtype; [0] where there are no weights, of the dtype they would have beside those rows."""
+    if weights is None:
+        exact = torch.float64 if beside.dtype == torch.float64 else torch.float32
+        return beside.new_empty((0,), dtype=exact)
+    return weights.new_empty(shape)
