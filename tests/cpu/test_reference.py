@@ -1,0 +1,323 @@
+"""The reference backend against the definition written as plain loops (tests/cases.py), on 1, 2 and 4 ranks.
+
+Rows that are undefined hold NaN on both sides: whoever reads one shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cases
+import pytest
+import torch
+from cases import RouteCase, Tokens
+from ranks import run_ranks
+from torch import Tensor
+
+import ep_ops
+
+NAN = float("nan")
+WORLD_SIZES = (1, 2, 4)
+
+
+def communicator(case: RouteCase, hidden_size: int, dtype: torch.dtype, **more: Any) -> ep_ops.Communicator:
+    comm = ep_ops.Communicator(
+        num_experts=case.num_experts,
+        experts_per_rank=case.experts_per_rank,
+        hidden_size=hidden_size,
+        top_k=case.top_k,
+        max_tokens_per_rank=max(case.max_tokens, 1),
+        dtype=dtype,
+        alignment=case.alignment,
+        backend="reference",
+        device="cpu",
+        **more,
+    )
+    comm.backend.unused = NAN
+    return comm
+
+
+# ---------------------------------------------------------------------- every operator on every route
+
+
+@dataclasses.dataclass
+class Given:
+    """Inputs of one rank."""
+
+    tokens: Tokens
+    y: Tensor
+    row_weights: Tensor
+    grad_out: Tensor
+
+
+def _every_operator(case: RouteCase, given: list[Given]) -> dict[str, Any]:
+    mine = given[torch.distributed.get_rank()]
+    x, weights = mine.tokens.x, mine.tokens.weights
+    with communicator(case, x.shape[1], x.dtype) as comm:
+        run, rank = comm.backend, comm.rank
+        idx, align = case.topk_idx[rank], case.alignment
+        size = (case.capacity[rank], align, case.slots[rank], case.max_tokens)
+        out: dict[str, Any] = {"plan": run.plan(idx, *size)}
+        out["dispatch"] = run.dispatch(x, weights, idx, *size)
+        out["dispatch again"] = run.dispatch(x, weights, idx, *size)
+        out["dispatch unweighted"] = run.dispatch(x, None, idx, *size)
+        out["dynamic"] = run.dispatch_dynamic(x, weights, idx, align, case.max_tokens)
+        send_rows, recv_rows, offs, counts, _ = out["plan"]
+        route = (idx, send_rows, recv_rows, offs, counts)
+        rows = case.capacity[rank]
+        out["planned"] = run.dispatch_planned(x, weights, route, rows, align)
+        out["planned unweighted"] = run.dispatch_planned(x, None, route, rows, align)
+        out["combine"] = run.combine(mine.y, None, route, align)
+        out["combine weighted"] = run.combine(mine.y, mine.row_weights, route, align)
+        out["combine again"] = run.combine(mine.y, mine.row_weights, route, align)
+        out["dispatch backward"] = run.dispatch_backward(mine.y, mine.row_weights, route, align)
+        out["dispatch backward x"] = run.dispatch_backward(mine.y, None, route, align)
+        out["dispatch backward w"] = run.dispatch_backward(None, mine.row_weights, route, align)
+        out["combine backward"] = run.combine_backward(mine.grad_out, mine.y, mine.row_weights, route, rows, align)
+        out["combine backward y"] = run.combine_backward(mine.grad_out, None, mine.row_weights, route, rows, align)
+        out["combine backward 1"] = run.combine_backward(mine.grad_out, None, None, route, rows, align)
+    return out
+
+
+def _draw(case: RouteCase, hidden_size: int, dtype: torch.dtype, seed: int) -> list[Given]:
+    """Random inputs of every rank, NaN in the rows that nobody may read."""
+    draw = torch.Generator().manual_seed(seed + 2)
+    plans = cases.expected_plan(case)
+    given = []
+    for plan, size, tokens in zip(
+        plans, case.capacity, cases.random_tokens(case, hidden_size, dtype, seed), strict=True
+    ):
+        rows = cases.blank_rows(case, plan, size, hidden_size, dtype)
+        kept = plan.recv_rows[plan.recv_rows >= 0].long()
+        rows.x[kept] = torch.randn(kept.numel(), hidden_size, generator=draw).to(dtype)
+        rows.weights[kept] = torch.rand(kept.numel(), generator=draw, dtype=rows.weights.dtype) * 3 - 1
+        grad_out = torch.randn(tokens.x.shape, generator=draw).to(dtype)
+        given.append(Given(tokens, rows.x, rows.weights, grad_out))
+    return given
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """Equal in dtype, shape and every value, NaN in the same places."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_plan(got: tuple[Tensor, ...], plan: cases.Plan) -> None:
+    for tensor, name in zip(got, ("send_rows", "recv_rows", "offs", "counts", "dropped"), strict=True):
+        torch.testing.assert_close(tensor, getattr(plan, name), rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", cases.CASE_NAMES)
+def test_every_operator(world_size: int, name: str) -> None:
+    _check_every_operator(world_size, name, torch.bfloat16, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    for name in ("repeated_experts", "padded_over"):
+        _check_every_operator(2, name, dtype, 8)
+
+
+def _check_every_operator(world_size: int, name: str, dtype: torch.dtype, hidden_size: int) -> None:
+    seed = cases.fresh_seed()
+    case = cases.route_cases(world_size, seed)[name]
+    given = _draw(case, hidden_size, dtype, seed)
+    results = run_ranks(world_size, _every_operator, case, given)
+
+    tokens = [one.tokens for one in given]
+    y, row_weights = [one.y for one in given], [one.row_weights for one in given]
+    plans, exact_plans = cases.expected_plan(case), cases.expected_plan(case, exact=True)
+    rows = cases.expected_dispatch(case, plans, tokens)
+    exact_size = [int(plan.offs[-1]) if plan.offs.numel() else 0 for plan in exact_plans]
+    exact_rows = cases.expected_dispatch(case, exact_plans, tokens, exact_size)
+    combined = cases.expected_combine(case, plans, y, None)
+    combined_weighted = cases.expected_combine(case, plans, y, row_weights)
+    weight_grads = cases.expected_weight_grads(case, plans, row_weights)
+    grad_tokens = [Tokens(one.grad_out, one.tokens.weights) for one in given]
+    grad_rows = cases.expected_dispatch(case, plans, grad_tokens)
+    exact_dtype = row_weights[0].dtype
+
+    for rank, got in enumerate(results):
+        absent = torch.empty(0, dtype=exact_dtype)
+        assert_plan(got["plan"], plans[rank])
+        for which in ("dispatch", "dispatch again"):
+            assert_same(got[which][0], rows[rank].x)
+            assert_same(got[which][1], rows[rank].weights)
+            assert_plan(got[which][2:], plans[rank])
+        assert_same(got["dispatch unweighted"][0], rows[rank].x)
+        assert_same(got["dispatch unweighted"][1], absent)
+        assert_plan(got["dispatch unweighted"][2:], plans[rank])
+        assert_same(got["dynamic"][0], exact_rows[rank].x)
+        assert_same(got["dynamic"][1], exact_rows[rank].weights)
+        assert_plan(got["dynamic"][2:], exact_plans[rank])
+        assert_same(got["planned"][0], rows[rank].x)
+        assert_same(got["planned"][1], rows[rank].weights)
+        assert_same(got["planned unweighted"][0], rows[rank].x)
+        assert_same(got["planned unweighted"][1], absent)
+        assert_same(got["combine"], combined[rank])
+        assert_same(got["combine weighted"], combined_weighted[rank])
+        assert_same(got["combine again"], combined_weighted[rank])
+        assert_same(got["dispatch backward"][0], combined[rank])
+        assert_same(got["dispatch backward"][1], weight_grads[rank])
+        assert_same(got["dispatch backward x"][0], combined[rank])
+        assert_same(got["dispatch backward x"][1], absent)
+        assert got["dispatch backward w"][0].numel() == 0
+        assert_same(got["dispatch backward w"][1], weight_grads[rank])
+
+        g = grad_rows[rank].x
+        scaled = (row_weights[rank][:, None] * g.to(exact_dtype)).to(dtype)
+        dots = (g.to(exact_dtype) * y[rank].to(exact_dtype)).sum(1)  # zero in the padding, NaN where undefined
+        assert_same(got["combine backward"][0], scaled)
+        torch.testing.assert_close(got["combine backward"][1], dots, equal_nan=True)
+        assert_same(got["combine backward y"][0], scaled)
+        assert got["combine backward y"][1].shape == (0,)
+        assert_same(got["combine backward 1"][0], g)
+        assert got["combine backward 1"][1].shape == (0,)
+
+
+def _alone(case: RouteCase, x: Tensor, weights: Tensor) -> Any:
+    comm = communicator(case, x.shape[1], x.dtype)
+    moved = comm.backend.dispatch(x, weights, case.topk_idx[0], case.capacity[0], case.alignment, 0, case.max_tokens)
+    comm.destroy()
+    return moved
+
+
+def test_without_process_group() -> None:
+    case = cases.route_cases(1, cases.fresh_seed())["random"]
+    tokens = cases.random_tokens(case, 8, torch.bfloat16, 0)
+    plans = cases.expected_plan(case)
+    got = _alone(case, tokens[0].x, tokens[0].weights)
+    assert_same(got[0], cases.expected_dispatch(case, plans, tokens)[0].x)
+    assert_plan(got[2:], plans[0])
+
+
+# ---------------------------------------------------------------------- gradients through the operators
+
+
+def _layer(case: RouteCase, tokens: list[Tokens], up: Tensor, down: Tensor, how: str) -> dict[str, Any]:
+    """A small mixture of experts through the operators, forward and backward."""
+    rank = torch.distributed.get_rank()
+    x = tokens[rank].x.clone().requires_grad_()
+    weights = tokens[rank].weights.clone().requires_grad_()
+    with communicator(case, x.shape[1], x.dtype) as comm:
+        held = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        up, down = up[held].clone().requires_grad_(), down[held].clone().requires_grad_()
+        idx = case.topk_idx[rank]
+        if how == "dynamic":
+            got = comm.dispatch_dynamic(x, idx, weights, max_tokens=case.max_tokens)
+            rows, row_weights, route = got.x, got.weights, got.route
+        elif how == "planned":
+            route, _ = comm.plan(idx, capacity=case.capacity[rank], max_tokens=case.max_tokens)
+            rows, row_weights = comm.dispatch_planned(x, route, weights, num_rows=case.capacity[rank])
+        else:
+            size = {"capacity": case.capacity[rank], "slots": case.slots[rank], "max_tokens": case.max_tokens}
+            got = comm.dispatch(x, idx, weights, **size)
+            rows, row_weights, route = got.x, got.weights, got.route
+        y = torch.full_like(rows, NAN)
+        counts = route.counts.tolist()
+        for expert, end in enumerate(route.offs.tolist()):
+            begin = end - -(-counts[expert] // case.alignment) * case.alignment
+            found = torch.tanh(rows[begin:end] @ up[expert]) @ down[expert]
+            if how == "weights in expert":
+                found = (found * row_weights[begin:end, None]).to(found.dtype)
+            y = torch.cat([y[:begin], found, y[end:]])
+        out = comm.combine(y, route, None if how == "weights in expert" else row_weights)
+        (out.double() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        return {
+            "out": out.detach(),
+            "kept": route.send_rows >= 0,
+            "grads": (x.grad, weights.grad, up.grad, down.grad),
+        }
+
+
+@pytest.mark.parametrize("how", ["static", "dynamic", "planned", "weights in expert"])
+@pytest.mark.parametrize(("world_size", "name", "dtype"), [
+    (1, "random_with_none", torch.float64),
+    (2, "repeated_experts", torch.float64),
+    (2, "over_capacity", torch.float64),
+    (2, "padded_over", torch.float64),
+    (4, "random", torch.float64),
+    (4, "random", torch.bfloat16),
+])  # fmt: skip
+def test_gradients_equal_a_dense_model(world_size: int, name: str, dtype: torch.dtype, how: str) -> None:
+    if how in ("dynamic", "planned") and name == "padded_over":
+        pytest.skip("flat layout only")
+    seed = cases.fresh_seed()
+    case = cases.route_cases(world_size, seed)[name]
+    hidden, inner = 8, 6
+    draw = torch.Generator().manual_seed(seed)
+    tokens = cases.random_tokens(case, hidden, dtype, seed)
+    up = torch.randn(case.num_experts, hidden, inner, generator=draw, dtype=torch.float64).div(3).to(dtype)
+    down = torch.randn(case.num_experts, inner, hidden, generator=draw, dtype=torch.float64).div(3).to(dtype)
+    results = run_ranks(world_size, _layer, case, tokens, up, down, how)
+
+    dense_up, dense_down = up.double().requires_grad_(), down.double().requires_grad_()
+    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 0.04, "atol": 0.06}
+    total = torch.zeros((), dtype=torch.float64)
+    leaves = []
+    for rank, result in enumerate(results):
+        x, weights = (t.double().requires_grad_() for t in (tokens[rank].x, tokens[rank].weights))
+        out = cases.dense_moe(x, case.topk_idx[rank], weights, dense_up, dense_down, result["kept"])
+        torch.testing.assert_close(result["out"].double(), out, **close)
+        total = total + (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+        leaves.append((x, weights))
+    total.backward()
+    first = 0
+    for rank, result in enumerate(results):
+        held = slice(first, first + case.experts_per_rank[rank])
+        first = held.stop
+        expected = (leaves[rank][0].grad, leaves[rank][1].grad, dense_up.grad[held], dense_down.grad[held])
+        for got, want in zip(result["grads"], expected, strict=True):
+            torch.testing.assert_close(got.double(), want, **close)
+
+
+# ---------------------------------------------------------------------- refusals of what only the ranks together know
+
+
+def _mismatch(kind: str) -> None:
+    with ep_ops.Communicator(
+        num_experts=4, hidden_size=8, top_k=2, max_tokens_per_rank=4, alignment=4, backend="reference", device="cpu"
+    ) as comm:
+        run, other = comm.backend, comm.rank == 1
+        idx = torch.tensor([[0, 2], [1, 3], [0, -1]], dtype=torch.int32)
+        x, weights = torch.randn(3, 8).bfloat16(), torch.rand(3, 2)
+        rows, _, *planned, _ = run.dispatch(x, None, idx, 16, 4, 0, 4)
+        route = (idx, *planned)
+        if kind == "expert":
+            idx[2, 1] = 4 if other else 3
+            run.plan(idx, 16, 4, 0, 4)
+        elif kind == "negative expert":
+            idx[0, 0] = -2 if other else 0
+            run.dispatch(x, weights, idx, 16, 4, 0, 4)
+        elif kind == "operator":
+            run.combine(rows, None, route, 4) if other else run.dispatch(x, None, idx, 16, 4, 0, 4)
+        elif kind == "weights":
+            run.dispatch(x, weights if other else None, idx, 16, 4, 0, 4)
+        elif kind == "planned weights":
+            run.dispatch_planned(x, weights if other else None, route, 16, 4)
+        elif kind == "max_tokens":
+            run.plan(idx, 16, 4, 0, 3 if other else 4)
+        elif kind == "route":
+            if other:
+                route = (idx, torch.full_like(planned[0], -1), *planned[1:])  # of a plan that sent nothing
+            run.combine(rows, None, route, 4)
+        elif kind == "rows":
+            run.combine(rows[:4] if other else rows, None, route, 4)
+
+
+@pytest.mark.parametrize(("kind", "error", "text", "own_text"), [
+    ("expert", ValueError, "plan: refused by ranks [1]", "topk_idx[2, 1] is 4 on rank 1; expert ids are 0..3"),
+    ("negative expert", ValueError, "dispatch: refused by ranks [1]", "topk_idx[0, 0] is -2 on rank 1"),
+    ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
+    ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
+    ("planned weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
+    ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
+    ("route", RuntimeError, "the ranks must use routes of the same plan", None),
+    ("rows", ValueError, "refused by ranks [1]", "fills row 5, but only 4 rows were given"),
+])  # fmt: skip
+def test_every_rank_raises(kind: str, error: type[Exception], text: str, own_text: str | None) -> None:
+    raised = run_ranks(2, _mismatch, kind, return_exceptions=True)
+    for got, expected in zip(raised, (text, own_text or text), strict=True):
+        assert type(got) is error, got
+        assert expected in str(got)
