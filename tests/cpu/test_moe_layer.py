@@ -1,0 +1,143 @@
+"""MoELayer against the dense model: values and all gradients, on one and two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import ep_ops
+from ep_ops.nn import DenseMoE, MoELayer, grouped_mm
+
+H, F, E, K = 32, 24, 5, 2  # five experts: ranks hold different numbers of them
+
+
+def communicator(dtype: torch.dtype, max_tokens: int = 16) -> ep_ops.Communicator:
+    return ep_ops.Communicator(
+        num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=max_tokens, dtype=dtype, device="cpu"
+    )
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    if expected.numel() == 0:
+        return 0.0
+    return ((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9)).item()
+
+
+def errors_against_dense(tokens: list[int], dtype: torch.dtype, compiled: bool, options: dict) -> dict[str, float]:
+    """Relative error of the output and of each gradient; ``tokens``: of each rank."""
+    shared = {"shared_intermediate_size": options.get("shared_intermediate_size", 0)}
+    with communicator(dtype) as comm:
+        layer, dense = MoELayer(comm, F, seed=3, **options), DenseMoE(comm, F, seed=3, **shared)
+        run = layer
+        if compiled:
+            torch._dynamo.config.capture_dynamic_output_shape_ops = True
+            run = torch.compile(layer, fullgraph=True)
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(tokens[comm.rank], H, generator=generator).to(dtype)
+        grad_out = torch.randn(x.shape, generator=generator).to(dtype)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        out, expected = run(ours), dense(theirs)
+        out.backward(grad_out)
+        expected.backward(grad_out)
+        errors = {"out": relative_error(out, expected), "x": relative_error(ours.grad, theirs.grad)}
+        local = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        experts = {id(p) for p in layer.expert_parameters()}
+        for (name, got), wanted in zip(layer.named_parameters(), dense.parameters(), strict=True):
+            if comm.world_size > 1:
+                dist.all_reduce(wanted.grad)
+                if id(got) not in experts:
+                    dist.all_reduce(got.grad)
+            errors[name] = relative_error(got.grad, wanted.grad[local] if id(got) in experts else wanted.grad)
+        assert int(layer.dropped.sum()) == 0
+    return errors
+
+
+def check(results: list[dict[str, float]], dtype: torch.dtype) -> None:
+    allowed = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for rank, errors in enumerate(results):
+        assert {"out", "x", "router", "w_in", "w_out"} <= set(errors)
+        wrong = {name: error for name, error in errors.items() if not error <= allowed}
+        assert not wrong, f"rank {rank}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"shared_intermediate_size": 16}], ids=str)
+def test_one_rank(options: dict, dtype: torch.dtype) -> None:
+    check([errors_against_dense([13], dtype, False, options)], dtype)
+
+
+@pytest.mark.parametrize("tokens", [[16, 7], [0, 9], [0, 0]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=str)
+def test_two_ranks(options: dict, tokens: list[int]) -> None:
+    check(run_ranks(2, errors_against_dense, tokens, torch.float32, False, options), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{"shared_intermediate_size": 16}, {"capacity": 16 * 2 * 2 + 64}, {"dynamic": True}], ids=str
+)
+def test_two_ranks_compiled_fullgraph(options: dict, dtype: torch.dtype) -> None:
+    check(run_ranks(2, errors_against_dense, [16, 7], dtype, True, options), dtype)
+
+
+def test_no_tokens_compiled_fullgraph() -> None:
+    check(run_ranks(2, errors_against_dense, [0, 5], torch.float32, True, {}), torch.float32)
+
+
+def initial_experts() -> list[torch.Tensor]:
+    with communicator(torch.float32) as comm:
+        return [p.detach() for p in MoELayer(comm, F, seed=5).expert_parameters()]
+
+
+def test_initial_weights_do_not_depend_on_the_ranks() -> None:
+    alone = initial_experts()
+    for whole, *parts in zip(alone, *run_ranks(2, initial_experts), strict=True):
+        assert [len(part) for part in parts] == [3, 2]
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=0)
+
+
+def test_a_full_buffer_drops_counts_and_stays_finite() -> None:
+    with communicator(torch.float32) as comm:
+        layer = MoELayer(comm, F, capacity=48)  # 16 tokens send 32 rows to 5 segments of at least 16
+        x = torch.randn(16, H, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        out = layer(x)
+        out.sum().backward()
+        dropped = int(layer.dropped.sum())
+        assert 0 < dropped < 32
+        layer(x)
+        assert int(layer.dropped.sum()) == 2 * dropped, "dropped rows add up over calls"
+        for tensor in (out, x.grad, *(p.grad for p in layer.parameters())):
+            assert torch.isfinite(tensor).all()
+        untouched = (out == MoELayer(comm, F)(x)).all(dim=1)
+        assert 16 - dropped <= int(untouched.sum()) < 16
+
+
+def test_capacity_contradicts_dynamic() -> None:
+    with communicator(torch.float32) as comm, pytest.raises(ValueError, match="capacity=64.*dynamic"):
+        MoELayer(comm, F, capacity=64, dynamic=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_garbage_rows_reach_nothing(dtype: torch.dtype) -> None:
+    """NaN past the last segment, in the rows and in the gradient that comes back."""
+    generator = torch.Generator().manual_seed(0)
+    offs, live = torch.tensor([16, 16, 48], dtype=torch.int32), 48
+    x = torch.randn(64, H, generator=generator).to(dtype)
+    w = torch.randn(3, H, F, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(64, F, generator=generator).to(dtype)
+    x[live:], grad[live:] = torch.nan, torch.nan
+    x.requires_grad_()
+    out = grouped_mm(x, w, offs)
+    out.backward(grad)
+
+    start, wanted = 0, torch.zeros(3, H, F)
+    for e, end in enumerate(offs.tolist()):
+        rows = slice(start, end)
+        torch.testing.assert_close(out[rows], x[rows] @ w[e], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(x.grad[rows], grad[rows] @ w[e].t(), rtol=2e-2, atol=2e-2)
+        wanted[e] = x[rows].float().t() @ grad[rows].float()
+        start = end
+    torch.testing.assert_close(w.grad.float(), wanted.detach(), rtol=2e-2, atol=5e-2)
