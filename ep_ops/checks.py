@@ -138,6 +138,8 @@ def check_dispatch_backward(
     _living(comm)
     _route(comm, topk_idx, send_rows, recv_rows, offs, counts)
     _alignment(alignment)
+    if grad_recv_x is None and grad_recv_weights is None:
+        raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if grad_recv_x is not None:
         _rows(comm, "grad_recv_x", grad_recv_x, None, "")
     if grad_recv_weights is not None:

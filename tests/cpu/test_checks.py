@@ -1,0 +1,269 @@
+"""Every refusal of ep_ops/checks.py: what is named, what was given, what is allowed."""
+
+from __future__ import annotations
+
+import inspect
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ep_ops
+from ep_ops import checks
+
+T, K, H, EXPERTS, MAX_TOKENS, ALIGN, ROWS = 5, 2, 8, 3, 6, 4, 24
+
+
+@pytest.fixture
+def comm() -> Iterator[ep_ops.Communicator]:
+    with ep_ops.Communicator(
+        num_experts=EXPERTS,
+        hidden_size=H,
+        top_k=K,
+        max_tokens_per_rank=MAX_TOKENS,
+        alignment=ALIGN,
+        backend="reference",
+        device="cpu",
+    ) as made:
+        yield made
+
+
+def good(check: Callable[..., None]) -> dict[str, Any]:
+    """Arguments, by name, that ``check`` accepts."""
+    ints = torch.int32
+    values = {
+        "x": torch.zeros(T, H, dtype=torch.bfloat16),
+        "y": torch.zeros(ROWS, H, dtype=torch.bfloat16),
+        "grad_out": torch.zeros(T, H, dtype=torch.bfloat16),
+        "grad_recv_x": torch.zeros(ROWS, H, dtype=torch.bfloat16),
+        "topk_weights": torch.zeros(T, K),
+        "recv_weights": torch.zeros(ROWS),
+        "grad_recv_weights": torch.zeros(ROWS),
+        "topk_idx": torch.zeros(T, K, dtype=ints),
+        "send_rows": torch.zeros(T, K, dtype=ints),
+        "recv_rows": torch.zeros(1, MAX_TOKENS, K, dtype=ints),
+        "offs": torch.zeros(EXPERTS, dtype=ints),
+        "counts": torch.zeros(EXPERTS, dtype=ints),
+        "capacity": ROWS,
+        "num_rows": ROWS,
+        "alignment": ALIGN,
+        "slots": 0,
+        "max_tokens": MAX_TOKENS,
+        "num_local_experts": EXPERTS,
+        "world_size": 1,
+    }
+    return {name: values[name] for name in list(inspect.signature(check).parameters)[1:]}
+
+
+CHECKS = {
+    name: getattr(checks, f"check_{name}")
+    for name in (
+        "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
+    )
+}  # fmt: skip
+OPTIONAL = ("topk_weights", "recv_weights", "grad_recv_weights", "grad_recv_x")
+
+
+def those_with(argument: str) -> list[str]:
+    return [name for name, check in CHECKS.items() if argument in inspect.signature(check).parameters]
+
+
+def every(*arguments: str) -> list[tuple[str, str]]:
+    return [(name, argument) for argument in arguments for name in those_with(argument)]
+
+
+def refused(comm: ep_ops.Communicator, name: str, error: type[Exception], *texts: str, **changed: Any) -> None:
+    """``name``'s check raises ``error`` with all ``texts``; through the registered operator too."""
+    arguments = good(CHECKS[name]) | changed
+    with pytest.raises(error) as raised:
+        CHECKS[name](comm, **arguments)
+    for text in texts:
+        assert text in str(raised.value)
+    with pytest.raises(error, match=".") as raised:
+        getattr(torch.ops.ep, name)(*arguments.values(), comm.name)
+    for text in texts:
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_good_input_passes(comm: ep_ops.Communicator, name: str) -> None:
+    arguments = good(CHECKS[name])
+    CHECKS[name](comm, **arguments)
+    for optional in OPTIONAL:
+        if optional in arguments:
+            CHECKS[name](comm, **arguments | {optional: None})
+
+
+@pytest.mark.parametrize("name", those_with("capacity"))
+def test_good_sizes_pass(comm: ep_ops.Communicator, name: str) -> None:
+    arguments = good(CHECKS[name])
+    for changed in (
+        {"capacity": 0},
+        {"capacity": 2**31 - 4},
+        {"capacity": EXPERTS * 8, "slots": 8},
+        {"capacity": 1024 * 5, "alignment": 1024},
+        {"capacity": 7, "alignment": 1},
+        {"max_tokens": T},
+    ):
+        CHECKS[name](comm, **arguments | changed)
+    nobody = {"topk_idx": torch.zeros(0, K, dtype=torch.int32), "max_tokens": 0}
+    if name == "dispatch":
+        nobody |= {"x": torch.zeros(0, H, dtype=torch.bfloat16), "topk_weights": torch.zeros(0, K)}
+    CHECKS[name](comm, **arguments | nobody)
+
+
+TENSORS = {
+    "x": torch.bfloat16,
+    "y": torch.bfloat16,
+    "grad_out": torch.bfloat16,
+    "grad_recv_x": torch.bfloat16,
+    "topk_weights": torch.float32,
+    "recv_weights": torch.float32,
+    "grad_recv_weights": torch.float32,
+    "topk_idx": torch.int32,
+    "send_rows": torch.int32,
+    "recv_rows": torch.int32,
+    "offs": torch.int32,
+    "counts": torch.int32,
+}
+
+
+@pytest.mark.parametrize(("name", "argument"), every(*TENSORS))
+def test_dtype(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    allowed = TENSORS[argument]
+    wrong = torch.int64 if allowed == torch.int32 else torch.float16
+    given = good(CHECKS[name])[argument].to(wrong)
+    refused(comm, name, TypeError, argument, f"dtype {wrong}", f"allowed: {allowed}", **{argument: given})
+
+
+@pytest.mark.parametrize(("name", "argument"), every(*TENSORS))
+def test_shape(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    given = good(CHECKS[name])[argument]
+    wider = torch.zeros(*given.shape[:-1], given.shape[-1] + 8, dtype=given.dtype)
+    refused(comm, name, ValueError, f"{argument} has shape {tuple(wider.shape)}", "allowed: [", **{argument: wider})
+    deeper = torch.zeros(1, *given.shape, dtype=given.dtype)
+    refused(comm, name, ValueError, f"{argument} has shape {tuple(deeper.shape)}", "allowed: [", **{argument: deeper})
+
+
+@pytest.mark.parametrize(("name", "argument"), every("x", "grad_out", "topk_weights", "send_rows"))
+def test_as_many_tokens_as_topk_idx(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    fewer = good(CHECKS[name])[argument][:-1]
+    refused(comm, name, ValueError, f"{argument} has shape ({T - 1}, ", f"[{T}", "topk_idx", **{argument: fewer})
+
+
+@pytest.mark.parametrize("name", those_with("recv_weights") + those_with("grad_recv_weights"))
+def test_as_many_weights_as_rows(comm: ep_ops.Communicator, name: str) -> None:
+    argument = "grad_recv_weights" if name == "dispatch_backward" else "recv_weights"
+    for wrong in (0, ROWS - 1):
+        expected = (f"{argument} has shape ({wrong},)", f"[{ROWS}]", "pass None")
+        refused(comm, name, ValueError, *expected, **{argument: torch.zeros(wrong)})
+
+
+def test_as_many_rows_as_num_rows(comm: ep_ops.Communicator) -> None:
+    refused(comm, "combine_backward", ValueError, f"y has shape ({ROWS}, {H})", "25 (num_rows rows)", num_rows=25)
+
+
+def test_some_gradient_is_given(comm: ep_ops.Communicator) -> None:
+    nothing = {"grad_recv_x": None, "grad_recv_weights": None}
+    with pytest.raises(ValueError, match="both None"):
+        checks.check_dispatch_backward(comm, **good(checks.check_dispatch_backward) | nothing)
+
+
+@pytest.mark.parametrize(("name", "argument"), every(*TENSORS))
+def test_contiguity(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    given = good(CHECKS[name])[argument]
+    spread = torch.zeros(*given.shape, 2, dtype=given.dtype)[..., 0]
+    with pytest.raises(ValueError, match=f"{argument} has strides .* must be contiguous"):
+        CHECKS[name](comm, **good(CHECKS[name]) | {argument: spread})
+
+
+@pytest.mark.parametrize(("name", "argument"), every(*TENSORS))
+def test_device(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    elsewhere = torch.empty_like(good(CHECKS[name])[argument], device="meta")
+    with pytest.raises(ValueError, match=f"{argument} is on meta; communicator '{comm.name}' is on cpu"):
+        CHECKS[name](comm, **good(CHECKS[name]) | {argument: elsewhere})
+
+
+@pytest.mark.parametrize(("name", "argument"), every("x", "y", "grad_out", "grad_recv_x"))
+def test_rows_begin_at_multiples_of_16_bytes(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    given = good(CHECKS[name])[argument]
+    shifted = torch.zeros(given.numel() + 1, dtype=given.dtype)[1:].view(given.shape)
+    refused(comm, name, ValueError, f"{argument} begins at address", "multiples of 16 bytes", **{argument: shifted})
+
+
+@pytest.mark.parametrize("name", those_with("topk_idx"))
+def test_too_many_tokens(comm: ep_ops.Communicator, name: str) -> None:
+    if "max_tokens" in good(CHECKS[name]):
+        refused(comm, name, ValueError, f"topk_idx has {T} tokens", "at most max_tokens 4", max_tokens=T - 1)
+    else:
+        shorter = torch.zeros(1, T - 1, K, dtype=torch.int32)
+        refused(comm, name, ValueError, f"topk_idx has {T} tokens", "at most max_tokens 4", recv_rows=shorter)
+
+
+@pytest.mark.parametrize("name", those_with("recv_rows"))
+def test_recv_rows_of_other_sizes(comm: ep_ops.Communicator, name: str) -> None:
+    for shape in ((2, MAX_TOKENS, K), (1, MAX_TOKENS + 1, K), (1, MAX_TOKENS, K + 1)):
+        given = torch.zeros(shape, dtype=torch.int32)
+        refused(comm, name, ValueError, f"recv_rows has shape {shape}", "world_size 1", "0..6", recv_rows=given)
+
+
+INTS = [
+    ("max_tokens", MAX_TOKENS + 1, "allowed: 0..max_tokens_per_rank 6"),
+    ("max_tokens", -1, "allowed: 0..max_tokens_per_rank 6"),
+    ("alignment", 0, "allowed: 1..1024"),
+    ("alignment", 1025, "allowed: 1..1024"),
+    ("alignment", -4, "allowed: 1..1024"),
+    ("capacity", -4, "allowed: 0..2**31 - 1"),
+    ("capacity", 2**31, "allowed: 0..2**31 - 1"),
+    ("capacity", 2, "multiple of alignment 4"),
+    ("slots", -8, "positive multiple of alignment 4"),
+    ("slots", 6, "positive multiple of alignment 4"),
+    ("num_rows", -1, "allowed: 0..2**31 - 1"),
+    ("num_rows", 2**31, "allowed: 0..2**31 - 1"),
+    ("num_local_experts", EXPERTS + 1, "has 3 on this rank"),
+    ("world_size", 2, "has 1 ranks"),
+]
+
+
+@pytest.mark.parametrize(("argument", "given", "text"), INTS)
+def test_ints(comm: ep_ops.Communicator, argument: str, given: int, text: str) -> None:
+    for name in those_with(argument):
+        refused(comm, name, ValueError, f"{argument} is {given}", text, **{argument: given})
+
+
+@pytest.mark.parametrize("name", those_with("slots"))
+def test_padded_layout_has_slots_for_every_expert(comm: ep_ops.Communicator, name: str) -> None:
+    refused(comm, name, ValueError, "capacity is 24", "num_local_experts 3 x slots = 12", slots=4)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_unknown_and_destroyed_communicators(comm: ep_ops.Communicator, name: str) -> None:
+    arguments = good(CHECKS[name])
+    with pytest.raises(RuntimeError, match="communicator 'nobody' does not exist in this process"):
+        getattr(torch.ops.ep, name)(*arguments.values(), "nobody")
+    comm.destroy()
+    with pytest.raises(RuntimeError, match=f"communicator '{comm.name}' was destroyed"):
+        getattr(torch.ops.ep, name)(*arguments.values(), comm.name)
+    with pytest.raises(RuntimeError, match=f"communicator '{comm.name}' was destroyed"):
+        CHECKS[name](comm, **arguments)
+
+
+def test_float64_weights_go_with_float64_rows() -> None:
+    with ep_ops.Communicator(
+        num_experts=1, hidden_size=2, top_k=1, max_tokens_per_rank=1, dtype=torch.float64, device="cpu"
+    ) as comm:
+        x, idx = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int32)
+        checks.check_dispatch(comm, x, torch.zeros(1, 1, dtype=torch.float64), idx, 16, 16, 0, 1, 1, 1)
+        with pytest.raises(TypeError, match="topk_weights has dtype torch.float32; allowed: torch.float64"):
+            checks.check_dispatch(comm, x, torch.zeros(1, 1), idx, 16, 16, 0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_is_right_passes_quickly(comm: ep_ops.Communicator, name: str) -> None:
+    arguments = tuple(good(CHECKS[name]).values())
+    check = CHECKS[name]
+    seconds = min(timeit.repeat(lambda: check(comm, *arguments), number=200, repeat=20)) / 200
+    print(f"{name}: {seconds * 1e6:.2f} us")
+    assert seconds < 30e-6  # about 3 us on an idle machine; this only catches something unreasonable
