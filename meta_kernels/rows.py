@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def rows_like(x: Tensor, count: int) -> Tensor:
+def rows_like(x: Tensor, count: int | torch.SymInt) -> Tensor:
     """[count, H] of x's dtype."""
     return x.new_empty((count, x.shape[1]))
 
 
-def scalars_like(weights: Tensor | None, shape: tuple[int, ...], beside: Tensor) -> Tensor:
-    """``shape`` of the weights' dtype; [0] where there are no weights, of the dtype they would have beside those rows."""
+def scalars_like(weights: Tensor | None, shape: tuple[int | torch.SymInt, ...], beside: Tensor) -> Tensor:
+    """``shape`` of the weights' dtype; without weights [0], of the dtype that weights of the rows ``beside`` have."""
     if weights is None:
         exact = torch.float64 if beside.dtype == torch.float64 else torch.float32
         return beside.new_empty((0,), dtype=exact)

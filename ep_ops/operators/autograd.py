@@ -45,16 +45,14 @@ def _save_dispatch(
 def _dispatch_backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, *_: None) -> tuple[Any, ...]:
     route = ctx.saved_tensors
     x_asked, weights_asked, *_ = ctx.needs_input_grad
-    if x_asked and grad_x is None:
-        grad_x = route[0].new_zeros(ctx.rows_shape, dtype=ctx.rows_dtype)
-    if weights_asked and grad_weights is None:
-        grad_weights = route[0].new_zeros(ctx.rows_shape[:1], dtype=ctx.weights_dtype)
+    zeros = route[0].new_zeros
+    if x_asked:  # what arrives may have any strides, those of an expanded sum for instance
+        grad_x = zeros(ctx.rows_shape, dtype=ctx.rows_dtype) if grad_x is None else grad_x.contiguous()
+    if weights_asked:
+        shape, dtype = ctx.rows_shape[:1], ctx.weights_dtype
+        grad_weights = zeros(shape, dtype=dtype) if grad_weights is None else grad_weights.contiguous()
     home_x, home_weights = torch.ops.ep.dispatch_backward(
-        grad_x.contiguous() if x_asked else None,  # gradients come with any strides, those of a sum for instance
-        grad_weights.contiguous() if weights_asked else None,
-        *route,
-        ctx.alignment,
-        ctx.comm,
+        grad_x if x_asked else None, grad_weights if weights_asked else None, *route, ctx.alignment, ctx.comm
     )
     none = [None] * (ctx.num_inputs - 2)
     return home_x if x_asked else None, home_weights if weights_asked else None, *none

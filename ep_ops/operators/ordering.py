@@ -1,7 +1,112 @@
-"""Keep the order in which compiled graphs run the ep operators."""
+"""Keep the order in which compiled graphs run the ep operators.
+
+Ranks must run them in one order: the order of the program. To Inductor they are functions without effects, which it
+sorts by the sizes of the rank's own tensors and leaves out where nothing uses their results (a rank without tokens);
+ranks that compiled for different sizes, or one that runs eagerly, would then meet in different operators. So each
+operator of a graph, whatever its communicator, is made to wait for the one before it and is never left out. This
+costs nothing: they run on one stream anyway.
+
+Inductor has no public interface for that. On a torch that this was not tried on, it is left as it is, with a warning.
+"""
 
 from __future__ import annotations
 
+import bisect
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .schema import OPERATORS
+
+TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
+
+_POSITION = "ep_position"  # in the meta of a graph's node: place in the program
+_installed = False
+_sequences: weakref.WeakKeyDictionary[Any, list[tuple[int, str, str]]] = weakref.WeakKeyDictionary()
+
 
 def install() -> None:
-    """Teach Inductor the order (to come)."""
+    """Teach Inductor the order of the operators; does nothing the second time.
+
+    Called when an operator is first traced, so that importing ep_ops does not import Inductor.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    version = TorchVersion(torch.__version__)
+    if version < TRIED[0] or version >= TRIED[1]:
+        _warn(f"this is torch {version}; tried are {TRIED[0]} up to, not including, {TRIED[1]}")
+        return
+    try:
+        with _disable_current_modes():  # we are in the middle of tracing something
+            _install()
+    except (ImportError, AttributeError, TypeError) as error:
+        _warn(str(error))
+
+
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"ep_ops cannot tell Inductor to keep the order of its operators ({why}). Graphs with several independent"
+        " dispatches or combines may hang or mix them up when ranks have different numbers of tokens.",
+        stacklevel=3,
+    )
+
+
+def _install() -> None:
+    from torch._inductor import config, lowering
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class NumberOperators(CustomGraphPass):
+        """Note the program's order in the nodes, before passes move them (after ``earlier``, if that is set)."""
+
+        def __init__(self, earlier: Any) -> None:
+            self.earlier = earlier if isinstance(earlier, (list, tuple)) else [earlier] if earlier else []
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for other in self.earlier:
+                other(graph)
+            for position, node in enumerate(node for node in graph.nodes if node.target in OPERATORS):
+                node.meta[_POSITION] = position
+
+        def uuid(self) -> Any:
+            """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none."""
+            others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
+            return None if None in others else ("ep_ops.ordering 1", *others)
+
+    for op in OPERATORS:
+        lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))
+    config.joint_custom_pre_pass = NumberOperators(config.joint_custom_pre_pass)
+
+
+def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor's default lowering of ``op``, after which the kernel is given its place."""
+    from torch._inductor.virtualized import V
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        known = len(V.graph.operations)
+        result = default(*args, **kwargs)
+        kernel: Any
+        (kernel,) = (made for made in V.graph.operations[known:] if getattr(made, "op_overload", None) is op)
+        kernel.has_side_effects = lambda: True
+        _place(V.graph, kernel)
+        return result
+
+    lower._is_fallback_handler = True  # type: ignore[attr-defined]
+    return lower
+
+
+def _place(graph: Any, kernel: Any) -> None:
+    """Make the kernel wait for the one before it in the program, and the one after it wait for the kernel."""
+    sequence = _sequences.setdefault(graph, [])
+    # Only graphs for inference have their nodes moved; in backward graphs, recomputed nodes have an older number.
+    position = graph.current_node.meta.get(_POSITION) if graph.is_inference else None
+    place = len(sequence) if position is None else bisect.bisect(sequence, (position,))
+    sequence.insert(place, (place if position is None else position, kernel.get_operation_name(), kernel.get_name()))
+    for (_, _, before), (_, after, _) in zip(sequence[:-1], sequence[1:], strict=True):
+        graph.additional_buffer_deps[after].add(before)

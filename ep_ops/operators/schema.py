@@ -18,7 +18,8 @@ _SIZES = "int num_local_experts, int world_size, str comm"
 _PLANNED = "Tensor send_rows, Tensor recv_rows, Tensor offs, Tensor counts, Tensor dropped"
 
 SCHEMAS: dict[str, str] = {
-    "plan": f"(Tensor topk_idx, SymInt capacity, int alignment, SymInt slots, SymInt max_tokens, {_SIZES}) -> ({_PLANNED})",
+    "plan": "(Tensor topk_idx, SymInt capacity, int alignment, SymInt slots, SymInt max_tokens,"
+    f" {_SIZES}) -> ({_PLANNED})",
     "dispatch": "(Tensor x, Tensor? topk_weights, Tensor topk_idx, SymInt capacity, int alignment, SymInt slots,"
     f" SymInt max_tokens, {_SIZES}) -> (Tensor recv_x, Tensor recv_weights, {_PLANNED})",
     "dispatch_dynamic": "(Tensor x, Tensor? topk_weights, Tensor topk_idx, int alignment, SymInt max_tokens,"

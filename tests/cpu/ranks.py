@@ -1,4 +1,4 @@
-"""Run a function on several ranks of a gloo process group: ``run_ranks(2, fn, *args) -> [result of rank 0, of rank 1]``.
+"""Run a function on the ranks of a gloo process group: ``run_ranks(2, fn, *args) -> [result of rank 0, of rank 1]``.
 
     from ranks import run_ranks
 

@@ -1,0 +1,116 @@
+"""Every operator: schema, fake, gradient registration and tracing agree with what it does (torch.library.opcheck)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ep_ops
+import pytest
+import torch
+import toy
+from ep_ops.operators import OPERATORS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.library import opcheck
+
+
+@pytest.fixture(scope="module")
+def comm():
+    with toy.communicator() as comm:
+        yield comm
+
+
+def calls(comm, tokens=5):
+    """Arguments for every operator: {what: (operator name, arguments)}. Float inputs of forwards ask for gradients."""
+    x, topk_idx, weights = toy.inputs(tokens, grad=True)
+    sizes = (16, comm.num_local_experts, 1, comm.name)
+    flat, padded = (44, 4, 0, *sizes), (48, 4, 12, *sizes)
+    rows = comm.dispatch(x.detach(), topk_idx, weights.detach(), capacity=44)
+    route, ep = rows.route, (4, comm.name)
+    y, recv_weights = rows.x.nan_to_num(), rows.weights.nan_to_num()
+    grad = torch.randn(tokens, toy.HIDDEN)
+    asked = [t.clone().requires_grad_() for t in (y, recv_weights)]
+    return {
+        "plan": ("plan", (topk_idx, *flat)),
+        "plan padded": ("plan", (topk_idx, *padded)),
+        "dispatch": ("dispatch", (x, weights, topk_idx, *flat)),
+        "dispatch padded": ("dispatch", (x, weights, topk_idx, *padded)),
+        "dispatch unweighted": ("dispatch", (x, None, topk_idx, *flat)),
+        "dispatch, only weights learn": ("dispatch", (x.detach(), weights, topk_idx, *flat)),
+        "dispatch_dynamic": ("dispatch_dynamic", (x, weights, topk_idx, 4, *sizes)),
+        "dispatch_dynamic unweighted": ("dispatch_dynamic", (x, None, topk_idx, 4, *sizes)),
+        "dispatch_planned": ("dispatch_planned", (x, weights, *route, 44, *ep)),
+        "dispatch_planned unweighted": ("dispatch_planned", (x, None, *route, 44, *ep)),
+        "combine": ("combine", (*asked, *route, *ep)),
+        "combine unweighted": ("combine", (asked[0], None, *route, *ep)),
+        "combine, only weights learn": ("combine", (y, asked[1], *route, *ep)),
+        "dispatch_backward": ("dispatch_backward", (y, recv_weights, *route, *ep)),
+        "dispatch_backward of rows": ("dispatch_backward", (y, None, *route, *ep)),
+        "dispatch_backward of weights": ("dispatch_backward", (None, recv_weights, *route, *ep)),
+        "combine_backward": ("combine_backward", (grad, y, recv_weights, *route, 44, *ep)),
+        "combine_backward of rows": ("combine_backward", (grad, None, recv_weights, *route, 44, *ep)),
+        "combine_backward unweighted": ("combine_backward", (grad, None, None, *route, 44, *ep)),
+    }
+
+
+with toy.communicator() as _comm:
+    CALLS = tuple(calls(_comm))
+OPS = {op._opname: op for op in OPERATORS}
+
+
+def test_no_operator_is_forgotten(comm):
+    assert {name for name, _ in calls(comm).values()} == set(OPS)
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("tokens", [5, 0])
+def test_opcheck(comm, what, tokens):
+    # What opcheck compares must not be NaN where nothing is defined.
+    comm.backend.unused = 0.0
+    try:
+        name, args = calls(comm, tokens)[what]
+        opcheck(OPS[name], args)
+    finally:
+        comm.backend.unused = float("nan")
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_fakes_give_what_is_returned(comm, what):
+    name, args = calls(comm)[what]
+    real = OPS[name](*args)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        # No communicator of that name exists: fakes must not need one.
+        fake_args = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
+        fake = OPS[name](*fake_args[:-1], "unheard of")
+    real, fake = ((out,) if isinstance(out, torch.Tensor) else out for out in (real, fake))
+    for returned, expected in zip(fake, real, strict=True):
+        assert returned.dtype == expected.dtype and returned.device == expected.device
+        assert returned.is_contiguous() and expected.is_contiguous()
+        assert returned.ndim == expected.ndim
+        for size, known in zip(returned.shape, expected.shape, strict=True):
+            assert size == known if isinstance(size, int) else name == "dispatch_dynamic", (size, known)
+
+
+def test_tags_and_schemas():
+    for name, op in OPS.items():
+        assert torch.Tag.pt2_compliant_tag in op.tags and torch.Tag.needs_contiguous_strides in op.tags
+        assert (torch.Tag.cudagraph_unsafe in op.tags) == (name == "dispatch_dynamic")
+        assert not op._schema.is_mutable and all(out.alias_info is None for out in op._schema.returns)
+
+
+def test_unknown_communicator_is_an_error():
+    x, topk_idx, weights = toy.inputs(2)
+    with pytest.raises(RuntimeError, match="'nobody'"):
+        torch.ops.ep.dispatch(x, weights, topk_idx, 44, 4, 0, 16, 4, 1, "nobody")
+
+
+def test_import_is_light():
+    """No Inductor, no kernels, no process group: importing registers the operators and does nothing else."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import ep_ops;"
+        "torch.ops.ep.dispatch.default; assert not torch.distributed.is_initialized();"
+        "new = set(sys.modules) - before; heavy = {'torch._inductor.lowering', 'torch._dynamo', 'cutlass', 'cute_kernels'};"
+        "assert not new & heavy, new & heavy; assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ep_ops.__path__[0] + "/..")
