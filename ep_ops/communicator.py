@@ -261,15 +261,21 @@ class Communicator:
         self.destroyed = True
         _registry.pop(self.name, None)
         _destroyed.add(self.name)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if meet and self.world_size > 1 and dist.is_initialized():
-            try:
-                self._exchange.barrier()
-            except (RuntimeError, ValueError):
-                pass  # the group was destroyed, or a peer is gone: nobody is left to wait for
-        self.backend.destroy()
-        self.group = self._exchange.group = None
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # our own kernels have ended
+            if meet:
+                self._meet_last()
+        finally:
+            self.backend.destroy()
+            self.group = self._exchange.group = None
+
+    def _meet_last(self) -> None:
+        """Wait for the other ranks, if there still is a way to hear of them."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # the group was destroyed, or a peer is gone
+            self._exchange.barrier()
 
     def __enter__(self) -> Communicator:
         return self

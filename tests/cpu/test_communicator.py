@@ -1,0 +1,322 @@
+"""Creation, agreement between ranks, lookup by name, tracing and the end of communicators."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import ep_ops
+from ep_ops import communicator
+
+SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
+
+
+def make(group: Any = None, **changed: Any) -> ep_ops.Communicator:
+    return ep_ops.Communicator(group, **SIZES | changed)
+
+
+# ---------------------------------------------------------------------- one rank
+
+
+def test_alone() -> None:
+    with make() as comm:
+        assert (comm.rank, comm.world_size, comm.group) == (0, 1, None)
+        assert (comm.num_experts, comm.num_local_experts, comm.first_local_expert) == (6, 6, 0)
+        assert (comm.experts_per_rank, comm.first_expert) == ((6,), (0,))
+        assert (comm.hidden_size, comm.top_k, comm.max_tokens_per_rank, comm.alignment) == (8, 2, 4, 16)
+        assert (comm.dtype, comm.weights_dtype, comm.device) == (torch.bfloat16, torch.float32, torch.device("cpu"))
+        assert comm.backend.name == "reference"  # "auto" on a CPU
+        assert communicator.get(comm.name) is comm
+        assert comm.name in repr(comm) and "rank 0/1" in repr(comm)
+        comm.warmup()
+        comm.check_errors()
+    assert "destroyed" in repr(comm)
+
+
+@pytest.mark.parametrize(("changed", "text"), [
+    ({"num_experts": 0}, "num_experts is 0; it must be an int of at least 1"),
+    ({"num_experts": 2.0}, "num_experts is 2.0; it must be an int of at least 1"),
+    ({"top_k": True}, "top_k is True; it must be an int"),
+    ({"top_k": 33}, "top_k is 33; at most 32"),
+    ({"hidden_size": -8}, "hidden_size is -8"),
+    ({"hidden_size": 12}, "hidden_size 12 of torch.bfloat16 makes rows of 24 bytes; need a multiple of 16"),
+    ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
+    ({"max_tokens_per_rank": 2**30}, "exceeds the 2**31 rows"),
+    ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.bfloat16"),
+    ({"experts_per_rank": (3, 3)}, "experts_per_rank is (3, 3); it must hold one int >= 0 for each of 1 ranks"),
+    ({"experts_per_rank": (5,)}, "experts_per_rank (5,) adds up to 5, but num_experts is 6"),
+    ({"experts_per_rank": (-6,)}, "one int >= 0"),
+    ({"alignment": 0}, "alignment is 0"),
+    ({"alignment": 2048}, "alignment is 2048; at most 1024"),
+    ({"backend": "fast"}, "backend is 'fast'; it must be one of 'auto', 'reference', 'cute'"),
+    ({"backend": "cute"}, "backend 'cute' runs on CUDA devices; the device is 'cpu'"),
+    ({"timeout": 0}, "timeout is 0; it must be a positive number of seconds"),
+    ({"timeout": "1"}, "timeout is '1'"),
+    ({"dispatch_sms": 0}, "dispatch_sms is 0"),
+    ({"combine_sms": 1.5}, "combine_sms is 1.5"),
+    ({"name": ""}, "name is ''"),
+])  # fmt: skip
+def test_refused_values(changed: dict[str, Any], text: str) -> None:
+    living = len(communicator._registry)
+    with pytest.raises(ValueError) as raised:
+        make(**changed)
+    assert text in str(raised.value)
+    assert len(communicator._registry) == living
+
+
+def test_names() -> None:
+    with make(name="mine") as mine, make() as first, make() as second:
+        assert mine.name == "mine" and first.name != second.name
+        assert int(second.name[2:]) == int(first.name[2:]) + 1
+        with pytest.raises(ValueError, match="communicator 'mine' exists already"):
+            make(name="mine")
+        with pytest.raises(RuntimeError, match="'yours' does not exist in this process; living communicators: 'mine'"):
+            communicator.get("yours")
+    with pytest.raises(RuntimeError, match="'mine' was destroyed"):
+        communicator.get("mine")
+    with make(name="mine") as again:  # a name may be used again
+        assert communicator.get("mine") is again
+
+
+def test_destroy_twice() -> None:
+    comm = make()
+    comm.destroy()
+    comm.destroy()
+    with comm:
+        pass
+
+
+def test_capacity_holds_the_worst_case() -> None:
+    seed = cases.fresh_seed()
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        experts, top_k, tokens, align = (int(torch.randint(1, 9, (), generator=draw)) for _ in range(4))
+        top_k = min(top_k, experts)
+        with make(num_experts=experts, top_k=top_k, max_tokens_per_rank=tokens, alignment=align) as comm:
+            assert comm.capacity() % align == 0
+            noise = torch.rand(tokens, experts, generator=draw)
+            topk_idx = noise.argsort(1)[:, :top_k].int()  # distinct experts in each token
+            _, dropped = comm.plan(topk_idx)
+            assert not dropped.any()
+            assert comm.capacity(max_tokens=1) <= comm.capacity()
+            assert comm.capacity(alignment=align + 1) % (align + 1) == 0
+
+
+def test_methods_on_one_rank() -> None:
+    with make(alignment=4, dtype=torch.float32) as comm:
+        x, weights = torch.randn(3, 8), torch.rand(3, 2)
+        topk_idx = torch.tensor([[0, 5], [1, -1], [0, 1]], dtype=torch.int32)
+        expected = x * (weights * (topk_idx >= 0)).sum(1, keepdim=True)
+        static = comm.dispatch(x, topk_idx, weights)
+        padded = comm.dispatch(x, topk_idx, weights, slots=4)
+        exact = comm.dispatch_dynamic(x, topk_idx, weights)
+        assert static.x.shape == (comm.capacity(), 8) and padded.x.shape == (24, 8) and exact.x.shape == (12, 8)
+        for got in (static, padded, exact):
+            torch.testing.assert_close(comm.combine(got.x, got.route, got.weights), expected)
+        route, dropped = comm.plan(topk_idx, capacity=4, max_tokens=3)
+        assert dropped.tolist() == [0, 2, 0, 0, 0, 1]
+        rows, no_weights = comm.dispatch_planned(x, route, num_rows=4)
+        assert no_weights is None and torch.equal(rows[:2], x[[0, 2]])
+        assert comm.dispatch(x, topk_idx).weights is None
+
+
+def test_methods_trace_in_one_graph() -> None:
+    with make(alignment=4, dtype=torch.float32) as comm:
+
+        def layer(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            got = comm.dispatch(x, topk_idx, weights)
+            home = comm.combine(torch.tanh(got.x), got.route, got.weights)
+            padded = comm.dispatch(x, topk_idx, slots=8, max_tokens=4, alignment=2)
+            home = home + comm.combine(padded.x, padded.route, alignment=2)
+            route, _ = comm.plan(topk_idx, capacity=comm.capacity(3))
+            rows, row_weights = comm.dispatch_planned(x, route, weights, num_rows=comm.capacity(3))
+            return home + comm.combine(rows, route, row_weights)
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for tokens in (3, 2):
+            given = (torch.randn(tokens, 8), torch.randint(-1, 6, (tokens, 2)).int(), torch.rand(tokens, 2))
+            torch.testing.assert_close(compiled(*given), layer(*given))
+
+
+def test_memory_plan() -> None:
+    sizes = {key: SIZES[key] for key in ("num_experts", "hidden_size", "top_k", "max_tokens_per_rank")}
+    plan = ep_ops.memory_plan(world_size=4, backend="reference", **sizes)
+    rows = 4 * 4 * 2 + 2 * 15 + 2  # W * tokens * min(K, El), padding, rounded up to 16
+    assert plan["call: recv_x"] == rows * 16 and plan["call: recv_weights"] == rows * 4
+    assert all(line.endswith("B") for line in str(plan).splitlines()) and len(str(plan).splitlines()) == len(plan)
+    last = ep_ops.memory_plan(world_size=4, backend="reference", rank=3, capacity=32, **sizes)
+    assert last["call: recv_x"] == 32 * 16
+    with pytest.raises(ValueError, match="top_k is 99"):
+        ep_ops.memory_plan(world_size=4, backend="reference", **sizes | {"top_k": 99})
+    with make(backend="reference") as comm:
+        assert comm.memory_plan() == ep_ops.memory_plan(world_size=1, backend="reference", **sizes)
+        assert comm.backend.memory_plan() == {}
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+def _attributes() -> tuple[Any, ...]:
+    with make(experts_per_rank=(4, 0, 2), group=None) as uneven, make(num_experts=5) as even:
+        assert uneven.group is dist.group.WORLD
+        return uneven.first_expert, uneven.num_local_experts, uneven.first_local_expert, even.experts_per_rank
+
+
+def test_experts_of_ranks() -> None:
+    results = run_ranks(3, _attributes)
+    assert [result[0] for result in results] == [(0, 4, 4)] * 3
+    assert [result[1] for result in results] == [4, 0, 2]
+    assert [result[2] for result in results] == [0, 4, 4]
+    assert [result[3] for result in results] == [(2, 2, 1)] * 3
+
+
+def _disagree(field: str, values: list[Any]) -> None:
+    make(**{field: values[dist.get_rank()]})
+
+
+@pytest.mark.parametrize(("field", "values", "text"), [
+    ("num_experts", [6, 8], "ranks disagree on num_experts: 6 on ranks [0]; 8 on ranks [1]"),
+    ("hidden_size", [8, 16], "ranks disagree on hidden_size: 8 on ranks [0]; 16 on ranks [1]"),
+    ("top_k", [2, 3], "ranks disagree on top_k"),
+    ("max_tokens_per_rank", [4, 5], "ranks disagree on max_tokens_per_rank"),
+    ("dtype", [torch.bfloat16, torch.float16], "dtype: torch.bfloat16 on ranks [0]; torch.float16 on ranks [1]"),
+    ("experts_per_rank", [(3, 3), (2, 4)], "experts_per_rank: (3, 3) on ranks [0]; (2, 4) on ranks [1]"),
+    ("alignment", [16, 8], "ranks disagree on alignment"),
+    ("backend", ["auto", "reference"], "ranks disagree on backend: 'auto' on ranks [0]; 'reference' on ranks [1]"),
+    ("timeout", [1.0, 2.0], "ranks disagree on timeout"),
+    ("dispatch_sms", [None, 8], "ranks disagree on dispatch_sms"),
+    ("combine_sms", [4, 8], "ranks disagree on combine_sms"),
+    ("name", ["a", "b"], "ranks disagree on name: 'a' on ranks [0]; 'b' on ranks [1]; pass name="),
+    ("top_k", [2, 0], "rank 1: top_k is 0; it must be an int of at least 1"),
+    ("hidden_size", [9, 8], "rank 0: hidden_size 9 of"),
+])  # fmt: skip
+def test_disagreement_is_told_on_every_rank(field: str, values: list[Any], text: str) -> None:
+    for error in run_ranks(2, _disagree, field, values, return_exceptions=True):
+        assert type(error) is ValueError, error
+        assert text in str(error)
+
+
+def _three_ranks_two_values() -> None:
+    make(alignment=[4, 8, 4, 8][dist.get_rank()])
+
+
+def test_disagreement_groups_ranks_by_value() -> None:
+    for error in run_ranks(4, _three_ranks_two_values, return_exceptions=True):
+        assert "alignment: 4 on ranks [0, 2]; 8 on ranks [1, 3]" in str(error)
+
+
+def _subgroups() -> list[Any]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    with make(mine, name="pair", alignment=4) as pair, make(name="all", num_experts=8, alignment=4) as everyone:
+        x = torch.full((1, 8), float(dist.get_rank()), dtype=torch.bfloat16)
+        to_other = torch.tensor([[3 * (1 - pair.rank), -1]], dtype=torch.int32)
+        came = pair.dispatch_dynamic(x, to_other)
+        to_next = torch.tensor([[2 * ((everyone.rank + 1) % 4), -1]], dtype=torch.int32)
+        came_too = everyone.dispatch_dynamic(x, to_next)
+        both = pair.combine(came.x, came.route) + everyone.combine(came_too.x, came_too.route)
+        return [came.x[0, 0].item(), came_too.x[0, 0].item(), both[0, 0].item()]
+
+
+def test_several_communicators_and_subgroups() -> None:
+    assert run_ranks(4, _subgroups) == [[1, 3, 0], [0, 0, 2], [3, 1, 4], [2, 2, 6]]
+
+
+def _destroy_waits() -> float:
+    comm = make()
+    if comm.rank == 1:
+        time.sleep(0.5)
+    began = time.monotonic()
+    comm.destroy()
+    comm.destroy()
+    return time.monotonic() - began
+
+
+def test_destroy_waits_for_the_other_ranks() -> None:
+    first, second = run_ranks(2, _destroy_waits)
+    assert first > 0.3 and second < 0.3
+
+
+def _error_inside() -> str:
+    comm = make()
+    comm._exchange.barrier = lambda: pytest.fail("waited for ranks that may never come")
+    try:
+        with comm:
+            raise KeyError("the first error")
+    except KeyError:
+        return "destroyed" if comm.destroyed else "living"
+
+
+def test_an_error_does_not_wait() -> None:
+    assert run_ranks(2, _error_inside) == ["destroyed", "destroyed"]
+
+
+def _group_gone() -> str:
+    comm = make()
+    other = make(dist.new_group([0, 1]))
+    dist.barrier()
+    dist.destroy_process_group()
+    comm.destroy()
+    other.destroy()
+    other.destroy()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return "fine"
+
+
+def test_destroy_after_the_process_group() -> None:
+    assert run_ranks(2, _group_gone) == ["fine", "fine"]
+
+
+# ---------------------------------------------------------------------- a process of its own
+
+
+def run_python(code: str) -> None:
+    """Run ``code`` with warnings as errors; nothing may be printed and no error may occur."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-W", "error::ResourceWarning", "-W", "error::UserWarning:ep_ops", "-c"]
+    done = subprocess.run([*command, textwrap.dedent(code)], cwd=root, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_needs_nothing_and_exit_is_silent() -> None:
+    run_python(
+        """
+        import sys
+        sys.modules["cutlass"] = None  # importing it fails
+        import ep_ops, torch
+        assert "ep_ops.nn" not in sys.modules and not torch.distributed.is_initialized()
+        assert ep_ops.nn.MoELayer and ep_ops.__version__ == "0.1.0"
+        assert {"Communicator", "Route", "Dispatched", "memory_plan"} <= set(ep_ops.__all__)
+        try:
+            ep_ops.nothing
+        except AttributeError as error:
+            assert "nothing" in str(error)
+        comm = ep_ops.Communicator(num_experts=2, hidden_size=8, top_k=1, max_tokens_per_rank=1, device="cpu")
+        comm.dispatch(torch.zeros(1, 8).bfloat16(), torch.zeros(1, 1, dtype=torch.int32))
+        # neither destroyed nor dropped: the interpreter ends with it
+        """
+    )
+
+
+def test_exit_with_a_living_group_is_silent() -> None:
+    run_python(
+        """
+        import torch.distributed as dist
+        import ep_ops
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        kept = ep_ops.Communicator(num_experts=2, hidden_size=8, top_k=1, max_tokens_per_rank=1, device="cpu")
+        with ep_ops.Communicator(num_experts=2, hidden_size=8, top_k=1, max_tokens_per_rank=1, device="cpu"):
+            pass
+        dist.destroy_process_group()
+        """
+    )
