@@ -1,0 +1,137 @@
+"""Gradients: finite differences, a dense model, and that what is sent back never depends on what happens to arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import toy
+from ranks import run_ranks
+from torch.autograd import gradcheck
+
+
+@pytest.fixture(scope="module")
+def exact():
+    with toy.communicator(dtype=torch.float64) as comm:
+        yield comm
+
+
+def _through_rows(comm, rows, scale):
+    return comm.combine(toy.experts(rows, scale), rows.route, rows.weights)
+
+
+WAYS = {
+    "flat": lambda comm, x, idx, w, scale: _through_rows(comm, comm.dispatch(x, idx, w), scale),
+    "unweighted": lambda comm, x, idx, w, scale: toy.layer(comm, x, idx, None, scale) * w.sum(),
+    "drops": lambda comm, x, idx, w, scale: _through_rows(comm, comm.dispatch(x, idx, w, capacity=8), scale),
+    "dynamic": lambda comm, x, idx, w, scale: _through_rows(comm, comm.dispatch_dynamic(x, idx, w), scale),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_finite_differences(exact, way):
+    x, topk_idx, weights = toy.inputs(5, dtype=torch.float64, grad=True)
+    scale = toy.scales(torch.float64, grad=True)
+    assert gradcheck(lambda x, w, s: WAYS[way](exact, x, topk_idx, w, s), (x, weights, scale))
+
+
+def test_finite_differences_along_a_known_route(exact):
+    x, topk_idx, weights = toy.inputs(5, dtype=torch.float64, grad=True)
+    route, _ = exact.plan(topk_idx, capacity=12, slots=0)
+
+    def there_and_back(x, weights):
+        rows, row_weights = exact.dispatch_planned(x, route, weights, num_rows=12)
+        return exact.combine(torch.sin(rows), route, row_weights)
+
+    assert gradcheck(there_and_back, (x, weights))
+
+
+def test_finite_differences_with_slots(exact):
+    x, topk_idx, weights = toy.inputs(5, dtype=torch.float64, grad=True)
+
+    def there_and_back(x, weights):
+        rows = exact.dispatch(x, topk_idx, weights, slots=4)
+        return exact.combine(torch.sin(rows.x), rows.route, rows.weights)
+
+    assert gradcheck(there_and_back, (x, weights))
+
+
+def _losses(tokens):
+    """Gradients of a layer on these ranks and of the dense model, tokens[rank] tokens each."""
+    rank = torch.distributed.get_rank()
+    results = []
+    with toy.communicator(dtype=torch.float64) as comm:
+        for layer in (lambda *args: toy.layer(comm, *args), toy.dense):
+            x, topk_idx, weights = toy.inputs(tokens[rank], seed=rank, dtype=torch.float64, grad=True)
+            scale = toy.scales(torch.float64, grad=True)
+            out = layer(x, topk_idx, weights, scale)
+            (out.sin().sum() * (rank + 1)).backward()
+            torch.distributed.all_reduce(scale.grad)
+            results.append([out.detach(), x.grad, weights.grad, scale.grad])
+    return results
+
+
+@pytest.mark.parametrize("tokens", [(5,), (7, 0), (3, 16), (0, 0)])
+def test_equal_to_a_dense_model(tokens):
+    for sparse, dense in run_ranks(len(tokens), _losses, tokens):
+        torch.testing.assert_close(sparse, dense)
+
+
+@pytest.fixture
+def sent_back(exact, monkeypatch):
+    """What each call of the backend's dispatch_backward was given."""
+    calls = []
+
+    def record(grad_recv_x, grad_recv_weights, route, alignment):
+        calls.append((grad_recv_x is not None, grad_recv_weights is not None))
+        return type(exact.backend).dispatch_backward(exact.backend, grad_recv_x, grad_recv_weights, route, alignment)
+
+    monkeypatch.setattr(exact.backend, "dispatch_backward", record)
+    return calls
+
+
+@pytest.mark.parametrize("used", ["both", "rows", "weights"])
+def test_missing_gradients_are_sent_as_zeros(exact, sent_back, used):
+    """A rank whose loss does not touch an output must still send what its peers expect."""
+    x, topk_idx, weights = toy.inputs(4, dtype=torch.float64, grad=True)
+    rows = exact.dispatch(x, topk_idx, weights)
+    covered = torch.arange(rows.x.shape[0]) < rows.route.offs[-1]
+    loss = torch.zeros((), dtype=torch.float64)
+    if used != "weights":
+        loss = loss + rows.x[covered].sum()
+    if used != "rows":
+        loss = loss + rows.weights[covered].sum()
+    loss.backward()
+    assert sent_back == [(True, True)]
+    valid = (topk_idx >= 0).double()
+    torch.testing.assert_close(x.grad, valid.sum(1)[:, None].expand_as(x) * (used != "weights"))
+    torch.testing.assert_close(weights.grad, valid * (used != "rows"))
+
+
+@pytest.mark.parametrize("x_asks, weights_ask", [(True, False), (False, True)])
+def test_only_what_is_asked_for_is_sent(exact, sent_back, x_asks, weights_ask):
+    x, topk_idx, weights = toy.inputs(4, dtype=torch.float64)
+    out = toy.layer(exact, x.requires_grad_(x_asks), topk_idx, weights.requires_grad_(weights_ask), toy.scales(x.dtype))
+    out.sum().backward()
+    assert sent_back == [(x_asks, weights_ask)]
+    assert (x.grad is not None, weights.grad is not None) == (x_asks, weights_ask)
+
+
+def test_integers_and_absent_weights_have_no_gradient(exact):
+    x, topk_idx, weights = toy.inputs(3, dtype=torch.float64, grad=True)
+    rows = exact.dispatch(x, topk_idx, weights)
+    assert rows.x.requires_grad and rows.weights.requires_grad
+    assert not any(t.requires_grad for t in (*rows.route, rows.dropped))
+    sizes = (44, 4, 0, 16, exact.num_local_experts, 1, exact.name)
+    _, absent, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
+    assert absent.shape == (0,) and not absent.requires_grad
+    with torch.no_grad():
+        assert not exact.dispatch(x, topk_idx, weights).x.requires_grad
+
+
+def test_second_derivatives_are_refused(exact):
+    x, topk_idx, weights = toy.inputs(3, dtype=torch.float64, grad=True)
+    (grad,) = torch.autograd.grad(
+        toy.layer(exact, x, topk_idx, weights, toy.scales(x.dtype)).sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
