@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted."""
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted, 143 terminated."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if args[:1] == ["bench"]:
             return bench(args[1:])  # the benchmarks have their own options
         options = parser().parse_args(args)
         return options.run(options)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("\ninterrupted; all processes have ended", file=sys.stderr)
-        return 130
+        return 143 if isinstance(interrupt, Terminated) else 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,12 +89,22 @@ def run_demo(args: argparse.Namespace) -> int:
         backend=args.backend,
         compiled=not args.eager,
     )
+    signal.signal(signal.SIGTERM, terminate)
     try:
         demo(options)
     except (ProcessRaisedException, ProcessExitedException) as failure:
         print(f"\nep-ops demo failed:{failure}", file=sys.stderr)
         return 1
     return 0
+
+
+def terminate(number: int, frame: object) -> None:
+    """Unwind as Ctrl-C does, so that the processes that were started do not outlive this one."""
+    raise Terminated
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM."""
 
 
 def run_doctor(args: argparse.Namespace) -> int:

@@ -173,7 +173,8 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
             run = model if compiler is None else torch.compile(model, backend=compiler, fullgraph=True)
             experts = {id(p) for p in model.moe.expert_parameters()}
             shared = [p for p in model.parameters() if id(p) not in experts]
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.64 / options.hidden_size, weight_decay=0.0)
+            rate = 0.64 / options.hidden_size
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
             language = Language(rank, options.sequences, device)
             first = loss = math.nan
             for step in range(options.steps):
@@ -182,6 +183,7 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
                 if step == 0:
                     first = loss
                     report.checked(check(model, loss, dense, batch, options.tolerance))
+                optimizer.param_groups[0]["lr"] = rate * (1 - step / options.steps)
                 optimizer.step()
                 report.step(step + 1, loss)
             comm.check_errors()
@@ -223,7 +225,7 @@ class Report:
     def start(self) -> None:
         comm, compiler = self.comm, self.compiler
         self.say(
-            f"{comm.world_size} ranks, {comm.num_experts} experts, top {comm.top_k}, hidden size {comm.hidden_size}, "
+            f"{comm.world_size} rank(s), {comm.num_experts} experts, top {comm.top_k}, hidden size {comm.hidden_size}, "
             f"{comm.max_tokens_per_rank} tokens a rank and step"
         )
         if compiler == "aot_eager":

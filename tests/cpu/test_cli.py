@@ -1,0 +1,173 @@
+"""The command line as a user meets it: in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import ep_ops
+from ep_ops import cli
+from ep_ops.demo import Language, Mismatch, Model, check, gradients, without_moe
+from ep_ops.launch import launch, process_group
+from ep_ops.nn import DenseMoE, MoELayer
+
+ROOT = Path(ep_ops.__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+DEMO = [sys.executable, "-m", "ep_ops.cli", "demo", "--device", "cpu", "--hidden-size", "32", "--sequences", "4"]
+
+
+def run(command: list[str], timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, cwd=ROOT)
+
+
+def test_demo_trains_compiled_on_two_ranks() -> None:
+    done = run([*DEMO, "--steps", "12"])
+    assert done.returncode == 0, done.stderr
+    assert "2 rank(s), 16 experts" in done.stdout
+    assert "self-check: loss and all gradients equal the dense model's" in done.stdout
+    assert "backend reference, torch.float32, compiled as one graph" in done.stdout
+    first, last = map(float, re.search(r"^loss +([\d.]+) -> ([\d.]+) nats", done.stdout, re.M).groups())
+    assert last < 0.8 * first
+
+
+def test_demo_reports_what_a_rank_raised() -> None:
+    done = run([*DEMO, "--eager", "--steps", "2", "--backend", "cute"])
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "'cute' runs on CUDA devices" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "interrupt parent", "terminate parent"])
+def test_a_signal_ends_every_process(how: str) -> None:
+    with subprocess.Popen(
+        [*DEMO, "--eager", "--steps", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            while "step 10/" not in (line := process.stdout.readline()):
+                assert line, "ended too early"
+            send = os.killpg if how == "Ctrl-C" else os.kill
+            send(process.pid, signal.SIGTERM if how == "terminate parent" else signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+            assert process.returncode == (143 if how == "terminate parent" else 130)
+            assert errors.strip() == "interrupted; all processes have ended"
+            with pytest.raises(ProcessLookupError):
+                for _ in range(100):  # multiprocessing's helper leaves last; the system may take a while to bury it
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def fail_on_rank_one(rank: int, port: int, world_size: int) -> None:
+    with process_group(rank, port, world_size, torch.device("cpu")):
+        if rank == 1:
+            raise ValueError("no good")
+        torch.distributed.barrier()
+
+
+def test_a_failing_rank_ends_the_waiting_one() -> None:
+    began = time.monotonic()
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="(?s)Process 1 .*ValueError: no good"):
+        launch(fail_on_rank_one, 2)
+    assert time.monotonic() - began < 60  # the barrier alone would wait for 300 s
+
+
+def self_check(spoil: str) -> float:
+    """The demo's self-check after adding 1 % to the parameter ``spoil`` of the expert-parallel model on one rank."""
+    with ep_ops.Communicator(
+        num_experts=5, hidden_size=32, top_k=2, max_tokens_per_rank=128, dtype=torch.float32, device="cpu"
+    ) as comm:
+        torch.manual_seed(0)
+        model = Model(32, MoELayer(comm, 32), torch.float32)
+        dense = Model(32, DenseMoE(comm, 32), torch.float32)
+        dense.load_state_dict(without_moe(model), strict=False)
+        if spoil and comm.rank == 1:
+            dict(model.named_parameters())[spoil].data *= 1.01
+        batch = Language(comm.rank, 4, comm.device).batch()
+        experts = {id(p) for p in model.moe.expert_parameters()}
+        loss = gradients(model, batch, [p for p in model.parameters() if id(p) not in experts])
+        return check(model, loss, dense, batch, 1e-4)
+
+
+def test_self_check_passes() -> None:
+    assert max(run_ranks(2, self_check, "")) < 1e-4
+
+
+@pytest.mark.parametrize("parameter", ["moe.w_in", "moe.w_out", "moe.router", "head.weight"])
+def test_self_check_notices_a_wrong_weight_on_every_rank(parameter: str) -> None:
+    results = run_ranks(2, self_check, parameter, return_exceptions=True)
+    assert [type(result) for result in results] == [Mismatch, Mismatch]
+
+
+def test_doctor() -> None:
+    done = run([sys.executable, "-m", "ep_ops.cli", "doctor"])
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^  torch +{re.escape(torch.__version__)}", done.stdout, re.M)
+    titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert titles == ["versions", "GPUs", "peer access", "symmetric memory", "backend", "caches"]
+    assert "could not tell" not in done.stdout
+    if not torch.cuda.is_available():
+        assert "reference, because torch sees no GPU" in done.stdout
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 2
+    assert cli.main(["bench", "everything"]) == 2
+    assert cli.main(["bench", "--help"]) == 0
+    assert "throughput,latency" in capsys.readouterr().err
+    for wrong in ([], ["demo", "--steps", "0"], ["demo", "--hidden-size", "48"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(wrong)
+        assert stop.value.code == 2
+    if not torch.cuda.is_available():
+        assert cli.main(["demo", "--device", "cuda"]) == 2
+        assert "torch sees 0" in capsys.readouterr().err
+
+
+def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Throughput:
+        @staticmethod
+        def main(argv: list[str]) -> int:
+            return len(argv)
+
+    monkeypatch.setitem(sys.modules, "benchmarks.throughput", Throughput)  # type: ignore[arg-type]
+    assert cli.main(["bench", "throughput", "--tokens", "8", "x"]) == 3
+    monkeypatch.setitem(sys.modules, "benchmarks.throughput", None)
+    assert cli.main(["bench", "throughput"]) == 1
+    assert "is not part of this installation" in capsys.readouterr().err
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    """With smaller sizes, traced as one graph but not lowered."""
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    for old, new in (
+        ("2048", "64"),
+        ("4096", "32"),
+        ("1024", "32"),
+        ("fullgraph=True", 'fullgraph=True, backend="aot_eager"'),
+    ):
+        assert old in example
+        example = example.replace(old, new)
+    script = tmp_path / "example.py"
+    script.write_text(
+        example + "\nassert all(w.grad.isfinite().all() and w.grad.any() for w in (router, w_in, w_out))\n"
+    )
+    done = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)])
+    assert done.returncode == 0, done.stderr
