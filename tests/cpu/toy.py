@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from ep_ops import Communicator, Dispatched
 from torch import Tensor
+
+from ep_ops import Communicator, Dispatched
 
 HIDDEN, TOP_K, EXPERTS, ALIGNMENT = 8, 2, 4, 4
 
