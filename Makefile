@@ -69,7 +69,7 @@ format: $(NEEDS)
 	$(PYTHON) -m ruff format .
 
 typecheck: $(NEEDS)
-	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy $(wildcard ep_ops meta_kernels cute_kernels benchmarks)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

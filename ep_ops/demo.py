@@ -167,11 +167,13 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
             report = Report(comm, options, compiler)
             report.start()
             torch.manual_seed(0)  # the same on every rank: what all ranks hold starts out equal
-            model = Model(options.hidden_size, MoELayer(comm, options.hidden_size), options.dtype).to(device)
+            moe = MoELayer(comm, options.hidden_size)
+            model = Model(options.hidden_size, moe, options.dtype).to(device)
             dense = Model(options.hidden_size, DenseMoE(comm, options.hidden_size), options.dtype).to(device)
             dense.load_state_dict(without_moe(model), strict=False)
-            run = model if compiler is None else torch.compile(model, backend=compiler, fullgraph=True)
-            experts = {id(p) for p in model.moe.expert_parameters()}
+            if compiler is not None:
+                model.compile(backend=compiler, fullgraph=True)
+            experts = {id(p) for p in moe.expert_parameters()}
             shared = [p for p in model.parameters() if id(p) not in experts]
             rate = 0.64 / options.hidden_size
             optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
@@ -179,7 +181,7 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
             first = loss = math.nan
             for step in range(options.steps):
                 batch = language.batch()
-                loss = gradients(run, batch, shared)
+                loss = gradients(model, batch, shared)
                 if step == 0:
                     first = loss
                     report.checked(check(model, loss, dense, batch, options.tolerance))
