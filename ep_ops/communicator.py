@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.util
 import itertools
-import os
-import socket
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -16,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import agree
 from .backends.base import Backend
 from .backends.exchange import Exchange
-from .config import Config, MemoryPlan, disagreement, even_experts, plan_of, worst_case_rows
+from .config import Config, MemoryPlan, even_experts, plan_of, worst_case_rows
 
 
 class Route(NamedTuple):
@@ -111,7 +108,7 @@ class Communicator:
             tuple(experts_per_rank), alignment, backend, self.device.type, timeout, dispatch_sms, combine_sms,
             _version(),
         )  # fmt: skip
-        resolved = _agree(exchange, own)
+        resolved = agree(exchange, own, taken=own.name in _registry)
 
         self.num_experts = num_experts
         self.experts_per_rank = own.experts_per_rank
@@ -308,45 +305,6 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _agree(exchange: Exchange, own: Config) -> Config:
-    """The configuration of all ranks with "auto" resolved; ValueError on every rank if one is wrong or they differ."""
-    problem = own.problem()
-    if problem is None and own.name in _registry:
-        problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
-    word = (own, problem, _cute_facts(exchange.device) if own.backend == "auto" else None)
-    words: list[Any] = [word]
-    if exchange.world_size > 1:
-        words = [None] * exchange.world_size
-        cuda = exchange.device.type == "cuda"
-        with torch.cuda.device(exchange.device) if cuda else contextlib.nullcontext():
-            dist.all_gather_object(words, word, group=exchange.group)
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(words) if problem]
-    if problems:
-        raise ValueError("; ".join(dict.fromkeys(problems)))
-    if difference := disagreement([config for config, _, _ in words]):
-        raise ValueError(difference)
-    if own.backend != "auto":
-        return own
-    facts = [fact for _, _, fact in words]
-    cute = None not in facts and len({host for host, _ in facts}) == 1 and len(set(facts)) == len(facts)
-    cute = cute and own.dtype != torch.float64
-    return dataclasses.replace(own, backend="cute" if cute else "reference")
-
-
-def _cute_facts(device: torch.device) -> tuple[str, str] | None:
-    """(host, GPU) if this rank can run the cute backend with every GPU it sees, else None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
-        return None
-    if importlib.util.find_spec("cutlass") is None:
-        return None
-    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    if not all(torch.cuda.can_device_access_peer(device.index, other) for other in others):
-        return None
-    boot = "/proc/sys/kernel/random/boot_id"
-    host = open(boot).read().strip() if os.path.exists(boot) else socket.gethostname()
-    return host, str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _make_backend(kind: str, comm: Communicator) -> Backend:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -105,19 +104,6 @@ class Config:
             if value is not None and (not is_int(value) or value < 1):
                 return f"{field} is {value!r}; it must be None or an int of at least 1"
         return None
-
-
-def disagreement(configs: Sequence[Config]) -> str | None:
-    """The first field that differs between ranks, with every value and the ranks that gave it; None if all agree."""
-    for field in dataclasses.fields(Config):
-        ranks_by_value: dict[Any, list[int]] = {}
-        for rank, config in enumerate(configs):
-            ranks_by_value.setdefault(getattr(config, field.name), []).append(rank)
-        if len(ranks_by_value) > 1:
-            given = "; ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_by_value.items())
-            hint = "; pass name= where ranks have made different numbers of them" if field.name == "name" else ""
-            return f"ranks disagree on {field.name}: {given}{hint}"
-    return None
 
 
 class MemoryPlan(dict[str, int]):

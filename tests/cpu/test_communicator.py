@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import communicator
+from ep_ops import communicator, symmetric
+from ep_ops.agreement import choose_backend, gpu_facts
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
@@ -163,6 +164,26 @@ def test_memory_plan() -> None:
         assert comm.backend.memory_plan() == {}
 
 
+def test_choice_of_backend() -> None:
+    two = [("host", "gpu 0"), ("host", "gpu 1")]
+    assert choose_backend(two, torch.bfloat16) == "cute"
+    assert choose_backend(two[:1], torch.float32) == "cute"
+    assert choose_backend(two, torch.float64) == "reference"
+    assert choose_backend([*two, None], torch.bfloat16) == "reference"
+    assert choose_backend([*two, ("other host", "gpu 2")], torch.bfloat16) == "reference"
+    assert choose_backend([two[0], two[0]], torch.bfloat16) == "reference"  # two ranks on one GPU
+    assert gpu_facts(torch.device("cpu")) is None
+
+
+def test_symmetric_memory_of_one_rank() -> None:
+    buffer = symmetric.allocate(256, None, torch.device("cpu"))
+    assert buffer.local.dtype == torch.uint8 and buffer.local.shape == (256,) and not buffer.local.any()
+    assert buffer.addresses == (buffer.local.data_ptr(),)
+    buffer.free()
+    buffer.free()
+    assert buffer.local.numel() == 0 and buffer.addresses == ()
+
+
 # ---------------------------------------------------------------------- several ranks
 
 
@@ -262,14 +283,14 @@ def test_an_error_does_not_wait() -> None:
 
 
 def _group_gone() -> str:
-    comm = make()
-    other = make(dist.new_group([0, 1]))
+    comm, other, late = make(), make(dist.new_group([0, 1])), make()
     dist.barrier()
     dist.destroy_process_group()
     comm.destroy()
     other.destroy()
     other.destroy()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    late.destroy()  # its group is gone, though there is another default group by now
     return "fine"
 
 
