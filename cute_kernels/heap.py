@@ -1,0 +1,102 @@
+"""Where everything lies in a rank's symmetric memory. The same on every rank, so an offset names a place on all peers.
+
+Everything that peers write or read is held twice and used in turn, by the parity of the operation's epoch: when a
+rank writes into half `e % 2` in operation e, all its peers have left operation e - 2, because each of them announced
+operation e - 1 (the hello flag, see sync.py) and an operation does not end before all its hellos were seen.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+CHUNK_TOKENS = 32
+"""Tokens of x that are staged, and announced to the peers, together."""
+
+HEADER_INTS = 16
+"""Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
+
+# Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
+EPOCH, FAILED, TICKET, STAGED_TICKET, BAD_ID = 0, 1, 2, 3, 4
+STATE_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What kernels are compiled for: everything that all calls of one communicator share.
+
+    `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32".
+    """
+
+    world_size: int
+    experts_per_rank: tuple[int, ...]
+    top_k: int
+    hidden_size: int
+    dtype: str
+    max_tokens: int
+
+    @property
+    def num_experts(self) -> int:
+        return sum(self.experts_per_rank)
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.itemsize
+
+    @cached_property
+    def first_expert(self) -> tuple[int, ...]:
+        """Global id of each rank's first expert, and num_experts at the end: world_size + 1 entries."""
+        first = [0]
+        for n in self.experts_per_rank:
+            first.append(first[-1] + n)
+        return tuple(first)
+
+
+def _align(n: int, to: int = 256) -> int:
+    return (n + to - 1) // to * to
+
+
+class Heap:
+    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two halves."""
+
+    def __init__(self, p: Problem):
+        w, t = p.world_size, p.max_tokens
+        self.chunks = (t + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+        entries = t * p.top_k
+        self._end = STATE_BYTES
+        # Flags: 8 bytes each, one writer each (the source rank), read by this rank alone.
+        self.hello, self.hello_stride = self._take(w * 8)
+        self.route, self.route_stride = self._take(w * 8)
+        self.staged, self.staged_stride = self._take(w * 8)
+        self.chunk, self.chunk_stride = self._take(w * self.chunks * 8)
+        self.token, self.token_stride = self._take(w * t * 8)
+        self.flags_end = self._end
+        # What this rank publishes and its peers read.
+        self.header, self.header_stride = self._take(HEADER_INTS * 4)
+        self.counts, self.counts_stride = self._take(p.num_experts * 4)
+        self.experts, self.experts_stride = self._take(entries * 4)
+        self.positions, self.positions_stride = self._take(entries * 4)
+        self.weights, self.weights_stride = self._take(entries * 4)
+        # What peers write here in a combine: one scalar for each (token, k), one row for each (source rank, token).
+        # Dispatch stages the rank's own rows at the start of the same space: the halves alternate for all
+        # operations alike.
+        self.scalars, self.scalars_stride = self._take(entries * 4)
+        self.rows, self.rows_stride = self._take(w * t * p.row_bytes)
+        self.nbytes = self._end
+
+    def _take(self, nbytes: int) -> tuple[int, int]:
+        start, stride = self._end, _align(nbytes)
+        self._end += 2 * stride
+        return start, stride
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by purpose, both halves."""
+        published = self.scalars - self.header
+        return {
+            "flags": self.flags_end,
+            "published routes": published,
+            "gradients of weights": 2 * self.scalars_stride,
+            "staged rows": 2 * self.rows_stride,
+        }

@@ -1,0 +1,128 @@
+"""The instructions that kernels here are built from, as one-line functions on 64-bit global addresses.
+
+All are volatile inline PTX: the compiler neither drops, merges nor reorders them. Order between threads, GPUs and
+proxies is the caller's affair (sync.py).
+"""
+
+from cutlass import AddressSpace, Float32, Int32, Int64, Uint8, Uint32, inttoptr
+from cutlass.cute import arch
+from cutlass.experimental import primitives as prims
+
+WARP = 32
+
+
+def ld_i32(addr) -> Int32:
+    return arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_f32(addr) -> Float32:
+    return arch.inline_ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
+
+
+def ld_u64(addr) -> Int64:
+    """A load that is not served from L1: for words that earlier kernels or other SMs write."""
+    return arch.inline_ptx("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
+
+
+def st_i32(addr, value) -> None:
+    arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_f32(addr, value) -> None:
+    arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_u64(addr, value) -> None:
+    arch.inline_ptx("st.relaxed.gpu.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def ld_v4(addr) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """16 bytes, read once: they do not displace what L1 holds."""
+    return arch.inline_ptx(
+        "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[addr],
+    )
+
+
+def st_v4(addr, words) -> None:
+    """16 bytes, not read again here."""
+    arch.inline_ptx(
+        "st.global.L1::no_allocate.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[addr, *words],
+    )
+
+
+def ld_acquire_sys(addr) -> Int64:
+    return arch.inline_ptx("ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
+
+
+def st_release_sys(addr, value) -> None:
+    arch.inline_ptx("st.release.sys.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def atom_inc_acq_rel(addr) -> Int32:
+    return arch.inline_ptx(
+        "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[addr]
+    )
+
+
+def atom_claim(addr) -> Int64:
+    """Sets the word to 1; returns what it held."""
+    return arch.inline_ptx(
+        "atom.relaxed.gpu.global.exch.b64 {$w0}, [{$r0}], 1;", write_only_types=[Int64], read_only_args=[addr]
+    )
+
+
+def mul_rn(a, b) -> Float32:
+    """a*b rounded to fp32. The explicit rounding keeps the compiler from fusing it into a following addition."""
+    return arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def add_rn(a, b) -> Float32:
+    return arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+_UNPACK = {
+    "bf16": "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000; }",
+    "fp16": "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }",
+}
+_PACK = {
+    "bf16": "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+    "fp16": "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+}
+
+
+def unpack(words, dtype: str) -> list[Float32]:
+    """The numbers in 32-bit words, in memory order."""
+    out = []
+    for word in words:
+        if dtype == "fp32":
+            out.append(arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]))
+        else:
+            out.extend(
+                arch.inline_ptx(_UNPACK[dtype], write_only_types=[Float32, Float32], read_only_args=[word])
+            )
+    return out
+
+
+def pack(values, dtype: str) -> list[Uint32]:
+    """Rounds to nearest even and packs; the reverse of `unpack`."""
+    if dtype == "fp32":
+        return [
+            arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[v]) for v in values
+        ]
+    return [
+        arch.inline_ptx(_PACK[dtype], write_only_types=[Uint32], read_only_args=[values[i], values[i + 1]])
+        for i in range(0, len(values), 2)
+    ]
+
+
+def bulk_load(smem_ptr, addr, nbytes, mbarrier) -> None:
+    """Starts a bulk copy global -> shared by the calling thread; `mbarrier` counts its bytes on arrival."""
+    prims.cp_async_bulk_shared_cluster_global(smem_ptr, inttoptr(addr, AddressSpace.gmem, Uint8), mbarrier, nbytes)
+
+
+def bulk_store(addr, smem_ptr, nbytes) -> None:
+    """Starts a bulk copy shared -> global by the calling thread, in its current bulk group."""
+    prims.cp_async_bulk_global_shared_cta(inttoptr(addr, AddressSpace.gmem, Uint8), smem_ptr, nbytes)

@@ -1,0 +1,247 @@
+"""Counts, positions and offsets: from the experts that each rank's tokens chose to the row of every (token, k).
+
+A row's place follows from prefix sums alone: the start of its expert's segment, plus the rows of that expert from
+lower source ranks, plus its position among the rows of that expert on its own rank in order of (token, k).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+from .heap import BAD_ID
+from .sync import BAD_EXPERT, REPORT_WORDS, select, write_report
+
+ENTRIES_PER_LANE = 8
+"""Entries of topk_idx that a lane holds at once: the loads are in flight together."""
+
+
+@cute.jit
+def publish_positions(ranks, problem: cutlass.Constexpr, topk_idx, tokens, warps: cutlass.Constexpr, hist, running):
+    """One block: writes expert id and position among the rank's rows of that expert for every (token, k), and counts.
+
+    `hist` [warps, E] and `running` [E] are int32 tensors in shared memory. Each warp takes consecutive entries, so the
+    order of warps, rounds and lanes is the order of entries.
+    """
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warp = tid // 32
+    num_experts = problem.num_experts
+    entries = tokens * problem.top_k
+    experts_out = ranks.at(ranks.own, "experts")
+    positions_out = ranks.at(ranks.own, "positions")
+    per_warp = 32 * ENTRIES_PER_LANE
+
+    e = tid
+    while e < num_experts:
+        running[e] = 0
+        e += 32 * warps
+    first = Int32(0)
+    while first < entries:
+        e = tid
+        while e < num_experts * warps:
+            hist[e] = 0
+            e += 32 * warps
+        arch.sync_threads()
+        mine = first + warp * per_warp + lane
+        experts = cute.make_rmem_tensor((ENTRIES_PER_LANE,), Int32)
+        ranked = cute.make_rmem_tensor((ENTRIES_PER_LANE,), Int32)
+        for r in range_constexpr(ENTRIES_PER_LANE):
+            experts[r] = ptx.ld_i32(topk_idx + Int64(cutlass.min(mine + r * 32, entries - 1)) * 4)
+        for r in range_constexpr(ENTRIES_PER_LANE):
+            entry = mine + r * 32
+            expert = experts[r]
+            if entry >= entries:
+                expert = Int32(-1)
+            elif expert < -1 or expert >= num_experts:
+                report_bad_expert(ranks, entry, expert)
+                expert = Int32(-1)
+            experts[r] = expert
+            same = arch.match_sync(0xFFFFFFFF, expert)
+            below = arch.popc(same & arch.lanemask_lt())
+            at = warp * num_experts + expert
+            before = Int32(0)
+            if expert >= 0:
+                before = hist[at]
+            # The leader's update comes after every lane's read.
+            arch.sync_warp()
+            if expert >= 0 and below == 0:
+                hist[at] = before + Int32(arch.popc(same))
+            arch.sync_warp()
+            ranked[r] = before + Int32(below)
+        arch.sync_threads()
+        e = tid
+        while e < num_experts:
+            total = running[e]
+            for w in range_constexpr(warps):
+                n = hist[w * num_experts + e]
+                hist[w * num_experts + e] = total
+                total += n
+            running[e] = total
+            e += 32 * warps
+        arch.sync_threads()
+        for r in range_constexpr(ENTRIES_PER_LANE):
+            entry = mine + r * 32
+            if entry < entries:
+                expert = experts[r]
+                position = Int32(-1)
+                if expert >= 0:
+                    position = ranked[r] + hist[warp * num_experts + expert]
+                ptx.st_i32(experts_out + Int64(entry) * 4, expert)
+                ptx.st_i32(positions_out + Int64(entry) * 4, position)
+        arch.sync_threads()
+        first += warps * per_warp
+    e = tid
+    arch.sync_threads()
+    while e < num_experts:
+        ptx.st_i32(ranks.at(ranks.own, "counts") + e * 4, running[e])
+        e += 32 * warps
+
+
+@cute.jit
+def report_bad_expert(ranks, entry, expert):
+    """The first id outside [-1, E) since the host last looked goes into the second report; the row is not sent."""
+    if ptx.atom_claim(ranks.own + BAD_ID * 8) == 0:
+        report = ranks.report + REPORT_WORDS * 8
+        write_report(report, Int32(BAD_EXPERT), Int32(0), ranks.mark, ranks.rank, ranks.rank, entry, Int64(expert))
+
+
+@cute.jit
+def place_rows(
+    ranks,
+    problem: cutlass.Constexpr,
+    ok,
+    block,
+    blocks: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
+    tokens,
+    max_tokens,
+    base,
+    start,
+    header,
+    send_rows,
+    recv_rows,
+    offs,
+    counts,
+    dropped,
+):
+    """Blocks 0..blocks-1: the row of every entry that this rank sends or receives, and the segments it holds.
+
+    Reads what all ranks published (their route flags are acquired, `ok` says whether all came). Shared memory, int32:
+    `base` [W, E] becomes the first row of (source rank, expert), `start` [2, E] the first row of each expert's segment
+    and the row behind the last one that fits, `header` [W, 4] what each rank published of its call.
+    """
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warp = tid // 32
+    world_size = problem.world_size
+    num_experts = problem.num_experts
+    first_local = Int32(problem.first_expert[0])
+    end_local = Int32(problem.first_expert[1])
+    for r in range_constexpr(1, world_size):
+        if ranks.rank == r:
+            first_local = Int32(problem.first_expert[r])
+            end_local = Int32(problem.first_expert[r + 1])
+
+    for s in range_constexpr(world_size):
+        e = tid
+        while e < num_experts:
+            n = Int32(0)
+            if ok != 0:
+                n = ptx.ld_i32(ranks.at(ranks.peers[s], "counts") + e * 4)
+            base[s * num_experts + e] = n
+            e += threads
+    if tid < world_size * 4:
+        value = Int32(0)
+        if ok != 0:
+            value = ptx.ld_i32(ranks.at(select(ranks.peers, tid // 4), "header") + (tid % 4) * 4)
+        header[tid] = value
+    arch.sync_threads()
+
+    # One warp for each destination rank: where its experts' segments start and what fits.
+    for d in range_constexpr(world_size):
+        if warp == d:
+            capacity, alignment, slots = header[d * 4 + 1], cutlass.max(header[d * 4 + 2], 1), header[d * 4 + 3]
+            carry = Int32(0)
+            chunk = Int32(problem.first_expert[d])
+            while chunk < problem.first_expert[d + 1]:
+                e = chunk + lane
+                n = Int32(0)
+                if e < problem.first_expert[d + 1]:
+                    for s in range_constexpr(world_size):
+                        n += base[s * num_experts + e]
+                padded = (n + alignment - 1) // alignment * alignment
+                total = padded
+                for step in range_constexpr(5):
+                    other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
+                    if lane >= (1 << step):
+                        total += other
+                if e < problem.first_expert[d + 1]:
+                    begin = carry + total - padded
+                    limit = capacity
+                    if slots > 0:
+                        begin = (e - problem.first_expert[d]) * slots
+                        limit = begin + slots
+                    start[e] = begin
+                    start[num_experts + e] = limit
+                carry += arch.shuffle_sync(total, 31)
+                chunk += 32
+    arch.sync_threads()
+
+    e = tid
+    while e < num_experts:
+        begin = start[e]
+        limit = start[num_experts + e]
+        end = begin
+        for s in range_constexpr(world_size):
+            n = base[s * num_experts + e]
+            base[s * num_experts + e] = end
+            end += n
+        if block == 0 and e >= first_local and e < end_local:
+            capacity, alignment, slots = header[ranks.rank * 4 + 1], cutlass.max(header[ranks.rank * 4 + 2], 1), 0
+            slots = header[ranks.rank * 4 + 3]
+            n = end - begin
+            kept = cutlass.max(cutlass.min(n, limit - begin), 0)
+            stop = cutlass.min(begin + (n + alignment - 1) // alignment * alignment, capacity)
+            if slots > 0:
+                stop = begin + (kept + alignment - 1) // alignment * alignment
+            at = Int64(e - first_local) * 4
+            ptx.st_i32(offs + at, stop)
+            ptx.st_i32(counts + at, kept)
+            ptx.st_i32(dropped + at, n - kept)
+        e += threads
+    arch.sync_threads()
+
+    # What comes here: the same entry of every source at once, so that the loads from all peers are in flight together.
+    bound = max_tokens * problem.top_k
+    j = block * threads + tid
+    while j < bound:
+        experts = cute.make_rmem_tensor((world_size,), Int32)
+        positions = cute.make_rmem_tensor((world_size,), Int32)
+        for s in range_constexpr(world_size):
+            experts[s] = ptx.ld_i32(ranks.at(ranks.peers[s], "experts") + Int64(j) * 4)
+            positions[s] = ptx.ld_i32(ranks.at(ranks.peers[s], "positions") + Int64(j) * 4)
+        for s in range_constexpr(world_size):
+            row = Int32(-1)
+            expert = experts[s]
+            # Entries behind the source's last token hold what an earlier call left there.
+            if j < header[s * 4] * problem.top_k and expert >= first_local and expert < end_local:
+                row = base[s * num_experts + expert] + positions[s]
+                if row >= start[num_experts + expert]:
+                    row = Int32(-1)
+            ptx.st_i32(recv_rows + (Int64(s) * bound + j) * 4, row)
+        j += blocks * threads
+
+    j = block * threads + tid
+    while j < tokens * problem.top_k:
+        expert = ptx.ld_i32(ranks.at(ranks.own, "experts") + Int64(j) * 4)
+        row = Int32(-1)
+        if ok != 0 and expert >= 0:
+            row = base[ranks.rank * num_experts + expert] + ptx.ld_i32(ranks.at(ranks.own, "positions") + Int64(j) * 4)
+            if row >= start[num_experts + expert]:
+                row = Int32(-1)
+        ptx.st_i32(send_rows + Int64(j) * 4, row)
+        j += blocks * threads
+
+

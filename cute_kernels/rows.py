@@ -1,0 +1,176 @@
+"""Moving rows: the bulk-copy ring, and sums of rows in registers.
+
+A row is `row_bytes` long, a multiple of 16. The ring moves pieces of rows through shared memory with bulk copies, so
+that no register and no lane is busy while bytes are under way; sums go through registers, 16 bytes a lane at a time.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+
+SHARED_BYTES = 226 * 1024
+MAX_PIECE = 16 * 1024
+BOOKKEEPING = 32 * 4 + 8
+"""Shared memory of a stage besides its piece: an int32 for each lane and a barrier."""
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """How one block's shared memory is cut: each of `warps` warps owns `stages` pieces of `piece_bytes`.
+
+    A row is `pieces` pieces; the last may be shorter.
+    """
+
+    row_bytes: int
+    warps: int
+    stages: int
+    piece_bytes: int
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.row_bytes // self.piece_bytes)
+
+    @staticmethod
+    def of(row_bytes: int) -> "RingShape":
+        """Whole rows up to 16 KiB, else equal pieces; at least two stages for each warp, at most 16 warps."""
+        pieces = -(-row_bytes // MAX_PIECE)
+        piece = -(-row_bytes // (16 * pieces)) * 16
+        slots = SHARED_BYTES // (-(-piece // 128) * 128 + BOOKKEEPING)
+        warps = max(1, min(16, slots // 2))
+        return RingShape(row_bytes, warps, min(8, slots // warps), piece)
+
+    def bytes_of(self, piece):
+        """Length of a row's piece, whose index may be known at run time only."""
+        if self.pieces == 1:
+            return self.row_bytes
+        return cutlass.min(self.row_bytes - piece * self.piece_bytes, self.piece_bytes)
+
+    @property
+    def stride(self) -> int:
+        """Distance of two pieces in shared memory: bulk copies want 128-byte lines."""
+        return -(-self.piece_bytes // 128) * 128
+
+
+class Ring:
+    """One warp's stages of the ring. Loads are started ahead; a stage is refilled when its stores have read it."""
+
+    def __init__(self, shape, buffers, barriers, warp):
+        self.shape = shape
+        self.buffer = buffers + warp * (shape.stages * shape.stride)
+        self.barrier = barriers + warp * shape.stages
+
+    def _values(self):
+        return [self.buffer, self.barrier]
+
+    def __extract_mlir_values__(self):
+        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
+
+    def __new_from_mlir_values__(self, values):
+        new = object.__new__(Ring)
+        new.shape = self.shape
+        new.buffer, new.barrier = (
+            cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)
+        )
+        return new
+
+    def load(self, stage, addr, nbytes) -> None:
+        """By one lane: starts filling a stage."""
+        arch.mbarrier_arrive_and_expect_tx(self.barrier + stage, nbytes)
+        ptx.bulk_load(self.buffer + stage * self.shape.stride, addr, nbytes, self.barrier + stage)
+
+    def wait(self, stage, phase) -> None:
+        """Until the stage is full: its bytes are visible to the waiting lanes and to their bulk copies."""
+        arch.mbarrier_wait(self.barrier + stage, phase)
+
+    def store(self, stage, addr, nbytes) -> None:
+        """By any lane: starts copying the stage to a row, in the lane's current bulk group."""
+        ptx.bulk_store(addr, self.buffer + stage * self.shape.stride, nbytes)
+
+
+@cute.jit
+def init_ring_barriers(barriers, count: cutlass.Constexpr):
+    """By the whole block, followed by a block barrier."""
+    tid, _, _ = arch.thread_idx()
+    i = tid
+    while i < count:
+        arch.mbarrier_init(barriers + i, 1)
+        i += 32
+    arch.mbarrier_init_fence()
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How a warp walks over a row in registers: `slices` times `vectors` 16-byte vectors for each of 32 lanes."""
+
+    row_bytes: int
+    dtype: str
+
+    @property
+    def lane_vectors(self) -> int:
+        return -(-self.row_bytes // (16 * 32))
+
+    @property
+    def vectors(self) -> int:
+        """At most 7: enough bytes in flight, few enough registers. The split that wastes least."""
+        return min(range(1, 8), key=lambda u: (-(-self.lane_vectors // u) * u, -u))
+
+    @property
+    def slices(self) -> int:
+        return -(-self.lane_vectors // self.vectors)
+
+    @property
+    def values(self) -> int:
+        """Numbers a lane holds in one slice."""
+        return self.vectors * (16 // (4 if self.dtype == "fp32" else 2))
+
+    def offset(self, slice_index, vector: int, lane):
+        """Byte offset in the row of a lane's vector."""
+        return ((slice_index * self.vectors + vector) * 32 + lane) * 16
+
+
+@cute.jit
+def add_row(shape: cutlass.Constexpr, acc, addr, slice_index, lane, weight, weighted: cutlass.Constexpr):
+    """acc += weight * row, on one slice. Product and sum are each rounded to fp32, never fused."""
+    words = []
+    for u in range_constexpr(shape.vectors):
+        # Lanes behind the row's end read its last vector and do not store.
+        at = cutlass.min(shape.offset(slice_index, u, lane), shape.row_bytes - 16)
+        words.extend(ptx.ld_v4(addr + at))
+    values = ptx.unpack(words, shape.dtype)
+    for i in range_constexpr(shape.values):
+        value = values[i]
+        if const_expr(weighted):
+            value = ptx.mul_rn(value, weight)
+        acc[i] = ptx.add_rn(acc[i], value)
+
+
+@cute.jit
+def store_row(shape: cutlass.Constexpr, acc, addr, slice_index, lane):
+    """Rounds one slice to the row's dtype and stores it."""
+    words = ptx.pack([acc[i] for i in range(shape.values)], shape.dtype)
+    for u in range_constexpr(shape.vectors):
+        at = shape.offset(slice_index, u, lane)
+        if at < shape.row_bytes:
+            ptx.st_v4(addr + at, words[4 * u : 4 * u + 4])
+
+
+@cute.jit
+def clear(shape: cutlass.Constexpr, acc):
+    for i in range_constexpr(shape.values):
+        acc[i] = Float32(0.0)
+
+
+@cute.jit
+def zero_row(row_bytes: cutlass.Constexpr, addr, lane):
+    """By one warp: clears a row."""
+    at = lane * 16
+    while at < row_bytes:
+        ptx.st_v4(addr + at, (Int32(0), Int32(0), Int32(0), Int32(0)))
+        at += 32 * 16
+
+

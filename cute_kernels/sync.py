@@ -1,0 +1,171 @@
+"""Every flag, wait and barrier between ranks. One place, so that each order that a kernel relies on can be read here.
+
+A flag is one 8-byte word in the reader's memory with a single writer. Its value says which operation it belongs to:
+epoch × 16 + kind of operation. The epoch is the number of the operation on this communicator, from 1, the same on all
+ranks; it lives in device memory and the last block of an operation advances it, so that captured graphs replay.
+
+Orders that hold:
+- `signal` is a system-scope release: what the calling thread wrote before it, and what other threads of its block
+  wrote before a block barrier that precedes it, is visible to whoever sees the flag.
+- `wait` is a system-scope acquire by the calling thread; a block or warp barrier behind it passes the order on.
+- Rows staged with ordinary stores and fetched with bulk copies change proxy: `fence_async` on both sides.
+- Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
+  has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
+
+No wait lasts for ever: when its deadline passes it claims the report (first come), writes who waited for whom into
+host-visible memory, and returns False. The waits that follow, in this kernel and the next ones, then give up at once.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+from .heap import EPOCH, FAILED, TICKET
+
+KINDS = ("none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward")
+"""Kinds of operation; a flag carries the index."""
+
+FLAGS = ("hello", "route", "staged", "chunk", "token")
+"""Kinds of flag, by the name of their place in the heap; a report carries the index."""
+
+REPORT_WORDS = 16
+TIMEOUT, MISMATCH, BAD_EXPERT = 1, 2, 3
+"""Reasons in a report. Its words: done mark, reason, flag, kind, epoch, rank, peer, detail, expected, seen."""
+
+POLLS_PER_CHECK = 256
+
+
+class Ranks:
+    """What a kernel knows of the group: built once at its start from the launch arguments (see launch.py)."""
+
+    def __init__(self, heap, peers, rank, report, timeout_ns, kind):
+        self.heap = heap
+        self.peers = tuple(peers)
+        self.rank = rank
+        self.report = report
+        self.timeout_ns = timeout_ns
+        self.own = select(peers, rank)
+        self.epoch = ptx.ld_u64(self.own + EPOCH * 8)
+        self.parity = self.epoch & 1
+        self.mark = self.epoch * 16 + kind
+
+    # The DSL carries objects through run-time control flow by taking them apart and putting them together again.
+    def _values(self):
+        return [*self.peers, self.rank, self.report, self.timeout_ns, self.own, self.epoch, self.parity, self.mark]
+
+    def __extract_mlir_values__(self):
+        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
+
+    def __new_from_mlir_values__(self, values):
+        new = object.__new__(Ranks)
+        new.heap = self.heap
+        built = [cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)]
+        new.peers = tuple(built[: len(self.peers)])
+        new.rank, new.report, new.timeout_ns, new.own, new.epoch, new.parity, new.mark = built[len(self.peers) :]
+        return new
+
+    def at(self, base, name: str):
+        """Address of the current half of a heap section in the heap at `base`."""
+        return base + getattr(self.heap, name) + self.parity * getattr(self.heap, name + "_stride")
+
+    def signal(self, flag: str, peer, index) -> None:
+        """Sets flag `index` of its kind at `peer`: releases what this thread (or, before a barrier, its block) wrote."""
+        ptx.st_release_sys(self.at(select(self.peers, peer), flag) + Int64(index) * 8, self.mark)
+
+    def wait(self, flag: str, index, peer, detail) -> Boolean:
+        """Acquires flag `index` of its kind, set by `peer`. False when the deadline passed or the kind differs."""
+        return _wait(
+            self.at(self.own, flag) + Int64(index) * 8,
+            self.mark,
+            self.own,
+            self.report,
+            self.timeout_ns,
+            self.rank,
+            Int32(peer),
+            Int32(detail),
+            FLAGS.index(flag),
+        )
+
+    def seen(self, flag: str, index) -> Boolean:
+        """Acquires flag `index` of its kind if it is set already."""
+        return ptx.ld_acquire_sys(self.at(self.own, flag) + Int64(index) * 8) == self.mark
+
+
+@cute.jit
+def select(values, index) -> Int64:
+    """values[index] of a tuple of launch arguments, for an index known at run time."""
+    picked = values[0]
+    for i in range_constexpr(1, len(values)):
+        if index == i:
+            picked = values[i]
+    return picked
+
+
+@cute.jit
+def _wait(addr, expected, own, report, timeout_ns, rank, peer, detail, flag: cutlass.Constexpr) -> Boolean:
+    seen = ptx.ld_acquire_sys(addr)
+    if seen != expected:
+        start = arch.globaltimer()
+        polls = Int32(0)
+        reason = Int32(0)
+        while seen != expected and reason == 0:
+            seen = ptx.ld_acquire_sys(addr)
+            polls += 1
+            if polls == POLLS_PER_CHECK:
+                polls = Int32(0)
+                if ptx.ld_u64(own + FAILED * 8) != 0 or arch.globaltimer() - start > timeout_ns:
+                    reason = Int32(TIMEOUT)
+                # The same epoch with another kind: the ranks disagree on what they are doing.
+                if seen != expected and (seen >> 4) == (expected >> 4):
+                    reason = Int32(MISMATCH)
+        if seen != expected:
+            if ptx.atom_claim(own + FAILED * 8) == 0:
+                write_report(report, reason, flag, expected, rank, peer, detail, seen)
+    return seen == expected
+
+
+@cute.jit
+def write_report(report, reason, flag, mark, rank, peer, detail, seen):
+    """Fills the host-visible report; the done mark is released last."""
+    words = (reason, flag, mark & 15, mark >> 4, rank, peer, detail, mark, seen)
+    for i in range_constexpr(len(words)):
+        ptx.st_u64(report + (i + 1) * 8, Int64(words[i]))
+    ptx.st_release_sys(report, Int64(1))
+
+
+@cute.jit
+def say_hello(ranks):
+    """Tells every rank that this one has begun the operation, hence has left the one before."""
+    tid, _, _ = arch.thread_idx()
+    bid, _, _ = arch.block_idx()
+    if bid == 0 and tid < len(ranks.peers):
+        ranks.signal("hello", tid, ranks.rank)
+
+
+@cute.jit
+def finish(ranks):
+    """Ends an operation: the last block to come here waits for all hellos and opens the next epoch."""
+    tid, _, _ = arch.thread_idx()
+    blocks, _, _ = arch.grid_dim()
+    world_size = len(ranks.peers)
+    # Every thread's reads of staging precede the block's ticket.
+    arch.sync_threads()
+    if tid < arch.WARP_SIZE:
+        last = Int32(0)
+        if tid == 0:
+            last = Int32(ptx.atom_inc_acq_rel(ranks.own + TICKET * 8) == blocks - 1)
+        last = arch.shuffle_sync(last, 0)
+        if last != 0:
+            if tid < world_size:
+                ranks.wait("hello", tid, tid, 0)
+            arch.sync_warp()
+            if tid == 0:
+                ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
+                ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+
+
+def fence_async() -> None:
+    """Orders ordinary accesses of this thread with bulk copies on the same memory."""
+    arch.fence_proxy("async")

@@ -1,0 +1,1 @@
+"""Kernels for training and prefill on one NVLink domain: bounded by bytes, not by latency."""

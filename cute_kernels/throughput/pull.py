@@ -1,0 +1,232 @@
+"""Second kernel of a throughput dispatch: fetch each row once from its owner and store it to all its places.
+
+Each warp owns a ring of row-sized stages in shared memory: a bulk copy brings a row over NVLink, then the lanes that
+hold one of its places each start a bulk copy out. Nothing passes through registers, duplicates cross the link once.
+One more warp of each block clears the padding and brings the routing weights.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..heap import CHUNK_TOKENS, Heap, Problem
+from ..launch import example_stream, ranks_signature
+from ..rows import Ring, RingShape, init_ring_barriers, zero_row
+
+
+@dataclass(frozen=True)
+class Pull:
+    """`weights`: fetch routing weights too. `begins_operation`: no kernel of this operation ran before."""
+
+    problem: Problem
+    weights: bool
+    begins_operation: bool
+
+    def signature(self):
+        return (*ranks_signature(self.problem), *[Int64(0)] * 7, *[Int32(0)] * 3, example_stream())
+
+    @property
+    def ring(self) -> RingShape:
+        return RingShape.of(self.problem.row_bytes)
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        x: Int64,
+        topk_weights: Int64,
+        recv_rows: Int64,
+        offs: Int64,
+        counts: Int64,
+        recv_x: Int64,
+        recv_weights: Int64,
+        max_tokens: Int32,
+        alignment: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel.set_name_prefix("ep_pull", remove_cutlass_symbol=True)
+        self.kernel(
+            peers, rank, report, timeout_ns, kind, x, topk_weights, recv_rows, offs, counts, recv_x, recv_weights,
+            max_tokens, alignment,
+        ).launch(grid=(blocks, 1, 1), block=(32 * (self.ring.warps + 1), 1, 1), stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        x: Int64,
+        topk_weights: Int64,
+        recv_rows: Int64,
+        offs: Int64,
+        counts: Int64,
+        recv_x: Int64,
+        recv_weights: Int64,
+        max_tokens: Int32,
+        alignment: Int32,
+    ):
+        p, shape = self.problem, self.ring
+        tid, _, _ = arch.thread_idx()
+        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
+        if const_expr(self.begins_operation):
+            sync.say_hello(ranks)
+        smem = cutlass.memory.SmemAllocator()
+        barriers = smem.allocate_array(Int64, shape.warps * shape.stages)
+        buffers = smem.allocate_array(Uint8, shape.warps * shape.stages * shape.stride, byte_alignment=128)
+        # What a lane has to store from a stage; written and read by the same lane.
+        places = smem.allocate_tensor(Int32, cute.make_layout(shape.warps * shape.stages * 32))
+        warp = arch.make_warp_uniform(tid // 32)
+        if tid < 32:
+            init_ring_barriers(barriers, shape.warps * shape.stages)
+        arch.sync_threads()
+        if warp < shape.warps:
+            ring = Ring(shape, buffers, barriers, warp)
+            self.move_rows(ranks, ring, places, warp, x, recv_rows, recv_x, max_tokens)
+        else:
+            self.clear_padding(ranks, offs, counts, recv_x, recv_weights, alignment)
+            if const_expr(self.weights):
+                self.fetch_weights(ranks, topk_weights, recv_rows, recv_weights, max_tokens)
+        sync.finish(ranks)
+
+    @cute.jit
+    def move_rows(self, ranks, ring, places, warp, x, recv_rows, recv_x, max_tokens):
+        """One warp's share: every blocks × warps-th item, an item being a piece of the row of (source rank, token)."""
+        p, shape = self.problem, self.ring
+        lane = arch.lane_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        step = blocks * shape.warps
+        total = max_tokens * (p.world_size * shape.pieces)
+        item = warp * blocks + bid
+        loaded = Int32(0)
+        stored = Int32(0)
+        staged = Int32(1) << ranks.rank  # sources known to have staged everything; its own rows come from x
+        more = Int32(1)
+        while more != 0:
+            # Start loads until all stages but the one being stored are under way.
+            while loaded - stored < shape.stages - 1 and item < total:
+                # A token's sources follow each other, rotated, so that all links are busy all the time and no warp
+                # meets one source only.
+                token = item // (p.world_size * shape.pieces)
+                source = (item // shape.pieces + token + token // 4 + token // 16 + ranks.rank + 1) % p.world_size
+                place = Int32(-1)
+                if lane < p.top_k:
+                    place = ptx.ld_i32(recv_rows + (Int64(source * max_tokens + token) * p.top_k + lane) * 4)
+                if arch.vote_any_sync(place >= 0):
+                    if (staged >> source) & 1 == 0:
+                        ready = Int32(0)
+                        if lane == 0:
+                            if ranks.seen("staged", source):
+                                ready = Int32(2)
+                            elif ranks.wait(
+                                "chunk", source * ranks.heap.chunks + token // CHUNK_TOKENS, source, token
+                            ):
+                                ready = Int32(1)
+                            # Bulk copies come after what was acquired.
+                            sync.fence_async()
+                        ready = arch.shuffle_sync(ready, 0)
+                        if ready == 2:
+                            staged = staged | (Int32(1) << source)
+                        if ready == 0:
+                            # Reported: leave the rest.
+                            place = Int32(-1)
+                            item = total
+                    if item < total:
+                        stage = loaded % shape.stages
+                        piece = item % shape.pieces
+                        if place >= 0:
+                            place = place * shape.pieces + piece
+                        places[(warp * shape.stages + stage) * 32 + lane] = place
+                        if lane == 0:
+                            base = x
+                            if source != ranks.rank:
+                                base = ranks.at(sync.select(ranks.peers, source), "rows")
+                            at = Int64(token) * p.row_bytes + piece * shape.piece_bytes
+                            ring.load(stage, base + at, shape.bytes_of(piece))
+                        loaded += 1
+                item += step
+            if stored < loaded:
+                stage = stored % shape.stages
+                ring.wait(stage, (stored // shape.stages) & 1)
+                place = places[(warp * shape.stages + stage) * 32 + lane]
+                if place >= 0:
+                    piece = place % shape.pieces
+                    at = Int64(place // shape.pieces) * p.row_bytes + piece * shape.piece_bytes
+                    ring.store(stage, recv_x + at, shape.bytes_of(piece))
+                # One group an item for every lane. All but the newest have left shared memory behind this wait, so
+                # the stage before this one may be filled again.
+                arch.cp_async_bulk_commit_group()
+                arch.cp_async_bulk_wait_group(1, read=True)
+                arch.sync_warp()
+                stored += 1
+            more = Int32(stored < loaded or item < total)
+        # The rows lie in memory before the block ends.
+        arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def clear_padding(self, ranks, offs, counts, recv_x, recv_weights, alignment):
+        """One warp of each block: zeroes the rows between each segment's last row and its padded end."""
+        p = self.problem
+        lane = arch.lane_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        local_experts = Int32(p.experts_per_rank[0])
+        for r in range_constexpr(1, p.world_size):
+            if ranks.rank == r:
+                local_experts = Int32(p.experts_per_rank[r])
+        e = bid
+        while e < local_experts:
+            count = ptx.ld_i32(counts + Int64(e) * 4)
+            end = ptx.ld_i32(offs + Int64(e) * 4)
+            row = end - ((count + alignment - 1) // alignment * alignment - count)
+            while row < end:
+                zero_row(p.row_bytes, recv_x + Int64(row) * p.row_bytes, lane)
+                if const_expr(self.weights):
+                    if lane == 0:
+                        ptx.st_f32(recv_weights + Int64(row) * 4, cutlass.Float32(0.0))
+                row += 1
+            e += blocks
+
+    @cute.jit
+    def fetch_weights(self, ranks, topk_weights, recv_rows, recv_weights, max_tokens):
+        """One warp of each block: the weight of each received row, read from what its owner published."""
+        p = self.problem
+        lane = arch.lane_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        entries = max_tokens * p.top_k
+        for s in range_constexpr(p.world_size):
+            if lane == 0:
+                if s != ranks.rank:
+                    ranks.wait("route", s, s, 0)
+            # Passes on to the warp what lane 0 acquired.
+            arch.sync_warp()
+            base = topk_weights
+            if s != ranks.rank:
+                base = ranks.at(ranks.peers[s], "weights")
+            j = bid * 32 + lane
+            while j < entries:
+                rows = cute.make_rmem_tensor((4,), Int32)
+                for i in range_constexpr(4):
+                    rows[i] = Int32(-1)
+                    at = j + i * 32 * blocks
+                    if at < entries:
+                        rows[i] = ptx.ld_i32(recv_rows + (Int64(s) * entries + at) * 4)
+                for i in range_constexpr(4):
+                    if rows[i] >= 0:
+                        weight = ptx.ld_f32(base + Int64(j + i * 32 * blocks) * 4)
+                        ptx.st_f32(recv_weights + Int64(rows[i]) * 4, weight)
+                j += 4 * 32 * blocks

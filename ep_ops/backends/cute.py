@@ -1,0 +1,303 @@
+"""Launches cute_kernels: NVIDIA GPUs of one NVLink domain, one process each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from cute_kernels import jit, sync
+from cute_kernels.heap import BAD_ID, EPOCH, Heap, Problem
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.pull import Pull
+from cute_kernels.throughput.scale import Scale
+from torch import Tensor
+
+from .. import symmetric
+from .base import DispatchTensors, RouteTensors
+from .report import Report
+
+if TYPE_CHECKING:
+    from ..communicator import Communicator
+    from ..config import Config
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+NO_CAPACITY_LIMIT = 2**31 - 2**16
+"""Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
+
+KIND = {name: index for index, name in enumerate(sync.KINDS)}
+
+
+def problem_of(config: Config) -> Problem:
+    """What the kernels of such a communicator are compiled for."""
+    return Problem(
+        world_size=config.world_size,
+        experts_per_rank=config.experts_per_rank,
+        top_k=config.top_k,
+        hidden_size=config.hidden_size,
+        dtype=DTYPES[config.dtype],
+        max_tokens=config.max_tokens_per_rank,
+    )
+
+
+def kernels_of(problem: Problem) -> list[Any]:
+    """Every kernel that the operators of such a communicator launch."""
+    alone = problem.world_size == 1
+    some = (False,) if alone else (False, True)  # a single rank reads its own rows and weights where they are
+    rows_too = not alone
+    publish = [(True, rows_too, weights, False) for weights in some]
+    publish += [(True, False, False, True)]
+    publish += [] if alone else [(False, True, weights, False) for weights in some]
+    variants: dict[Any, list[tuple[bool, ...]]] = {
+        Publish: list(dict.fromkeys(publish)),
+        Pull: [(weights, begins) for weights in (False, True) for begins in ((False, True) if alone else (False,))],
+        Combine: [(True, False, False), (True, True, False), (True, False, True), (False, False, True)],
+        Scale: [(False,), (True,)],
+    }
+    return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
+
+
+def memory_plan(config: Config, rank: int) -> dict[str, int]:
+    """Bytes that a rank's backend holds, by purpose."""
+    return {f"symmetric: {purpose}": size for purpose, size in Heap(problem_of(config)).sizes().items()}
+
+
+class CuteBackend:
+    """Operators of one communicator as kernel launches on the current stream.
+
+    Calls of one communicator must be ordered on the device: on one stream, or by events between streams.
+    """
+
+    name = "cute"
+
+    def __init__(self, comm: Communicator) -> None:
+        self._config = comm.config
+        self._rank = comm.rank
+        self._problem = problem = problem_of(comm.config)
+        self._device = comm.device
+        self._local_experts = comm.num_local_experts
+        properties = torch.cuda.get_device_properties(comm.device)
+        self._arch = f"sm_{properties.major}{properties.minor}a"
+        sms = properties.multi_processor_count
+        self._copiers = max(1, sms - 1 - 16)
+        self._dispatch_blocks = min(sms, comm.config.dispatch_sms or 24)
+        combine_blocks = max(2, min(sms, comm.config.combine_sms or 64))
+        self._combine_blocks = combine_blocks
+        self._pushers = combine_blocks - max(1, combine_blocks * 3 // 10)
+        self._all_blocks = sms
+        self._buffer = symmetric.allocate(Heap(problem).nbytes, comm.group, comm.device)
+        self._state = self._buffer.local[:256].view(torch.int64)
+        self._state[EPOCH] = 1
+        torch.cuda.synchronize(comm.device)
+        self._report = Report(problem.num_experts, comm.config.timeout)
+        self._ranks = (self._buffer.addresses, comm.rank, self._report.address, int(comm.config.timeout * 1e9))
+        self._functions: dict[Any, Callable[..., None]] = {}
+
+    # ------------------------------------------------------------------ operators
+
+    def plan(
+        self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        self.check_errors()
+        route = self._new_route(topk_idx, max_tokens)
+        self._publish("plan", True, None, None, topk_idx, route, capacity, alignment, slots, max_tokens)
+        return route
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        capacity: int,
+        alignment: int,
+        slots: int,
+        max_tokens: int,
+    ) -> DispatchTensors:
+        self.check_errors()
+        route = self._new_route(topk_idx, max_tokens)
+        self._publish("dispatch", True, x, topk_weights, topk_idx, route, capacity, alignment, slots, max_tokens)
+        rows = self._pull("dispatch", x, topk_weights, route, capacity, alignment, begins=False)
+        return (*rows, *route)
+
+    def dispatch_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
+    ) -> DispatchTensors:
+        self.check_errors()
+        route = self._new_route(topk_idx, max_tokens)
+        capacity = NO_CAPACITY_LIMIT // alignment * alignment
+        self._publish("dispatch", True, x, topk_weights, topk_idx, route, capacity, alignment, 0, max_tokens)
+        num_rows = int(route[2][-1]) if self._local_experts else 0
+        rows = self._pull("dispatch", x, topk_weights, route, num_rows, alignment, begins=False)
+        return (*rows, *route)
+
+    def dispatch_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
+    ) -> tuple[Tensor, Tensor]:
+        self.check_errors()
+        return self._along("dispatch_planned", x, topk_weights, route, num_rows, alignment)
+
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
+        self.check_errors()
+        return self._combine("combine", y, recv_weights, None, route)[0]
+
+    def dispatch_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
+    ) -> tuple[Tensor, Tensor]:
+        self.check_errors()
+        return self._combine("dispatch_backward", grad_recv_x, None, grad_recv_weights, route)
+
+    def combine_backward(
+        self,
+        grad_out: Tensor,
+        y: Tensor | None,
+        recv_weights: Tensor | None,
+        route: RouteTensors,
+        num_rows: int,
+        alignment: int,
+    ) -> tuple[Tensor, Tensor]:
+        self.check_errors()
+        grad_y, _ = self._along("combine_backward", grad_out, None, route, num_rows, alignment)
+        if recv_weights is None:
+            return grad_y, grad_out.new_empty(0, dtype=torch.float32)
+        grad_weights = recv_weights.new_zeros(0 if y is None else num_rows)
+        recv_rows = route[2]
+        self._launch(
+            Scale, (y is not None,), None, grad_y, y, recv_weights, recv_rows, grad_weights, recv_rows.numel(),
+            self._all_blocks,
+        )  # fmt: skip
+        return grad_y, grad_weights
+
+    # ------------------------------------------------------------------ launches
+
+    def _new_route(self, topk_idx: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """send_rows, recv_rows, offs, counts, dropped"""
+        tokens, top_k = topk_idx.shape
+        new = functools.partial(torch.empty, dtype=torch.int32, device=self._device)
+        local = self._local_experts
+        return new(tokens, top_k), new(self._problem.world_size, max_tokens, top_k), new(local), new(local), new(local)
+
+    def _publish(
+        self,
+        kind: str,
+        with_route: bool,
+        x: Tensor | None,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        route: tuple[Tensor | None, ...],
+        capacity: int,
+        alignment: int,
+        slots: int,
+        max_tokens: int,
+    ) -> None:
+        # A single rank reads its own tensors where they are.
+        alone = self._problem.world_size == 1
+        rows, weights = x is not None and not alone, topk_weights is not None and not alone
+        variant = (with_route, rows, weights, kind == "plan")
+        blocks = 1 + (16 if with_route else 0) + (self._copiers if rows else 0)
+        self._launch(
+            Publish, variant, kind, x, topk_idx, topk_weights, *route, topk_idx.shape[0], max_tokens, capacity,
+            alignment, slots, blocks,
+        )  # fmt: skip
+
+    def _along(
+        self, kind: str, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
+    ) -> tuple[Tensor, Tensor]:
+        """Dispatch along a known route."""
+        topk_idx, send_rows, recv_rows, offs, counts = route
+        alone = self._problem.world_size == 1
+        if not alone:
+            self._publish(kind, False, x, topk_weights, topk_idx, (None,) * 5, 0, 1, 0, recv_rows.shape[1])
+        placed = (send_rows, recv_rows, offs, counts, counts)
+        return self._pull(kind, x, topk_weights, placed, num_rows, alignment, begins=alone)
+
+    def _pull(
+        self,
+        kind: str,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        route: tuple[Tensor, ...],
+        num_rows: int,
+        alignment: int,
+        begins: bool,
+    ) -> tuple[Tensor, Tensor]:
+        _, recv_rows, offs, counts, _ = route
+        recv_x = x.new_empty(num_rows, x.shape[1])
+        recv_weights = x.new_empty(0 if topk_weights is None else num_rows, dtype=torch.float32)
+        self._launch(
+            Pull, (topk_weights is not None, begins), kind, x, topk_weights, recv_rows, offs, counts, recv_x,
+            recv_weights, recv_rows.shape[1], alignment, self._dispatch_blocks,
+        )  # fmt: skip
+        return recv_x, recv_weights
+
+    def _combine(
+        self, kind: str, y: Tensor | None, recv_weights: Tensor | None, scalars: Tensor | None, route: RouteTensors
+    ) -> tuple[Tensor, Tensor]:
+        topk_idx, send_rows, recv_rows, _, _ = route
+        tokens, top_k = topk_idx.shape
+        new = functools.partial(torch.empty, device=self._device)
+        out = new(0) if y is None else new(tokens, y.shape[1], dtype=y.dtype)
+        out_scalars = new((0,) if scalars is None else (tokens, top_k), dtype=torch.float32)
+        self._launch(
+            Combine, (y is not None, recv_weights is not None, scalars is not None), kind, y, recv_weights, scalars,
+            topk_idx, send_rows, recv_rows, out, out_scalars, tokens, recv_rows.shape[1], self._pushers,
+            self._combine_blocks,
+        )  # fmt: skip
+        return out, out_scalars
+
+    def _launch(self, kernel: type, variant: tuple[bool, ...], kind: str | None, *arguments: Any) -> None:
+        """Launch on the current stream. Tensors go as addresses, None as 0; `kind` None: a kernel without peers."""
+        function = self._functions.get((kernel, variant))
+        if function is None:
+            function = self._functions[kernel, variant] = jit.get(
+                kernel(self._problem, *variant), self._arch, torch.cuda.is_current_stream_capturing
+            )
+        plain = [a if type(a) is int else 0 if a is None else a.data_ptr() for a in arguments]
+        ranks = () if kind is None else (*self._ranks, KIND[kind])
+        index = self._device.index
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                function(*ranks, *plain, torch._C._cuda_getCurrentRawStream(index))
+        else:
+            function(*ranks, *plain, torch._C._cuda_getCurrentRawStream(index))
+
+    # ------------------------------------------------------------------ lifetime
+
+    def memory_plan(self) -> dict[str, int]:
+        return memory_plan(self._config, self._rank)
+
+    def warmup(self) -> None:
+        """Runs every kernel once, on no tokens."""
+        config = self._config
+        x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self._device)
+        topk_idx = torch.empty(0, config.top_k, dtype=torch.int32, device=self._device)
+        weights = torch.empty(0, config.top_k, dtype=torch.float32, device=self._device)
+        align = config.alignment
+        self.plan(topk_idx, align, align, 0, 1)
+        for given in (None, weights):
+            recv_x, recv_weights, *placed, _ = self.dispatch(x, given, topk_idx, align, align, 0, 1)
+            route = (topk_idx, *placed)
+            self.dispatch_planned(x, given, route, align, align)
+            row_weights = None if given is None else recv_weights
+            self.combine(recv_x, row_weights, route, align)
+            self.dispatch_backward(recv_x, row_weights, route, align)
+            self.combine_backward(x, recv_x, row_weights, route, align, align)
+            self.combine_backward(x, None, row_weights, route, align, align)
+        self.dispatch_backward(None, recv_weights, route, align)
+        torch.cuda.synchronize(self._device)
+        self.check_errors()
+
+    def check_errors(self) -> None:
+        if not self._report.pending():
+            return
+        failed = self._report.failed()
+        if failed is not None:
+            raise RuntimeError(f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one")
+        bad = self._report.bad_expert()
+        self._state[BAD_ID] = 0
+        raise ValueError(f"communicator {self._config.name!r}: {bad}")
+
+    def destroy(self) -> None:
+        self._functions.clear()
+        self._buffer.free()

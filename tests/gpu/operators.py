@@ -1,0 +1,99 @@
+"""Runs every operator of a communicator on one route, through torch.ops.ep, and compares two communicators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ep_ops
+
+
+def make_comm(backend: str, name: str, **config: Any) -> ep_ops.Communicator:
+    return ep_ops.Communicator(backend=backend, name=f"{name}/{backend}", device="cuda", timeout=10.0, **config)
+
+
+@dataclasses.dataclass
+class Call:
+    """One rank's arguments."""
+
+    topk_idx: Tensor
+    capacity: int
+    alignment: int
+    slots: int
+    max_tokens: int
+
+    def terms(self, comm: ep_ops.Communicator) -> tuple[Any, ...]:
+        return (
+            self.capacity, self.alignment, self.slots, self.max_tokens, comm.num_local_experts, comm.world_size,
+            comm.name,
+        )  # fmt: skip
+
+
+def covered(route: tuple[Tensor, ...], alignment: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Masks [R]: rows that hold something, and padding."""
+    _, _, recv_rows, offs, counts = route
+    held = torch.zeros(num_rows, dtype=torch.bool, device=offs.device)
+    held[recv_rows[recv_rows >= 0].long()] = True
+    padding = torch.zeros_like(held)
+    for end, count in zip(offs.tolist(), counts.tolist(), strict=True):
+        padding[end - (-count) % alignment : end] = True
+    return held, padding
+
+
+def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y: Tensor, row_weights: Tensor) -> dict:
+    """Results by name. `y` and `row_weights` may hold NaN in rows outside the route: nobody may read them."""
+    ops = torch.ops.ep
+    terms = call.terms(comm)
+    idx, align = call.topk_idx, call.alignment
+    out: dict[str, Any] = {"plan": ops.plan(idx, *terms)}
+    out["dispatch"] = ops.dispatch(x, weights, idx, *terms)
+    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *terms)
+    out["dynamic"] = ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *terms[4:])
+    send_rows, recv_rows, offs, counts, _ = out["plan"]
+    route = (idx, send_rows, recv_rows, offs, counts)
+    rows = call.capacity
+    held, padding = covered(route, align, rows)
+    y = torch.where((held | padding)[:, None], y, torch.nan)
+    row_weights = torch.where(held, row_weights, torch.where(padding, 0.0, torch.nan))
+    tail = (align, comm.name)
+    out["planned"] = ops.dispatch_planned(x, weights, *route, rows, *tail)
+    out["planned unweighted"] = ops.dispatch_planned(x, None, *route, rows, *tail)
+    out["combine"] = ops.combine(y, None, *route, *tail)
+    out["combine weighted"] = ops.combine(y, row_weights, *route, *tail)
+    out["dispatch backward"] = ops.dispatch_backward(y, row_weights, *route, *tail)
+    out["dispatch backward x"] = ops.dispatch_backward(y, None, *route, *tail)
+    out["dispatch backward w"] = ops.dispatch_backward(None, row_weights, *route, *tail)
+    out["combine backward"] = ops.combine_backward(x, y, row_weights, *route, rows, *tail)
+    out["combine backward y"] = ops.combine_backward(x, None, row_weights, *route, rows, *tail)
+    out["combine backward 1"] = ops.combine_backward(x, None, None, *route, rows, *tail)
+    return out
+
+
+def compare(got: dict, expected: dict, call: Call) -> None:
+    """Everything equal to the bit, but sums over the hidden dimension (dot products), whose order is free."""
+    for name, values in expected.items():
+        for i, (mine, theirs) in enumerate(zip(got[name], values, strict=True) if isinstance(values, (tuple, list)) else [(got[name], values)]):
+            where = f"{name}[{i}]"
+            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, (where, mine.shape, theirs.shape)
+            by_rows = name in ("dispatch", "dispatch unweighted", "planned", "planned unweighted") or name.startswith("combine backward")
+            if name == "dynamic" and i < 2:
+                _, _, _, recv_rows, offs, counts, _ = expected["dynamic"]
+                route = (None, None, recv_rows, offs, counts)
+                mine, theirs = _only(mine, theirs, route, call.alignment)
+            elif by_rows and i < 2 and mine.numel():
+                _, recv_rows, offs, counts, _ = expected["plan"]
+                mine, theirs = _only(mine, theirs, (None, None, recv_rows, offs, counts), call.alignment)
+            if name == "combine backward" and i == 1:
+                torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3, msg=lambda m, w=where: f"{w}: {m}")
+            else:
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def _only(mine: Tensor, theirs: Tensor, route: tuple, alignment: int) -> tuple[Tensor, Tensor]:
+    if mine.shape[0] == 0:
+        return mine, theirs
+    held, padding = covered(route, alignment, mine.shape[0])
+    return mine[held | padding], theirs[held | padding]

@@ -1,0 +1,78 @@
+"""Kernels against the reference backend, to the bit, on every kind of route and size."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from operators import Call, compare, make_comm, run_all
+
+
+def ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtype: torch.dtype):
+    draw = torch.Generator(device="cuda").manual_seed(seed + 977 * ranks()[0])
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw, device="cuda")
+    x, y = normal(tokens, hidden).to(dtype), normal(rows, hidden).to(dtype)
+    weights = torch.rand(tokens, top_k, generator=draw, device="cuda") * 2 - 0.5
+    row_weights = torch.rand(rows, generator=draw, device="cuda") * 2 - 0.5
+    return x, weights, y, row_weights
+
+
+HIDDEN = {torch.bfloat16: 24, torch.float16: 1032, torch.float32: 8200}
+"""Rows below 512 bytes, of an odd number of vectors, and of several pieces."""
+CASES = [(name, torch.bfloat16) for name in cases.CASE_NAMES]
+CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != torch.bfloat16]
+SIZES = (128, 2880, 7168)
+
+
+def case_config(case, dtype):
+    return dict(
+        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
+        top_k=case.top_k, max_tokens_per_rank=max(case.max_tokens, 1), dtype=dtype, alignment=case.alignment,
+    )  # fmt: skip
+
+
+def size_config(hidden):
+    return dict(num_experts=256, hidden_size=hidden, top_k=8, max_tokens_per_rank=4096)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_every_operator(name, dtype, seed, together):
+    rank, world_size = ranks()
+    case = cases.route_cases(world_size, seed)[name]
+    hidden, config = HIDDEN[dtype], case_config(case, dtype)
+    call = Call(case.topk_idx[rank].cuda(), case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens)
+    given = inputs(seed, call.topk_idx.shape[0], hidden, case.top_k, call.capacity, dtype)
+    with make_comm("cute", name, **config) as comm, make_comm("reference", name, **config) as ref:
+        got = run_all(comm, call, *given)
+        torch.cuda.synchronize()
+        comm.check_errors()
+        expected = run_all(ref, call, *given)
+        with together():
+            compare(got, expected, call)
+
+
+@pytest.mark.parametrize("hidden", SIZES)
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 512, 4096])
+def test_sizes(tokens, hidden, seed, together):
+    rank, world_size = ranks()
+    experts, top_k, bound = 256, 8, max(tokens, 1)
+    config = size_config(hidden)
+    draw = torch.Generator(device="cuda").manual_seed(seed + rank)
+    mine = tokens if rank % 2 == 0 else tokens // 2 + tokens % 2
+    idx = torch.rand(mine, experts, generator=draw, device="cuda").argsort(1)[:, :top_k].int()
+    with make_comm("cute", "sizes", **config) as comm, make_comm("reference", "sizes", **config) as ref:
+        capacity = (world_size * bound * top_k // world_size * 5 // 4 + 256 * 16) // 16 * 16
+        call = Call(idx, capacity, 16, 0, bound)
+        given = inputs(seed, mine, hidden, top_k, capacity, torch.bfloat16)
+        got = run_all(comm, call, *given)
+        torch.cuda.synchronize()
+        comm.check_errors()
+        expected = run_all(ref, call, *given)
+        with together():
+            compare(got, expected, call)
