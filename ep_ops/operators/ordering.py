@@ -1,7 +1,7 @@
 """Keep the order in which compiled graphs run the ep operators.
 
 Ranks must run them in one order: the order of the program. To Inductor they are functions without effects, which it
-sorts by the sizes of the rank's own tensors and leaves out where nothing uses their results (a rank without tokens);
+sorts by the sizes of the rank's own tensors, and leaves out where nothing uses their results (a rank without tokens);
 ranks that compiled for different sizes, or one that runs eagerly, would then meet in different operators. So each
 operator of a graph, whatever its communicator, is made to wait for the one before it and is never left out. This
 costs nothing: they run on one stream anyway.
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,6 +26,7 @@ from .schema import OPERATORS
 
 TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
 
+_CAT = torch.ops.aten.cat.default
 _POSITION = "ep_position"  # in the meta of a graph's node: place in the program
 _installed = False
 _sequences: weakref.WeakKeyDictionary[Any, list[tuple[int, str, str]]] = weakref.WeakKeyDictionary()
@@ -59,7 +61,7 @@ def _warn(why: str) -> None:
 
 
 def _install() -> None:
-    from torch._inductor import config, lowering
+    from torch._inductor import config, decomposition, lowering
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class NumberOperators(CustomGraphPass):
@@ -81,7 +83,23 @@ def _install() -> None:
 
     for op in OPERATORS:
         lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))
+    decomposition.decompositions[_CAT] = _keep_empty(decomposition.decompositions[_CAT])
     config.joint_custom_pre_pass = NumberOperators(config.joint_custom_pre_pass)
+
+
+def _keep_empty(default: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor's decomposition of torch.cat, which leaves out tensors without elements.
+
+    What makes them, such as the combine of a rank without tokens, would be gone before it is lowered.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    def cat(tensors: list[Tensor], dim: int = 0) -> Any:
+        if any(t.ndim > 1 and guard_or_false(t.shape[dim] == 0) for t in tensors):
+            return NotImplemented  # no decomposition: it stays as it is
+        return default(tensors, dim)
+
+    return cat
 
 
 def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Callable[..., Any]:

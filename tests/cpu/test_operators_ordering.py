@@ -1,0 +1,175 @@
+"""Compiled graphs run the ep operators in the order of the program, on every rank, whatever its sizes."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+import torch._inductor.config
+import torch._inductor.decomposition
+import torch._inductor.lowering
+import toy
+from ranks import run_ranks
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
+
+from ep_ops.operators import OPERATORS, ordering
+
+
+def two_micro_batches(first_comm, second_comm, x1, idx1, w1, x2, idx2, w2, scale):
+    """Combines are used in the other order than they are called in, which tempts Inductor to swap them."""
+    first = first_comm.dispatch(x1, idx1, w1)
+    second = second_comm.dispatch(x2, idx2, w2)
+    one = first_comm.combine(toy.experts(first, scale), first.route, first.weights)
+    two = second_comm.combine(toy.experts(second, scale), second.route, second.weights)
+    return torch.cat([two * 2, one])
+
+
+def recorded(comm, calls):
+    """Note every operator that the communicator's backend runs, and the rows or tokens it runs with."""
+
+    def record(name, run, *args):
+        calls.append((name, args[0].shape[0], comm.name))
+        return run(*args)
+
+    for name in ("dispatch", "combine", "dispatch_backward", "combine_backward"):
+        setattr(comm.backend, name, functools.partial(record, name, getattr(comm.backend, name)))
+    return comm
+
+
+def _eager_and_compiled(tokens, train, dynamic):
+    """(results, calls) of eager, and of Inductor, on this rank with tokens[rank] tokens in two micro-batches."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    # Sizes decide the order only where nothing else does, and caches must not bring back what they decided elsewhere.
+    with torch._inductor.config.patch(fx_graph_cache=False), toy.communicator(512) as comm:
+        calls: list = []
+        recorded(comm, calls)
+        local = toy.scales()[comm.first_local_expert : comm.first_local_expert + comm.num_local_experts]
+        results = []
+        for compile_it in (False, True):
+            args = [
+                *toy.inputs(tokens[rank][0], seed=2 * rank, grad=train),
+                *toy.inputs(tokens[rank][1], seed=2 * rank + 1, grad=train),
+                local.clone().requires_grad_(train),
+            ]
+            fn = torch.compile(two_micro_batches, fullgraph=True, dynamic=dynamic) if compile_it else two_micro_batches
+            calls.clear()
+            out = fn(comm, comm, *args)
+            if train:
+                out.sin().sum().backward()
+            results.append(([out.detach(), *(a.grad for a in args)], list(calls)))
+    return results
+
+
+@pytest.mark.parametrize(
+    "tokens, train, dynamic",
+    [
+        (((8, 512), (512, 8)), True, True),
+        (((8, 512), (512, 8)), True, False),
+        (((0, 5), (512, 0)), True, False),
+        (((8, 512), (512, 8)), False, False),
+    ],
+    ids=["training", "training, static", "no tokens", "inference"],
+)
+def test_ranks_of_very_different_sizes(tokens, train, dynamic):
+    for (eager, eager_calls), (compiled, compiled_calls) in run_ranks(2, _eager_and_compiled, tokens, train, dynamic):
+        assert [name for name, *_ in eager_calls] == ["dispatch"] * 2 + ["combine"] * 2 + train * (
+            ["combine_backward"] * 2 + ["dispatch_backward"] * 2
+        )
+        assert compiled_calls == eager_calls
+        torch.testing.assert_close(compiled, eager)
+
+
+def operators_in(code):
+    return re.findall(r"torch\.ops\.ep\.(\w+)\.default\(", code)
+
+
+def test_all_communicators_are_one_sequence():
+    """Ranks of two communicators may be the same processes: their operators must not pass each other either."""
+    with toy.communicator() as first, toy.communicator() as second:
+        calls: list = []
+        args = *toy.inputs(3), *toy.inputs(7, seed=1), toy.scales()
+        torch._dynamo.reset()
+        torch.compile(two_micro_batches, fullgraph=True)(recorded(first, calls), recorded(second, calls), *args)
+        assert [(name, comm) for name, _, comm in calls] == [
+            (name, comm.name) for name in ("dispatch", "combine") for comm in (first, second)
+        ]
+
+
+def test_what_nothing_uses_still_runs():
+    """A rank without tokens has no use for its combine, nor for the gradient of its dispatch; its peers have."""
+
+    def layers(x, topk_idx, weights, scale):
+        parts = zip(*(t.split([0, 4]) for t in (x, topk_idx, weights)), strict=True)
+        return torch.cat([toy.layer(comm, *part, scale) for part in parts])
+
+    with toy.communicator() as comm:
+        torch._dynamo.reset()
+        args = (*toy.inputs(4, grad=True), toy.scales(grad=True))
+
+        def step(layers):
+            for arg in args:
+                arg.grad = None
+            out = layers(*args)
+            out.sin().sum().backward()
+            return [out, *(arg.grad for arg in args)]
+
+        results, code = run_and_get_code(lambda: step(torch.compile(layers, fullgraph=True)))
+        torch.testing.assert_close(results, step(layers))
+        assert [operators_in(part) for part in code] == [
+            ["dispatch", "combine"] * 2,
+            ["combine_backward", "dispatch_backward"] * 2,
+        ]
+
+
+@pytest.fixture
+def not_installed(monkeypatch):
+    """As in a fresh process."""
+    monkeypatch.setattr(ordering, "_installed", False)
+    lowerings = {op: torch._inductor.lowering.lowerings.pop(op, None) for op in OPERATORS}
+    cat = torch._inductor.decomposition.decompositions[torch.ops.aten.cat.default]
+    with torch._inductor.config.patch(joint_custom_pre_pass=None):
+        yield
+    torch._inductor.decomposition.decompositions[torch.ops.aten.cat.default] = cat
+    for op, lowering in lowerings.items():
+        torch._inductor.lowering.lowerings.pop(op, None)
+        if lowering is not None:
+            torch._inductor.lowering.lowerings[op] = lowering
+
+
+def test_unknown_torch_is_left_alone(not_installed, monkeypatch):
+    monkeypatch.setattr(ordering, "TRIED", ("3.0", "3.1"))
+    with pytest.warns(UserWarning, match="tried are 3.0 up to, not including, 3.1"):
+        ordering.install()
+    assert not any(op in torch._inductor.lowering.lowerings for op in OPERATORS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ordering.install()  # said once
+
+
+def test_changed_torch_is_left_alone(not_installed, monkeypatch):
+    monkeypatch.delattr(torch._inductor.lowering, "fallback_handler")
+    with pytest.warns(UserWarning, match="fallback_handler"):
+        ordering.install()
+    assert not any(op in torch._inductor.lowering.lowerings for op in OPERATORS)
+
+
+def test_another_custom_pass_is_kept(not_installed):
+    class Mine(CustomGraphPass):
+        seen = 0
+
+        def __call__(self, graph):
+            self.seen += 1
+
+        def uuid(self):
+            return "mine"
+
+    with torch._inductor.config.patch(joint_custom_pre_pass=Mine()):
+        mine = torch._inductor.config.joint_custom_pre_pass
+        ordering.install()
+        ours = torch._inductor.config.joint_custom_pre_pass
+        ours(torch.fx.Graph())
+        assert mine.seen == 1 and "mine" in ours.uuid()
