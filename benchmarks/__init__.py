@@ -1,0 +1,1 @@
+"""What `ep-ops bench` runs."""

@@ -1,0 +1,240 @@
+"""The link's own speed: every rank only moves whole rows to (push) or from (pull) all its peers by bulk copies.
+
+Rows go through shared memory in the same ring that the operators use; no row is looked up, expanded or added. So this
+is what an operator can reach at the same number of blocks, one on each SM. Also a barrier between ranks on the device.
+"""
+
+# No "from __future__ import annotations": the kernels' annotations are read as types.
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+import torch.distributed as dist
+from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass.cute import arch
+from cutlass.cute.runtime import make_fake_stream
+
+from cute_kernels import jit, ptx, sync
+from cute_kernels.rows import Ring, RingShape, init_ring_barriers
+from ep_ops import symmetric
+
+from .timing import Timer, Timing
+
+BARRIER_BYTES = 1024
+BARRIER_SECONDS = 20.0
+
+
+def _digest() -> str:
+    """Part of a kernel's configuration: one compiled from another version of this file is not taken for it."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class LinkCopy:
+    """`rows` rows between this rank and each of its peers, in place: row i to row i.
+
+    Both the local and every rank's symmetric memory hold [world_size, rows] rows. Push: local [peer] -> symmetric
+    [this rank] at the peer. Pull: symmetric [this rank] at the peer -> local [peer].
+    """
+
+    world_size: int
+    row_bytes: int
+    push: bool
+    source: str = field(default_factory=_digest)
+
+    def signature(self):
+        return (
+            tuple(Int64(0) for _ in range(self.world_size)),
+            Int32(0),
+            Int64(0),
+            Int32(0),
+            Int32(0),
+            make_fake_stream(),
+        )
+
+    @property
+    def ring(self) -> RingShape:
+        return RingShape.of(self.row_bytes)
+
+    @cute.jit
+    def __call__(self, peers: tuple, rank: Int32, local: Int64, rows: Int32, blocks: Int32, stream: cuda.CUstream):
+        self.kernel.set_name_prefix("ep_link", remove_cutlass_symbol=True)
+        self.kernel(peers, rank, local, rows).launch(
+            grid=(blocks, 1, 1), block=(32 * self.ring.warps, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, peers: tuple, rank: Int32, local: Int64, rows: Int32):
+        shape = self.ring
+        tid, _, _ = arch.thread_idx()
+        smem = cutlass.memory.SmemAllocator()
+        barriers = smem.allocate_array(Int64, shape.warps * shape.stages)
+        buffers = smem.allocate_array(Uint8, shape.warps * shape.stages * shape.stride, byte_alignment=128)
+        if tid < 32:
+            init_ring_barriers(barriers, shape.warps * shape.stages)
+        arch.sync_threads()
+        ring = Ring(shape, buffers, barriers, arch.make_warp_uniform(tid // 32))
+        if tid % 32 == 0:
+            self.move(ring, peers, rank, local, rows)
+
+    @cute.jit
+    def move(self, ring, peers, rank, local, rows):
+        """One lane's share: every blocks × warps-th piece. Peers take turns, so that all links are busy."""
+        shape, others = self.ring, self.world_size - 1
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        total = rows * (others * shape.pieces)
+        next_load = tid // 32 * blocks + bid
+        next_store = next_load
+        step = blocks * shape.warps
+        loaded = Int32(0)
+        stored = Int32(0)
+        while next_store < total:
+            # All stages but the one being stored are under way.
+            while loaded - stored < shape.stages - 1 and next_load < total:
+                there, here, nbytes = self.ends(peers, rank, local, rows, next_load)
+                start = here if const_expr(self.push) else there
+                ring.load(loaded % shape.stages, start, nbytes)
+                loaded += 1
+                next_load += step
+            there, here, nbytes = self.ends(peers, rank, local, rows, next_store)
+            end = there if const_expr(self.push) else here
+            ring.wait(stored % shape.stages, (stored // shape.stages) & 1)
+            ring.store(stored % shape.stages, end, nbytes)
+            arch.cp_async_bulk_commit_group()
+            # All stores but the newest have read their stage: it may be filled again.
+            arch.cp_async_bulk_wait_group(1, read=True)
+            stored += 1
+            next_store += step
+        arch.cp_async_bulk_wait_group(0)
+
+    def ends(self, peers, rank, local, rows, item):
+        """Where piece `item` lies in the peer's symmetric memory and in local memory, and its length."""
+        shape = self.ring
+        piece = item % shape.pieces
+        row = item // shape.pieces // (self.world_size - 1)
+        hop = (item // shape.pieces + row) % (self.world_size - 1)
+        peer = (rank + 1 + hop) % self.world_size
+        offset = piece * shape.piece_bytes
+        there = sync.select(peers, peer) + Int64(rank * rows + row) * self.row_bytes + offset
+        here = local + Int64(peer * rows + row) * self.row_bytes + offset
+        return there, here, shape.bytes_of(piece)
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Ends when all ranks have launched it with this `mark`, or when `timeout_ns` have passed."""
+
+    world_size: int
+    source: str = field(default_factory=_digest)
+
+    def signature(self):
+        peers = tuple(Int64(0) for _ in range(self.world_size))
+        return (peers, Int32(0), Int64(0), Int64(0), make_fake_stream())
+
+    @cute.jit
+    def __call__(self, peers: tuple, rank: Int32, mark: Int64, timeout_ns: Int64, stream: cuda.CUstream):
+        self.kernel.set_name_prefix("ep_line_up", remove_cutlass_symbol=True)
+        self.kernel(peers, rank, mark, timeout_ns).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, peers: tuple, rank: Int32, mark: Int64, timeout_ns: Int64):
+        tid, _, _ = arch.thread_idx()
+        if tid < self.world_size:
+            ptx.st_release_sys(sync.select(peers, tid) + Int64(rank) * 8, mark)
+            own = sync.select(peers, rank) + Int64(tid) * 8
+            begin = arch.globaltimer()
+            while ptx.ld_acquire_sys(own) < mark and arch.globaltimer() - begin < timeout_ns:
+                pass
+
+
+def arch_of(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}a"
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+class DeviceBarrier:
+    """A barrier of all ranks on the current stream. Collective; does not block the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank = dist.get_rank()
+        self.buffer = symmetric.allocate(BARRIER_BYTES, dist.group.WORLD, device)
+        self.function = jit.get(Barrier(dist.get_world_size()), arch_of(device), lambda: False)
+        self.mark = 0
+
+    def __call__(self) -> None:
+        self.mark += 1
+        nanoseconds = int(BARRIER_SECONDS * 1e9)
+        self.function(self.buffer.addresses, self.rank, self.mark, nanoseconds, _stream(self.device))
+
+
+class Link:
+    """Push and pull of `rows` rows of `row_bytes` between each pair of ranks. Collective; `free` it when done."""
+
+    def __init__(self, device: torch.device, row_bytes: int, rows: int) -> None:
+        self.device, self.rows, self.row_bytes = device, rows, row_bytes
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        nbytes = self.world_size * rows * row_bytes
+        self.buffer = symmetric.allocate(nbytes, dist.group.WORLD, device)
+        self.local = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.functions = {
+            push: jit.get(LinkCopy(self.world_size, row_bytes, push), arch_of(device), lambda: False)
+            for push in (True, False)
+        }
+
+    @property
+    def crossing_bytes(self) -> int:
+        """That each rank sends and that it receives."""
+        return (self.world_size - 1) * self.rows * self.row_bytes
+
+    def measure(self, timer: Timer, push: bool, blocks: int, iterations: int) -> Timing:
+        """Time of one push or pull with `blocks` blocks."""
+        blocks = min(blocks, self.sms)
+        return timer.whole(lambda i: self._launch(push, blocks), iterations, warmup=2)
+
+    def verify(self) -> None:
+        """Fresh random rows arrive where they should; RuntimeError on a rank where they do not."""
+        for push in (True, False):
+            source, target = (self.local, self.buffer.local) if push else (self.buffer.local, self.local)
+            self._fill(source)
+            target.zero_()
+            torch.cuda.synchronize(self.device)
+            dist.barrier()
+            self._launch(push, self.sms)
+            torch.cuda.synchronize(self.device)
+            dist.barrier()
+            for peer, part in enumerate(target.view(self.world_size, -1)):
+                if peer != self.rank and not torch.equal(part, self._random(peer, self.rank)):
+                    raise RuntimeError(f"link {'push' if push else 'pull'}: rank {self.rank} got wrong rows of {peer}")
+
+    def free(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        self.buffer.free()
+        del self.local
+
+    def _launch(self, push: bool, blocks: int) -> None:
+        local = self.local.data_ptr()
+        self.functions[push](self.buffer.addresses, self.rank, local, self.rows, blocks, _stream(self.device))
+
+    def _fill(self, memory: torch.Tensor) -> None:
+        for peer, part in enumerate(memory.view(self.world_size, -1)):
+            part.copy_(self._random(self.rank, peer))
+
+    def _random(self, source: int, destination: int) -> torch.Tensor:
+        """What `source` holds for `destination`; every rank can draw it."""
+        draw = torch.Generator(self.device).manual_seed(source * self.world_size + destination)
+        nbytes = self.rows * self.row_bytes
+        return torch.randint(0, 256, (nbytes,), generator=draw, dtype=torch.uint8, device=self.device)

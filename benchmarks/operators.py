@@ -1,0 +1,152 @@
+"""Calls of the operators on several sets of random inputs, used in turn, and a check of what they return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ep_ops import Communicator, Route
+
+from .baselines import eager_combine, eager_dispatch
+from .workloads import Traffic, Workload, draw_route, measure_traffic
+
+SETS = 4
+MAX_ERROR = 0.02
+"""Of a combined token, relative to the norm of what it should be: bf16 sums are two orders better than wrong rows."""
+
+
+@dataclasses.dataclass
+class Inputs:
+    """One set. `y` are rows of the receive buffer's size, random as experts' outputs would be."""
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    grad_out: Tensor
+    y: Tensor
+    route: Route
+    recv_weights: Tensor
+
+
+class Calls:
+    """Everything that is timed of one communicator and workload; method `f(i)` uses set i. Collective."""
+
+    def __init__(self, comm: Communicator, workload: Workload) -> None:
+        self.comm, self.workload = comm, workload
+        device, tokens = comm.device, workload.tokens
+        routes = [draw_route(workload, comm.rank, seed, device) for seed in range(SETS)]
+        traffics = [measure_traffic(route, workload.experts, comm.world_size) for route in routes]
+        self.traffic: Traffic = max(traffics, key=lambda traffic: traffic.crossing)
+        self.crossing = sum(traffic.crossing for traffic in traffics) / SETS  # rows, on average over the sets
+        self.capacity = max(traffic.capacity for traffic in traffics)
+        draw = torch.Generator(device).manual_seed(1 + comm.rank)
+
+        def rows(count: int) -> Tensor:
+            shape = (count, workload.hidden)
+            return torch.randn(shape, generator=draw, dtype=workload.torch_dtype, device=device)
+
+        self.sets = []
+        for topk_idx in routes:
+            x, grad_out = rows(tokens), rows(tokens)
+            weights = torch.rand(topk_idx.shape, generator=draw, device=device) + 0.1
+            weights /= weights.sum(1, keepdim=True)
+            got = comm.dispatch(x, topk_idx, weights, capacity=self.capacity, max_tokens=tokens)
+            assert got.weights is not None
+            y = rows(self.capacity)
+            self.sets.append(Inputs(x, topk_idx, weights, grad_out, y, got.route, got.weights))
+            del got
+
+    def _set(self, i: int) -> Inputs:
+        return self.sets[i % SETS]
+
+    # ------------------------------------------------------------------ operators
+
+    def dispatch(self, i: int) -> None:
+        s = self._set(i)
+        self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=self.workload.tokens)
+
+    def dispatch_planned(self, i: int) -> None:
+        s = self._set(i)
+        self.comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
+
+    def combine(self, i: int) -> None:
+        s = self._set(i)
+        self.comm.combine(s.y, s.route, s.recv_weights)
+
+    def combine_unweighted(self, i: int) -> None:
+        s = self._set(i)
+        self.comm.combine(s.y, s.route)
+
+    # ------------------------------------------------------------------ compiled, with gradients
+
+    def compiled(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
+        """Dispatch and combine as one compiled graph: forward, and forward + backward."""
+        comm, capacity, tokens = self.comm, self.capacity, self.workload.tokens
+
+        def there_and_back(x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+            got = comm.dispatch(x, topk_idx, topk_weights, capacity=capacity, max_tokens=tokens)
+            return comm.combine(got.x, got.route, got.weights)
+
+        run = torch.compile(there_and_back, fullgraph=True, dynamic=False)
+
+        def forward(i: int) -> None:
+            s = self._set(i)
+            with torch.no_grad():
+                run(s.x, s.topk_idx, s.topk_weights)
+
+        leaves = [(s.x.detach().requires_grad_(), s.topk_weights.detach().requires_grad_()) for s in self.sets]
+
+        def forward_backward(i: int) -> None:
+            s, (x, topk_weights) = self._set(i), leaves[i % SETS]
+            with torch.enable_grad():
+                out = run(x, s.topk_idx, topk_weights)
+                torch.autograd.grad(out, (x, topk_weights), s.grad_out)
+
+        return forward, forward_backward
+
+    # ------------------------------------------------------------------ torch.distributed alone
+
+    def eager(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
+        """The same dispatch and combine as sorting, all_to_all_single and indexing."""
+        experts, world_size = self.workload.experts, self.comm.world_size
+        sets = []
+        for s in self.sets:
+            rows, sent = eager_dispatch(s.x, s.topk_idx, experts, world_size)
+            sets.append((torch.randn_like(rows), sent))
+
+        def dispatch(i: int) -> None:
+            s = self._set(i)
+            eager_dispatch(s.x, s.topk_idx, experts, world_size)
+
+        def combine(i: int) -> None:
+            y, sent = sets[i % SETS]
+            eager_combine(y, self._set(i).topk_weights, sent)
+
+        return dispatch, combine
+
+    # ------------------------------------------------------------------ is it right?
+
+    def errors(self) -> dict[str, float]:
+        """Relative error of each operator, or of what it returns after the way there and back: x, as weights add up
+        to 1. The way is `dispatch -> combine` by name of the operator that it tells about."""
+        s, tokens = self.sets[0], self.workload.tokens
+        weight_sum = s.topk_weights.sum(1, keepdim=True)
+        got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
+        planned, weights = self.comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
+        found = {
+            "dispatch": (self.comm.combine(got.x, got.route, got.weights), s.x * weight_sum),
+            "dispatch_planned": (self.comm.combine(planned, s.route, weights), s.x * weight_sum),
+            "combine_unweighted": (self.comm.combine(got.x, got.route), s.x * self.workload.top_k),
+        }
+        found["combine"] = found["dispatch"]
+        return {name: _relative_error(out, expected) for name, (out, expected) in found.items()}
+
+
+def _relative_error(out: Tensor, expected: Tensor) -> float:
+    """The largest over tokens; not a number counts as infinite."""
+    distance = (out.float() - expected.float()).norm(dim=1)
+    worst = float((distance / expected.float().norm(dim=1)).max()) if out.numel() else 0.0
+    return worst if worst == worst else float("inf")

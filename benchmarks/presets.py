@@ -1,0 +1,93 @@
+"""Which workloads are measured with how many multiprocessors, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .workloads import ROUTINGS, Workload
+
+OPERATORS = ("dispatch", "dispatch_planned", "combine", "combine_unweighted")
+BASELINES = ("nccl", "eager")
+MEASURABLE = (*OPERATORS, "pair", "host", *BASELINES)
+"""`pair`: dispatch and combine compiled together, forward and forward + backward. `host`: host time of a dispatch."""
+
+WORKLOAD_A = Workload()
+TINY = Workload(tokens=48, hidden=64, experts=8, top_k=2)
+
+SMS = (8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
+HIDDEN = (2048, 4096, 7168, 8192)
+TOP_K = (1, 2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One workload with one budget of multiprocessors (None: the backend's own choice)."""
+
+    workload: Workload
+    measure: tuple[str, ...]
+    dispatch_sms: int | None = None
+    combine_sms: int | None = None
+
+    @property
+    def communicator(self) -> tuple:
+        """Cases in which this is equal, and which follow each other, share a communicator."""
+        w = self.workload
+        return w.hidden, w.experts, w.top_k, w.dtype, self.dispatch_sms, self.combine_sms
+
+    def __str__(self) -> str:
+        budget = f"{self.dispatch_sms or 'default'}/{self.combine_sms or 'default'} SMs"
+        return f"{self.workload}, {budget}: {' '.join(self.measure)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """`link_sms`: how many blocks the link's own speed is measured with; () to leave that out."""
+
+    cases: tuple[Case, ...]
+    link_sms: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> list[int]:
+        return sorted({case.workload.row_bytes for case in self.cases}, reverse=True)
+
+    def without(self, names: set[str]) -> Preset:
+        """Leaves out what is named, and cases in which nothing is left."""
+        kept = [dataclasses.replace(c, measure=tuple(m for m in c.measure if m not in names)) for c in self.cases]
+        link = () if "link" in names else self.link_sms
+        return Preset(tuple(case for case in kept if case.measure), link)
+
+
+def quick() -> Preset:
+    """Workload A with the default budgets, beside the link, NCCL and eager PyTorch."""
+    return Preset((Case(WORKLOAD_A, MEASURABLE),), (16, 24, 32, 64, 132))
+
+
+def over_sms(sms: tuple[int, ...] = SMS) -> Preset:
+    """Workload A with each budget for both directions."""
+    return Preset(tuple(Case(WORKLOAD_A, OPERATORS, n, n) for n in sms), sms)
+
+
+def over_sizes() -> Preset:
+    """Tokens, hidden size, top-k and routing, each varied from workload A, with the default budgets."""
+    a = WORKLOAD_A
+    workloads = [dataclasses.replace(a, tokens=t, routing=r) for r in ROUTINGS for t in TOKENS]
+    workloads += [dataclasses.replace(a, hidden=h, routing=r) for h in HIDDEN if h != a.hidden for r in ROUTINGS]
+    workloads += [dataclasses.replace(a, top_k=k, routing=r) for k in TOP_K if k != a.top_k for r in ROUTINGS]
+    small = ("host",)  # where host time may matter
+    return Preset(tuple(Case(w, OPERATORS + (small if w.tokens == 128 else ())) for w in workloads), (24, 64, 132))
+
+
+def tiny() -> Preset:
+    """For trying out the benchmark itself, on CPUs too."""
+    skewed = dataclasses.replace(TINY, tokens=32, routing="skewed")
+    return Preset((Case(TINY, MEASURABLE), Case(skewed, OPERATORS)), (2, 8))
+
+
+def full() -> Preset:
+    """All of quick, sms and sizes: what is recorded."""
+    parts = (quick(), over_sms(), over_sizes())
+    return Preset(tuple(case for part in parts for case in part.cases), SMS)
+
+
+PRESETS = {"quick": quick, "sms": over_sms, "sizes": over_sizes, "full": full, "tiny": tiny}

@@ -1,0 +1,231 @@
+"""What a run found, as a table, as Markdown and as plots: `python -m benchmarks.report results.json ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+
+COLUMNS = ("what", "T", "H", "K", "routing", "SMs", "µs", "steady µs", "GB/s", "of link")
+
+NAMES = {
+    "dispatch": "dispatch",
+    "dispatch_planned": "dispatch, reused route",
+    "combine": "combine, weighted",
+    "combine_unweighted": "combine, unweighted",
+    "pair_forward": "both, forward, compiled",
+    "pair_forward_backward": "both, forward + backward, compiled",
+    "host_dispatch": "host time of a dispatch",
+    "nccl_dispatch": "all_to_all_single, dispatch's bytes",
+    "nccl_combine": "all_to_all_single, combine's bytes",
+    "eager_dispatch": "eager PyTorch dispatch",
+    "eager_combine": "eager PyTorch combine",
+}
+
+
+def best_link(run: dict[str, Any]) -> float | None:
+    """GB/s of the fastest push or pull at any number of SMs and any row size; None if it was not measured."""
+    return max((entry["gbs"] for entry in run["link"]), default=None)
+
+
+def complete(run: dict[str, Any]) -> dict[str, Any]:
+    """Fills in the time that the bytes take at the link's speed, and its ratio to the time taken."""
+    speed = best_link(run)
+    for result in run["results"]:
+        nbytes = result.get("nvlink_bytes")
+        if nbytes and result["us"]:
+            result["gbs"] = nbytes / result["us"] / 1e3
+            if speed:
+                result["limit_us"] = nbytes / speed / 1e3
+                result["ratio"] = result["limit_us"] / result["us"]
+                if "steady_us" in result:
+                    result["steady_ratio"] = result["limit_us"] / result["steady_us"]
+    return run
+
+
+# ---------------------------------------------------------------------- text
+
+
+def cells(result: Result) -> list[str]:
+    budget = result.get("dispatch_sms") if "dispatch" in result["op"] else result.get("combine_sms")
+    wrong = "" if result.get("correct", True) else " WRONG"
+    return [
+        NAMES.get(result["op"], result["op"]) + wrong,
+        str(result["tokens"]),
+        str(result["hidden"]),
+        str(result["top_k"]),
+        result["routing"],
+        str(budget or ""),
+        f"{result['us']:.1f}",
+        f"{result['steady_us']:.1f}" if "steady_us" in result else "",
+        f"{result['gbs']:.0f}" if "gbs" in result else "",
+        f"{100 * result['ratio']:.0f} %" if "ratio" in result else "",
+    ]
+
+
+def link_lines(run: dict[str, Any]) -> list[str]:
+    """One line for each direction and row size: GB/s at each number of SMs."""
+    by_kind: dict[tuple[str, int], list[str]] = {}
+    for entry in run["link"]:
+        by_kind.setdefault((entry["direction"], entry["row_bytes"]), []).append(f"{entry['gbs']:.0f} ({entry['sms']})")
+    return [
+        f"link {direction}, rows of {row_bytes} bytes, GB/s (SMs): {', '.join(speeds)}"
+        for (direction, row_bytes), speeds in by_kind.items()
+    ]
+
+
+def machine_line(run: dict[str, Any]) -> str:
+    m = run["machine"]
+    return (
+        f"{run['world_size']} x {m['device']}, torch {m['torch']}, CUDA {m['cuda']}, NCCL {m['nccl']}, driver "
+        f"{m['driver']}, backend {m['backend']}"
+    )
+
+
+def table(run: dict[str, Any]) -> str:
+    """For a terminal."""
+    rows = [list(COLUMNS), *map(cells, run["results"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([machine_line(run), *link_lines(run), *text])
+
+
+def markdown(run: dict[str, Any]) -> str:
+    lines = [machine_line(run) + ".", "", *(line + "." for line in link_lines(run)), ""]
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    lines += ["| " + " | ".join(cells(result)) + " |" for result in run["results"]]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- plots
+
+COLOURS = {
+    "dispatch": "#1b6ca8",
+    "dispatch_planned": "#57a0d3",
+    "combine": "#c0392b",
+    "combine_unweighted": "#e08e79",
+    "push": "#777777",
+    "pull": "#333333",
+}
+SWEPT = tuple(COLOURS)[:4]
+
+
+def _varied(results: Iterable[Result], axis: str, **fixed: Any) -> dict[str, list[tuple[Any, Result]]]:
+    """By operator: results that agree with `fixed`, sorted by `axis`, one for each of its values."""
+    lines: dict[str, dict[Any, Result]] = {}
+    for result in results:
+        if result["op"] in SWEPT and all(result[key] == value for key, value in fixed.items()):
+            lines.setdefault(result["op"], {})[result[axis]] = result
+    return {op: sorted(points.items()) for op, points in lines.items() if len(points) > 1}
+
+
+def _centre(results: Sequence[Result]) -> dict[str, Any]:
+    """The workload that sweeps start from: hidden size, top-k and tokens that occur most often."""
+    values = {key: [result[key] for result in results] for key in ("hidden", "top_k", "tokens")}
+    return {key: max(set(seen), key=seen.count) for key, seen in values.items()}
+
+
+def plot(run: dict[str, Any], stem: Path) -> list[Path]:
+    """Writes what the run has data for: `stem`-tokens.svg, `stem`-sms.svg and `stem`-shapes.svg."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    swept = [result for result in run["results"] if result["op"] in SWEPT]
+    if not swept:
+        return []
+    centre = _centre(swept)
+    written = []
+
+    def save(figure: Any, name: str) -> None:
+        figure.suptitle(f"{run['world_size']} x {run['machine']['device']}, {swept[0]['dtype']}")
+        figure.tight_layout()
+        path = stem.with_name(f"{stem.name}-{name}.svg")
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+        written.append(path)
+
+    defaults = [result for result in swept if result["given_sms"] is None]
+    sizes = {key: centre[key] for key in ("hidden", "top_k")}
+    routings = [r for r in ("balanced", "skewed") if _varied(defaults, "tokens", routing=r, **sizes)]
+    if routings:
+        figure, axes = plt.subplots(1, len(routings), figsize=(5.5 * len(routings), 4.2), sharey=True, squeeze=False)
+        for axis, routing in zip(axes[0], routings, strict=True):
+            lines = _varied(defaults, "tokens", routing=routing, **sizes)
+            for op, points in lines.items():
+                xs, ys = [x for x, _ in points], [r["us"] for _, r in points]
+                axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+            points = [(x, r["limit_us"]) for x, r in next(iter(lines.values())) if "limit_us" in r]
+            if points:
+                axis.plot(*zip(*points, strict=True), "k--", label="the link", linewidth=1)
+            axis.set(xscale="log", yscale="log", xlabel="tokens a rank", title=f"{routing} routing")
+            axis.set_xscale("log", base=2)
+        axes[0][0].set_ylabel("µs, whole call")
+        axes[0][0].legend()
+        save(figure, "tokens")
+
+    budgets = _varied([r for r in swept if r["given_sms"]], "given_sms", routing="balanced", **centre)
+    if budgets and best_link(run):
+        figure, axis = plt.subplots(figsize=(7, 4.4))
+        for op, points in budgets.items():
+            ys = [r["ratio"] for _, r in points]
+            axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+        row_bytes = max(r["row_bytes"] for _, r in next(iter(budgets.values())))
+        for direction in ("push", "pull"):
+            speeds = sorted(
+                (e["sms"], e["gbs"]) for e in run["link"] if (e["direction"], e["row_bytes"]) == (direction, row_bytes)
+            )
+            ys = [speed / best_link(run) for _, speed in speeds]  # type: ignore[operator]
+            axis.plot([n for n, _ in speeds], ys, "--", color=COLOURS[direction], label=f"bare {direction}", lw=1)
+        axis.set(xlabel="multiprocessors", ylabel="ratio to the link's best speed", ylim=(0, 1.05))
+        axis.legend()
+        save(figure, "sms")
+
+    shapes = [(key, label) for key, label in (("hidden", "hidden size"), ("top_k", "top-k"))]
+    found = [
+        (label, _varied(defaults, key, routing="balanced", **{k: v for k, v in centre.items() if k != key}))
+        for key, label in shapes
+    ]
+    found = [(label, lines) for label, lines in found if lines and best_link(run)]
+    if found:
+        figure, axes = plt.subplots(1, len(found), figsize=(5.5 * len(found), 4.2), sharey=True, squeeze=False)
+        for axis, (label, lines) in zip(axes[0], found, strict=True):
+            for op, points in lines.items():
+                ys = [r["ratio"] for _, r in points]
+                axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+            axis.set(xlabel=label, ylim=(0, 1.05))
+        axes[0][0].set_ylabel("ratio to the link's best speed")
+        axes[0][0].legend()
+        save(figure, "shapes")
+    return written
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench throughput --out` wrote")
+    options.add_argument("--plots", type=Path, help="folder for the plots (default: beside each file)")
+    options.add_argument("--no-plots", action="store_true")
+    args = options.parse_args(argv)
+    for path in args.results:
+        run = complete(json.loads(path.read_text()))
+        print(markdown(run), end="\n\n")
+        if args.no_plots:
+            continue
+        try:
+            written = plot(run, (args.plots or path.parent) / path.stem)
+        except ImportError:
+            print("matplotlib is not installed: no plots", file=sys.stderr)
+        else:
+            print(f"plots: {', '.join(map(str, written)) or 'nothing to plot'}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""How long something takes on all ranks: whole calls, on data that no cache holds, as long as the slowest rank takes.
+
+Before each timed call the device reads a buffer larger than its L2 (nothing of earlier calls stays there), idles a
+little (so that the host has enqueued the call before it starts: its own speed is measured apart), and passes a barrier
+with all ranks. Then: event, call, event. The time of a call is the longest over ranks; the result is their median.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+EVICT_BYTES = 256 * 2**20
+PAUSE_CYCLES = 300_000  # of the GPU's clock: about 0.15 ms
+SPIN_UP_CYCLES = 20_000_000  # about 10 ms, so that an idle GPU raises its clock
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """µs of each call, the longest over ranks."""
+
+    calls: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.calls)
+
+    def record(self) -> dict[str, float]:
+        return {"us": self.median, "us_min": min(self.calls), "us_max": max(self.calls), "calls": len(self.calls)}
+
+
+class Timer:
+    """Times calls `call(i)`, i counting up, on the current stream. All methods are collective.
+
+    `barrier` lines up the ranks: on a GPU by work on the current stream that does not block the host.
+    """
+
+    def __init__(self, device: torch.device, barrier: Callable[[], None]) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.barrier = barrier
+        if self.cuda:
+            self.evicted = torch.ones(EVICT_BYTES // 4, dtype=torch.float32, device=device)
+            self.sink = torch.empty((), dtype=torch.float32, device=device)
+
+    def whole(self, call: Callable[[int], Any], iterations: int = 20, warmup: int = 3) -> Timing:
+        """Each call by itself, from a barrier to its end on the device."""
+        self._warm(call, warmup)
+        marks = [(self._mark(), self._mark()) for _ in range(iterations)]
+        for i, (start, end) in enumerate(marks):
+            self._line_up()
+            start.record()
+            call(warmup + i)
+            end.record()
+        self.synchronize()
+        return self._longest([1e3 * start.elapsed_time(end) for start, end in marks])
+
+    def steady(self, call: Callable[[int], Any], calls: int = 8, repeats: int = 5, warmup: int = 3) -> Timing:
+        """Calls back to back without a barrier in between: µs of each, one figure for each repeat."""
+        self._warm(call, warmup)
+        marks = [(self._mark(), self._mark()) for _ in range(repeats)]
+        for start, end in marks:
+            self._line_up()
+            start.record()
+            for i in range(calls):
+                call(i)
+            end.record()
+        self.synchronize()
+        return self._longest([1e3 * start.elapsed_time(end) / calls for start, end in marks])
+
+    def host(self, call: Callable[[int], Any], calls: int = 10, repeats: int = 5, warmup: int = 3) -> Timing:
+        """Time until a call returns, while the device is still busy: what the host pays. Median of each repeat."""
+        self._warm(call, warmup)
+        medians = []
+        for _ in range(repeats):
+            self._line_up()
+            took = []
+            for i in range(calls):
+                begin = time.perf_counter()
+                call(i)
+                took.append(1e6 * (time.perf_counter() - begin))
+            self.synchronize()
+            medians.append(statistics.median(took))
+        return self._longest(medians)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _warm(self, call: Callable[[int], Any], warmup: int) -> None:
+        if self.cuda:
+            torch.cuda._sleep(SPIN_UP_CYCLES)
+        for i in range(warmup):
+            call(i)
+        self.synchronize()
+
+    def _line_up(self) -> None:
+        if self.cuda:
+            torch.sum(self.evicted, 0, out=self.sink)
+            torch.cuda._sleep(PAUSE_CYCLES)
+        self.barrier()
+
+    def _mark(self) -> Any:
+        return torch.cuda.Event(enable_timing=True) if self.cuda else HostMark()
+
+    def _longest(self, took: list[float]) -> Timing:
+        longest = torch.tensor(took, dtype=torch.float64, device=self.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return Timing(tuple(longest.tolist()))
+
+
+class HostMark:
+    """A CUDA event's stand-in where calls run on the host."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: HostMark) -> float:
+        """ms"""
+        return 1e3 * (end.at - self.at)

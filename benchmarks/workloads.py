@@ -1,0 +1,130 @@
+"""What is measured: sizes, routes, and how many rows and bytes a route moves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_ops.config import even_experts, worst_case_rows
+
+ROUTINGS = ("balanced", "skewed")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ALIGNMENT = 16
+ZIPF_EXPONENT = 0.8
+WORKLOAD_A_LINK_ROWS = 3700
+"""Rows that each rank has for each other one in workload A on 4 ranks: 90 % of 4096 tokens have an expert there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One MoE layer's exchange. `tokens` is of each rank; `routing` is "balanced" or "skewed"."""
+
+    tokens: int = 4096
+    hidden: int = 7168
+    experts: int = 256
+    top_k: int = 8
+    routing: str = "balanced"
+    dtype: str = "bf16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.torch_dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"T={self.tokens} H={self.hidden} E={self.experts} K={self.top_k} {self.routing} {self.dtype}"
+
+
+def draw_route(workload: Workload, rank: int, seed: int, device: torch.device) -> Tensor:
+    """int32 [T, K] distinct experts of each token of `rank`; the same for the same arguments.
+
+    Balanced: every set of K experts is as likely as any other. Skewed: experts are drawn without replacement with
+    probabilities 1 / (1 + i) ** 0.8, i being an expert's place in a random order that all ranks share.
+    """
+    draw = torch.Generator(device).manual_seed(seed * 1009 + rank)
+    shape = (workload.tokens, workload.experts)
+    noise = torch.rand(shape, generator=draw, device=device).clamp_min_(1e-12)
+    if workload.routing == "skewed":
+        order = torch.randperm(workload.experts, generator=torch.Generator().manual_seed(seed)).to(device)
+        # Adding Gumbel noise to log probabilities and taking the largest draws without replacement.
+        noise = -(-noise.log()).clamp_min_(1e-12).log() - ZIPF_EXPONENT * (order + 1).log()
+    elif workload.routing != "balanced":
+        raise ValueError(f"routing is {workload.routing!r}; it must be one of {ROUTINGS}")
+    return noise.topk(workload.top_k, dim=1).indices.int()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a route moves. `rows[s][d]`: rows from rank s to rank d, each counted once per (token, rank)."""
+
+    rows: tuple[tuple[int, ...], ...]
+    expanded: tuple[int, ...]  # rows of each rank once every (token, expert) has its own
+    capacity: int  # receive rows that hold everything on every rank, padding included
+
+    @property
+    def crossing(self) -> int:
+        """Rows that enter or leave, over NVLink, the rank with most of them: it sets the pace."""
+        ranks = range(len(self.rows))
+        leaving = [sum(self.rows[r][d] for d in ranks if d != r) for r in ranks]
+        entering = [sum(self.rows[s][r] for s in ranks if s != r) for r in ranks]
+        return max(*leaving, *entering)
+
+    @property
+    def sends(self) -> list[list[int]]:
+        """`rows` without what stays on its own rank."""
+        return [[0 if s == d else n for d, n in enumerate(row)] for s, row in enumerate(self.rows)]
+
+
+def rows_by_rank(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
+    """int64 [W]: tokens of `topk_idx` that go to each rank, duplicates removed."""
+    first = torch.tensor([0, *even_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
+    rank = torch.bucketize(topk_idx, first, right=True) - 1  # -1 (no expert) stays below every rank
+    return torch.stack([(rank == r).any(1).sum() for r in range(world_size)])
+
+
+def rows_by_expert(topk_idx: Tensor, experts: int) -> Tensor:
+    """int64 [E]: rows of each expert."""
+    return torch.bincount(topk_idx[topk_idx >= 0].flatten().long(), minlength=experts)
+
+
+def traffic_of(by_rank: Tensor, by_expert: Tensor) -> Traffic:
+    """From `rows_by_rank` of every rank [W, W] and `rows_by_expert` summed over ranks [E]."""
+    held = even_experts(by_expert.numel(), by_rank.shape[0])
+    padded = ((by_expert + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cpu().split(held)
+    return Traffic(
+        rows=tuple(map(tuple, by_rank.tolist())),
+        expanded=tuple(int(part.sum()) for part in by_expert.cpu().split(held)),
+        capacity=max(ALIGNMENT, *(int(part.sum()) for part in padded)),
+    )
+
+
+def measure_traffic(topk_idx: Tensor, experts: int, world_size: int) -> Traffic:
+    """What the routes of all ranks move. Collective."""
+    by_rank = rows_by_rank(topk_idx, experts, world_size)
+    by_expert = rows_by_expert(topk_idx, experts)
+    if world_size == 1:
+        return traffic_of(by_rank[None], by_expert)
+    gathered = [torch.empty_like(by_rank) for _ in range(world_size)]
+    dist.all_gather(gathered, by_rank)
+    dist.all_reduce(by_expert)
+    return traffic_of(torch.stack(gathered), by_expert)
+
+
+def expected_traffic(workload: Workload, world_size: int) -> Traffic:
+    """What balanced routing moves on average; for plans and estimates, without drawing anything."""
+    held = even_experts(workload.experts, world_size)
+    rows = []
+    for here in held:
+        missed = 1.0
+        for i in range(workload.top_k):
+            missed *= max(0, workload.experts - here - i) / (workload.experts - i)
+        rows.append(round(workload.tokens * (1 - missed)))
+    each = world_size * workload.tokens * workload.top_k
+    capacity = worst_case_rows(world_size, workload.tokens, workload.top_k, max(held), ALIGNMENT)
+    return Traffic((tuple(rows),) * world_size, tuple(each * here // workload.experts for here in held), capacity)
