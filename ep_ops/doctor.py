@@ -113,22 +113,24 @@ def symmetric_memory() -> list[str]:
 
 
 def backend() -> list[str]:
-    """The rule of ``Communicator(backend="auto")``, for each GPU with all the others as its peers."""
-    cutlass = importlib.util.find_spec("cutlass") is not None
-    if gpu_count() == 0:
+    """What ``Communicator(backend="auto")`` chooses with one process per visible GPU, and what speaks against cute."""
+    from ep_ops.agreement import choose_backend, gpu_facts
+
+    count = gpu_count()
+    if count == 0:
         return ["reference, because torch sees no GPU"]
-    if not cutlass:
-        return ["reference, because nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"]
-    lines = []
-    for i in range(gpu_count()):
+    chosen = choose_backend([gpu_facts(torch.device("cuda", i)) for i in range(count)], torch.bfloat16)
+    if chosen == "cute":
+        return [f"cute: {count} GPU(s) of capability 9.0 or newer, each of which maps the memory of all others"]
+    lines = ["reference, because:"]
+    if importlib.util.find_spec("cutlass") is None:
+        lines.append("- nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'")
+    for i in range(count):
         major, minor = torch.cuda.get_device_capability(i)
-        closed = [j for j in range(gpu_count()) if j != i and not torch.cuda.can_device_access_peer(i, j)]
         if major < 9:
-            lines.append(f"GPU {i}: reference, because its capability is {major}.{minor} and the kernels need 9.0")
-        elif closed:
-            lines.append(f"GPU {i}: reference, because it cannot map the memory of {closed}")
-        else:
-            lines.append(f"GPU {i}: cute (capability {major}.{minor}, maps the memory of every other visible GPU)")
+            lines.append(f"- GPU {i} has capability {major}.{minor}; the kernels need 9.0")
+        if closed := [j for j in range(count) if j != i and not torch.cuda.can_device_access_peer(i, j)]:
+            lines.append(f"- GPU {i} cannot map the memory of {closed}")
     return lines
 
 

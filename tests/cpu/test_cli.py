@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import cli
+from ep_ops import cli, doctor
 from ep_ops.demo import Language, Mismatch, Model, check, gradients, without_moe
 from ep_ops.launch import launch, process_group
 from ep_ops.nn import DenseMoE, MoELayer
@@ -124,6 +125,55 @@ def test_doctor() -> None:
     assert "could not tell" not in done.stdout
     if not torch.cuda.is_available():
         assert "reference, because torch sees no GPU" in done.stdout
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], closed: set) -> None:
+    """torch sees such GPUs; the pairs in ``closed`` cannot map each other's memory."""
+
+    def properties(index: object) -> types.SimpleNamespace:
+        number = index if isinstance(index, int) else index.index  # type: ignore[attr-defined]
+        major, minor = capabilities[number]
+        return types.SimpleNamespace(
+            name="NVIDIA Something",
+            major=major,
+            minor=minor,
+            total_memory=80 * 2**30,
+            multi_processor_count=132,
+            uuid=f"GPU-{number}",
+        )
+
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(capabilities),
+        "get_device_properties": properties,
+        "get_device_capability": lambda index: (properties(index).major, properties(index).minor),
+        "can_device_access_peer": lambda i, j: (i, j) not in closed,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "closed", "expected"),
+    [
+        ([(9, 0), (9, 0)], set(), ["cute: 2 GPU(s) of capability 9.0 or newer"]),
+        ([(9, 0), (8, 0)], set(), ["reference, because:", "GPU 1 has capability 8.0"]),
+        ([(9, 0), (9, 0)], {(0, 1)}, ["reference, because:", "GPU 0 cannot map the memory of [1]"]),
+    ],
+    ids=["cute", "old", "closed"],
+)
+def test_doctor_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], closed: set, expected: list[str]
+) -> None:
+    pytest.importorskip("cutlass")
+    pretend_gpus(monkeypatch, capabilities, closed)
+    text = doctor.report()
+    assert "could not tell" not in text
+    assert "1: NVIDIA Something, capability" in text and "80 GiB, 132 SMs" in text
+    for words in expected:
+        assert words in text
+    row = next(line for line in text.splitlines() if line.split()[:2] == ["0", "-"])
+    assert row.split()[2] == ("no" if closed else "yes")
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
