@@ -64,13 +64,13 @@ def run_ranks(
     return results
 
 
-def _is_consequence(error: BaseException) -> bool:
+def _is_consequence(result: Any) -> bool:
     """Whether this is likely to be what one rank sees when another has failed."""
-    return isinstance(error, TimeoutError) or "gloo" in str(error)
+    return isinstance(result, TimeoutError) or (isinstance(result, RuntimeError) and "gloo" in str(result))
 
 
 class _Pool:
-    """``world_size`` workers and the pipes to them. A pool that had to kill a worker is not used again."""
+    """``world_size`` workers and the pipes to them. Not used again once one was lost."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -111,12 +111,12 @@ class _Pool:
         except BaseException:
             self.close()
             raise
-        if pending or not all(w.is_alive() for w in self.workers):
-            for rank in pending.values():
-                results[rank] = TimeoutError(f"rank {rank} of {self.world_size} did not return from {fn.__name__}")
-                if self.workers[rank].is_alive():
-                    os.kill(self.workers[rank].pid, signal.SIGUSR1)  # faulthandler prints where it was
-                    time.sleep(0.2)
+        for rank in pending.values():
+            results[rank] = TimeoutError(f"rank {rank} of {self.world_size} did not return from {fn.__name__}")
+            if self.workers[rank].is_alive():
+                os.kill(self.workers[rank].pid, signal.SIGUSR1)  # faulthandler prints where it was
+                time.sleep(0.2)
+        if not all(w.is_alive() for w in self.workers) or any(map(_is_consequence, results.values())):
             self.close()
         return [results[rank] for rank in range(self.world_size)]
 
@@ -194,6 +194,7 @@ def _call(job: bytes, rank: int, world_size: int) -> bytes:
             timeout=datetime.timedelta(seconds=timeout),
         )
         try:
+            dist.barrier()  # nobody fails while another still connects
             fn, args = pickle.loads(call)
             result = fn(*args)
             dist.barrier()  # nobody leaves while another still talks to it
