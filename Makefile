@@ -1,8 +1,8 @@
 # Two commands matter: `make demo` and `make test`. Both make what they need, on a machine with or without a GPU.
 #
-# By default everything runs in .venv, made on demand. Where python3 already has a torch that matches the GPUs, .venv
-# uses that torch; otherwise it gets torch $(TORCH). To use an interpreter that has everything already (for instance
-# on a machine that reaches no package index), name it: `make test PYTHON=python3`.
+# By default everything runs in .venv, made on demand. Where there are GPUs and python3 has a torch for CUDA, .venv uses
+# that torch (outer.pth: python3 may be of a virtual environment itself); otherwise it gets torch $(TORCH). To use an
+# interpreter that has everything already (where no package index is reached, say), name it: `make test PYTHON=python3`.
 
 SHELL := /bin/bash
 TORCH ?= 2.13.0
@@ -30,6 +30,7 @@ $(READY): pyproject.toml Makefile
 	if command -v nvidia-smi >/dev/null && cuda=$$(python3 -c 'import torch; print(torch.version.cuda.split(".")[0])' 2>/dev/null); then \
 	  echo "== $(VENV): on top of python3 and its torch (CUDA $$cuda)"; \
 	  python3 -m venv --system-site-packages $(VENV); \
+	  python3 -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$$(echo $(VENV)/lib/python3*/site-packages)/outer.pth"; \
 	  $(VENV)/bin/python -m pip install -qq -e ".[dev,cu$$cuda]"; \
 	else \
 	  echo "== $(VENV): torch $(TORCH) and the development tools (a few minutes, once)"; \
