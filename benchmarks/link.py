@@ -172,11 +172,18 @@ class DeviceBarrier:
         self.buffer = symmetric.allocate(BARRIER_BYTES, dist.group.WORLD, device)
         self.function = jit.get(Barrier(dist.get_world_size()), arch_of(device), lambda: False)
         self.mark = 0
+        self()  # loaded before anything waits in it
+        torch.cuda.synchronize(device)
 
     def __call__(self) -> None:
         self.mark += 1
         nanoseconds = int(BARRIER_SECONDS * 1e9)
         self.function(self.buffer.addresses, self.rank, self.mark, nanoseconds, _stream(self.device))
+
+    def free(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        self.buffer.free()
 
 
 class Link:

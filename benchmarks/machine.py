@@ -36,7 +36,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device": properties.name,
         "sms": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30),
-        "l2_mib": properties.L2_cache_size // 2**20,
+        "l2_mib": getattr(properties, "L2_cache_size", 0) // 2**20,
         "capability": f"{properties.major}.{properties.minor}",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "driver": _driver(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 
 from .workloads import ROUTINGS, Workload
 
@@ -47,9 +49,21 @@ class Preset:
     cases: tuple[Case, ...]
     link_sms: tuple[int, ...]
 
+    def groups(self) -> list[list[Case]]:
+        """Cases that follow each other and share a communicator."""
+        return [list(cases) for _, cases in itertools.groupby(self.cases, key=lambda case: case.communicator)]
+
     @property
     def row_bytes(self) -> list[int]:
         return sorted({case.workload.row_bytes for case in self.cases}, reverse=True)
+
+    def with_default_sms(self, dispatch: int | None, combine: int | None) -> Preset:
+        """Sets the budgets of cases that leave them to the backend."""
+        cases = [
+            dataclasses.replace(c, dispatch_sms=c.dispatch_sms or dispatch, combine_sms=c.combine_sms or combine)
+            for c in self.cases
+        ]
+        return Preset(tuple(cases), self.link_sms)
 
     def without(self, names: set[str]) -> Preset:
         """Leaves out what is named, and cases in which nothing is left."""
@@ -90,4 +104,10 @@ def full() -> Preset:
     return Preset(tuple(case for part in parts for case in part.cases), SMS)
 
 
-PRESETS = {"quick": quick, "sms": over_sms, "sizes": over_sizes, "full": full, "tiny": tiny}
+PRESETS: dict[str, Callable[[], Preset]] = {
+    "quick": quick,
+    "sms": over_sms,
+    "sizes": over_sizes,
+    "full": full,
+    "tiny": tiny,
+}

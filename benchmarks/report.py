@@ -52,10 +52,12 @@ def complete(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def cells(result: Result) -> list[str]:
-    budget = result.get("dispatch_sms") if "dispatch" in result["op"] else result.get("combine_sms")
+    """In the order of COLUMNS."""
+    op: str = result["op"]
+    budget = result["dispatch_sms" if "dispatch" in op else "combine_sms"] if op in SWEPT else None
     wrong = "" if result.get("correct", True) else " WRONG"
     return [
-        NAMES.get(result["op"], result["op"]) + wrong,
+        NAMES.get(op, op) + wrong,
         str(result["tokens"]),
         str(result["hidden"]),
         str(result["top_k"]),

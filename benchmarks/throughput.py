@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ from ep_ops.launch import launch, process_group
 from .baselines import SameBytes
 from .machine import describe
 from .operators import MAX_ERROR, Calls
-from .presets import MEASURABLE, OPERATORS, PRESETS, Case, Preset
+from .presets import MEASURABLE, OPERATORS, PRESETS, Case, Preset, over_sms
 from .report import complete, table
 from .timing import Timer, Timing
-from .workloads import WORKLOAD_A_LINK_ROWS, expected_traffic
+from .workloads import Workload, expected_traffic
 
 TIMEOUT = 60.0  # seconds that a rank waits for another
 
@@ -42,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--preset", choices=PRESETS, help="what to measure (default: quick; on CPUs: tiny)")
     options.add_argument("--sms", type=_numbers, metavar="N,N", help="budgets that preset sms tries")
+    options.add_argument("--dispatch-sms", type=int, metavar="N", help="where the preset leaves it to the backend")
+    options.add_argument("--combine-sms", type=int, metavar="N", help="likewise")
     everything = ("link", *MEASURABLE)
     options.add_argument(
         "--only", type=_names, metavar="NAME,NAME", help=f"measure nothing but: {' '.join(everything)}"
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--skip", type=_names, default=(), metavar="NAME,NAME", help="measure all but these")
     options.add_argument("--iterations", type=int, default=20, help="timed calls of each (default: %(default)s)")
     options.add_argument("--seconds", type=float, help="start no further workload after that many seconds")
-    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, anew after each workload")
+    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, anew after each result")
     options.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any"
     )
@@ -72,7 +73,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def preset_of(args: argparse.Namespace) -> Preset:
-    made = PRESETS["sms"](args.sms) if args.preset == "sms" and args.sms else PRESETS[args.preset]()
+    made = over_sms(args.sms) if args.preset == "sms" and args.sms else PRESETS[args.preset]()
+    made = made.with_default_sms(args.dispatch_sms, args.combine_sms)
     skipped = set(args.skip) if args.only is None else {"link", *MEASURABLE} - set(args.only)
     return made.without(skipped)
 
@@ -135,9 +137,12 @@ def plan_text(preset: Preset, world_size: int) -> str:
 
 def _measure(device: torch.device, args: argparse.Namespace) -> None:
     session = Session(device, args)
-    session.run(preset_of(args))
-    if session.rank == 0:
-        print(table(complete(session.found)), flush=True)
+    try:
+        session.run(preset_of(args))
+    finally:  # after an error, what was found until then
+        if session.rank == 0:
+            print(table(complete(session.found)), flush=True)
+    session.close()
 
 
 class Session:
@@ -148,15 +153,12 @@ class Session:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.began = time.perf_counter()
         self.on_link = device.type == "cuda" and self.world_size > 1
+        self.barrier: Any = dist.barrier if self.world_size > 1 else lambda: None
         if self.on_link:
             from .link import DeviceBarrier
 
-            barrier: Callable[[], None] = DeviceBarrier(device)
-            barrier()  # compiled and loaded before anything waits in it
-            torch.cuda.synchronize(device)
-        else:
-            barrier = dist.barrier if self.world_size > 1 and device.type == "cpu" else lambda: None
-        self.timer = Timer(device, barrier)
+            self.barrier = DeviceBarrier(device)
+        self.timer = Timer(device, self.barrier)
         self.found: dict[str, Any] = {
             "version": 1,
             "machine": describe(device),
@@ -168,13 +170,16 @@ class Session:
         }
 
     def run(self, preset: Preset) -> None:
-        """Everything of a preset. The file is written anew after each workload."""
+        """Everything of a preset. The file is written anew after each result."""
         self.say(f"{self.world_size} ranks on {self.found['machine']['device']}")
+        if self.on_link and self.args.backend != "reference":
+            from .kernels import compile_together
+
+            self.say(f"{compile_together(preset, self.device)} kernels are compiled")
         if self.on_link and preset.link_sms:
             for row_bytes in preset.row_bytes:
                 self.link(row_bytes, preset.link_sms)
-        for _, group in itertools.groupby(preset.cases, key=lambda case: case.communicator):
-            cases = list(group)
+        for cases in preset.groups():
             if self.out_of_time():
                 self.say(f"stopped after {self.args.seconds} s")
                 break
@@ -182,17 +187,17 @@ class Session:
                 for case in cases:
                     self.say(str(case))
                     self.case(comm, case)
-                    self.save()
         self.say(f"done after {time.perf_counter() - self.began:.1f} s")
 
     # ------------------------------------------------------------------ what is measured
 
     def link(self, row_bytes: int, sms: tuple[int, ...]) -> None:
-        """Speed of bare pushes and pulls of as many rows as workload A moves."""
+        """Speed of bare pushes and pulls of as many bytes as workload A moves on 4 ranks."""
         from .link import Link
 
         self.say(f"link, rows of {row_bytes} bytes")
-        link = Link(self.device, row_bytes, WORKLOAD_A_LINK_ROWS)
+        nbytes = expected_traffic(Workload(), 4).crossing * Workload().row_bytes
+        link = Link(self.device, row_bytes, nbytes // (row_bytes * (self.world_size - 1)))
         link.verify()
         for push in (True, False):
             for blocks in sorted({min(n, link.sms) for n in sms}):
@@ -218,30 +223,28 @@ class Session:
                 if op in case.measure:
                     call = getattr(calls, op)
                     steady = self.timer.steady(call, repeats=max(1, iterations // 4))
-                    extra = {"steady_us": steady.median, "error": errors[op], "correct": errors[op] <= MAX_ERROR}
-                    self.add(case, calls, op, self.timer.whole(call, iterations), **extra)
+                    timing = self.timer.whole(call, iterations)
+                    self.add(case, calls, op, timing, steady_us=steady.median, error=errors[op])
             if "host" in case.measure:
                 timing = self.timer.host(calls.dispatch, repeats=max(1, iterations // 4))
                 self.add(case, calls, "host_dispatch", timing, crossings=0)
-        if "pair" in case.measure:
-            forward, forward_backward = calls.compiled()
-            self.add(case, calls, "pair_forward", self.timer.whole(forward, iterations), crossings=2)
-            timing = self.timer.whole(forward_backward, iterations)
-            self.add(case, calls, "pair_forward_backward", timing, crossings=4)
-        if self.world_size == 1:
-            return  # torch.distributed alone has nothing to do
-        with torch.no_grad():
-            if "nccl" in case.measure:
+            if "nccl" in case.measure and self.world_size > 1:
                 same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
                 for direction in ("dispatch", "combine"):
                     timing = self.timer.whole(getattr(same, direction), iterations)
                     rows = calls.traffic.crossing
                     self.add(case, calls, f"nccl_{direction}", timing, rows=rows)
                 del same
-            if "eager" in case.measure and case.workload.experts % self.world_size == 0:
+            if "eager" in case.measure and self.world_size > 1 and case.workload.experts % self.world_size == 0:
                 dispatch, combine = calls.eager()
                 self.add(case, calls, "eager_dispatch", self.timer.whole(dispatch, max(1, iterations // 2)))
                 self.add(case, calls, "eager_combine", self.timer.whole(combine, max(1, iterations // 2)))
+
+        if "pair" in case.measure:
+            forward, forward_backward = calls.compiled()
+            self.add(case, calls, "pair_forward", self.timer.whole(forward, iterations), crossings=2)
+            timing = self.timer.whole(forward_backward, iterations)
+            self.add(case, calls, "pair_forward_backward", timing, crossings=4)
 
     def errors(self, calls: Calls) -> dict[str, float]:
         """Of each operator, the worst over ranks."""
@@ -261,7 +264,8 @@ class Session:
         *,
         crossings: int = 1,
         rows: float | None = None,
-        **extra: Any,
+        error: float = 0.0,
+        steady_us: float | None = None,
     ) -> None:
         """Record a timing. `crossings`: how often the bytes of a dispatch cross in one call."""
         workload = case.workload
@@ -282,9 +286,11 @@ class Session:
             "nvlink_bytes": crossings * rows * workload.row_bytes,
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
-            **extra,
         }
+        if steady_us is not None:
+            result |= {"steady_us": steady_us, "error": error, "correct": error <= MAX_ERROR}
         self.found["results"].append(result)
+        self.save()
         self.say(f"    {op}: {timing.median:.1f} µs")
 
     # ------------------------------------------------------------------ around it
@@ -307,6 +313,10 @@ class Session:
         self.found["machine"]["backend"] = comm.backend.name
         comm.warmup()
         return comm
+
+    def close(self) -> None:
+        if self.on_link:
+            self.barrier.free()
 
     def out_of_time(self) -> bool:
         """As rank 0 sees it."""

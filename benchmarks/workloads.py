@@ -14,8 +14,6 @@ ROUTINGS = ("balanced", "skewed")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNMENT = 16
 ZIPF_EXPONENT = 0.8
-WORKLOAD_A_LINK_ROWS = 3700
-"""Rows that each rank has for each other one in workload A on 4 ranks: 90 % of 4096 tokens have an expert there."""
 
 
 @dataclasses.dataclass(frozen=True)

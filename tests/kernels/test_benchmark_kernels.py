@@ -1,0 +1,203 @@
+"""The benchmark without a GPU: its kernels compile, its bytes are counted right, it runs on CPU processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import report, workloads
+from benchmarks.presets import MEASURABLE, PRESETS
+from benchmarks.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
+
+ROOT = Path(report.__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+def ep_ops_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ep_ops.cli", "bench", "throughput", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT)
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("world_size, row_bytes", [(2, 4096), (4, 14336), (8, 16400)])
+@pytest.mark.parametrize("push", [True, False])
+def test_link_kernels_move_rows_by_bulk_copies(arch: str, world_size: int, row_bytes: int, push: bool) -> None:
+    pytest.importorskip("cutlass")
+    from benchmarks.link import LinkCopy
+    from cute_kernels.jit import compile_kernel
+
+    ptx = compile_kernel(LinkCopy(world_size, row_bytes, push), arch, keep_ptx=True).__ptx__
+    assert ptx.count("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes") == 1
+    assert ptx.count("cp.async.bulk.global.shared::cta.bulk_group") == 1
+    assert "cp.async.bulk.wait_group 	0" in ptx
+    assert "ld.global" not in ptx and "st.global" not in ptx
+    assert "local" not in ptx
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_barrier_releases_and_acquires(arch: str) -> None:
+    pytest.importorskip("cutlass")
+    from benchmarks.link import Barrier
+    from cute_kernels.jit import compile_kernel
+
+    ptx = compile_kernel(Barrier(4), arch, keep_ptx=True).__ptx__
+    assert "st.release.sys.global" in ptx and "ld.acquire.sys.global" in ptx and "globaltimer" in ptx
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_kernel_of_a_run_is_known_beforehand(world_size: int) -> None:
+    pytest.importorskip("cutlass")
+    from benchmarks.kernels import kernels
+    from ep_ops.backends.cute import kernels_of
+
+    quick, full = (kernels(PRESETS[preset](), world_size) for preset in ("quick", "full"))
+    each = len(kernels_of(quick[0].problem))
+    assert len(quick) == each + 2  # workload A, and the link there and back
+    # With the hidden sizes, top-k and the larger bound on tokens that differ from workload A; rows of four lengths.
+    assert len(full) == each * (1 + 1 + 3 + 3) + 2 * 4
+
+
+# ---------------------------------------------------------------------- rows and bytes
+
+
+@pytest.mark.parametrize("routing", workloads.ROUTINGS)
+def test_routes_name_distinct_experts(routing: str) -> None:
+    workload = Workload(tokens=300, experts=24, top_k=5, routing=routing)
+    route = draw_route(workload, rank=1, seed=3, device=CPU)
+    assert route.dtype == torch.int32 and route.shape == (300, 5)
+    assert route.min() >= 0 and route.max() < 24
+    assert all(len(set(experts)) == 5 for experts in route.tolist())
+    assert torch.equal(route, draw_route(workload, rank=1, seed=3, device=CPU))
+    assert not torch.equal(route, draw_route(workload, rank=0, seed=3, device=CPU))
+
+
+def test_skewed_routing_prefers_the_same_experts_on_all_ranks() -> None:
+    draw = {
+        routing: [
+            rows_by_expert(draw_route(Workload(tokens=2000, routing=routing), rank, 0, CPU), 256) for rank in range(2)
+        ]
+        for routing in workloads.ROUTINGS
+    }
+    for routing, (least, most) in {"balanced": (1.0, 1.6), "skewed": (6.0, 30.0)}.items():
+        for counts in draw[routing]:
+            assert least < counts.max() / counts.float().mean() < most
+    first, second = draw["skewed"]
+    assert first.argmax() == second.argmax()
+
+
+def test_rows_are_counted_once_per_token_and_rank() -> None:
+    # Experts 0 1 2 | 3 4 on two ranks.
+    route = torch.tensor([[0, 2], [3, 0], [4, 3], [-1, 4], [-1, -1]], dtype=torch.int32)
+    assert rows_by_rank(route, experts=5, world_size=2).tolist() == [2, 3]
+    assert rows_by_expert(route, experts=5).tolist() == [2, 0, 1, 2, 2]
+
+
+def test_traffic_counts_what_crosses() -> None:
+    traffic = traffic_of(torch.tensor([[7, 3], [5, 9]]), torch.tensor([20, 0, 3, 17]))
+    assert traffic.crossing == 5  # the busiest direction of the busiest rank
+    assert traffic.sends == [[0, 3], [5, 0]]
+    assert traffic.expanded == (20, 20)
+    assert traffic.capacity == 48  # 16 + 32 rows on the second rank, 32 on the first
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_expected_traffic_is_what_random_routes_move(world_size: int) -> None:
+    workload = Workload(tokens=4096)
+    expected = expected_traffic(workload, world_size)
+    if world_size == 4:
+        assert 11000 < expected.crossing < 11200  # workload A: about 159 MB
+    routes = [draw_route(workload, rank, 0, CPU) for rank in range(world_size)]
+    by_rank = torch.stack([rows_by_rank(route, 256, world_size) for route in routes])
+    traffic = traffic_of(by_rank, sum(rows_by_expert(route, 256) for route in routes))
+    assert traffic.crossing == pytest.approx(expected.crossing, rel=0.03)
+    assert traffic.expanded == pytest.approx(expected.expanded, rel=0.03)
+    assert max(traffic.expanded) < traffic.capacity < expected.capacity
+
+
+# ---------------------------------------------------------------------- the command and its report
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_made_of_known_measurements(preset: str) -> None:
+    made = PRESETS[preset]()
+    assert made.cases and all(set(case.measure) <= set(MEASURABLE) for case in made.cases)
+
+
+def test_dry_run_prints_the_plan() -> None:
+    done = ep_ops_bench("--preset", "quick", "--dry-run", "--ranks", "4")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "4 ranks"
+    assert lines[1].startswith("link: push and pull of rows of 14336 bytes with 16, 24, ")
+    assert "T=4096 H=7168 E=256 K=8 balanced bf16" in lines[2] and "(159.2 MB over NVLink on average)" in lines[2]
+
+
+def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
+    out = tmp_path / "tiny.json"
+    done = ep_ops_bench(
+        "--preset", "tiny", "--device", "cpu", "--iterations", "1", "--skip", "pair", "--out", str(out)
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = json.loads(out.read_text())
+    assert run["world_size"] == 2 and run["machine"]["backend"] == "reference"
+    found = [(result["op"], result["routing"]) for result in run["results"]]
+    operators = ["dispatch", "dispatch_planned", "combine", "combine_unweighted"]
+    others = ["host_dispatch", "nccl_dispatch", "nccl_combine", "eager_dispatch", "eager_combine"]
+    assert found == [(op, "balanced") for op in (*operators, *others)] + [(op, "skewed") for op in operators]
+    assert all(result["us"] > 0 and result.get("correct", True) for result in run["results"])
+    assert "dispatch, reused route" in done.stdout.splitlines()[-3]
+
+
+def made_up_run() -> dict:
+    """What a full run writes, with times at 80 % of the link's speed, and 50 % below 24 SMs."""
+    results = []
+    for case in PRESETS["full"]().cases:
+        w = case.workload
+        for op in report.SWEPT:
+            nbytes = expected_traffic(w, 4).crossing * w.row_bytes
+            speed = 400e3 * (0.5 if (case.dispatch_sms or 24) < 24 else 0.8)
+            results.append(
+                {
+                    "op": op, "tokens": w.tokens, "hidden": w.hidden, "experts": w.experts, "top_k": w.top_k,
+                    "routing": w.routing, "dtype": w.dtype, "row_bytes": w.row_bytes, "given_sms": case.dispatch_sms,
+                    "dispatch_sms": case.dispatch_sms, "combine_sms": case.combine_sms, "nvlink_bytes": nbytes,
+                    "us": nbytes / speed, "steady_us": nbytes / speed * 0.9,
+                }
+            )  # fmt: skip
+    link = [
+        {"direction": direction, "row_bytes": row_bytes, "sms": sms, "gbs": min(400.0, 15.0 * sms)}
+        for direction in ("push", "pull")
+        for row_bytes in (14336, 4096)
+        for sms in (8, 24, 64)
+    ]
+    machine = {"device": "GPU", "torch": "2", "cuda": "13", "nccl": "2", "driver": "5", "backend": "cute"}
+    return {"world_size": 4, "machine": machine, "link": link, "results": results}
+
+
+def test_report_compares_with_the_link() -> None:
+    run = report.complete(made_up_run())
+    first = run["results"][0]
+    assert report.best_link(run) == 400.0
+    assert first["ratio"] == pytest.approx(0.8) and first["gbs"] == pytest.approx(320)
+    assert first["limit_us"] == pytest.approx(0.8 * first["us"])
+    text = report.table(run)
+    assert "link push, rows of 14336 bytes, GB/s (SMs): 120 (8), 360 (24), 400 (64)" in text
+    assert "80 %" in text and "50 %" in text
+    assert report.markdown(run).count("\n|") == len(run["results"]) + 2
+
+
+def test_report_plots_every_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = report.plot(report.complete(made_up_run()), tmp_path / "full")
+    assert [path.name for path in written] == ["full-tokens.svg", "full-sms.svg", "full-shapes.svg"]
+    assert all(10_000 < path.stat().st_size < 300_000 for path in written)
