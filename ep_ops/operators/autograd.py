@@ -83,4 +83,7 @@ for _name, _backward, _setup in (
     ("dispatch_planned", _dispatch_backward, _dispatch_planned_setup),
     ("combine", _combine_backward, _combine_setup),
 ):
-    torch.library.register_autograd(f"ep::{_name}", _backward, setup_context=_setup, lib=LIBRARY)
+    # Opaque to Dynamo, as what the operators run is (see register).
+    torch.library.register_autograd(
+        f"ep::{_name}", torch._disable_dynamo(_backward), setup_context=torch._disable_dynamo(_setup), lib=LIBRARY
+    )

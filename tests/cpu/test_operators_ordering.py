@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
 
@@ -28,25 +27,13 @@ def two_micro_batches(first_comm, second_comm, x1, idx1, w1, x2, idx2, w2, scale
     return torch.cat([two * 2, one])
 
 
-def recorded(comm, calls):
-    """Note every operator that the communicator's backend runs, and the rows or tokens it runs with."""
-
-    def record(name, run, *args):
-        calls.append((name, args[0].shape[0], comm.name))
-        return run(*args)
-
-    for name in ("dispatch", "combine", "dispatch_backward", "combine_backward"):
-        setattr(comm.backend, name, functools.partial(record, name, getattr(comm.backend, name)))
-    return comm
-
-
 def _eager_and_compiled(tokens, train, dynamic):
     """(results, calls) of eager, and of Inductor, on this rank with tokens[rank] tokens in two micro-batches."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     # Sizes decide the order only where nothing else does, and caches must not bring back what they decided elsewhere.
     with torch._inductor.config.patch(fx_graph_cache=False), toy.communicator(512) as comm:
         calls: list = []
-        recorded(comm, calls)
+        toy.recorded(comm, calls)
         local = toy.scales()[comm.first_local_expert : comm.first_local_expert + comm.num_local_experts]
         results = []
         for compile_it in (False, True):
@@ -93,7 +80,7 @@ def test_all_communicators_are_one_sequence():
         calls: list = []
         args = *toy.inputs(3), *toy.inputs(7, seed=1), toy.scales()
         torch._dynamo.reset()
-        torch.compile(two_micro_batches, fullgraph=True)(recorded(first, calls), recorded(second, calls), *args)
+        torch.compile(two_micro_batches, fullgraph=True)(toy.recorded(first, calls), toy.recorded(second, calls), *args)
         assert [(name, comm) for name, _, comm in calls] == [
             (name, comm.name) for name in ("dispatch", "combine") for comm in (first, second)
         ]

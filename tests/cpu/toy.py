@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,3 +69,15 @@ def dense(x: Tensor, topk_idx: Tensor, weights: Tensor | None, scale: Tensor) ->
     chosen = torch.tanh(x)[:, None] * scale[topk_idx.clamp(min=0).long()]
     weight = (topk_idx >= 0).to(x.dtype) if weights is None else torch.where(topk_idx >= 0, weights, 0)
     return (chosen * weight[..., None]).sum(1)
+
+
+def recorded(comm: Communicator, calls: list[tuple[str, int, str]]) -> Communicator:
+    """Note what the communicator's backend runs: operator, how many rows or tokens it is given, communicator."""
+
+    def record(name: str, run: Any, *args: Any) -> Any:
+        calls.append((name, args[0].shape[0], comm.name))
+        return run(*args)
+
+    for name in ("dispatch", "combine", "dispatch_backward", "combine_backward"):
+        setattr(comm.backend, name, functools.partial(record, name, getattr(comm.backend, name)))
+    return comm
