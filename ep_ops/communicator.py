@@ -73,6 +73,8 @@ class Communicator:
         timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
             reference backend follow their process group's timeout instead.
         dispatch_sms, combine_sms: multiprocessors that the kernels may take; None: the backend's choice.
+        latency_max_tokens: calls whose ``max_tokens`` is at most this run on the kernels for decode (same results to
+            the bit; cute backend); 0: never; None: the backend's choice.
         name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
     """
 
@@ -92,6 +94,7 @@ class Communicator:
         timeout: float = 300.0,
         dispatch_sms: int | None = None,
         combine_sms: int | None = None,
+        latency_max_tokens: int | None = None,
         name: str | None = None,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -106,7 +109,7 @@ class Communicator:
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank), alignment, backend, self.device.type, timeout, dispatch_sms, combine_sms,
-            _version(),
+            latency_max_tokens, _version(),
         )  # fmt: skip
         resolved = agree(exchange, own, taken=own.name in _registry)
 

@@ -53,6 +53,7 @@ class Config:
     timeout: float
     dispatch_sms: int | None
     combine_sms: int | None
+    latency_max_tokens: int | None
     version: str
 
     def problem(self) -> str | None:
@@ -103,6 +104,9 @@ class Config:
             value = getattr(self, field)
             if value is not None and (not is_int(value) or value < 1):
                 return f"{field} is {value!r}; it must be None or an int of at least 1"
+        value = self.latency_max_tokens
+        if value is not None and (not is_int(value) or value < 0):
+            return f"latency_max_tokens is {value!r}; it must be None or an int of at least 0"
         return None
 
 
@@ -136,6 +140,7 @@ def memory_plan(
     capacity: int | None = None,
     dispatch_sms: int | None = None,
     combine_sms: int | None = None,
+    latency_max_tokens: int | None = None,
     rank: int = 0,
 ) -> MemoryPlan:
     """Bytes that ``rank`` of such a communicator takes; nothing is allocated and no GPU is needed.
@@ -148,7 +153,7 @@ def memory_plan(
     device_type = "cpu" if backend == "reference" else "cuda"
     config = Config(
         "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
-        backend, device_type, 300.0, dispatch_sms, combine_sms, "",
+        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, "",
     )  # fmt: skip
     if problem := config.problem():
         raise ValueError(problem)

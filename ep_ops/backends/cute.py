@@ -16,6 +16,7 @@ from cute_kernels.throughput.scale import Scale
 from torch import Tensor
 
 from .. import symmetric
+from . import latency
 from .base import DispatchTensors, RouteTensors
 from .report import Report
 
@@ -59,9 +60,16 @@ def kernels_of(problem: Problem) -> list[Any]:
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
 
+def heap_of(config: Config) -> Heap:
+    """The symmetric memory of a rank."""
+    problem = problem_of(config)
+    tokens = latency.token_bound(config, problem)
+    return latency.heap_of(problem, tokens) if tokens else Heap(problem)
+
+
 def memory_plan(config: Config, rank: int) -> dict[str, int]:
     """Bytes that a rank's backend holds, by purpose."""
-    return {f"symmetric: {purpose}": size for purpose, size in Heap(problem_of(config)).sizes().items()}
+    return {f"symmetric: {purpose}": size for purpose, size in heap_of(config).sizes().items()}
 
 
 class CuteBackend:
@@ -87,13 +95,15 @@ class CuteBackend:
         self._combine_blocks = combine_blocks
         self._pushers = combine_blocks - max(1, combine_blocks * 3 // 10)
         self._all_blocks = sms
-        self._buffer = symmetric.allocate(Heap(problem).nbytes, comm.group, comm.device)
+        self._buffer = symmetric.allocate(heap_of(comm.config).nbytes, comm.group, comm.device)
         self._state = self._buffer.local[:256].view(torch.int64)
         self._state[EPOCH] = 1
         torch.cuda.synchronize(comm.device)
         self._report = Report(problem.num_experts, comm.config.timeout)
         self._ranks = (self._buffer.addresses, comm.rank, self._report.address, int(comm.config.timeout * 1e9))
         self._functions: dict[Any, Callable[..., None]] = {}
+        self._latency_tokens = latency.token_bound(comm.config, problem)
+        self.latency = latency.LatencyPath(self, self._latency_tokens, sms)
 
     # ------------------------------------------------------------------ operators
 
@@ -116,6 +126,8 @@ class CuteBackend:
         max_tokens: int,
     ) -> DispatchTensors:
         self.check_errors()
+        if max_tokens <= self._latency_tokens:
+            return self.latency.dispatch(x, topk_weights, topk_idx, capacity, alignment, slots, max_tokens)
         route = self._new_route(topk_idx, max_tokens)
         self._publish("dispatch", True, x, topk_weights, topk_idx, route, capacity, alignment, slots, max_tokens)
         rows = self._pull("dispatch", x, topk_weights, route, capacity, alignment, begins=False)
@@ -140,6 +152,8 @@ class CuteBackend:
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
         self.check_errors()
+        if route[2].shape[1] <= self._latency_tokens:
+            return self.latency.combine(y, recv_weights, route)
         return self._combine("combine", y, recv_weights, None, route)[0]
 
     def dispatch_backward(

@@ -1,0 +1,1 @@
+"""Dispatch and combine of few tokens: one kernel each, rows and routes pushed as lines that carry their own mark."""

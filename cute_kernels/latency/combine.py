@@ -1,0 +1,285 @@
+"""Latency combine, one kernel: experts' ranks add up rows and push the sums, owners add up what arrives.
+
+Blocks before `senders` push: a warp takes a packet of a token that has rows here, adds them in fp32 over k ascending,
+rounds and stores it into the owner's slot [this rank][token]. Blocks from `first_receiver` on sum: a warp takes a
+packet of one of this rank's tokens, adds up what lies on this rank itself, waits for the packets of the other ranks
+that hold rows of the token (known from the route) and adds them in fp32 over ranks ascending. A block that does both
+pushes first, and pushing waits for nobody: all waits end, as long as all blocks fit on the device at once.
+
+**Complete when it ends.** The kernel has seen every line that the route says must come. Ranks without rows for this
+one are heard by their hello flag, which the rule of two halves asks for (sync.py).
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..heap import Problem
+from ..launch import example_stream, ranks_signature
+from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
+from .packets import (
+    POLLS_PER_CHECK,
+    again,
+    arrived,
+    hold_epoch,
+    lane_offset,
+    lane_vector,
+    ld_line,
+    open_next_epoch,
+    overdue,
+    say_hello,
+    seal,
+    st_line,
+    store_payload,
+)
+from .place import THREADS, WARPS
+
+BATCH = 4
+"""Rows that a warp loads together."""
+
+
+@dataclass(frozen=True)
+class Combine:
+    """`tokens`: most tokens of a rank. `weighted`: rows times their routing weight.
+
+    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends.
+    """
+
+    problem: Problem
+    tokens: int
+    weighted: bool
+    send: bool = True
+    receive: bool = True
+
+    def signature(self):
+        return (*ranks_signature(self.problem), *[Int64(0)] * 6, *[Int32(0)] * 5, example_stream())
+
+    @property
+    def heap(self) -> LatencyHeap:
+        return LatencyHeap(self.problem, self.tokens)
+
+    @property
+    def row_packets(self) -> int:
+        return packets(self.problem.row_bytes)
+
+    @property
+    def values(self) -> int:
+        """Numbers in 16 bytes."""
+        return 16 // self.problem.itemsize
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        y: Int64,
+        recv_weights: Int64,
+        topk_idx: Int64,
+        send_rows: Int64,
+        recv_rows: Int64,
+        out: Int64,
+        tokens: Int32,
+        max_tokens: Int32,
+        senders: Int32,
+        first_receiver: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel.set_name_prefix("ep_latency_combine", remove_cutlass_symbol=True)
+        self.kernel(
+            peers, rank, report, timeout_ns, kind, y, recv_weights, topk_idx, send_rows, recv_rows, out, tokens,
+            max_tokens, senders, first_receiver,
+        ).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        y: Int64,
+        recv_weights: Int64,
+        topk_idx: Int64,
+        send_rows: Int64,
+        recv_rows: Int64,
+        out: Int64,
+        tokens: Int32,
+        max_tokens: Int32,
+        senders: Int32,
+        first_receiver: Int32,
+    ):
+        p = self.problem
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        lane = arch.lane_idx()
+        warp = arch.make_warp_uniform(tid // 32)
+        # Nothing is read or written before the kernel in front has ended: its epoch, its y.
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, kind)
+
+        if const_expr(self.send):
+            if bid == blocks - 1 and warp == WARPS - 1:
+                say_hello(ranks, lane)
+            if const_expr(p.world_size > 1):
+                if bid < senders:
+                    self.push(ranks, kind, y, recv_weights, recv_rows, max_tokens, bid, senders, warp, lane)
+
+        if const_expr(self.receive):
+            hold_epoch(ranks)
+            # The last warp meets the others, which do not wait for it.
+            if warp < WARPS - 1:
+                arch.barrier_arrive(barrier_id=1, number_of_threads=THREADS)
+            else:
+                arch.barrier(barrier_id=1, number_of_threads=THREADS)
+                if lane == 0:
+                    open_next_epoch(ranks)
+                if bid == blocks - 1:
+                    if lane < p.world_size:
+                        ranks.wait("hello", lane, lane, 0)
+                    arch.sync_warp()
+            if bid >= first_receiver:
+                self.sum(
+                    ranks, y, recv_weights, topk_idx, send_rows, out, tokens, bid - first_receiver,
+                    blocks - first_receiver, warp, lane,
+                )  # fmt: skip
+
+    @cute.jit
+    def push(self, ranks, kind, y, recv_weights, recv_rows, max_tokens, block, blocks, warp, lane):
+        p = self.problem
+        count = self.row_packets
+        others = p.world_size - 1
+        item = warp * blocks + block
+        while item < max_tokens * (others * count):
+            token = item // (others * count)
+            owner = (ranks.rank + 1 + (item // count) % others) % p.world_size
+            packet = item % count
+            row = Int32(-1)
+            if lane < p.top_k:
+                row = ptx.ld_i32(recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
+            now = again(ranks, kind)
+            if arch.vote_any_sync(row >= 0):
+                words = self.sum_rows(y, recv_weights, row, packet, lane)
+                at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
+                address = now.at(sync.select(now.peers, owner), "lines") + at
+                st_line(address, seal(words, lane, now.mark))
+            item += blocks * WARPS
+
+    @cute.jit
+    def sum_rows(self, y, recv_weights, row, packet, lane):
+        """The rounded sum over k ascending of the rows that the lanes hold, in a lane's payload vector."""
+        p = self.problem
+        weight = Float32(1.0)
+        if const_expr(self.weighted):
+            if row >= 0:
+                weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
+        acc = cute.make_rmem_tensor((self.values,), Float32)
+        for i in range_constexpr(self.values):
+            acc[i] = Float32(0.0)
+        vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
+        words = cute.make_rmem_tensor((4 * BATCH,), Uint32)
+        left = arch.vote_ballot_sync(row >= 0)
+        while left != 0:
+            loading = left
+            for b in range_constexpr(BATCH):
+                if loading != 0:
+                    k = arch.popc((loading & -loading) - 1)
+                    loading = loading & (loading - 1)
+                    got = ptx.ld_v4(y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes + vector)
+                    for i in range_constexpr(4):
+                        words[4 * b + i] = got[i]
+            for b in range_constexpr(BATCH):
+                if left != 0:
+                    k = arch.popc((left & -left) - 1)
+                    left = left & (left - 1)
+                    values = ptx.unpack([words[4 * b + i] for i in range(4)], p.dtype)
+                    if const_expr(self.weighted):
+                        w = arch.shuffle_sync(weight, k)
+                        values = [ptx.mul_rn(value, w) for value in values]
+                    for i in range_constexpr(self.values):
+                        acc[i] = ptx.add_rn(acc[i], values[i])
+        packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
+        return packed[0], packed[1], packed[2], packed[3]
+
+    @cute.jit
+    def sum(self, ranks, y, recv_weights, topk_idx, send_rows, out, tokens, block, blocks, warp, lane):
+        p = self.problem
+        count = self.row_packets
+        staging = ranks.at(ranks.own, "lines")
+        words = cute.make_rmem_tensor((4 * p.world_size,), Uint32)
+        acc = cute.make_rmem_tensor((self.values,), Float32)
+        item = warp * blocks + block
+        while item < tokens * count:
+            token = item // count
+            packet = item - token * count
+            row = Int32(-1)
+            holder = Int32(0)
+            if lane < p.top_k:
+                at = Int64(token * p.top_k + lane) * 4
+                row = ptx.ld_i32(send_rows + at)
+                expert = ptx.ld_i32(topk_idx + at)
+                for r in range_constexpr(1, p.world_size):
+                    if expert >= p.first_expert[r]:
+                        holder = Int32(r)
+            bit = Int32(0)
+            if row >= 0:
+                bit = Int32(1) << holder
+            expected = arch.warp_redux_sync(bit, "or")
+            if holder != ranks.rank:
+                row = Int32(-1)
+            own = seal(self.sum_rows(y, recv_weights, row, packet, lane), lane, Int64(0))
+
+            address = staging + Int64(token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
+            waiting = expected & ~(Int32(1) << ranks.rank)
+            polls = Int32(0)
+            start = Int64(0)
+            while waiting != 0:
+                for r in range_constexpr(p.world_size):
+                    if (waiting >> r) & 1 != 0:
+                        got = ld_line(address + r * (self.tokens * ranks.heap.row_stride))
+                        for i in range_constexpr(4):
+                            words[4 * r + i] = got[i]
+                missing = Int32(0)
+                for r in range_constexpr(p.world_size):
+                    if (waiting >> r) & 1 != 0:
+                        if not arrived(words[4 * r + 2], words[4 * r + 3], lane, ranks.mark):
+                            missing = missing | (1 << r)
+                waiting = missing
+                polls += 1
+                if polls == POLLS_PER_CHECK and waiting != 0:
+                    polls = Int32(0)
+                    if start == 0:
+                        start = Int64(arch.globaltimer())
+                    peer = Int32(arch.popc((waiting & -waiting) - 1))
+                    if overdue(ranks, start, "token", peer, token, Uint32(0), Uint32(0), lane):
+                        waiting = Int32(0)
+                        expected = Int32(0)
+
+            for i in range_constexpr(self.values):
+                acc[i] = Float32(0.0)
+            for r in range_constexpr(p.world_size):
+                if (expected >> r) & 1 != 0:
+                    w0, w1, w2, w3 = words[4 * r], words[4 * r + 1], words[4 * r + 2], words[4 * r + 3]
+                    if ranks.rank == r:
+                        w0, w1, w2, w3 = own[0], own[1], own[2], own[3]
+                    values = ptx.unpack([w0, w1, w2, w3], p.dtype)
+                    for i in range_constexpr(self.values):
+                        acc[i] = ptx.add_rn(acc[i], values[i])
+            packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
+            offset = packet * PAYLOAD_BYTES + lane_offset(lane)
+            store_payload(packed, lane, out + Int64(token) * p.row_bytes, offset, p.row_bytes)
+            item += blocks * WARPS

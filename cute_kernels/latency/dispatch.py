@@ -1,0 +1,425 @@
+"""Latency dispatch, one kernel: every rank pushes its route and its rows, places what comes and stores it.
+
+Blocks before `senders` push: the route to every peer, each row once to every rank that holds one of its experts, a
+warp a packet. Blocks from `first_receiver` on receive: each waits for the routes of all ranks, works out where the
+rows of this rank go, waits for its share of the rows that must come and stores them to all their places. The last
+block does the same for all experts and writes the route. A block that does both pushes first, and pushing waits for
+nobody: all waits end, whatever order blocks start in, as long as all blocks fit on the device at once.
+
+**Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
+ranks' routes are the sign that all ranks have begun this operation, which the rule of two halves asks for (sync.py).
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..heap import Problem
+from ..launch import example_stream, ranks_signature
+from ..rows import zero_row
+from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
+from .packets import (
+    POLLS_PER_CHECK,
+    again,
+    arrived,
+    hold_epoch,
+    lane_offset,
+    lane_vector,
+    ld_line,
+    marks,
+    open_next_epoch,
+    overdue,
+    receive_packet,
+    say_hello,
+    seal,
+    st_line,
+    store_payload,
+)
+from .place import (
+    THREADS,
+    WARPS,
+    Tables,
+    clear_counts,
+    first_expert,
+    keep_route,
+    own_route_words,
+    place_entries,
+    write_segments,
+)
+
+BATCH = 4
+"""Packets that a warp waits for together."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """`tokens`: most tokens of a rank. `weights`: routing weights travel behind the rows.
+
+    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends.
+    """
+
+    problem: Problem
+    tokens: int
+    weights: bool
+    send: bool = True
+    receive: bool = True
+
+    def signature(self):
+        return (*ranks_signature(self.problem), *[Int64(0)] * 10, *[Int32(0)] * 8, example_stream())
+
+    @property
+    def heap(self) -> LatencyHeap:
+        return LatencyHeap(self.problem, self.tokens)
+
+    @property
+    def row_packets(self) -> int:
+        return packets(self.problem.row_bytes + (self.heap.weight_bytes if self.weights else 0))
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        x: Int64,
+        topk_weights: Int64,
+        topk_idx: Int64,
+        send_rows: Int64,
+        recv_rows: Int64,
+        offs: Int64,
+        counts: Int64,
+        dropped: Int64,
+        recv_x: Int64,
+        recv_weights: Int64,
+        tokens: Int32,
+        max_tokens: Int32,
+        capacity: Int32,
+        alignment: Int32,
+        slots: Int32,
+        senders: Int32,
+        first_receiver: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel.set_name_prefix("ep_latency_dispatch", remove_cutlass_symbol=True)
+        self.kernel(
+            peers, rank, report, timeout_ns, kind, x, topk_weights, topk_idx, send_rows, recv_rows, offs, counts,
+            dropped, recv_x, recv_weights, tokens, max_tokens, capacity, alignment, slots, senders, first_receiver,
+        ).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        x: Int64,
+        topk_weights: Int64,
+        topk_idx: Int64,
+        send_rows: Int64,
+        recv_rows: Int64,
+        offs: Int64,
+        counts: Int64,
+        dropped: Int64,
+        recv_x: Int64,
+        recv_weights: Int64,
+        tokens: Int32,
+        max_tokens: Int32,
+        capacity: Int32,
+        alignment: Int32,
+        slots: Int32,
+        senders: Int32,
+        first_receiver: Int32,
+    ):
+        p = self.problem
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        lane = arch.lane_idx()
+        warp = arch.make_warp_uniform(tid // 32)
+        # Nothing is read or written before the kernel in front has ended: its epoch, its x.
+        arch.griddepcontrol_wait()
+        arch.griddepcontrol_launch_dependents()
+        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, kind)
+
+        if const_expr(self.send):
+            if bid < senders:
+                if const_expr(p.world_size > 1):
+                    self.push_route(
+                        ranks, kind, topk_idx, tokens, max_tokens, capacity, alignment, slots, senders - 1 - bid,
+                        senders, warp, lane,
+                    )  # fmt: skip
+                    self.push_rows(ranks, kind, x, topk_weights, topk_idx, tokens, bid, senders, warp, lane)
+            if bid == blocks - 1 and warp == WARPS - 1:
+                say_hello(ranks, lane)
+
+        if const_expr(self.receive):
+            smem = cutlass.memory.SmemAllocator()
+            tables = Tables(smem, p, ranks.heap)
+            entries = max_tokens * p.top_k
+            if bid >= first_receiver:
+                low = first_expert(p, rank)
+                high = first_expert(p, rank + 1)
+                if bid == blocks - 1:
+                    low = Int32(0)
+                    high = Int32(p.num_experts)
+                clear_counts(tables, high - low)
+                self.gather_routes(ranks, tables, topk_idx, tokens, entries, capacity, alignment, slots, warp, lane)
+            hold_epoch(ranks)
+            arch.sync_threads()
+            if warp == WARPS - 1 and lane == 0:
+                open_next_epoch(ranks)
+            if bid >= first_receiver:
+                low = first_expert(p, rank)
+                high = first_expert(p, rank + 1)
+                if bid == blocks - 1:
+                    low = Int32(0)
+                    high = Int32(p.num_experts)
+                place_entries(p, tables, entries, low, high)
+                source_stride = (entries + 31) // 32 * 32
+                if bid == blocks - 1:
+                    write_segments(p, tables, rank, offs, counts, dropped)
+                    i = tid
+                    while i < tokens * p.top_k:
+                        ptx.st_i32(send_rows + Int64(i) * 4, tables.rows[rank * source_stride + i])
+                        i += THREADS
+                else:
+                    block = bid - first_receiver
+                    receivers = blocks - 1 - first_receiver
+                    self.write_recv_rows(
+                        tables, topk_weights, recv_rows, recv_weights, rank, tokens, entries, block, receivers
+                    )
+                    self.clear_padding(tables, rank, recv_x, recv_weights, block, receivers, warp, lane)
+                    self.take_rows(
+                        ranks, tables, x, recv_x, recv_weights, max_tokens, source_stride, block, receivers, warp, lane
+                    )
+
+    @cute.jit
+    def push_route(
+        self, ranks, kind, topk_idx, tokens, max_tokens, capacity, alignment, slots, block, blocks, warp, lane
+    ):
+        """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
+        p = self.problem
+        packet = block + warp * blocks
+        total = packets(ROUTE_HEADER_BYTES + 2 * max_tokens * p.top_k)
+        while packet < total:
+            now = again(ranks, kind)
+            words = own_route_words(
+                ranks, p, topk_idx, tokens * p.top_k, capacity, alignment, slots, packet, lane, True
+            )
+            words = seal(words, lane, now.mark)
+            at = Int64(ranks.rank * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
+            for d in range_constexpr(1, p.world_size):
+                peer = (ranks.rank + d) % p.world_size
+                st_line(now.at(sync.select(now.peers, peer), "routes") + at, words)
+            packet += blocks * WARPS
+
+    @cute.jit
+    def push_rows(self, ranks, kind, x, topk_weights, topk_idx, tokens, block, blocks, warp, lane):
+        """Each row once to every other rank that holds one of its experts, a packet a warp."""
+        p = self.problem
+        count = self.row_packets
+        item = warp * blocks + block
+        while item < tokens * count:
+            token = item // count
+            packet = item - token * count
+            expert = Int32(-1)
+            if lane < p.top_k:
+                expert = ptx.ld_i32(topk_idx + Int64(token * p.top_k + lane) * 4)
+            words = self.row_words(x, topk_weights, token, packet, lane)
+            now = again(ranks, kind)
+            words = seal(words, lane, now.mark)
+            wanted = Int32(0)
+            if expert >= 0 and expert < p.num_experts:
+                holder = Int32(0)
+                for r in range_constexpr(1, p.world_size):
+                    if expert >= p.first_expert[r]:
+                        holder = Int32(r)
+                wanted = Int32(1) << holder
+            wanted = arch.warp_redux_sync(wanted, "or")
+            at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
+            for d in range_constexpr(1, p.world_size):
+                peer = (ranks.rank + d) % p.world_size
+                if (wanted >> peer) & 1 != 0:
+                    st_line(now.at(sync.select(now.peers, peer), "lines") + at, words)
+            item += blocks * WARPS
+
+    @cute.jit
+    def row_words(self, x, topk_weights, token, packet, lane):
+        """A lane's payload vector of a row's packet: 16 bytes of the row, or weights behind its end."""
+        p = self.problem
+        offset = (packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16
+        got = ptx.ld_v4(x + Int64(token) * p.row_bytes + cutlass.min(offset, p.row_bytes - 16))
+        w0, w1, w2, w3 = got[0], got[1], got[2], got[3]
+        if const_expr(self.weights):
+            if (packet + 1) * PAYLOAD_BYTES > p.row_bytes:
+                if offset >= p.row_bytes:
+                    words = cute.make_rmem_tensor((4,), Uint32)
+                    for i in range_constexpr(4):
+                        k = (offset - p.row_bytes) // 4 + i
+                        words[i] = Uint32(0)
+                        if k < p.top_k:
+                            words[i] = Uint32(ptx.ld_i32(topk_weights + Int64(token * p.top_k + k) * 4))
+                    w0, w1, w2, w3 = words[0], words[1], words[2], words[3]
+        return w0, w1, w2, w3
+
+    @cute.jit
+    def gather_routes(self, ranks, tables, topk_idx, tokens, entries, capacity, alignment, slots, warp, lane):
+        """The routes of all ranks into shared memory. What does not come in time names no experts."""
+        p = self.problem
+        count = packets(ROUTE_HEADER_BYTES + 2 * entries)
+        item = warp
+        while item < count * p.world_size:
+            source = item // count
+            packet = item - source * count
+            w0, w1, w2, w3 = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
+            if source == ranks.rank:
+                own = own_route_words(
+                    ranks, p, topk_idx, tokens * p.top_k, capacity, alignment, slots, packet, lane, not self.send
+                )
+                w0, w1, w2, w3 = seal(own, lane, Int64(0))
+            else:
+                at = Int64(source * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
+                w0, w1, w2, w3 = receive_packet(
+                    ranks, ranks.at(ranks.own, "routes") + at, "route", source, Int32(0), lane
+                )
+            keep_route(tables, source, packet, (w0, w1, w2, w3), lane)
+            item += WARPS
+
+    @cute.jit
+    def write_recv_rows(self, tables, topk_weights, recv_rows, recv_weights, rank, tokens, entries, block, blocks):
+        """A block's share of recv_rows, and of the weights of rows that stay on this rank."""
+        p = self.problem
+        tid, _, _ = arch.thread_idx()
+        stride = (entries + 31) // 32 * 32
+        for source in range_constexpr(p.world_size):
+            i = block * THREADS + tid
+            while i < entries:
+                row = tables.rows[source * stride + i]
+                ptx.st_i32(recv_rows + (Int64(source) * entries + i) * 4, row)
+                if const_expr(self.weights):
+                    if row >= 0 and rank == source:
+                        ptx.st_i32(recv_weights + Int64(row) * 4, ptx.ld_i32(topk_weights + Int64(i) * 4))
+                i += blocks * THREADS
+
+    @cute.jit
+    def clear_padding(self, tables, rank, recv_x, recv_weights, block, blocks, warp, lane):
+        """A block's share of the rows between each segment's last row and its padded end: a warp a row."""
+        p = self.problem
+        experts = first_expert(p, rank + 1) - first_expert(p, rank)
+        alignment = cutlass.max(Int32(tables.route[rank * tables.route_stride + 1]), 1)
+        item = warp * blocks + block
+        while item < experts * (alignment - 1):
+            e = item // (alignment - 1)
+            asked = tables.asked[e]
+            start = tables.start[e]
+            kept = cutlass.max(cutlass.min(asked, tables.limit[e] - start), 0)
+            row = start + kept + (item - e * (alignment - 1))
+            if row < start + (kept + alignment - 1) // alignment * alignment:
+                zero_row(p.row_bytes, recv_x + Int64(row) * p.row_bytes, lane)
+                if const_expr(self.weights):
+                    if lane == 0:
+                        ptx.st_f32(recv_weights + Int64(row) * 4, cutlass.Float32(0.0))
+            item += blocks * WARPS
+
+    @cute.jit
+    def take_rows(self, ranks, tables, x, recv_x, recv_weights, max_tokens, source_stride, block, blocks, warp, lane):
+        """A block's share of the packets of all rows that come here: wait for each, store it to all its places."""
+        p = self.problem
+        count = self.row_packets
+        total = max_tokens * (p.world_size * count)
+        staging = ranks.at(ranks.own, "lines")
+        step = blocks * WARPS
+        item = warp * blocks + block
+        words = cute.make_rmem_tensor((4 * BATCH,), Uint32)
+        address = cute.make_rmem_tensor((BATCH,), Int64)
+        offset = cute.make_rmem_tensor((BATCH,), Int32)
+        rows = cute.make_rmem_tensor((BATCH,), Int32)
+        while item < total:
+            waiting = Int32(0)
+            for u in range_constexpr(BATCH):
+                mine = item + u * step
+                token = mine // (p.world_size * count)
+                source = (mine // count) % p.world_size
+                packet = mine % count
+                rows[u] = Int32(-1)
+                if mine < total and lane < p.top_k:
+                    rows[u] = tables.rows[source * source_stride + token * p.top_k + lane]
+                offset[u] = packet * PAYLOAD_BYTES + lane_offset(lane)
+                address[u] = (
+                    staging + Int64(source * self.tokens + token) * ranks.heap.row_stride
+                    + packet * PACKET_BYTES + lane * 16
+                )  # fmt: skip
+                if arch.vote_any_sync(rows[u] >= 0):
+                    if source == ranks.rank:
+                        vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
+                        own = seal(ptx.ld_v4(x + Int64(token) * p.row_bytes + vector), lane, Int64(0))
+                        for i in range_constexpr(4):
+                            words[4 * u + i] = own[i]
+                    else:
+                        waiting = waiting | (1 << u)
+            polls = Int32(0)
+            start = Int64(0)
+            while waiting != 0:
+                for u in range_constexpr(BATCH):
+                    if (waiting >> u) & 1 != 0:
+                        got = ld_line(address[u])
+                        for i in range_constexpr(4):
+                            words[4 * u + i] = got[i]
+                missing = Int32(0)
+                for u in range_constexpr(BATCH):
+                    if (waiting >> u) & 1 != 0:
+                        if not arrived(words[4 * u + 2], words[4 * u + 3], lane, ranks.mark):
+                            missing = missing | (1 << u)
+                waiting = missing
+                polls += 1
+                if polls == POLLS_PER_CHECK and waiting != 0:
+                    polls = Int32(0)
+                    if start == 0:
+                        start = Int64(arch.globaltimer())
+                    first = item + step * Int32(arch.popc((waiting & -waiting) - 1))
+                    token = first // (p.world_size * count)
+                    source = (first // count) % p.world_size
+                    if overdue(ranks, start, "token", source, token, Uint32(0), Uint32(0), lane):
+                        waiting = Int32(0)
+            for u in range_constexpr(BATCH):
+                left = arch.vote_ballot_sync(rows[u] >= 0)
+                mine = (words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
+                if const_expr(self.weights):
+                    if left != 0:
+                        self.store_weights(
+                            ranks, tables, mine, offset[u], item + u * step, source_stride, recv_weights, lane
+                        )
+                while left != 0:
+                    k = arch.popc((left & -left) - 1)
+                    left = left & (left - 1)
+                    row = Int64(arch.shuffle_sync(rows[u], k))
+                    store_payload(mine, lane, recv_x + row * p.row_bytes, offset[u], p.row_bytes)
+            item += BATCH * step
+
+    @cute.jit
+    def store_weights(self, ranks, tables, words, offset, item, source_stride, recv_weights, lane):
+        """The weights in a packet that came from a peer, to the rows of their (token, k)."""
+        p = self.problem
+        count = self.row_packets
+        source = (item // count) % p.world_size
+        if offset >= p.row_bytes and source != ranks.rank:
+            first = (offset - p.row_bytes) // 4
+            token = item // (p.world_size * count)
+            for i in range_constexpr(4):
+                if first + i < p.top_k and (i < 2 or not marks(lane)):
+                    row = tables.rows[source * source_stride + token * p.top_k + first + i]
+                    if row >= 0:
+                        ptx.st_i32(recv_weights + Int64(row) * 4, Int32(words[i]))

@@ -1,0 +1,261 @@
+"""From everybody's expert ids to rows: each block does it for itself, so that no block waits for another.
+
+The row of an entry is the start of its expert's segment plus the number of earlier entries of that expert, entries
+being ordered by (source rank, token, k). A block that moves rows asks for the experts of its rank, the block that
+writes the route for all experts.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx
+from ..route import report_bad_expert
+from .heap import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap
+from .packets import lane_offset, lane_vector, marks
+
+WARPS = 16
+THREADS = 32 * WARPS
+NO_EXPERT = 0xFFFF
+ROUTE_WORDS = PAYLOAD_BYTES // 4
+
+
+class Tables:
+    """What a block holds in shared memory while it places rows.
+
+    `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
+    32]: the result. `earlier` [warps, experts]: how many entries other warps have seen before. `start`, `limit`,
+    `asked` [experts]: first row, row behind the last one that fits, number of entries.
+    """
+
+    def __init__(self, smem, problem, heap: LatencyHeap):
+        def ints(n):
+            return smem.allocate_tensor(Int32, cute.make_layout(n))
+
+        w, e = problem.world_size, problem.num_experts
+        self.route_stride = heap.route_packets * ROUTE_WORDS
+        self.route = smem.allocate_tensor(Uint32, cute.make_layout(w * self.route_stride))
+        self.rows = ints(w * ((heap.tokens * problem.top_k + 31) // 32 * 32))
+        self.earlier = ints(WARPS * e)
+        self.start, self.limit, self.asked = ints(e), ints(e), ints(e)
+
+    # The DSL carries objects through run-time control flow by taking them apart and putting them together again.
+    def _tensors(self):
+        return [self.route, self.rows, self.earlier, self.start, self.limit, self.asked]
+
+    def __extract_mlir_values__(self):
+        return [v for tensor in self._tensors() for v in cutlass.extract_mlir_values(tensor)]
+
+    def __new_from_mlir_values__(self, values):
+        new = object.__new__(Tables)
+        new.route_stride = self.route_stride
+        built = [cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._tensors(), values, strict=True)]
+        new.route, new.rows, new.earlier, new.start, new.limit, new.asked = built
+        return new
+
+
+@cute.jit
+def first_expert(problem: cutlass.Constexpr, rank) -> Int32:
+    """Of a rank known at run time; num_experts for the rank behind the last."""
+    first = Int32(0)
+    for r in range_constexpr(1, problem.world_size + 1):
+        if rank == r:
+            first = Int32(problem.first_expert[r])
+    return first
+
+
+@cute.jit
+def own_route_words(
+    ranks,
+    problem: cutlass.Constexpr,
+    topk_idx,
+    entries,
+    capacity,
+    alignment,
+    slots,
+    packet,
+    lane,
+    report: cutlass.Constexpr,
+):
+    """A lane's payload vector of the given packet of this rank's route, which names `entries` experts."""
+    vector = packet * PAYLOAD_VECTORS + lane_vector(lane)
+    first = (vector - 1) * 8
+    ids = cute.make_rmem_tensor((8,), Int32)
+    for i in range_constexpr(8):
+        ids[i] = Int32(-1)
+        if first + i >= 0 and first + i < entries:
+            ids[i] = ptx.ld_i32(topk_idx + Int64(first + i) * 4)
+    words = cute.make_rmem_tensor((4,), Uint32)
+    bad = Int32(-1)
+    for i in range_constexpr(8):
+        expert = ids[i]
+        if expert < 0 or expert >= problem.num_experts:
+            if expert != -1:
+                bad = Int32(i)
+            expert = Int32(NO_EXPERT)
+        if cutlass.const_expr(i % 2 == 0):
+            words[i // 2] = Uint32(expert)
+        else:
+            words[i // 2] = words[i // 2] | (Uint32(expert) << 16)
+    if cutlass.const_expr(report):
+        if bad >= 0:
+            report_bad_expert(ranks, first + bad, ptx.ld_i32(topk_idx + Int64(first + bad) * 4))
+    if vector == 0:
+        words[0] = Uint32(capacity)
+        words[1] = Uint32(alignment)
+        words[2] = Uint32(slots)
+        words[3] = Uint32(0)
+    return words[0], words[1], words[2], words[3]
+
+
+@cute.jit
+def keep_route(tables, source, packet, words, lane):
+    """Puts what a lane holds of a received route into shared memory."""
+    at = source * tables.route_stride + packet * ROUTE_WORDS + lane_offset(lane) // 4
+    tables.route[at] = words[0]
+    tables.route[at + 1] = words[1]
+    if not marks(lane):
+        tables.route[at + 2] = words[2]
+        tables.route[at + 3] = words[3]
+
+
+@cute.jit
+def clear_counts(tables, experts):
+    tid, _, _ = arch.thread_idx()
+    i = tid
+    while i < WARPS * experts:
+        tables.earlier[i] = 0
+        i += THREADS
+
+
+@cute.jit
+def asked_expert(tables, source, entry, entries, low, high) -> Int32:
+    """Expert id minus `low` of an entry; -1 if it is none of low..high-1."""
+    expert = Int32(-1)
+    if entry < entries:
+        word = tables.route[source * tables.route_stride + ROUTE_HEADER_BYTES // 4 + (entry >> 1)]
+        expert = Int32((word >> (Uint32(entry & 1) * 16)) & 0xFFFF)
+        if expert >= low and expert < high:
+            expert -= low
+        else:
+            expert = Int32(-1)
+    return expert
+
+
+@cute.jit
+def place_entries(problem: cutlass.Constexpr, tables, entries, low, high):
+    """By the whole block, behind a barrier after `clear_counts` and `keep_route`; ends with a barrier.
+
+    `entries` is how many each source may have. low..high-1 are the experts of one rank or of all. Then `rows` of
+    (source, entry) at source * (entries rounded up to 32) + entry is the row at the expert's rank, or -1.
+    """
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warp = arch.make_warp_uniform(tid // 32)
+    experts = high - low
+    # Each warp takes consecutive chunks of 32 entries of one source.
+    chunks = (entries + 31) // 32
+    each = (problem.world_size * chunks + WARPS - 1) // WARPS
+    begin = warp * each
+    end = cutlass.min(begin + each, problem.world_size * chunks)
+
+    chunk = begin
+    while chunk < end:
+        source = chunk // chunks
+        expert = asked_expert(tables, source, (chunk - source * chunks) * 32 + lane, entries, low, high)
+        same = arch.match_sync(0xFFFFFFFF, expert)
+        below = Int32(arch.popc(same & arch.lanemask_lt()))
+        at = warp * experts + expert
+        number = Int32(-1)
+        if expert >= 0:
+            number = tables.earlier[at] + below
+        # The leader's update comes after every lane's read.
+        arch.sync_warp()
+        if expert >= 0 and below == 0:
+            tables.earlier[at] = number + Int32(arch.popc(same))
+        arch.sync_warp()
+        tables.rows[chunk * 32 + lane] = number
+        chunk += 1
+    arch.sync_threads()
+
+    e = tid
+    while e < experts:
+        total = Int32(0)
+        for w in range_constexpr(WARPS):
+            n = tables.earlier[w * experts + e]
+            tables.earlier[w * experts + e] = total
+            total += n
+        tables.asked[e] = total
+        e += THREADS
+    arch.sync_threads()
+
+    # A warp for each destination whose experts are asked for: where its segments start.
+    if warp < problem.world_size:
+        begin_expert = first_expert(problem, warp)
+        end_expert = first_expert(problem, warp + 1)
+        if begin_expert >= low and end_expert <= high:
+            at = warp * tables.route_stride
+            capacity = Int32(tables.route[at])
+            alignment = cutlass.max(Int32(tables.route[at + 1]), 1)
+            slots = Int32(tables.route[at + 2])
+            carry = Int32(0)
+            base = begin_expert
+            while base < end_expert:
+                expert = base + lane
+                padded = Int32(0)
+                if expert < end_expert:
+                    padded = (tables.asked[expert - low] + alignment - 1) // alignment * alignment
+                total = padded
+                for step in range_constexpr(5):
+                    other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
+                    if lane >= (1 << step):
+                        total += other
+                if expert < end_expert:
+                    start = carry + total - padded
+                    limit = capacity
+                    if slots > 0:
+                        start = (expert - begin_expert) * slots
+                        limit = start + slots
+                    tables.start[expert - low] = start
+                    tables.limit[expert - low] = limit
+                carry += arch.shuffle_sync(total, 31)
+                base += 32
+    arch.sync_threads()
+
+    chunk = begin
+    while chunk < end:
+        source = chunk // chunks
+        expert = asked_expert(tables, source, (chunk - source * chunks) * 32 + lane, entries, low, high)
+        row = Int32(-1)
+        if expert >= 0:
+            row = tables.rows[chunk * 32 + lane] + tables.start[expert] + tables.earlier[warp * experts + expert]
+            if row >= tables.limit[expert]:
+                row = Int32(-1)
+        tables.rows[chunk * 32 + lane] = row
+        chunk += 1
+    arch.sync_threads()
+
+
+@cute.jit
+def write_segments(problem: cutlass.Constexpr, tables, rank, offs, counts, dropped):
+    """By the block that placed all experts: the segments of this rank's."""
+    tid, _, _ = arch.thread_idx()
+    first = first_expert(problem, rank)
+    count = first_expert(problem, rank + 1) - first
+    at = rank * tables.route_stride
+    capacity = Int32(tables.route[at])
+    alignment = cutlass.max(Int32(tables.route[at + 1]), 1)
+    slots = Int32(tables.route[at + 2])
+    e = tid
+    while e < count:
+        asked = tables.asked[first + e]
+        start = tables.start[first + e]
+        kept = cutlass.max(cutlass.min(asked, tables.limit[first + e] - start), 0)
+        end = cutlass.min(start + (asked + alignment - 1) // alignment * alignment, capacity)
+        if slots > 0:
+            end = start + (kept + alignment - 1) // alignment * alignment
+        ptx.st_i32(offs + Int64(e) * 4, end)
+        ptx.st_i32(counts + Int64(e) * 4, kept)
+        ptx.st_i32(dropped + Int64(e) * 4, asked - kept)
+        e += THREADS
