@@ -209,7 +209,7 @@ class Link:
     def measure(self, timer: Timer, push: bool, blocks: int, iterations: int) -> Timing:
         """Time of one push or pull with `blocks` blocks."""
         blocks = min(blocks, self.sms)
-        return timer.whole(lambda i: self._launch(push, blocks), iterations, warmup=2)
+        return timer.whole(lambda i: self._launch(push, blocks), iterations)
 
     def verify(self) -> None:
         """Fresh random rows arrive where they should; RuntimeError on a rank where they do not."""

@@ -80,6 +80,16 @@ class Calls:
         s = self._set(i)
         self.comm.combine(s.y, s.route)
 
+    def dispatch_backward(self, i: int) -> None:
+        s = self._set(i)
+        torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route, self.comm.alignment, self.comm.name)
+
+    def combine_backward(self, i: int) -> tuple[Tensor, Tensor]:
+        s, comm = self._set(i), self.comm
+        return torch.ops.ep.combine_backward(
+            s.grad_out, s.y, s.recv_weights, *s.route, self.capacity, comm.alignment, comm.name
+        )
+
     # ------------------------------------------------------------------ compiled, with gradients
 
     def compiled(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
@@ -130,23 +140,32 @@ class Calls:
     # ------------------------------------------------------------------ is it right?
 
     def errors(self) -> dict[str, float]:
-        """Relative error of each operator, or of what it returns after the way there and back: x, as weights add up
-        to 1. The way is `dispatch -> combine` by name of the operator that it tells about."""
-        s, tokens = self.sets[0], self.workload.tokens
+        """Of each operator: how far something known about its results is missed, the worst row's relative error.
+
+        A token that is dispatched and combined comes back as it was, or top-k times if unweighted; the backward
+        operators do what a combine and a dispatch along the same route do.
+        """
+        s, tokens, comm = self.sets[0], self.workload.tokens, self.comm
         weight_sum = s.topk_weights.sum(1, keepdim=True)
-        got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
-        planned, weights = self.comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
+        got = comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
+        planned, weights = comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
+        back = torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route, comm.alignment, comm.name)[0]
+        grad_y, _ = self.combine_backward(0)
+        grad_rows, _ = comm.dispatch_planned(s.grad_out, s.route, num_rows=self.capacity)
+        held = s.route.recv_rows[s.route.recv_rows >= 0].long()
         found = {
-            "dispatch": (self.comm.combine(got.x, got.route, got.weights), s.x * weight_sum),
-            "dispatch_planned": (self.comm.combine(planned, s.route, weights), s.x * weight_sum),
-            "combine_unweighted": (self.comm.combine(got.x, got.route), s.x * self.workload.top_k),
+            "dispatch": (comm.combine(got.x, got.route, got.weights), s.x * weight_sum),
+            "dispatch_planned": (comm.combine(planned, s.route, weights), s.x * weight_sum),
+            "combine_unweighted": (comm.combine(got.x, got.route), s.x * self.workload.top_k),
+            "dispatch_backward": (back, comm.combine(s.y, s.route)),
+            "combine_backward": (grad_y[held], grad_rows[held] * s.recv_weights[held, None]),
         }
         found["combine"] = found["dispatch"]
         return {name: _relative_error(out, expected) for name, (out, expected) in found.items()}
 
 
 def _relative_error(out: Tensor, expected: Tensor) -> float:
-    """The largest over tokens; not a number counts as infinite."""
+    """The largest over rows; not a number counts as infinite."""
     distance = (out.float() - expected.float()).norm(dim=1)
     worst = float((distance / expected.float().norm(dim=1)).max()) if out.numel() else 0.0
     return worst if worst == worst else float("inf")

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 from .workloads import ROUTINGS, Workload
 
-OPERATORS = ("dispatch", "dispatch_planned", "combine", "combine_unweighted")
+FORWARD = ("dispatch", "dispatch_planned", "combine", "combine_unweighted")
+OPERATORS = (*FORWARD, "dispatch_backward", "combine_backward")
+"""All of them weighted, but for `combine_unweighted`."""
+
 BASELINES = ("nccl", "eager")
 MEASURABLE = (*OPERATORS, "pair", "host", *BASELINES)
 """`pair`: dispatch and combine compiled together, forward and forward + backward. `host`: host time of a dispatch."""
@@ -79,7 +82,7 @@ def quick() -> Preset:
 
 def over_sms(sms: tuple[int, ...] = SMS) -> Preset:
     """Workload A with each budget for both directions."""
-    return Preset(tuple(Case(WORKLOAD_A, OPERATORS, n, n) for n in sms), sms)
+    return Preset(tuple(Case(WORKLOAD_A, FORWARD, n, n) for n in sms), sms)
 
 
 def over_sizes() -> Preset:

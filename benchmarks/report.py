@@ -18,6 +18,8 @@ NAMES = {
     "dispatch_planned": "dispatch, reused route",
     "combine": "combine, weighted",
     "combine_unweighted": "combine, unweighted",
+    "dispatch_backward": "dispatch, backward",
+    "combine_backward": "combine, backward",
     "pair_forward": "both, forward, compiled",
     "pair_forward_backward": "both, forward + backward, compiled",
     "host_dispatch": "host time of a dispatch",
@@ -26,6 +28,16 @@ NAMES = {
     "eager_dispatch": "eager PyTorch dispatch",
     "eager_combine": "eager PyTorch combine",
 }
+
+BUDGETS = {
+    "dispatch": "dispatch_sms",
+    "dispatch_planned": "dispatch_sms",
+    "combine_backward": "dispatch_sms",
+    "combine": "combine_sms",
+    "combine_unweighted": "combine_sms",
+    "dispatch_backward": "combine_sms",
+}
+"""Backwards move rows the other way."""
 
 
 def best_link(run: dict[str, Any]) -> float | None:
@@ -54,7 +66,7 @@ def complete(run: dict[str, Any]) -> dict[str, Any]:
 def cells(result: Result) -> list[str]:
     """In the order of COLUMNS."""
     op: str = result["op"]
-    budget = result["dispatch_sms" if "dispatch" in op else "combine_sms"] if op in SWEPT else None
+    budget = result[BUDGETS[op]] if op in BUDGETS else None
     wrong = "" if result.get("correct", True) else " WRONG"
     return [
         NAMES.get(op, op) + wrong,
@@ -168,7 +180,9 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
             if points:
                 axis.plot(*zip(*points, strict=True), "k--", label="the link", linewidth=1)
             axis.set(xscale="log", yscale="log", xlabel="tokens a rank", title=f"{routing} routing")
-            axis.set_xscale("log", base=2)
+            axis.set_xticks([x for x, _ in next(iter(lines.values()))])
+            axis.xaxis.set_major_formatter("{x:.0f}")
+            axis.xaxis.minorticks_off()
         axes[0][0].set_ylabel("µs, whole call")
         axes[0][0].legend()
         save(figure, "tokens")

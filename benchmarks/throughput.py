@@ -181,10 +181,11 @@ class Session:
                 self.link(row_bytes, preset.link_sms)
         for cases in preset.groups():
             if self.out_of_time():
-                self.say(f"stopped after {self.args.seconds} s")
                 break
             with self.communicator(cases) as comm:
                 for case in cases:
+                    if self.out_of_time():
+                        break
                     self.say(str(case))
                     self.case(comm, case)
         self.say(f"done after {time.perf_counter() - self.began:.1f} s")
@@ -222,11 +223,11 @@ class Session:
             for op in OPERATORS:
                 if op in case.measure:
                     call = getattr(calls, op)
-                    steady = self.timer.steady(call, repeats=max(1, iterations // 4))
+                    steady = self.timer.steady(call, iterations)
                     timing = self.timer.whole(call, iterations)
                     self.add(case, calls, op, timing, steady_us=steady.median, error=errors[op])
             if "host" in case.measure:
-                timing = self.timer.host(calls.dispatch, repeats=max(1, iterations // 4))
+                timing = self.timer.host(calls.dispatch, iterations)
                 self.add(case, calls, "host_dispatch", timing, crossings=0)
             if "nccl" in case.measure and self.world_size > 1:
                 same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
@@ -325,6 +326,8 @@ class Session:
         over = torch.tensor(int(time.perf_counter() - self.began > self.args.seconds), device=self.device)
         if self.world_size > 1:
             dist.broadcast(over, 0)
+        if over:
+            self.say(f"{self.args.seconds} s have passed: the rest is left out")
         return bool(over)
 
     def save(self) -> None:
@@ -338,11 +341,11 @@ class Session:
 
 
 def budgets(comm: Communicator) -> tuple[int | None, int | None]:
-    """Multiprocessors for dispatch and combine: what was asked for, or what the backend says that it chose."""
+    """Multiprocessors for dispatch and combine: what was asked for, or what the backend chose."""
     chosen = comm.backend
     return (
-        comm.dispatch_sms or getattr(chosen, "dispatch_sms", None),
-        comm.combine_sms or getattr(chosen, "combine_sms", None),
+        comm.dispatch_sms or getattr(chosen, "_dispatch_blocks", None),
+        comm.combine_sms or getattr(chosen, "_combine_blocks", None),
     )
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 EVICT_BYTES = 256 * 2**20
 PAUSE_CYCLES = 300_000  # of the GPU's clock: about 0.15 ms
+WARMUP = 3
 SPIN_UP_CYCLES = 20_000_000  # about 10 ms, so that an idle GPU raises its clock
 
 
@@ -49,9 +50,9 @@ class Timer:
             self.evicted = torch.ones(EVICT_BYTES // 4, dtype=torch.float32, device=device)
             self.sink = torch.empty((), dtype=torch.float32, device=device)
 
-    def whole(self, call: Callable[[int], Any], iterations: int = 20, warmup: int = 3) -> Timing:
+    def whole(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Each call by itself, from a barrier to its end on the device."""
-        self._warm(call, warmup)
+        warmup = self._warm(call, iterations)
         marks = [(self._mark(), self._mark()) for _ in range(iterations)]
         for i, (start, end) in enumerate(marks):
             self._line_up()
@@ -61,10 +62,11 @@ class Timer:
         self.synchronize()
         return self._longest([1e3 * start.elapsed_time(end) for start, end in marks])
 
-    def steady(self, call: Callable[[int], Any], calls: int = 8, repeats: int = 5, warmup: int = 3) -> Timing:
-        """Calls back to back without a barrier in between: µs of each, one figure for each repeat."""
-        self._warm(call, warmup)
-        marks = [(self._mark(), self._mark()) for _ in range(repeats)]
+    def steady(self, call: Callable[[int], Any], iterations: int) -> Timing:
+        """Calls back to back, 8 at a time, without a barrier in between: µs of each, one figure for each such row."""
+        self._warm(call, iterations)
+        calls = min(8, iterations)
+        marks = [(self._mark(), self._mark()) for _ in range(max(1, iterations // 4))]
         for start, end in marks:
             self._line_up()
             start.record()
@@ -74,14 +76,14 @@ class Timer:
         self.synchronize()
         return self._longest([1e3 * start.elapsed_time(end) / calls for start, end in marks])
 
-    def host(self, call: Callable[[int], Any], calls: int = 10, repeats: int = 5, warmup: int = 3) -> Timing:
-        """Time until a call returns, while the device is still busy: what the host pays. Median of each repeat."""
-        self._warm(call, warmup)
+    def host(self, call: Callable[[int], Any], iterations: int) -> Timing:
+        """Time until a call returns, while the device is still busy: what the host pays. Medians of rows of 8 calls."""
+        self._warm(call, iterations)
         medians = []
-        for _ in range(repeats):
+        for _ in range(max(1, iterations // 4)):
             self._line_up()
             took = []
-            for i in range(calls):
+            for i in range(min(8, iterations)):
                 begin = time.perf_counter()
                 call(i)
                 took.append(1e6 * (time.perf_counter() - begin))
@@ -93,12 +95,15 @@ class Timer:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def _warm(self, call: Callable[[int], Any], warmup: int) -> None:
+    def _warm(self, call: Callable[[int], Any], iterations: int) -> int:
+        """Number of calls that it took."""
         if self.cuda:
             torch.cuda._sleep(SPIN_UP_CYCLES)
+        warmup = min(WARMUP, iterations)
         for i in range(warmup):
             call(i)
         self.synchronize()
+        return warmup
 
     def _line_up(self) -> None:
         if self.cuda:
