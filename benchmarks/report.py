@@ -60,6 +60,23 @@ def complete(run: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
+def write(run: dict[str, Any], path: Path) -> None:
+    """As JSON, one line for each measurement."""
+    parts = []
+    for key, value in run.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list):
+            text = "[\n  " + ",\n  ".join(json.dumps(_rounded(entry), ensure_ascii=False) for entry in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _rounded(entry: Result) -> Result:
+    """Five digits: far more than is measured."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in entry.items()}
+
+
 # ---------------------------------------------------------------------- text
 
 

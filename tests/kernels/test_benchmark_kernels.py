@@ -196,6 +196,24 @@ def test_report_compares_with_the_link() -> None:
     assert report.markdown(run).count("\n|") == len(run["results"]) + 2
 
 
+def test_results_are_written_one_a_line(tmp_path: Path) -> None:
+    run = made_up_run()
+    report.write(run, tmp_path / "new" / "run.json")
+    text = (tmp_path / "new" / "run.json").read_text()
+    assert text.count("\n") == len(run["results"]) + len(run["link"]) + 2 + 2 + 4
+    read = json.loads(text)
+    assert read["machine"] == run["machine"] and read["link"] == run["link"]
+    assert read["results"][-1]["us"] == pytest.approx(run["results"][-1]["us"], rel=1e-4)
+    assert len(report.table(read).splitlines()) == len(report.table(run).splitlines())
+
+
+def test_report_command_prints_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.write(made_up_run(), tmp_path / "run.json")
+    assert report.main(["--no-plots", str(tmp_path / "run.json")]) == 0
+    line = "| dispatch, reused route | 4096 | 7168 | 8 | balanced |  | 497.4 | 447.7 | 320 | 80 % |"
+    assert line in capsys.readouterr().out
+
+
 def test_report_plots_every_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = report.plot(report.complete(made_up_run()), tmp_path / "full")
