@@ -130,13 +130,13 @@ def test_export(comm, strict):
 
 def test_export_round_trip(comm, tmp_path):
     class Layer(torch.nn.Module):
-        def forward(self, x, topk_idx, weights):
-            return toy.layer(comm, x, topk_idx, weights, toy.scales())
+        def forward(self, x, topk_idx, weights, scale):
+            return toy.layer(comm, x, topk_idx, weights, scale)
 
-    torch.export.save(torch.export.export(Layer(), tuple(toy.inputs(5))), tmp_path / "layer.pt2")
+    torch.export.save(torch.export.export(Layer(), (*toy.inputs(5), toy.scales())), tmp_path / "layer.pt2")
     loaded = torch.export.load(tmp_path / "layer.pt2")
-    args = toy.inputs(5, seed=1)
-    torch.testing.assert_close(loaded.module()(*args), toy.layer(comm, *args, toy.scales()))
+    args = (*toy.inputs(5, seed=1), toy.scales())
+    torch.testing.assert_close(loaded.module()(*args), toy.layer(comm, *args))
 
 
 def test_inputs_are_made_contiguous(comm):
