@@ -126,6 +126,17 @@ def table(run: dict[str, Any]) -> str:
     return "\n".join([machine_line(run), *link_lines(run), *text])
 
 
+def summary(run: dict[str, Any]) -> dict[str, Any]:
+    """The run with nothing but each operator's first result on the workload that sweeps start from."""
+    swept = [result for result in run["results"] if result["op"] in SWEPT]
+    centre = _centre(swept) | {"routing": "balanced", "given_sms": None} if swept else {}
+    firsts: dict[str, Result] = {}
+    for result in run["results"]:
+        if all(result[key] == value for key, value in centre.items()):
+            firsts.setdefault(result["op"], result)
+    return run | {"results": list(firsts.values())}
+
+
 def markdown(run: dict[str, Any]) -> str:
     lines = [machine_line(run) + ".", "", *(line + "." for line in link_lines(run)), ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
@@ -245,10 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench throughput --out` wrote")
     options.add_argument("--plots", type=Path, help="folder for the plots (default: beside each file)")
     options.add_argument("--no-plots", action="store_true")
+    options.add_argument("--summary", action="store_true", help="of the middle workload only, with default budgets")
     args = options.parse_args(argv)
     for path in args.results:
         run = complete(json.loads(path.read_text()))
-        print(markdown(run), end="\n\n")
+        print(markdown(summary(run) if args.summary else run), end="\n\n")
         if args.no_plots:
             continue
         try:

@@ -17,7 +17,7 @@ from .operators import MAX_ERROR, Calls
 from .presets import OPERATORS, Case, Preset
 from .report import complete, write
 from .timing import Timer, Timing
-from .workloads import Workload, expected_traffic
+from .workloads import ALIGNMENT, Workload, expected_traffic
 
 TIMEOUT = 60.0  # seconds that a rank waits for another
 
@@ -181,6 +181,7 @@ class Session:
             hidden_size=workload.hidden,
             top_k=workload.top_k,
             max_tokens_per_rank=max(case.workload.tokens for case in cases),
+            alignment=ALIGNMENT,
             dtype=workload.torch_dtype,
             device=self.device,
             backend=self.args.backend,

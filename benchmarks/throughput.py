@@ -21,9 +21,11 @@ import torch.distributed as dist
 from ep_ops.launch import launch, process_group
 
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
-from .report import complete, table
+from .report import complete, summary, table
 from .session import TIMEOUT, Session
 from .workloads import expected_traffic
+
+SHORT = 40  # results: a longer table is followed by a summary
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,7 +134,11 @@ def _measure(device: torch.device, args: argparse.Namespace) -> None:
         session.run(preset_of(args))
     finally:  # after an error, what was found until then
         if session.rank == 0:
-            print(table(complete(session.found)), flush=True)
+            found = complete(session.found)
+            print(table(found))
+            if len(found["results"]) > SHORT:
+                print("\nin short:", table(summary(found)), sep="\n")
+            sys.stdout.flush()
     session.close()
 
 

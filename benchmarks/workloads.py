@@ -82,7 +82,7 @@ class Traffic:
 def rows_by_rank(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
     """int64 [W]: tokens of `topk_idx` that go to each rank, duplicates removed."""
     first = torch.tensor([0, *even_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
-    rank = torch.bucketize(topk_idx, first, right=True) - 1  # -1 (no expert) stays below every rank
+    rank = torch.bucketize(topk_idx.long(), first, right=True) - 1  # -1 (no expert) stays below every rank
     return torch.stack([(rank == r).any(1).sum() for r in range(world_size)])
 
 

@@ -212,6 +212,9 @@ def test_report_command_prints_markdown(tmp_path: Path, capsys: pytest.CaptureFi
     assert report.main(["--no-plots", str(tmp_path / "run.json")]) == 0
     line = "| dispatch, reused route | 4096 | 7168 | 8 | balanced |  | 497.4 | 447.7 | 320 | 80 % |"
     assert line in capsys.readouterr().out
+    assert report.main(["--no-plots", "--summary", str(tmp_path / "run.json")]) == 0
+    short = capsys.readouterr().out
+    assert line in short and short.count("\n|") == len(report.SWEPT) + 2
 
 
 def test_report_plots_every_sweep(tmp_path: Path) -> None:
