@@ -4,7 +4,7 @@ Ranks must run them in one order: the order of the program. To Inductor they are
 sorts by the sizes of the rank's own tensors, and leaves out where nothing uses their results (a rank without tokens);
 ranks that compiled for different sizes, or one that runs eagerly, would then meet in different operators. So each
 operator of a graph, whatever its communicator, is made to wait for the one before it and is never left out. This
-costs nothing: they run on one stream anyway.
+costs nothing: they run on one stream anyway. A subgraph that stays one (a branch of torch.cond) has its own sequence.
 
 Inductor has no public interface for that. On a torch that this was not tried on, it is left as it is, with a warning.
 """
