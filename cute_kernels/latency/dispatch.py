@@ -287,7 +287,7 @@ class Dispatch:
             w0, w1, w2, w3 = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
             if source == ranks.rank:
                 own = own_route_words(
-                    ranks, p, topk_idx, tokens * p.top_k, capacity, alignment, slots, packet, lane, not self.send
+                    ranks, p, topk_idx, tokens * p.top_k, capacity, alignment, slots, packet, lane, p.world_size == 1
                 )
                 w0, w1, w2, w3 = seal(own, lane, Int64(0))
             else:

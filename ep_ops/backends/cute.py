@@ -290,11 +290,12 @@ class CuteBackend:
         align = config.alignment
         self.plan(topk_idx, align, align, 0, 1)
         for given in (None, weights):
-            recv_x, recv_weights, *placed, _ = self.dispatch(x, given, topk_idx, align, align, 0, 1)
-            route = (topk_idx, *placed)
+            for bound in (1, config.max_tokens_per_rank):  # latency kernels, throughput kernels
+                recv_x, recv_weights, *placed, _ = self.dispatch(x, given, topk_idx, align, align, 0, bound)
+                route = (topk_idx, *placed)
+                row_weights = None if given is None else recv_weights
+                self.combine(recv_x, row_weights, route, align)
             self.dispatch_planned(x, given, route, align, align)
-            row_weights = None if given is None else recv_weights
-            self.combine(recv_x, row_weights, route, align)
             self.dispatch_backward(recv_x, row_weights, route, align)
             self.combine_backward(x, recv_x, row_weights, route, align, align)
             self.combine_backward(x, None, row_weights, route, align, align)

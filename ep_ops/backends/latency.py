@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,15 @@ if TYPE_CHECKING:
     from ..config import Config
     from .cute import CuteBackend
 
-DEFAULT_TOKENS = 0
+DEFAULT_TOKENS = 256
 """Calls of at most this many tokens a rank run here, if the communicator does not say otherwise."""
+
+
+FEW_TOKENS = 16
+"""With fewer, a packet a block is worth more than blocks that only receive."""
+
+Deal = tuple[int, int, int]
+"""How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
 
 
 def token_bound(config: Config, problem: Problem) -> int:
@@ -50,12 +56,19 @@ class LatencyPath:
         self._backend = backend
         self._device = backend._device
         self._multiprocessors = multiprocessors
-        self.dispatch_blocks: Callable[[int], tuple[int, int, int]] = self._deal
-        self.combine_blocks: Callable[[int], tuple[int, int, int]] = self._deal
+        self._alone = backend._problem.world_size == 1
+        self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
-    def _deal(self, max_tokens: int) -> tuple[int, int, int]:
-        """(blocks that send, first block that receives, blocks) of a call."""
-        return self._multiprocessors, 0, self._multiprocessors
+    def _dispatch_deal(self, max_tokens: int) -> Deal:
+        """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store several copies."""
+        sms = self._multiprocessors
+        senders = 0 if self._alone else sms * 3 // 10 if max_tokens < FEW_TOKENS else sms * 2 // 11
+        return self.deal or (senders, senders, sms)
+
+    def _combine_deal(self, max_tokens: int) -> Deal:
+        sms = self._multiprocessors
+        senders = 0 if self._alone else sms // 2
+        return self.deal or (senders, senders, sms)
 
     def dispatch(
         self,
@@ -73,7 +86,7 @@ class LatencyPath:
         recv_weights = x.new_empty(0 if topk_weights is None else capacity, dtype=torch.float32)
         self._backend._launch(
             Dispatch, (self.tokens, topk_weights is not None), "dispatch", x, topk_weights, topk_idx, *route, recv_x,
-            recv_weights, topk_idx.shape[0], max_tokens, capacity, alignment, slots, *self.dispatch_blocks(max_tokens),
+            recv_weights, topk_idx.shape[0], max_tokens, capacity, alignment, slots, *self._dispatch_deal(max_tokens),
         )  # fmt: skip
         return (recv_x, recv_weights, *route)
 
@@ -84,6 +97,6 @@ class LatencyPath:
         out = y.new_empty(tokens, y.shape[1])
         self._backend._launch(
             Combine, (self.tokens, recv_weights is not None), "combine", y, recv_weights, topk_idx, send_rows,
-            recv_rows, out, tokens, max_tokens, *self.combine_blocks(max_tokens),
+            recv_rows, out, tokens, max_tokens, *self._combine_deal(max_tokens),
         )  # fmt: skip
         return out

@@ -1,0 +1,289 @@
+"""Latency kernels against the reference backend to the bit, and the promises of their protocol under delays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from operators import Call, compare, covered, make_comm
+
+import ep_ops
+
+BF16 = torch.bfloat16
+HIDDEN = {BF16: 24, torch.float16: 1032, torch.float32: 8200}
+CASES = [(name, BF16) for name in cases.CASE_NAMES]
+CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != BF16]
+SIZES = (120, 2880, 7168)
+DELAY = 3_000_000  # cycles, more than a millisecond: hundreds of operations
+
+
+def ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def case_config(case: cases.RouteCase, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
+        top_k=case.top_k, max_tokens_per_rank=max(case.max_tokens, 1), dtype=dtype, alignment=case.alignment,
+    )  # fmt: skip
+
+
+def size_config(hidden: int) -> dict[str, Any]:
+    return dict(num_experts=256, hidden_size=hidden, top_k=8, max_tokens_per_rank=512)
+
+
+@contextlib.contextmanager
+def latency_comm(name: str, **config: Any) -> Iterator[ep_ops.Communicator]:
+    with make_comm("cute", name, **config) as comm:  # by default they run for up to 256 tokens
+        bound = min(256, config["max_tokens_per_rank"])
+        assert comm.backend.latency.tokens == bound
+        yield comm
+
+
+def reference(name: str, **config: Any) -> ep_ops.Communicator:
+    return make_comm("reference", name, latency_max_tokens=256, **config)
+
+
+def draw_inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtype: torch.dtype = BF16):
+    draw = torch.Generator(device="cuda").manual_seed(seed + 977 * ranks()[0])
+    x = torch.randn(tokens, hidden, generator=draw, device="cuda").to(dtype)
+    y = torch.randn(rows, hidden, generator=draw, device="cuda").to(dtype)
+    weights = torch.rand(tokens, top_k, generator=draw, device="cuda") * 2 - 0.5
+    row_weights = torch.rand(rows, generator=draw, device="cuda") * 2 - 0.5
+    return x, weights, y, row_weights
+
+
+def run(comm: ep_ops.Communicator, call: Call, x, weights, y, row_weights) -> dict[str, Any]:
+    """What goes through the latency kernels, and a throughput operator in between."""
+    ops, terms, idx = torch.ops.ep, call.terms(comm), call.topk_idx
+    out: dict[str, Any] = {"dispatch": ops.dispatch(x, weights, idx, *terms)}
+    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *terms)
+    out["plan"] = out["dispatch"][2:]
+    send_rows, recv_rows, offs, counts, _ = out["plan"]
+    route = (idx, send_rows, recv_rows, offs, counts)
+    held, padding = covered(route, call.alignment, call.capacity)
+    y = torch.where((held | padding)[:, None], y, torch.nan)
+    row_weights = torch.where(held, row_weights, torch.where(padding, 0.0, torch.nan))
+    out["combine"] = ops.combine(y, None, *route, call.alignment, comm.name)
+    out["dispatch backward x"] = ops.dispatch_backward(y, None, *route, call.alignment, comm.name)
+    out["combine weighted"] = ops.combine(y, row_weights, *route, call.alignment, comm.name)
+    return out
+
+
+def check(comm: ep_ops.Communicator, ref: ep_ops.Communicator, call: Call, given, together) -> None:
+    got = run(comm, call, *given)
+    torch.cuda.synchronize()
+    comm.check_errors()
+    expected = run(ref, call, *given)
+    with together():
+        compare(got, expected, call)
+
+
+def random_route(seed: int, tokens: int, experts: int = 256, top_k: int = 8) -> torch.Tensor:
+    draw = torch.Generator(device="cuda").manual_seed(seed + 31 * ranks()[0])
+    return torch.rand(tokens, experts, generator=draw, device="cuda").argsort(1)[:, :top_k].int()
+
+
+def roomy(comm: ep_ops.Communicator, tokens: int) -> int:
+    return comm.capacity(tokens)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_every_route(name, dtype, seed, together):
+    rank, world_size = ranks()
+    case = cases.route_cases(world_size, seed)[name]
+    config = case_config(case, dtype)
+    call = Call(case.topk_idx[rank].cuda(), case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens)
+    given = draw_inputs(seed, call.topk_idx.shape[0], HIDDEN[dtype], case.top_k, call.capacity, dtype)
+    with latency_comm(name, **config) as comm, reference(name, **config) as ref:
+        check(comm, ref, call, given, together)
+
+
+@pytest.mark.parametrize("hidden", SIZES)
+def test_sizes_and_uneven_tokens(hidden, seed, together):
+    rank, _ = ranks()
+    config = size_config(hidden)
+    with latency_comm("sizes", **config) as comm, reference("sizes", **config) as ref:
+        for tokens in (0, 1, 2, 7, 33, 128, 256, 300):
+            mine = tokens if rank % 2 == 0 else tokens // 3
+            idx = random_route(seed + tokens, mine)
+            slots = 32 if tokens in (7, 128) else 0
+            capacity = comm.num_local_experts * slots if slots else roomy(comm, max(tokens, 1))
+            call = Call(idx, capacity, 16, slots, max(tokens, 1))
+            given = draw_inputs(seed, mine, hidden, 8, capacity)
+            check(comm, ref, call, given, together)
+
+
+class Oracle:
+    """The same step on latency kernels and on throughput kernels; counts differing numbers on the device."""
+
+    def __init__(self, tokens: int, hidden: int, bound: int | None = None) -> None:
+        self.tokens, self.hidden, self.bound = tokens, hidden, bound or max(tokens, 1)
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.x = torch.empty(tokens, hidden, dtype=BF16, device="cuda")
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x = torch.randn(self.tokens, self.hidden, dtype=BF16, device="cuda")
+        idx = torch.rand(self.tokens, 256, device="cuda").argsort(1)[:, :8].int()
+        idx = torch.where(torch.rand(self.tokens, 8, device="cuda") < 0.1, -1, idx)
+        return x, idx, torch.rand(self.tokens, 8, device="cuda")
+
+    def step(self, fast: ep_ops.Communicator, slow: ep_ops.Communicator, delay=lambda: None) -> None:
+        x, idx, weights = self.draw()
+        delay()
+        a = fast.dispatch(x, idx, weights, max_tokens=self.bound)
+        delay()
+        got = fast.combine(a.x, a.route, a.weights)
+        delay()
+        b = slow.dispatch(x, idx, weights, max_tokens=self.bound)
+        expected = slow.combine(b.x, b.route, b.weights)
+        self.wrong += (got != expected).sum() + (a.route.recv_rows != b.route.recv_rows).sum()
+        self.wrong += (a.route.send_rows != b.route.send_rows).sum() + (a.route.offs != b.route.offs).sum()
+
+    def verdict(self, fast: ep_ops.Communicator, together) -> None:
+        torch.cuda.synchronize()
+        fast.check_errors()
+        with together():
+            assert int(self.wrong) == 0
+
+
+@contextlib.contextmanager
+def both(name: str, hidden: int) -> Iterator[tuple[ep_ops.Communicator, ep_ops.Communicator]]:
+    with (
+        latency_comm(name, **size_config(hidden)) as fast,
+        make_comm("cute", name + "/slow", latency_max_tokens=0, **size_config(hidden)) as slow,
+    ):
+        fast.warmup()
+        slow.warmup()
+        torch.cuda.synchronize()
+        yield fast, slow
+
+
+def test_delays_in_every_role(seed, together):
+    """A rank that sends late, one that receives late, one that runs a step ahead of the others: in turns."""
+    rank, world_size = ranks()
+    turns = torch.Generator().manual_seed(seed)
+    with both("delays", 2880) as (fast, slow):
+        torch.manual_seed(seed + rank)
+        oracle = Oracle(16, 2880)
+        for _ in range(40):
+            late = torch.randint(0, world_size, (3,), generator=turns).tolist()
+            calls = iter(late)
+
+            def delay(calls=calls):
+                if next(calls) == rank:
+                    torch.cuda._sleep(DELAY)
+
+            oracle.step(fast, slow, delay)
+        oracle.verdict(fast, together)
+
+
+def test_runs_ahead_without_waiting_for_anybody(seed, together):
+    """Latency operations back to back, one rank slow in each: staging is not overwritten before it was read."""
+    rank, world_size = ranks()
+    with both("ahead", 7168) as (fast, slow):
+        torch.manual_seed(seed + rank)
+        oracle = Oracle(4, 7168)
+        inputs = [oracle.draw() for _ in range(60)]
+        outs = []
+        for i, (x, idx, weights) in enumerate(inputs):
+            if i % 7 == rank:
+                torch.cuda._sleep(DELAY // 4)
+            a = fast.dispatch(x, idx, weights, max_tokens=4)
+            if i % 5 == rank:
+                torch.cuda._sleep(DELAY // 4)
+            outs.append(fast.combine(a.x, a.route, a.weights))
+        for (x, idx, weights), got in zip(inputs, outs, strict=True):
+            b = slow.dispatch(x, idx, weights, max_tokens=4)
+            oracle.wrong += (got != slow.combine(b.x, b.route, b.weights)).sum()
+        oracle.verdict(fast, together)
+
+
+def test_latency_and_throughput_by_turns(seed, together):
+    """One communicator, calls below and above its bound, and two communicators at once."""
+    rank, _ = ranks()
+    bounds = torch.randint(1, 500, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
+    with both("turns", 2880) as (fast, slow):
+        torch.manual_seed(seed + rank)
+        for bound in bounds:
+            oracle = Oracle(bound if rank % 2 else bound // 2, 2880, bound)
+            oracle.step(fast, slow)
+            oracle.verdict(fast, together)
+
+
+def test_ten_thousand_replays(seed, together):
+    """Graphs with different numbers of tokens take turns; every replay draws its own data and checks itself."""
+    rank, _ = ranks()
+    with both("graphs", 1024) as (fast, slow):
+        torch.manual_seed(seed + rank)
+        graphs = []
+        for tokens in (1, 5, 64):
+            oracle = Oracle(tokens, 1024)
+            graph = torch.cuda.CUDAGraph()
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                oracle.step(fast, slow)
+                oracle.wrong.zero_()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                for _ in range(8):
+                    oracle.step(fast, slow)
+            graphs.append((graph, oracle))
+        for i in range(1250):
+            graphs[i % 3][0].replay()
+            if i % 100 == 99:
+                torch.cuda.synchronize()
+        for _, oracle in graphs:
+            oracle.verdict(fast, together)
+        torch.cuda.synchronize()
+        del graphs
+
+
+def test_bad_expert_ids_are_reported_and_not_sent(seed, together):
+    rank, world_size = ranks()
+    with latency_comm("bad", **size_config(120)) as comm:
+        idx = random_route(seed, 3)
+        idx[1, 2] = 1000 if rank == 0 else 5
+        x, weights, *_ = draw_inputs(seed, 3, 120, 8, 1)
+        comm.dispatch(x, idx, weights, max_tokens=3)
+        torch.cuda.synchronize()
+        with together():
+            if rank == 0:
+                with pytest.raises(ValueError, match="1000"):
+                    comm.check_errors()
+            else:
+                comm.check_errors()
+
+
+@pytest.mark.parametrize("missing", ["dispatch", "combine"])
+def test_who_is_missing_is_told(missing, seed, together):
+    """The other ranks' kernels end, and say for whom they waited."""
+    rank, world_size = ranks()
+    if world_size == 1:
+        pytest.skip("nobody to wait for")
+    config = size_config(120)
+    comm = ep_ops.Communicator(
+        backend="cute", name=f"missing/{missing}", device="cuda", timeout=0.5, latency_max_tokens=8, **config
+    )
+    comm.warmup()
+    idx = random_route(seed, 3)
+    x, weights, *_ = draw_inputs(seed, 3, 120, 8, 1)
+    dist.barrier()
+    d = comm.dispatch(x, idx, weights, max_tokens=3) if missing == "combine" or rank != 1 else None
+    if missing == "combine" and rank != 1:
+        comm.combine(d.x, d.route, d.weights)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with together():
+        if rank == 1:
+            comm.check_errors()
+        else:
+            with pytest.raises(RuntimeError, match=f"ep::{missing}.* for rank 1"):
+                comm.check_errors()
+    comm.destroy()
