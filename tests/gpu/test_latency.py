@@ -39,14 +39,14 @@ def size_config(hidden: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def latency_comm(name: str, **config: Any) -> Iterator[ep_ops.Communicator]:
-    with make_comm("cute", name, **config) as comm:  # by default they run for up to 256 tokens
+    with make_comm("cute", name, latency_max_tokens=None, **config) as comm:
         bound = min(256, config["max_tokens_per_rank"])
         assert comm.backend.latency.tokens == bound
         yield comm
 
 
 def reference(name: str, **config: Any) -> ep_ops.Communicator:
-    return make_comm("reference", name, latency_max_tokens=256, **config)
+    return make_comm("reference", name, latency_max_tokens=None, **config)
 
 
 def draw_inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtype: torch.dtype = BF16):
@@ -156,7 +156,7 @@ class Oracle:
 def both(name: str, hidden: int) -> Iterator[tuple[ep_ops.Communicator, ep_ops.Communicator]]:
     with (
         latency_comm(name, **size_config(hidden)) as fast,
-        make_comm("cute", name + "/slow", latency_max_tokens=0, **size_config(hidden)) as slow,
+        make_comm("cute", name + "/slow", **size_config(hidden)) as slow,
     ):
         fast.warmup()
         slow.warmup()
