@@ -1,0 +1,123 @@
+"""The latency kernels compile without a GPU, for Hopper and Blackwell, to the instructions they are meant to have."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cute_kernels import jit
+from cute_kernels.heap import Heap, Problem
+from cute_kernels.latency.combine import Combine
+from cute_kernels.latency.dispatch import Dispatch
+from cute_kernels.latency.heap import (
+    MAX_ENTRIES,
+    PACKET_BYTES,
+    PAYLOAD_BYTES,
+    LatencyHeap,
+    most_tokens,
+    packets,
+)
+
+ARCHS = ("sm_90a", "sm_100a")
+LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
+WIDEST = Problem(8, (32,) * 8, 8, 7168, "bf16", 4096)
+UNEVEN = Problem(3, (3, 0, 5), 4, 8200, "fp32", 100)
+ALONE = Problem(1, (8,), 32, 128, "fp16", 16)
+PROBLEMS = {"large": (LARGE, 256), "widest": (WIDEST, 256), "uneven": (UNEVEN, 100), "alone": (ALONE, 16)}
+
+SHARED_BYTES = 226 * 1024
+
+
+@pytest.fixture(autouse=True)
+def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # --keep-ptx leaves files in the current folder
+
+
+def ptx_of(kernel, arch: str, tmp_path: Path) -> str:
+    """Its PTX, after a look at what the assembler makes of it."""
+    ptx = jit.compile_kernel(kernel, arch, keep_ptx=True).__ptx__
+    assembler = shutil.which("ptxas")
+    if assembler is not None:
+        source = tmp_path / "kernel.ptx"
+        source.write_text(ptx)
+        done = subprocess.run(
+            [assembler, f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        spilled = re.search(r"(\d+) bytes spill stores", done.stderr)
+        registers = re.search(r"Used (\d+) registers", done.stderr)
+        assert spilled and int(spilled[1]) <= 64, done.stderr
+        # Two blocks fit on a multiprocessor: the next kernel's wait there for this one's to end.
+        assert registers and int(registers[1]) <= 64, done.stderr
+    return ptx
+
+
+def count(ptx: str, instruction: str) -> int:
+    return len(re.findall(rf"^\s*(?:@!?%p\d+ )?{re.escape(instruction)}", ptx, re.MULTILINE))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_dispatch(name: str, arch: str, tmp_path: Path) -> None:
+    problem, tokens = PROBLEMS[name]
+    ptx = ptx_of(Dispatch(problem, tokens, True), arch, tmp_path)
+    # The route and a row to each peer: whole lines, and nothing that waits for them to arrive.
+    assert count(ptx, "st.volatile.global.v4.b32") == 2 * (problem.world_size - 1)
+    assert count(ptx, "ld.volatile.global.v4.b32") >= 1
+    assert count(ptx, "griddepcontrol.wait") == count(ptx, "griddepcontrol.launch_dependents") == 1
+    assert count(ptx, "atom.relaxed.gpu.global.add.u32") == 1
+    assert "fence.acq_rel" not in ptx and "membar" not in ptx
+    # Releases only in reports: of a wait that failed, of an id that no expert has.
+    assert count(ptx, "st.release.sys") <= 4
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_combine(name: str, weighted: bool, arch: str, tmp_path: Path) -> None:
+    problem, tokens = PROBLEMS[name]
+    ptx = ptx_of(Combine(problem, tokens, weighted), arch, tmp_path)
+    assert count(ptx, "st.volatile.global.v4.b32") == (problem.world_size > 1)
+    assert count(ptx, "griddepcontrol.wait") == count(ptx, "griddepcontrol.launch_dependents") == 1
+    # Products and sums are each rounded: the same bits as everywhere else.
+    assert (count(ptx, "mul.rn.f32") > 0) == weighted and count(ptx, "add.rn.f32") > 0
+    assert "fma.rn.f32" not in ptx
+    assert "fence.acq_rel" not in ptx and "membar" not in ptx
+
+
+@pytest.mark.parametrize("kernel", [Dispatch, Combine])
+def test_halves(kernel, tmp_path: Path) -> None:
+    """What only sends waits for nobody and leaves the epoch alone; what only receives sends nothing."""
+    start = ptx_of(kernel(LARGE, 256, True, True, False), "sm_90a", tmp_path)
+    assert "ld.volatile.global.v4.b32" not in start and "atom.relaxed.gpu.global.add" not in start
+    wait = ptx_of(kernel(LARGE, 256, True, False, True), "sm_90a", tmp_path)
+    assert "st.volatile.global.v4.b32" not in wait and count(wait, "atom.relaxed.gpu.global.add.u32") == 1
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_lines_lie_apart(name: str) -> None:
+    """Marked lines begin behind everything else, on lines of their own, and each slot holds a row and its weights."""
+    problem, tokens = PROBLEMS[name]
+    heap = LatencyHeap(problem, tokens)
+    assert heap.routes >= Heap(problem).nbytes
+    for offset in (heap.routes, heap.routes_stride, heap.lines, heap.lines_stride, heap.row_stride, PACKET_BYTES):
+        assert offset % 128 == 0
+    assert heap.row_stride // PACKET_BYTES * PAYLOAD_BYTES >= problem.row_bytes + 4 * problem.top_k
+    assert packets(PAYLOAD_BYTES) == 1 and packets(PAYLOAD_BYTES + 1) == 2
+    assert sum(heap.sizes().values()) <= heap.nbytes
+
+
+def test_bound() -> None:
+    """The most tokens that a block can place in shared memory; none with very many experts."""
+    assert most_tokens(LARGE) == MAX_ENTRIES // 32
+    assert most_tokens(ALONE) == 16
+    assert most_tokens(Problem(8, (256,) * 8, 8, 7168, "bf16", 4096)) == 0
+    for problem, tokens in PROBLEMS.values():
+        entries = problem.world_size * tokens * problem.top_k
+        assert 6 * entries + 4 * 19 * problem.num_experts + 4096 * problem.world_size <= SHARED_BYTES
