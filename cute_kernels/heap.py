@@ -8,7 +8,7 @@ operation e - 1 (the hello flag, see sync.py) and an operation does not end befo
 from dataclasses import dataclass
 from functools import cached_property
 
-CHUNK_TOKENS = 32
+CHUNK_TOKENS = 8
 """Tokens of x that are staged, and announced to the peers, together."""
 
 HEADER_INTS = 16
@@ -32,6 +32,12 @@ class Problem:
     hidden_size: int
     dtype: str
     max_tokens: int
+
+    @property
+    def tiles(self) -> int:
+        """Into how many tiles of consecutive tokens a rank cuts its route, one block each. What a block reads of all
+        ranks' counts (world_size × tiles × experts) stays below 128 KiB."""
+        return max(1, min(16, 2**15 // (self.world_size * self.num_experts)))
 
     @property
     def num_experts(self) -> int:
@@ -68,14 +74,15 @@ class Heap:
         self._end = STATE_BYTES
         # Flags: 8 bytes each, one writer each (the source rank), read by this rank alone.
         self.hello, self.hello_stride = self._take(w * 8)
-        self.route, self.route_stride = self._take(w * 8)
+        self.route, self.route_stride = self._take(w * p.tiles * 8)
+        self.placed, self.placed_stride = self._take(p.tiles * 8)
         self.staged, self.staged_stride = self._take(w * 8)
         self.chunk, self.chunk_stride = self._take(w * self.chunks * 8)
         self.token, self.token_stride = self._take(w * t * 8)
         self.flags_end = self._end
         # What this rank publishes and its peers read.
         self.header, self.header_stride = self._take(HEADER_INTS * 4)
-        self.counts, self.counts_stride = self._take(p.num_experts * 4)
+        self.counts, self.counts_stride = self._take(p.tiles * p.num_experts * 4)
         self.experts, self.experts_stride = self._take(entries * 4)
         self.positions, self.positions_stride = self._take(entries * 4)
         self.weights, self.weights_stride = self._take(entries * 4)

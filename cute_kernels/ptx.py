@@ -61,6 +61,34 @@ def st_release_sys(addr, value) -> None:
     arch.inline_ptx("st.release.sys.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
+def st_relaxed_sys(addr, value) -> None:
+    arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def ld_acquire_shared(ptr) -> Int32:
+    return arch.inline_ptx(
+        "ld.acquire.cta.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(ptr.toint())]
+    )
+
+
+def st_release_shared(ptr, value) -> None:
+    arch.inline_ptx("st.release.cta.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(ptr.toint()), value])
+
+
+def ld_shared_v4(ptr) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    return arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[Int32(ptr.toint())],
+    )
+
+
+def st_shared_v4(ptr, words) -> None:
+    arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[Int32(ptr.toint()), *words]
+    )
+
+
 def atom_inc_acq_rel(addr) -> Int32:
     return arch.inline_ptx(
         "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[addr]
@@ -100,18 +128,14 @@ def unpack(words, dtype: str) -> list[Float32]:
         if dtype == "fp32":
             out.append(arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]))
         else:
-            out.extend(
-                arch.inline_ptx(_UNPACK[dtype], write_only_types=[Float32, Float32], read_only_args=[word])
-            )
+            out.extend(arch.inline_ptx(_UNPACK[dtype], write_only_types=[Float32, Float32], read_only_args=[word]))
     return out
 
 
 def pack(values, dtype: str) -> list[Uint32]:
     """Rounds to nearest even and packs; the reverse of `unpack`."""
     if dtype == "fp32":
-        return [
-            arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[v]) for v in values
-        ]
+        return [arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[v]) for v in values]
     return [
         arch.inline_ptx(_PACK[dtype], write_only_types=[Uint32], read_only_args=[values[i], values[i + 1]])
         for i in range(0, len(values), 2)

@@ -1,25 +1,28 @@
 """Counts, positions and offsets: from the experts that each rank's tokens chose to the row of every (token, k).
 
 A row's place follows from prefix sums alone: the start of its expert's segment, plus the rows of that expert from
-lower source ranks, plus its position among the rows of that expert on its own rank in order of (token, k).
+lower source ranks, plus those from earlier tiles of its own rank, plus its position within the tile in order of
+(token, k). A tile is a run of consecutive tokens, the same for all ranks of a call; one block does one tile.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
 from .heap import BAD_ID
 from .sync import BAD_EXPERT, REPORT_WORDS, select, write_report
 
-ENTRIES_PER_LANE = 8
+ENTRIES_PER_LANE = 2
 """Entries of topk_idx that a lane holds at once: the loads are in flight together."""
 
 
 @cute.jit
-def publish_positions(ranks, problem: cutlass.Constexpr, topk_idx, tokens, warps: cutlass.Constexpr, hist, running):
-    """One block: writes expert id and position among the rank's rows of that expert for every (token, k), and counts.
+def publish_positions(
+    ranks, problem: cutlass.Constexpr, topk_idx, tile, first, end, warps: cutlass.Constexpr, hist, running
+):
+    """One block: expert id and position within the tile for the entries first..end of topk_idx, and the tile's counts.
 
     `hist` [warps, E] and `running` [E] are int32 tensors in shared memory. Each warp takes consecutive entries, so the
     order of warps, rounds and lanes is the order of entries.
@@ -28,7 +31,6 @@ def publish_positions(ranks, problem: cutlass.Constexpr, topk_idx, tokens, warps
     lane = arch.lane_idx()
     warp = tid // 32
     num_experts = problem.num_experts
-    entries = tokens * problem.top_k
     experts_out = ranks.at(ranks.own, "experts")
     positions_out = ranks.at(ranks.own, "positions")
     per_warp = 32 * ENTRIES_PER_LANE
@@ -37,22 +39,21 @@ def publish_positions(ranks, problem: cutlass.Constexpr, topk_idx, tokens, warps
     while e < num_experts:
         running[e] = 0
         e += 32 * warps
-    first = Int32(0)
-    while first < entries:
+    while first < end:
+        mine = first + warp * per_warp + lane
+        experts = cute.make_rmem_tensor((ENTRIES_PER_LANE,), Int32)
+        ranked = cute.make_rmem_tensor((ENTRIES_PER_LANE,), Int32)
+        for r in range_constexpr(ENTRIES_PER_LANE):
+            experts[r] = ptx.ld_i32(topk_idx + Int64(cutlass.min(mine + r * 32, end - 1)) * 4)
         e = tid
         while e < num_experts * warps:
             hist[e] = 0
             e += 32 * warps
         arch.sync_threads()
-        mine = first + warp * per_warp + lane
-        experts = cute.make_rmem_tensor((ENTRIES_PER_LANE,), Int32)
-        ranked = cute.make_rmem_tensor((ENTRIES_PER_LANE,), Int32)
-        for r in range_constexpr(ENTRIES_PER_LANE):
-            experts[r] = ptx.ld_i32(topk_idx + Int64(cutlass.min(mine + r * 32, entries - 1)) * 4)
         for r in range_constexpr(ENTRIES_PER_LANE):
             entry = mine + r * 32
             expert = experts[r]
-            if entry >= entries:
+            if entry >= end:
                 expert = Int32(-1)
             elif expert < -1 or expert >= num_experts:
                 report_bad_expert(ranks, entry, expert)
@@ -83,7 +84,7 @@ def publish_positions(ranks, problem: cutlass.Constexpr, topk_idx, tokens, warps
         arch.sync_threads()
         for r in range_constexpr(ENTRIES_PER_LANE):
             entry = mine + r * 32
-            if entry < entries:
+            if entry < end:
                 expert = experts[r]
                 position = Int32(-1)
                 if expert >= 0:
@@ -93,9 +94,8 @@ def publish_positions(ranks, problem: cutlass.Constexpr, topk_idx, tokens, warps
         arch.sync_threads()
         first += warps * per_warp
     e = tid
-    arch.sync_threads()
     while e < num_experts:
-        ptx.st_i32(ranks.at(ranks.own, "counts") + e * 4, running[e])
+        ptx.st_i32(ranks.at(ranks.own, "counts") + Int64(tile * num_experts + e) * 4, running[e])
         e += 32 * warps
 
 
@@ -108,59 +108,54 @@ def report_bad_expert(ranks, entry, expert):
 
 
 @cute.jit
-def place_rows(
-    ranks,
-    problem: cutlass.Constexpr,
-    ok,
-    block,
-    blocks: cutlass.Constexpr,
-    threads: cutlass.Constexpr,
-    tokens,
-    max_tokens,
-    base,
-    start,
-    header,
-    send_rows,
-    recv_rows,
-    offs,
-    counts,
-    dropped,
-):
-    """Blocks 0..blocks-1: the row of every entry that this rank sends or receives, and the segments it holds.
+def local_range(problem: cutlass.Constexpr, rank):
+    """First expert of `rank` and the one behind its last."""
+    first = Int32(problem.first_expert[0])
+    end = Int32(problem.first_expert[1])
+    for r in range_constexpr(1, problem.world_size):
+        if rank == r:
+            first = Int32(problem.first_expert[r])
+            end = Int32(problem.first_expert[r + 1])
+    return first, end
 
-    Reads what all ranks published (their route flags are acquired, `ok` says whether all came). Shared memory, int32:
-    `base` [W, E] becomes the first row of (source rank, expert), `start` [2, E] the first row of each expert's segment
-    and the row behind the last one that fits, `header` [W, 4] what each rank published of its call.
+
+@cute.jit
+def sum_counts(ranks, problem: cutlass.Constexpr, ok, tile, threads: cutlass.Constexpr, base, earlier):
+    """What all ranks published, in shared memory: `base` [W, E] rows of (rank, expert), `earlier` [W, E] those of
+    tiles before this one. Zero where `ok` is 0."""
+    tid, _, _ = arch.thread_idx()
+    num_experts = problem.num_experts
+    i = tid
+    while i < problem.world_size * num_experts:
+        total = Int32(0)
+        before = Int32(0)
+        if ok != 0:
+            expert = i % num_experts
+            counts = ranks.at(select(ranks.peers, i // num_experts), "counts") + expert * 4
+            # All loads first: they are in flight together.
+            found = cute.make_rmem_tensor((problem.tiles,), Int32)
+            for t in range_constexpr(problem.tiles):
+                found[t] = ptx.ld_i32(counts + t * (num_experts * 4))
+            for t in range_constexpr(problem.tiles):
+                total += found[t]
+                if t < tile:
+                    before += found[t]
+        base[i] = total
+        earlier[i] = before
+        i += threads
+
+
+@cute.jit
+def place_segments(problem: cutlass.Constexpr, header, base, start):
+    """`start` [2, E]: first row of each expert's segment at its own rank, and the row behind the last one that fits.
+
+    One warp for each destination rank. `header` [W, 4] holds what each rank published of its call.
     """
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
     warp = tid // 32
-    world_size = problem.world_size
     num_experts = problem.num_experts
-    first_local = Int32(problem.first_expert[0])
-    end_local = Int32(problem.first_expert[1])
-    for r in range_constexpr(1, world_size):
-        if ranks.rank == r:
-            first_local = Int32(problem.first_expert[r])
-            end_local = Int32(problem.first_expert[r + 1])
-
-    for s in range_constexpr(world_size):
-        e = tid
-        while e < num_experts:
-            n = Int32(0)
-            if ok != 0:
-                n = ptx.ld_i32(ranks.at(ranks.peers[s], "counts") + e * 4)
-            base[s * num_experts + e] = n
-            e += threads
-    if tid < world_size * 4:
-        value = Int32(0)
-        if ok != 0:
-            value = ptx.ld_i32(ranks.at(select(ranks.peers, tid // 4), "header") + (tid % 4) * 4)
-        header[tid] = value
-    arch.sync_threads()
-
-    # One warp for each destination rank: where its experts' segments start and what fits.
-    for d in range_constexpr(world_size):
+    for d in range_constexpr(problem.world_size):
         if warp == d:
             capacity, alignment, slots = header[d * 4 + 1], cutlass.max(header[d * 4 + 2], 1), header[d * 4 + 3]
             carry = Int32(0)
@@ -169,7 +164,7 @@ def place_rows(
                 e = chunk + lane
                 n = Int32(0)
                 if e < problem.first_expert[d + 1]:
-                    for s in range_constexpr(world_size):
+                    for s in range_constexpr(problem.world_size):
                         n += base[s * num_experts + e]
                 padded = (n + alignment - 1) // alignment * alignment
                 total = padded
@@ -187,24 +182,62 @@ def place_rows(
                     start[num_experts + e] = limit
                 carry += arch.shuffle_sync(total, 31)
                 chunk += 32
+
+
+@cute.jit
+def place_tile(
+    ranks,
+    problem: cutlass.Constexpr,
+    weighted: cutlass.Constexpr,
+    ok,
+    tile,
+    threads: cutlass.Constexpr,
+    tokens,
+    max_tokens,
+    base,
+    earlier,
+    start,
+    header,
+    send_rows,
+    recv_rows,
+    offs,
+    counts,
+    dropped,
+    recv_weights,
+):
+    """One block: the row of every entry of this tile that the rank sends or receives; tile 0 also the segments.
+
+    Reads what all ranks published (their route flags are acquired; `ok` says whether all came). Shared memory, int32:
+    `base` and `earlier` [W, E], `start` [2, E], `header` [W, 4].
+    """
+    tid, _, _ = arch.thread_idx()
+    world_size, num_experts, top_k = problem.world_size, problem.num_experts, problem.top_k
+    first_local, end_local = local_range(problem, ranks.rank)
+    if tid < world_size * 4:
+        value = Int32(0)
+        if ok != 0:
+            value = ptx.ld_i32(ranks.at(select(ranks.peers, tid // 4), "header") + (tid % 4) * 4)
+        header[tid] = value
+    sum_counts(ranks, problem, ok, tile, threads, base, earlier)
+    arch.sync_threads()
+    place_segments(problem, header, base, start)
     arch.sync_threads()
 
+    # base becomes the row of the tile's first entry of (source rank, expert).
     e = tid
     while e < num_experts:
         begin = start[e]
-        limit = start[num_experts + e]
         end = begin
         for s in range_constexpr(world_size):
             n = base[s * num_experts + e]
-            base[s * num_experts + e] = end
+            base[s * num_experts + e] = end + earlier[s * num_experts + e]
             end += n
-        if block == 0 and e >= first_local and e < end_local:
-            capacity, alignment, slots = header[ranks.rank * 4 + 1], cutlass.max(header[ranks.rank * 4 + 2], 1), 0
-            slots = header[ranks.rank * 4 + 3]
+        if tile == 0 and e >= first_local and e < end_local:
             n = end - begin
-            kept = cutlass.max(cutlass.min(n, limit - begin), 0)
-            stop = cutlass.min(begin + (n + alignment - 1) // alignment * alignment, capacity)
-            if slots > 0:
+            kept = cutlass.max(cutlass.min(n, start[num_experts + e] - begin), 0)
+            alignment = cutlass.max(header[ranks.rank * 4 + 2], 1)
+            stop = cutlass.min(begin + (n + alignment - 1) // alignment * alignment, header[ranks.rank * 4 + 1])
+            if header[ranks.rank * 4 + 3] > 0:
                 stop = begin + (kept + alignment - 1) // alignment * alignment
             at = Int64(e - first_local) * 4
             ptx.st_i32(offs + at, stop)
@@ -214,27 +247,36 @@ def place_rows(
     arch.sync_threads()
 
     # What comes here: the same entry of every source at once, so that the loads from all peers are in flight together.
-    bound = max_tokens * problem.top_k
-    j = block * threads + tid
-    while j < bound:
+    bound = max_tokens * top_k
+    per_tile = (max_tokens + problem.tiles - 1) // problem.tiles * top_k
+    first = tile * per_tile
+    end = cutlass.min(first + per_tile, bound)
+    j = first + tid
+    while j < end:
         experts = cute.make_rmem_tensor((world_size,), Int32)
         positions = cute.make_rmem_tensor((world_size,), Int32)
+        weights = cute.make_rmem_tensor((world_size,), Float32)
         for s in range_constexpr(world_size):
             experts[s] = ptx.ld_i32(ranks.at(ranks.peers[s], "experts") + Int64(j) * 4)
             positions[s] = ptx.ld_i32(ranks.at(ranks.peers[s], "positions") + Int64(j) * 4)
+            if const_expr(weighted):
+                weights[s] = ptx.ld_f32(ranks.at(ranks.peers[s], "weights") + Int64(j) * 4)
         for s in range_constexpr(world_size):
             row = Int32(-1)
             expert = experts[s]
             # Entries behind the source's last token hold what an earlier call left there.
-            if j < header[s * 4] * problem.top_k and expert >= first_local and expert < end_local:
+            if j < header[s * 4] * top_k and expert >= first_local and expert < end_local:
                 row = base[s * num_experts + expert] + positions[s]
                 if row >= start[num_experts + expert]:
                     row = Int32(-1)
             ptx.st_i32(recv_rows + (Int64(s) * bound + j) * 4, row)
-        j += blocks * threads
+            if const_expr(weighted):
+                if row >= 0:
+                    ptx.st_f32(recv_weights + Int64(row) * 4, weights[s])
+        j += threads
 
-    j = block * threads + tid
-    while j < tokens * problem.top_k:
+    j = first + tid
+    while j < cutlass.min(end, tokens * top_k):
         expert = ptx.ld_i32(ranks.at(ranks.own, "experts") + Int64(j) * 4)
         row = Int32(-1)
         if ok != 0 and expert >= 0:
@@ -242,6 +284,23 @@ def place_rows(
             if row >= start[num_experts + expert]:
                 row = Int32(-1)
         ptx.st_i32(send_rows + Int64(j) * 4, row)
-        j += blocks * threads
+        j += threads
 
 
+@cute.jit
+def place_weights(
+    ranks, problem: cutlass.Constexpr, ok, tile, threads: cutlass.Constexpr, max_tokens, recv_rows, recv_weights
+):
+    """One block: the weights of this tile's entries along a known route (their owners' route flags are acquired)."""
+    tid, _, _ = arch.thread_idx()
+    bound = max_tokens * problem.top_k
+    per_tile = (max_tokens + problem.tiles - 1) // problem.tiles * problem.top_k
+    end = cutlass.min((tile + 1) * per_tile, bound)
+    j = tile * per_tile + tid
+    while j < end and ok != 0:
+        for s in range_constexpr(problem.world_size):
+            row = ptx.ld_i32(recv_rows + (Int64(s) * bound + j) * 4)
+            if row >= 0:
+                weight = ptx.ld_f32(ranks.at(ranks.peers[s], "weights") + Int64(j) * 4)
+                ptx.st_f32(recv_weights + Int64(row) * 4, weight)
+        j += threads

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Int32, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
@@ -34,6 +34,12 @@ class RingShape:
     @property
     def pieces(self) -> int:
         return -(-self.row_bytes // self.piece_bytes)
+
+    @staticmethod
+    def slices(shape: "Slices", warps: int) -> "RingShape":
+        """One register slice of a row a stage."""
+        piece = min(shape.slice_bytes, -(-shape.row_bytes // 16) * 16)
+        return RingShape(shape.row_bytes, warps, min(8, SHARED_BYTES // warps // (-(-piece // 128) * 128 + 40)), piece)
 
     @staticmethod
     def of(row_bytes: int) -> "RingShape":
@@ -124,6 +130,10 @@ class Slices:
         return -(-self.lane_vectors // self.vectors)
 
     @property
+    def slice_bytes(self) -> int:
+        return self.vectors * 32 * 16
+
+    @property
     def values(self) -> int:
         """Numbers a lane holds in one slice."""
         return self.vectors * (16 // (4 if self.dtype == "fp32" else 2))
@@ -134,35 +144,13 @@ class Slices:
 
 
 @cute.jit
-def add_row(shape: cutlass.Constexpr, acc, addr, slice_index, lane, weight, weighted: cutlass.Constexpr):
-    """acc += weight * row, on one slice. Product and sum are each rounded to fp32, never fused."""
-    words = []
-    for u in range_constexpr(shape.vectors):
-        # Lanes behind the row's end read its last vector and do not store.
-        at = cutlass.min(shape.offset(slice_index, u, lane), shape.row_bytes - 16)
-        words.extend(ptx.ld_v4(addr + at))
-    values = ptx.unpack(words, shape.dtype)
-    for i in range_constexpr(shape.values):
-        value = values[i]
-        if const_expr(weighted):
-            value = ptx.mul_rn(value, weight)
-        acc[i] = ptx.add_rn(acc[i], value)
-
-
-@cute.jit
-def store_row(shape: cutlass.Constexpr, acc, addr, slice_index, lane):
+def store_row(shape: cutlass.Constexpr, values, addr, slice_index, lane):
     """Rounds one slice to the row's dtype and stores it."""
-    words = ptx.pack([acc[i] for i in range(shape.values)], shape.dtype)
+    words = ptx.pack([values[i] for i in range(shape.values)], shape.dtype)
     for u in range_constexpr(shape.vectors):
         at = shape.offset(slice_index, u, lane)
         if at < shape.row_bytes:
             ptx.st_v4(addr + at, words[4 * u : 4 * u + 4])
-
-
-@cute.jit
-def clear(shape: cutlass.Constexpr, acc):
-    for i in range_constexpr(shape.values):
-        acc[i] = Float32(0.0)
 
 
 @cute.jit
@@ -172,5 +160,3 @@ def zero_row(row_bytes: cutlass.Constexpr, addr, lane):
     while at < row_bytes:
         ptx.st_v4(addr + at, (Int32(0), Int32(0), Int32(0), Int32(0)))
         at += 32 * 16
-
-

@@ -9,6 +9,8 @@ Orders that hold:
   wrote before a block barrier that precedes it, is visible to whoever sees the flag.
 - `wait` is a system-scope acquire by the calling thread; a block or warp barrier behind it passes the order on.
 - Rows staged with ordinary stores and fetched with bulk copies change proxy: `fence_async` on both sides.
+- A fence at system scope waits for everything that its SM has sent over the link, and an SM does one at a time. Where
+  many flags are due, warps hand them to an `Outbox`: one warp of the block fences once for all that are due by then.
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 
@@ -18,7 +20,7 @@ host-visible memory, and returns False. The waits that follow, in this kernel an
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, range_constexpr
+from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
@@ -27,7 +29,7 @@ from .heap import EPOCH, FAILED, TICKET
 KINDS = ("none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward")
 """Kinds of operation; a flag carries the index."""
 
-FLAGS = ("hello", "route", "staged", "chunk", "token")
+FLAGS = ("hello", "route", "placed", "staged", "chunk", "token")
 """Kinds of flag, by the name of their place in the heap; a report carries the index."""
 
 REPORT_WORDS = 16
@@ -71,7 +73,7 @@ class Ranks:
         return base + getattr(self.heap, name) + self.parity * getattr(self.heap, name + "_stride")
 
     def signal(self, flag: str, peer, index) -> None:
-        """Sets flag `index` of its kind at `peer`: releases what this thread (or, before a barrier, its block) wrote."""
+        """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote."""
         ptx.st_release_sys(self.at(select(self.peers, peer), flag) + Int64(index) * 8, self.mark)
 
     def wait(self, flag: str, index, peer, detail) -> Boolean:
@@ -169,3 +171,96 @@ def finish(ranks):
 def fence_async() -> None:
     """Orders ordinary accesses of this thread with bulk copies on the same memory."""
     arch.fence_proxy("async")
+
+
+class Outbox:
+    """Flags that the warps of a block have become due, set by another warp of the block.
+
+    Lane w of the setting warp serves worker w (at most 32). A worker's stores come before its post (release, block
+    scope); the setting warp acquires the posts, then fences at system scope, then sets the flags: whoever sees a flag
+    sees the stores of the worker's warp.
+    """
+
+    DEPTH = 8
+    """Flags a worker may have posted that are not set yet; it waits before the next."""
+
+    def __init__(self, workers, queue, posted, taken):
+        self.workers = workers
+        self.queue = queue
+        self.posted = posted
+        self.taken = taken
+
+    def _values(self):
+        return [self.queue, self.posted, self.taken]
+
+    def __extract_mlir_values__(self):
+        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
+
+    def __new_from_mlir_values__(self, values):
+        built = [cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)]
+        return Outbox(self.workers, *built)
+
+
+@cute.jit
+def new_outbox(smem, workers: cutlass.Constexpr):
+    """By the whole block."""
+    tid, _, _ = arch.thread_idx()
+    queue = smem.allocate_array(Int32, workers * Outbox.DEPTH)
+    posted = smem.allocate_array(Int32, workers)
+    taken = smem.allocate_array(Int32, workers)
+    if tid < workers:
+        posted[tid] = 0
+        taken[tid] = 0
+    arch.sync_threads()
+    return Outbox(workers, queue, posted, taken)
+
+
+@cute.jit
+def post(outbox, worker, count, code):
+    """By a whole warp: its `count`-th flag (from 0) is due."""
+    arch.sync_warp()
+    if arch.lane_idx() == 0:
+        while count - ptx.ld_acquire_shared(outbox.taken + worker) >= Outbox.DEPTH:
+            pass
+        outbox.queue[worker * Outbox.DEPTH + count % Outbox.DEPTH] = code
+        ptx.st_release_shared(outbox.posted + worker, count + 1)
+    arch.sync_warp()
+
+
+@cute.jit
+def close(outbox, worker, count):
+    """By a whole warp: no more flags after `count`."""
+    if arch.lane_idx() == 0:
+        ptx.st_release_shared(outbox.posted + worker, -count - 1)
+
+
+@cute.jit
+def deliver(outbox, ranks, flag: cutlass.Constexpr, index, per_peer: cutlass.Constexpr = None):
+    """By one warp: sets the flag of each code posted, until all workers have closed.
+
+    With `per_peer` that is flag `index + code % per_peer` at rank `code // per_peer`, else `index + code` at all ranks.
+    """
+    lane = arch.lane_idx()
+    taken = Int32(0)
+    more = Int32(1)
+    while more != 0:
+        posted = Int32(-1)
+        if lane < outbox.workers:
+            posted = ptx.ld_acquire_shared(outbox.posted + lane)
+        due = posted
+        if posted < 0:
+            due = -posted - 1
+        if arch.vote_any_sync(due > taken):
+            arch.fence_acq_rel_sys()
+            while taken < due:
+                code = outbox.queue[lane * Outbox.DEPTH + taken % Outbox.DEPTH]
+                if const_expr(per_peer is None):
+                    for r in range_constexpr(len(ranks.peers)):
+                        ptx.st_relaxed_sys(ranks.at(ranks.peers[r], flag) + Int64(index + code) * 8, ranks.mark)
+                else:
+                    heap = select(ranks.peers, code // per_peer)
+                    ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(index + code % per_peer) * 8, ranks.mark)
+                taken += 1
+            if lane < outbox.workers:
+                ptx.st_release_shared(outbox.taken + lane, taken)
+        more = Int32(arch.vote_any_sync(posted >= 0))

@@ -1,9 +1,11 @@
 """Throughput combine, one kernel: experts' ranks add up and push, owners add up what arrives behind the push.
 
-Blocks before `pushers` push: a warp takes a token that has rows here, adds them in fp32 over k ascending, writes the
-rounded sum into the owner's staging row [this rank][token] and sets the token's flag there. The other blocks sum: a
-warp takes one of this rank's tokens, waits for the flags of the ranks that hold rows of it (known from the route) and
-adds their rows in fp32 over ranks ascending. Pushers wait for nobody, so every wait ends.
+Blocks before `pushers` push: an item is a token that has rows here; they are added in fp32 over k ascending, the
+rounded sum goes to the owner's staging row [this rank][token], and the token's flag is set there. The other blocks sum:
+an item is one of this rank's tokens; its flags from the ranks that hold rows of it (known from the route) are awaited
+and their rows added in fp32 over ranks ascending. Pushers wait for nobody, so every wait ends.
+
+The flags of a pushing block are set by a warp of their own (sync.Outbox), so that no row waits for a fence.
 """
 
 from dataclasses import dataclass
@@ -11,15 +13,16 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..heap import Heap, Problem
 from ..launch import example_stream, ranks_signature
-from ..rows import Slices, add_row, clear, store_row
+from ..rows import Ring, RingShape, Slices, init_ring_barriers, zero_row
+from .adder import Notes, add_items
 
-WARPS = 16
+WARPS = 15
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Combine:
     @property
     def slices(self) -> Slices:
         return Slices(self.problem.row_bytes, self.problem.dtype)
+
+    @property
+    def ring(self) -> RingShape:
+        return RingShape.slices(self.slices, WARPS)
 
     @cute.jit
     def __call__(
@@ -67,7 +74,7 @@ class Combine:
         self.kernel(
             peers, rank, report, timeout_ns, kind, y, recv_weights, row_scalars, topk_idx, send_rows, recv_rows, out,
             out_scalars, tokens, max_tokens, pushers,
-        ).launch(grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)  # fmt: skip
+        ).launch(grid=(blocks, 1, 1), block=(32 * (WARPS + 1), 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -93,104 +100,117 @@ class Combine:
         blocks, _, _ = arch.grid_dim()
         ranks = sync.Ranks(Heap(self.problem), peers, rank, report, timeout_ns, kind)
         sync.say_hello(ranks)
-        if bid < pushers:
-            self.push(ranks, bid, pushers, y, recv_weights, row_scalars, recv_rows, max_tokens)
+        p, shape = self.problem, self.ring
+        tid, _, _ = arch.thread_idx()
+        lane = arch.lane_idx()
+        warp = arch.make_warp_uniform(tid // 32)
+        smem = cutlass.memory.SmemAllocator()
+        barriers = smem.allocate_array(Int64, WARPS * shape.stages)
+        notes = Notes(smem, WARPS * shape.stages)
+        buffers = smem.allocate_array(Uint8, WARPS * shape.stages * shape.stride, byte_alignment=128)
+        if tid < 32:
+            init_ring_barriers(barriers, WARPS * shape.stages)
+        outbox = sync.new_outbox(smem, WARPS)
+        pushing = bid < pushers
+        if warp == WARPS:
+            if pushing:
+                sync.deliver(outbox, ranks, "token", rank * p.max_tokens, p.max_tokens)
+        elif pushing:
+            context = (ranks, max_tokens, recv_rows, recv_weights, row_scalars)
+            item, step, total = warp * pushers + bid, pushers * WARPS, max_tokens * p.world_size
+            if const_expr(self.rows):
+                ring = Ring(shape, buffers, barriers, warp)
+                add_items(
+                    ring, notes, self.slices, self.weighted, self.fetch_push, item, step, total, y, context, True,
+                    outbox, warp,
+                )  # fmt: skip
+            else:
+                count = Int32(0)
+                while item < total:
+                    held, _, _, _, code = self.fetch_push(context, item)
+                    if held != 0:
+                        sync.post(outbox, warp, count, code)
+                        count += 1
+                    item += step
+                sync.close(outbox, warp, count)
         else:
-            self.sum(ranks, bid - pushers, blocks - pushers, topk_idx, send_rows, out, out_scalars, tokens)
+            context = (ranks, lane, topk_idx, send_rows, out, out_scalars)
+            item, step = warp * (blocks - pushers) + bid - pushers, (blocks - pushers) * WARPS
+            if const_expr(self.rows):
+                ring = Ring(shape, buffers, barriers, warp)
+                staging = ranks.at(ranks.own, "rows")
+                add_items(
+                    ring, notes, self.slices, False, self.fetch_sum, item, step, tokens, staging, context, False,
+                    outbox, warp,
+                )  # fmt: skip
+            else:
+                while item < tokens:
+                    self.fetch_sum(context, item)
+                    item += step
         sync.finish(ranks)
 
     @cute.jit
-    def push(self, ranks, block, blocks, y, recv_weights, row_scalars, recv_rows, max_tokens):
-        p, shape = self.problem, self.slices
-        tid, _, _ = arch.thread_idx()
+    def fetch_push(self, context, item):
+        """The rows here of one token of another rank (see add_items); its scalars go out at once."""
+        ranks, max_tokens, recv_rows, recv_weights, row_scalars = context
+        p = self.problem
         lane = arch.lane_idx()
-        warp = arch.make_warp_uniform(tid // 32)
-        acc = cute.make_rmem_tensor((shape.values,), Float32)
-        item = warp * blocks + block
-        while item < max_tokens * p.world_size:
-            # Owners take turns, so that all links are busy all the time.
-            token = item // p.world_size
-            owner = (item + token + token // 4 + token // 16 + ranks.rank + 1) % p.world_size
-            row = Int32(-1)
-            weight = Float32(1.0)
-            if lane < p.top_k:
-                row = ptx.ld_i32(recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
-            held = arch.vote_ballot_sync(row >= 0)
-            if held != 0:
-                heap = sync.select(ranks.peers, owner)
+        # Owners take turns, so that all links are busy all the time.
+        token = item // p.world_size
+        owner = (item + token + token // 4 + token // 16 + ranks.rank + 1) % p.world_size
+        heap = sync.select(ranks.peers, owner)
+        row = Int32(-1)
+        weight = Float32(1.0)
+        if lane < p.top_k:
+            row = ptx.ld_i32(recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
+            if row >= 0:
                 if const_expr(self.weighted):
-                    if row >= 0:
-                        weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
+                    weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
                 if const_expr(self.scalars):
-                    if row >= 0:
-                        at = Int64(token * p.top_k + lane) * 4
-                        ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(row_scalars + Int64(row) * 4))
-                if const_expr(self.rows):
-                    dest = ranks.at(heap, "rows") + Int64(ranks.rank * p.max_tokens + token) * p.row_bytes
-                    for i in cutlass.range(shape.slices, unroll=1):
-                        clear(shape, acc)
-                        left = held
-                        while left != 0:
-                            k = arch.popc((left & -left) - 1)
-                            left = left & (left - 1)
-                            source = y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes
-                            w = Float32(1.0)
-                            if const_expr(self.weighted):
-                                w = arch.shuffle_sync(weight, k)
-                            add_row(shape, acc, source, i, lane, w, self.weighted)
-                        store_row(shape, acc, dest, i, lane)
-                # The warp's stores come before the release of the token's flag.
-                arch.sync_warp()
-                if lane == 0:
-                    ranks.signal("token", owner, ranks.rank * p.max_tokens + token)
-            item += blocks * WARPS
+                    at = Int64(token * p.top_k + lane) * 4
+                    ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(row_scalars + Int64(row) * 4))
+        held = arch.vote_ballot_sync(row >= 0)
+        place = ranks.at(heap, "rows") + Int64(ranks.rank * p.max_tokens + token) * p.row_bytes
+        return held, row, weight, place, owner * p.max_tokens + token
 
     @cute.jit
-    def sum(self, ranks, block, blocks, topk_idx, send_rows, out, out_scalars, tokens):
-        p, shape = self.problem, self.slices
-        tid, _, _ = arch.thread_idx()
-        lane = arch.lane_idx()
-        warp = arch.make_warp_uniform(tid // 32)
-        acc = cute.make_rmem_tensor((shape.values,), Float32)
-        token = warp * blocks + block
-        while token < tokens:
-            row = Int32(-1)
-            holder = Int32(0)
-            if lane < p.top_k:
-                at = Int64(token * p.top_k + lane) * 4
-                row = ptx.ld_i32(send_rows + at)
-                expert = ptx.ld_i32(topk_idx + at)
-                for r in range_constexpr(1, p.world_size):
-                    if expert >= p.first_expert[r]:
-                        holder = Int32(r)
-            # Lane r waits for rank r, if that holds a row of this token.
+    def fetch_sum(self, context, token):
+        """The staged rows of one of this rank's tokens (see add_items), once they have arrived."""
+        ranks, lane, topk_idx, send_rows, out, out_scalars = context
+        p = self.problem
+        row = Int32(-1)
+        holder = Int32(0)
+        at = Int64(token * p.top_k + lane) * 4
+        if lane < p.top_k:
+            row = ptx.ld_i32(send_rows + at)
+            expert = ptx.ld_i32(topk_idx + at)
+            for r in range_constexpr(1, p.world_size):
+                if expert >= p.first_expert[r]:
+                    holder = Int32(r)
+        # Lane r waits for rank r, if that holds a row of this token.
+        expected = Int32(0)
+        for r in range_constexpr(p.world_size):
+            if arch.vote_any_sync(row >= 0 and holder == r):
+                expected = expected | (1 << r)
+        arrived = Int32(1)
+        if lane < p.world_size:
+            if (expected >> lane) & 1 != 0:
+                arrived = Int32(ranks.wait("token", lane * p.max_tokens + token, lane, token))
+        # Hands what each lane acquired to the whole warp.
+        if not arch.vote_all_sync(arrived != 0):
             expected = Int32(0)
-            for r in range_constexpr(p.world_size):
-                if arch.vote_any_sync(row >= 0 and holder == r):
-                    expected = expected | (1 << r)
-            arrived = Int32(1)
-            if lane < p.world_size:
-                if (expected >> lane) & 1 != 0:
-                    arrived = Int32(ranks.wait("token", lane * p.max_tokens + token, lane, token))
-            # Hands what each lane acquired to the whole warp.
-            if not arch.vote_all_sync(arrived != 0):
-                expected = Int32(0)
-                row = Int32(-1)
-            arch.sync_warp()
-            if const_expr(self.scalars):
-                if lane < p.top_k:
-                    at = Int64(token * p.top_k + lane) * 4
-                    value = Float32(0.0)
-                    if row >= 0:
-                        value = ptx.ld_f32(ranks.at(ranks.own, "scalars") + at)
-                    ptx.st_f32(out_scalars + at, value)
-            if const_expr(self.rows):
-                staging = ranks.at(ranks.own, "rows") + Int64(token) * p.row_bytes
-                for i in cutlass.range(shape.slices, unroll=1):
-                    clear(shape, acc)
-                    for r in range_constexpr(p.world_size):
-                        if (expected >> r) & 1 != 0:
-                            source = staging + r * (p.max_tokens * p.row_bytes)
-                            add_row(shape, acc, source, i, lane, Float32(1.0), False)
-                    store_row(shape, acc, out + Int64(token) * p.row_bytes, i, lane)
-            token += blocks * WARPS
+            row = Int32(-1)
+        arch.sync_warp()
+        # The rows are fetched by bulk copies, but may have been written by ordinary stores of an earlier operation.
+        sync.fence_async()
+        if const_expr(self.scalars):
+            if lane < p.top_k:
+                value = Float32(0.0)
+                if row >= 0:
+                    value = ptx.ld_f32(ranks.at(ranks.own, "scalars") + at)
+                ptx.st_f32(out_scalars + at, value)
+        place = out + Int64(token) * p.row_bytes
+        if const_expr(self.rows):
+            if expected == 0:
+                zero_row(p.row_bytes, place, lane)
+        return expected, lane * p.max_tokens + token, Float32(1.0), place, Int32(0)

@@ -1,10 +1,14 @@
-"""First kernel of a throughput dispatch: publish the route, stage the rows, and place every row.
+"""First kernel of a throughput dispatch: publish the route, place every row, stage the rows.
 
-Three kinds of block work side by side:
-  block 0            writes expert ids, positions, counts and weights of its own tokens where peers read them
-  blocks 1..PLACERS  wait for all ranks' routes and turn them into send_rows, recv_rows, offs, counts, dropped
-  the others         copy x into staging, chunk by chunk, and announce each chunk to all peers
-Block 0 and the copying blocks wait for nobody, so the placing blocks' waits end whatever order blocks start in.
+Two kinds of block work side by side:
+  tile blocks     (the first `problem.tiles`) write expert ids, positions, counts and weights of a tile of their own
+                  tokens where peers read them, wait for the tiles of all ranks, and turn them into rows
+  copying blocks  copy x into staging, chunk by chunk, and announce each chunk to all peers
+Each tile block publishes before it waits, and copying blocks wait for nobody. So all waits end, provided that all tile
+blocks run at once: they are the first of the grid, and fewer than any supported GPU has multiprocessors.
+
+The pull kernel is launched while this one runs (programmatic dependent launch) and takes the multiprocessors that this
+grid leaves free; the `placed` flags tell it when the route is there, the chunk flags when rows are.
 """
 
 from dataclasses import dataclass
@@ -18,10 +22,10 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..heap import CHUNK_TOKENS, STAGED_TICKET, Heap, Problem
 from ..launch import example_stream, ranks_signature
-from ..route import place_rows, publish_positions
+from ..route import place_tile, place_weights, publish_positions
 
-PLACERS = 16
 THREADS = 1024
+COPY_THREADS = THREADS - 32
 COPIES_IN_FLIGHT = 4
 
 
@@ -39,13 +43,12 @@ class Publish:
     ends_operation: bool
 
     def signature(self):
-        ranks = ranks_signature(self.problem)
-        return (*ranks, *[Int64(0)] * 8, *[Int32(0)] * 6, example_stream())
+        return (*ranks_signature(self.problem), *[Int64(0)] * 9, *[Int32(0)] * 6, example_stream())
 
     @property
-    def first_copier(self) -> int:
-        """Blocks before this one do not stage rows."""
-        return 1 + (PLACERS if self.route else 0)
+    def tile_blocks(self) -> int:
+        """Blocks before the copying ones."""
+        return self.problem.tiles if self.route or self.weights else 0
 
     @cute.jit
     def __call__(
@@ -63,6 +66,7 @@ class Publish:
         offs: Int64,
         counts: Int64,
         dropped: Int64,
+        recv_weights: Int64,
         tokens: Int32,
         max_tokens: Int32,
         capacity: Int32,
@@ -74,7 +78,7 @@ class Publish:
         self.kernel.set_name_prefix("ep_publish", remove_cutlass_symbol=True)
         self.kernel(
             peers, rank, report, timeout_ns, kind, x, topk_idx, topk_weights, send_rows, recv_rows, offs, counts,
-            dropped, tokens, max_tokens, capacity, alignment, slots,
+            dropped, recv_weights, tokens, max_tokens, capacity, alignment, slots,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -93,6 +97,7 @@ class Publish:
         offs: Int64,
         counts: Int64,
         dropped: Int64,
+        recv_weights: Int64,
         tokens: Int32,
         max_tokens: Int32,
         capacity: Int32,
@@ -106,80 +111,119 @@ class Publish:
         ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
         sync.say_hello(ranks)
 
+        # Every block runs and has read the epoch: the pull kernel may take the multiprocessors that are left.
+        arch.sync_threads()
+        arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
-        if const_expr(self.route):
-            # Block 0 counts in [warps, E]; a placing block needs [W, E] and [2, E]. The larger of the two.
-            table = smem.allocate_tensor(Int32, cute.make_layout(max(THREADS // 32, p.world_size) * p.num_experts))
-            start = smem.allocate_tensor(Int32, cute.make_layout(2 * p.num_experts))
-            header = smem.allocate_tensor(Int32, cute.make_layout(4 * p.world_size))
-            failed = smem.allocate_tensor(Int32, cute.make_layout(1))
-
-        if bid == 0:
-            if const_expr(self.route):
-                publish_positions(ranks, p, topk_idx, tokens, THREADS // 32, table, start)
-                if tid == 0:
-                    values = (tokens, capacity, alignment, slots)
-                    for i in range_constexpr(4):
-                        ptx.st_i32(ranks.at(ranks.own, "header") + i * 4, values[i])
-            if const_expr(self.weights):
-                j = tid
-                while j < tokens * p.top_k:
-                    ptx.st_f32(ranks.at(ranks.own, "weights") + Int64(j) * 4, ptx.ld_f32(topk_weights + Int64(j) * 4))
-                    j += THREADS
-            # All of the block's stores come before the release of the flags.
-            arch.sync_threads()
-            if tid < p.world_size:
-                ranks.signal("route", tid, rank)
-
-        if const_expr(self.route):
-            if bid >= 1 and bid <= PLACERS:
-                if tid == 0:
-                    failed[0] = 0
-                arch.sync_threads()
-                if tid < p.world_size:
-                    if not ranks.wait("route", tid, tid, 0):
-                        failed[0] = 1
-                # The barrier hands what was acquired to the whole block.
-                arch.sync_threads()
-                ok = 1 - failed[0]
-                place_rows(
-                    ranks, p, ok, bid - 1, PLACERS, THREADS, tokens, max_tokens, table, start, header,
-                    send_rows, recv_rows, offs, counts, dropped,
-                )  # fmt: skip
-
-        if const_expr(self.rows):
-            if bid >= self.first_copier:
-                self.stage(ranks, x, tokens, bid - self.first_copier, blocks - self.first_copier)
-
+        if bid < self.tile_blocks:
+            self.do_tile(
+                ranks, smem, bid, topk_idx, topk_weights, send_rows, recv_rows, offs, counts, dropped, recv_weights,
+                tokens, max_tokens, capacity, alignment, slots,
+            )  # fmt: skip
+        elif const_expr(self.rows):
+            self.stage(ranks, smem, x, tokens, bid - self.tile_blocks, blocks - self.tile_blocks)
         if const_expr(self.ends_operation):
             sync.finish(ranks)
 
     @cute.jit
-    def stage(self, ranks, x, tokens, copier, copiers):
+    def do_tile(
+        self,
+        ranks,
+        smem,
+        tile,
+        topk_idx,
+        topk_weights,
+        send_rows,
+        recv_rows,
+        offs,
+        counts,
+        dropped,
+        recv_weights,
+        tokens,
+        max_tokens,
+        capacity,
+        alignment,
+        slots,
+    ):
+        p = self.problem
+        tid, _, _ = arch.thread_idx()
+        first = tile * ((max_tokens + p.tiles - 1) // p.tiles) * p.top_k
+        end = cutlass.min(first + (max_tokens + p.tiles - 1) // p.tiles * p.top_k, tokens * p.top_k)
+        failed = smem.allocate_tensor(Int32, cute.make_layout(1))
+        if tid == 0:
+            failed[0] = 0
+        if const_expr(self.route):
+            # Counting takes [warps, E], placing [W, E] twice: one after the other in the same memory.
+            table = smem.allocate_tensor(Int32, cute.make_layout(max(THREADS // 32, 2 * p.world_size) * p.num_experts))
+            start = smem.allocate_tensor(Int32, cute.make_layout(2 * p.num_experts))
+            header = smem.allocate_tensor(Int32, cute.make_layout(4 * p.world_size))
+            publish_positions(ranks, p, topk_idx, tile, first, end, THREADS // 32, table, start)
+            if tid == 0 and tile == 0:
+                values = (tokens, capacity, alignment, slots)
+                for i in range_constexpr(4):
+                    ptx.st_i32(ranks.at(ranks.own, "header") + i * 4, values[i])
+        if const_expr(self.weights):
+            j = first + tid
+            while j < end:
+                ptx.st_f32(ranks.at(ranks.own, "weights") + Int64(j) * 4, ptx.ld_f32(topk_weights + Int64(j) * 4))
+                j += THREADS
+        # All of the block's stores come before the release of the flags.
+        arch.sync_threads()
+        if tid < p.world_size:
+            ranks.signal("route", tid, ranks.rank * p.tiles + tile)
+        i = tid
+        while i < p.world_size * p.tiles:
+            if not ranks.wait("route", i, i // p.tiles, i % p.tiles):
+                failed[0] = 1
+            i += THREADS
+        # The barrier hands what was acquired to the whole block.
+        arch.sync_threads()
+        ok = 1 - failed[0]
+        if const_expr(self.route):
+            earlier = cute.make_tensor(table.iterator + p.world_size * p.num_experts, table.layout)
+            place_tile(
+                ranks, p, self.weights, ok, tile, THREADS, tokens, max_tokens, table, earlier, start, header,
+                send_rows, recv_rows, offs, counts, dropped, recv_weights,
+            )  # fmt: skip
+        else:
+            place_weights(ranks, p, ok, tile, THREADS, max_tokens, recv_rows, recv_weights)
+        arch.sync_threads()
+        if tid == 0:
+            ranks.signal("placed", ranks.rank, tile)
+
+    @cute.jit
+    def stage(self, ranks, smem, x, tokens, copier, copiers):
         """Copies x into staging. A chunk is announced as soon as it lies there, the whole by the last block."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
-        staging = ranks.at(ranks.own, "rows")
-        chunks = (tokens + CHUNK_TOKENS - 1) // CHUNK_TOKENS
-        chunk = copier
-        while chunk < chunks:
-            begin = Int64(chunk) * (CHUNK_TOKENS * p.row_bytes)
-            end = cutlass.min(begin + CHUNK_TOKENS * p.row_bytes, Int64(tokens) * p.row_bytes)
-            at = begin + tid * 16
-            while at < end:
-                words = []
-                for i in range_constexpr(COPIES_IN_FLIGHT):
-                    # Beyond the end the last vector is copied again, by a thread that has it too.
-                    words.append(ptx.ld_v4(x + cutlass.min(at + i * THREADS * 16, end - 16)))
-                for i in range_constexpr(COPIES_IN_FLIGHT):
-                    ptx.st_v4(staging + cutlass.min(at + i * THREADS * 16, end - 16), words[i])
-                at += COPIES_IN_FLIGHT * THREADS * 16
-            # Peers fetch with bulk copies what ordinary stores wrote.
-            sync.fence_async()
-            arch.sync_threads()
-            if tid < p.world_size:
-                ranks.signal("chunk", tid, ranks.rank * ranks.heap.chunks + chunk)
-            chunk += copiers
+        outbox = sync.new_outbox(smem, 1)
+        if tid >= COPY_THREADS:
+            sync.deliver(outbox, ranks, "chunk", ranks.rank * ranks.heap.chunks)
+        else:
+            staging = ranks.at(ranks.own, "rows")
+            count = Int32(0)
+            chunk = copier
+            while chunk * CHUNK_TOKENS < tokens:
+                begin = Int64(chunk) * (CHUNK_TOKENS * p.row_bytes)
+                end = cutlass.min(begin + CHUNK_TOKENS * p.row_bytes, Int64(tokens) * p.row_bytes)
+                at = begin + tid * 16
+                while at < end:
+                    words = []
+                    for i in range_constexpr(COPIES_IN_FLIGHT):
+                        # Beyond the end the last vector is copied again, by a thread that has it too.
+                        words.append(ptx.ld_v4(x + cutlass.min(at + i * COPY_THREADS * 16, end - 16)))
+                    for i in range_constexpr(COPIES_IN_FLIGHT):
+                        ptx.st_v4(staging + cutlass.min(at + i * COPY_THREADS * 16, end - 16), words[i])
+                    at += COPIES_IN_FLIGHT * COPY_THREADS * 16
+                # Peers fetch with bulk copies what ordinary stores wrote.
+                sync.fence_async()
+                arch.barrier(barrier_id=1, number_of_threads=COPY_THREADS)
+                if tid < 32:
+                    sync.post(outbox, 0, count, chunk)
+                count += 1
+                chunk += copiers
+            if tid < 32:
+                sync.close(outbox, 0, count)
         arch.sync_threads()
         if tid == 0:
             if ptx.atom_inc_acq_rel(ranks.own + STAGED_TICKET * 8) == copiers - 1:

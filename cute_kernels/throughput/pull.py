@@ -2,7 +2,9 @@
 
 Each warp owns a ring of row-sized stages in shared memory: a bulk copy brings a row over NVLink, then the lanes that
 hold one of its places each start a bulk copy out. Nothing passes through registers, duplicates cross the link once.
-One more warp of each block clears the padding and brings the routing weights.
+One more warp of each block clears the padding.
+
+Where a publish kernel goes before, this one is launched while that runs: `placed` flags say when the route is there.
 """
 
 from dataclasses import dataclass
@@ -10,25 +12,28 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..heap import CHUNK_TOKENS, Heap, Problem
 from ..launch import example_stream, ranks_signature
+from ..route import local_range
 from ..rows import Ring, RingShape, init_ring_barriers, zero_row
 
 
 @dataclass(frozen=True)
 class Pull:
-    """`weights`: fetch routing weights too. `begins_operation`: no kernel of this operation ran before."""
+    """`weights`: recv_weights has padding to clear too. `begins_operation`: no publish kernel goes before.
+    `placed`: the publish kernel places the route that is read here."""
 
     problem: Problem
     weights: bool
     begins_operation: bool
+    placed: bool
 
     def signature(self):
-        return (*ranks_signature(self.problem), *[Int64(0)] * 7, *[Int32(0)] * 3, example_stream())
+        return (*ranks_signature(self.problem), *[Int64(0)] * 6, *[Int32(0)] * 3, example_stream())
 
     @property
     def ring(self) -> RingShape:
@@ -43,7 +48,6 @@ class Pull:
         timeout_ns: Int64,
         kind: Int32,
         x: Int64,
-        topk_weights: Int64,
         recv_rows: Int64,
         offs: Int64,
         counts: Int64,
@@ -56,9 +60,14 @@ class Pull:
     ):
         self.kernel.set_name_prefix("ep_pull", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, x, topk_weights, recv_rows, offs, counts, recv_x, recv_weights,
+            peers, rank, report, timeout_ns, kind, x, recv_rows, offs, counts, recv_x, recv_weights,
             max_tokens, alignment,
-        ).launch(grid=(blocks, 1, 1), block=(32 * (self.ring.warps + 1), 1, 1), stream=stream)  # fmt: skip
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(32 * (self.ring.warps + 1), 1, 1),
+            stream=stream,
+            use_pdl=not self.begins_operation,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -69,7 +78,6 @@ class Pull:
         timeout_ns: Int64,
         kind: Int32,
         x: Int64,
-        topk_weights: Int64,
         recv_rows: Int64,
         offs: Int64,
         counts: Int64,
@@ -91,14 +99,19 @@ class Pull:
         warp = arch.make_warp_uniform(tid // 32)
         if tid < 32:
             init_ring_barriers(barriers, shape.warps * shape.stages)
+        if const_expr(self.placed):
+            if tid < p.tiles:
+                ranks.wait("placed", tid, rank, tid)
+        # Hands the barriers, and the route that was acquired, to the whole block.
         arch.sync_threads()
         if warp < shape.warps:
             ring = Ring(shape, buffers, barriers, warp)
             self.move_rows(ranks, ring, places, warp, x, recv_rows, recv_x, max_tokens)
         else:
             self.clear_padding(ranks, offs, counts, recv_x, recv_weights, alignment)
-            if const_expr(self.weights):
-                self.fetch_weights(ranks, topk_weights, recv_rows, recv_weights, max_tokens)
+        if const_expr(not self.begins_operation):
+            # The publish kernel has left the epoch before it changes.
+            arch.griddepcontrol_wait()
         sync.finish(ranks)
 
     @cute.jit
@@ -116,8 +129,8 @@ class Pull:
         staged = Int32(1) << ranks.rank  # sources known to have staged everything; its own rows come from x
         more = Int32(1)
         while more != 0:
-            # Start loads until all stages but the one being stored are under way.
-            while loaded - stored < shape.stages - 1 and item < total:
+            # Start loads until all stages are under way.
+            while loaded - stored < shape.stages and item < total:
                 # A token's sources follow each other, rotated, so that all links are busy all the time and no warp
                 # meets one source only.
                 token = item // (p.world_size * shape.pieces)
@@ -131,9 +144,7 @@ class Pull:
                         if lane == 0:
                             if ranks.seen("staged", source):
                                 ready = Int32(2)
-                            elif ranks.wait(
-                                "chunk", source * ranks.heap.chunks + token // CHUNK_TOKENS, source, token
-                            ):
+                            elif ranks.wait("chunk", source * ranks.heap.chunks + token // CHUNK_TOKENS, source, token):
                                 ready = Int32(1)
                             # Bulk copies come after what was acquired.
                             sync.fence_async()
@@ -166,10 +177,10 @@ class Pull:
                     piece = place % shape.pieces
                     at = Int64(place // shape.pieces) * p.row_bytes + piece * shape.piece_bytes
                     ring.store(stage, recv_x + at, shape.bytes_of(piece))
-                # One group an item for every lane. All but the newest have left shared memory behind this wait, so
-                # the stage before this one may be filled again.
+                # Until all lanes' copies have left shared memory, so that the stage may be filled again. Meanwhile the
+                # loads of the other stages are under way.
                 arch.cp_async_bulk_commit_group()
-                arch.cp_async_bulk_wait_group(1, read=True)
+                arch.cp_async_bulk_wait_group(0, read=True)
                 arch.sync_warp()
                 stored += 1
             more = Int32(stored < loaded or item < total)
@@ -183,12 +194,9 @@ class Pull:
         lane = arch.lane_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        local_experts = Int32(p.experts_per_rank[0])
-        for r in range_constexpr(1, p.world_size):
-            if ranks.rank == r:
-                local_experts = Int32(p.experts_per_rank[r])
+        first_local, end_local = local_range(p, ranks.rank)
         e = bid
-        while e < local_experts:
+        while e < end_local - first_local:
             count = ptx.ld_i32(counts + Int64(e) * 4)
             end = ptx.ld_i32(offs + Int64(e) * 4)
             row = end - ((count + alignment - 1) // alignment * alignment - count)
@@ -199,34 +207,3 @@ class Pull:
                         ptx.st_f32(recv_weights + Int64(row) * 4, cutlass.Float32(0.0))
                 row += 1
             e += blocks
-
-    @cute.jit
-    def fetch_weights(self, ranks, topk_weights, recv_rows, recv_weights, max_tokens):
-        """One warp of each block: the weight of each received row, read from what its owner published."""
-        p = self.problem
-        lane = arch.lane_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
-        entries = max_tokens * p.top_k
-        for s in range_constexpr(p.world_size):
-            if lane == 0:
-                if s != ranks.rank:
-                    ranks.wait("route", s, s, 0)
-            # Passes on to the warp what lane 0 acquired.
-            arch.sync_warp()
-            base = topk_weights
-            if s != ranks.rank:
-                base = ranks.at(ranks.peers[s], "weights")
-            j = bid * 32 + lane
-            while j < entries:
-                rows = cute.make_rmem_tensor((4,), Int32)
-                for i in range_constexpr(4):
-                    rows[i] = Int32(-1)
-                    at = j + i * 32 * blocks
-                    if at < entries:
-                        rows[i] = ptx.ld_i32(recv_rows + (Int64(s) * entries + at) * 4)
-                for i in range_constexpr(4):
-                    if rows[i] >= 0:
-                        weight = ptx.ld_f32(base + Int64(j + i * 32 * blocks) * 4)
-                        ptx.st_f32(recv_weights + Int64(rows[i]) * 4, weight)
-                j += 4 * 32 * blocks

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
 from cute_kernels import jit, sync
 from cute_kernels.heap import BAD_ID, EPOCH, Heap, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.scale import Scale
-from torch import Tensor
 
 from .. import symmetric
 from . import latency
@@ -46,14 +47,17 @@ def problem_of(config: Config) -> Problem:
 def kernels_of(problem: Problem) -> list[Any]:
     """Every kernel that the operators of such a communicator launch."""
     alone = problem.world_size == 1
-    some = (False,) if alone else (False, True)  # a single rank reads its own rows and weights where they are
-    rows_too = not alone
-    publish = [(True, rows_too, weights, False) for weights in some]
+    rows_too = not alone  # a single rank reads its own rows where they are
+    publish = [(True, rows_too, weights, False) for weights in (False, True)]
     publish += [(True, False, False, True)]
-    publish += [] if alone else [(False, True, weights, False) for weights in some]
+    publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
     variants: dict[Any, list[tuple[bool, ...]]] = {
-        Publish: list(dict.fromkeys(publish)),
-        Pull: [(weights, begins) for weights in (False, True) for begins in ((False, True) if alone else (False,))],
+        Publish: publish,
+        Pull: [
+            (weights, alone and not placed and not weights, placed)
+            for weights in (False, True)
+            for placed in (False, True)
+        ],
         Combine: [(True, False, False), (True, True, False), (True, False, True), (False, False, True)],
         Scale: [(False,), (True,)],
     }
@@ -89,8 +93,8 @@ class CuteBackend:
         properties = torch.cuda.get_device_properties(comm.device)
         self._arch = f"sm_{properties.major}{properties.minor}a"
         sms = properties.multi_processor_count
-        self._copiers = max(1, sms - 1 - 16)
-        self._dispatch_blocks = min(sms, comm.config.dispatch_sms or 24)
+        self._dispatch_blocks = min(sms - problem.tiles - 1, comm.config.dispatch_sms or 24)
+        self._copiers = sms - self._dispatch_blocks - problem.tiles
         combine_blocks = max(2, min(sms, comm.config.combine_sms or 64))
         self._combine_blocks = combine_blocks
         self._pushers = combine_blocks - max(1, combine_blocks * 3 // 10)
@@ -112,7 +116,7 @@ class CuteBackend:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         self.check_errors()
         route = self._new_route(topk_idx, max_tokens)
-        self._publish("plan", True, None, None, topk_idx, route, capacity, alignment, slots, max_tokens)
+        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, slots, max_tokens)
         return route
 
     def dispatch(
@@ -129,20 +133,24 @@ class CuteBackend:
         if max_tokens <= self._latency_tokens:
             return self.latency.dispatch(x, topk_weights, topk_idx, capacity, alignment, slots, max_tokens)
         route = self._new_route(topk_idx, max_tokens)
-        self._publish("dispatch", True, x, topk_weights, topk_idx, route, capacity, alignment, slots, max_tokens)
-        rows = self._pull("dispatch", x, topk_weights, route, capacity, alignment, begins=False)
-        return (*rows, *route)
+        recv_x, recv_weights = self._new_rows(x, topk_weights, capacity)
+        self._publish(
+            "dispatch", True, x, topk_weights, topk_idx, route, recv_weights, capacity, alignment, slots, max_tokens
+        )
+        self._pull("dispatch", x, topk_weights, route[1:4], recv_x, recv_weights, alignment, False, True)
+        return (recv_x, recv_weights, *route)
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
     ) -> DispatchTensors:
         self.check_errors()
-        route = self._new_route(topk_idx, max_tokens)
         capacity = NO_CAPACITY_LIMIT // alignment * alignment
-        self._publish("dispatch", True, x, topk_weights, topk_idx, route, capacity, alignment, 0, max_tokens)
-        num_rows = int(route[2][-1]) if self._local_experts else 0
-        rows = self._pull("dispatch", x, topk_weights, route, num_rows, alignment, begins=False)
-        return (*rows, *route)
+        route = self._new_route(topk_idx, max_tokens)
+        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, 0, max_tokens)
+        send_rows, recv_rows, offs, counts, _ = route
+        num_rows = int(offs[-1]) if self._local_experts else 0
+        known = (topk_idx, send_rows, recv_rows, offs, counts)
+        return (*self._along("dispatch_planned", x, topk_weights, known, num_rows, alignment), *route)
 
     def dispatch_planned(
         self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
@@ -192,6 +200,11 @@ class CuteBackend:
         local = self._local_experts
         return new(tokens, top_k), new(self._problem.world_size, max_tokens, top_k), new(local), new(local), new(local)
 
+    def _new_rows(self, x: Tensor, topk_weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+        """recv_x, recv_weights"""
+        weights = x.new_empty(0 if topk_weights is None else num_rows, dtype=torch.float32)
+        return x.new_empty(num_rows, x.shape[1]), weights
+
     def _publish(
         self,
         kind: str,
@@ -200,31 +213,38 @@ class CuteBackend:
         topk_weights: Tensor | None,
         topk_idx: Tensor,
         route: tuple[Tensor | None, ...],
+        recv_weights: Tensor | None,
         capacity: int,
         alignment: int,
         slots: int,
         max_tokens: int,
-    ) -> None:
-        # A single rank reads its own tensors where they are.
-        alone = self._problem.world_size == 1
-        rows, weights = x is not None and not alone, topk_weights is not None and not alone
+    ) -> bool:
+        """Launch the publish kernel, unless it has nothing to do: then False."""
+        rows, weights = x is not None and self._problem.world_size > 1, topk_weights is not None
+        if not (with_route or rows or weights):
+            return False
         variant = (with_route, rows, weights, kind == "plan")
-        blocks = 1 + (16 if with_route else 0) + (self._copiers if rows else 0)
+        blocks = (self._problem.tiles if with_route or weights else 0) + (self._copiers if rows else 0)
         self._launch(
-            Publish, variant, kind, x, topk_idx, topk_weights, *route, topk_idx.shape[0], max_tokens, capacity,
-            alignment, slots, blocks,
+            Publish, variant, kind, x, topk_idx, topk_weights, *route, recv_weights, topk_idx.shape[0], max_tokens,
+            capacity, alignment, slots, blocks,
         )  # fmt: skip
+        return True
 
     def _along(
         self, kind: str, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
     ) -> tuple[Tensor, Tensor]:
         """Dispatch along a known route."""
-        topk_idx, send_rows, recv_rows, offs, counts = route
-        alone = self._problem.world_size == 1
-        if not alone:
-            self._publish(kind, False, x, topk_weights, topk_idx, (None,) * 5, 0, 1, 0, recv_rows.shape[1])
-        placed = (send_rows, recv_rows, offs, counts, counts)
-        return self._pull(kind, x, topk_weights, placed, num_rows, alignment, begins=alone)
+        topk_idx, _, recv_rows, offs, counts = route
+        recv_x, recv_weights = self._new_rows(x, topk_weights, num_rows)
+        placed = (None, recv_rows, None, None, None)
+        published = self._publish(
+            kind, False, x, topk_weights, topk_idx, placed, recv_weights, 0, 1, 0, recv_rows.shape[1]
+        )
+        self._pull(
+            kind, x, topk_weights, (recv_rows, offs, counts), recv_x, recv_weights, alignment, not published, False
+        )
+        return recv_x, recv_weights
 
     def _pull(
         self,
@@ -232,18 +252,17 @@ class CuteBackend:
         x: Tensor,
         topk_weights: Tensor | None,
         route: tuple[Tensor, ...],
-        num_rows: int,
+        recv_x: Tensor,
+        recv_weights: Tensor,
         alignment: int,
         begins: bool,
-    ) -> tuple[Tensor, Tensor]:
-        _, recv_rows, offs, counts, _ = route
-        recv_x = x.new_empty(num_rows, x.shape[1])
-        recv_weights = x.new_empty(0 if topk_weights is None else num_rows, dtype=torch.float32)
+        placed: bool,
+    ) -> None:
+        recv_rows, offs, counts = route
         self._launch(
-            Pull, (topk_weights is not None, begins), kind, x, topk_weights, recv_rows, offs, counts, recv_x,
-            recv_weights, recv_rows.shape[1], alignment, self._dispatch_blocks,
+            Pull, (topk_weights is not None, begins, placed), kind, x, recv_rows, offs, counts, recv_x, recv_weights,
+            recv_rows.shape[1], alignment, self._dispatch_blocks,
         )  # fmt: skip
-        return recv_x, recv_weights
 
     def _combine(
         self, kind: str, y: Tensor | None, recv_weights: Tensor | None, scalars: Tensor | None, route: RouteTensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+
 from cute_kernels import sync
 
 _WORDS = sync.REPORT_WORDS
@@ -34,7 +35,9 @@ class Report:
         where = f", token {detail}" if awaited in ("chunk", "token") else ""
         doing = f"rank {rank}, in ep::{operation} (operation {epoch} of this communicator)"
         if reason == sync.MISMATCH:
-            return f"{doing}, met rank {peer} in ep::{sync.KINDS[seen & 15]}: the ranks call operators in different orders"
+            return (
+                f"{doing}, met rank {peer} in ep::{sync.KINDS[seen & 15]}: the ranks call operators in different orders"
+            )
         last = "nothing" if seen == 0 else f"ep::{sync.KINDS[seen & 15]}, operation {seen >> 4}"
         return (
             f"{doing}, waited {self._timeout:g} s for rank {peer} ({awaited} flag{where}: expected {expected}, "
@@ -50,6 +53,6 @@ class Report:
         for i in range(_WORDS):
             words[_WORDS + i] = 0
         return (
-            f"topk_idx holds {expert} at flat index {entry} on rank {rank} (ep::{sync.KINDS[kind]}, operation {epoch}); "
-            f"allowed are expert ids from -1 (none) to {self._num_experts - 1}. Such entries were not sent."
+            f"topk_idx holds {expert} at flat index {entry} on rank {rank} (ep::{sync.KINDS[kind]}, operation "
+            f"{epoch}); allowed are expert ids from -1 (none) to {self._num_experts - 1}. Such entries were not sent."
         )

@@ -79,12 +79,16 @@ def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y
 
 
 def compare(got: dict, expected: dict, call: Call) -> None:
-    """Everything equal to the bit, but sums over the hidden dimension (dot products), whose order is free."""
+    """Everything equal to the bit, but dot products, whose order over the hidden size is free."""
     for name, values in expected.items():
-        for i, (mine, theirs) in enumerate(zip(got[name], values, strict=True) if isinstance(values, (tuple, list)) else [(got[name], values)]):
+        for i, (mine, theirs) in enumerate(
+            zip(got[name], values, strict=True) if isinstance(values, (tuple, list)) else [(got[name], values)]
+        ):
             where = f"{name}[{i}]"
             assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, (where, mine.shape, theirs.shape)
-            by_rows = name in ("dispatch", "dispatch unweighted", "planned", "planned unweighted") or name.startswith("combine backward")
+            by_rows = name in ("dispatch", "dispatch unweighted", "planned", "planned unweighted") or name.startswith(
+                "combine backward"
+            )
             if name == "dynamic" and i < 2:
                 _, _, _, recv_rows, offs, counts, _ = expected["dynamic"]
                 route = (None, None, recv_rows, offs, counts)

@@ -1,4 +1,4 @@
-"""Compiles the kernels of test_throughput.py into the disk cache with all cores: `python tests/gpu/precompile.py 1 2 4`.
+"""Compiles the kernels of test_throughput.py into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`.
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -17,9 +17,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 def problems(world_sizes: list[int], seed: int) -> list:
     import cases
-    from cute_kernels.heap import Problem
     from test_throughput import CASES, SIZES, case_config, size_config
 
+    from cute_kernels.heap import Problem
     from ep_ops.backends.cute import DTYPES
     from ep_ops.config import even_experts
 

@@ -15,8 +15,10 @@ def ranks() -> tuple[int, int]:
 
 def inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtype: torch.dtype):
     draw = torch.Generator(device="cuda").manual_seed(seed + 977 * ranks()[0])
+
     def normal(*shape):
         return torch.randn(*shape, generator=draw, device="cuda")
+
     x, y = normal(tokens, hidden).to(dtype), normal(rows, hidden).to(dtype)
     weights = torch.rand(tokens, top_k, generator=draw, device="cuda") * 2 - 0.5
     row_weights = torch.rand(rows, generator=draw, device="cuda") * 2 - 0.5
@@ -26,7 +28,12 @@ def inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtype: to
 HIDDEN = {torch.bfloat16: 24, torch.float16: 1032, torch.float32: 8200}
 """Rows below 512 bytes, of an odd number of vectors, and of several pieces."""
 CASES = [(name, torch.bfloat16) for name in cases.CASE_NAMES]
-CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != torch.bfloat16]
+CASES += [
+    (name, dtype)
+    for name in ("random", "repeated_experts", "padded_over")
+    for dtype in HIDDEN
+    if dtype != torch.bfloat16
+]
 SIZES = (128, 2880, 7168)
 
 

@@ -1,0 +1,156 @@
+"""Adds up rows and sends the sums on: what both halves of a combine do, with different sources and destinations.
+
+A warp works through items; an item is a few rows to add and one place to put the sum. All rows come by bulk copies
+through the warp's ring, a slice of a row a stage, started ahead over the ends of items: latency is paid once. A lane
+adds its vectors of each slice in fp32 in registers; the rounded sum replaces the last row's slice in its stage and
+leaves from there by a bulk copy.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+
+FIRST, LAST, END = 1, 2, 4
+"""Marks of a stage: its slice begins a sum; ends it; and with it ends the item."""
+
+
+class Notes:
+    """What a warp has to know of a stage when it is full: written by lane 0 when its load starts."""
+
+    def __init__(self, smem, stages):
+        self.marks = smem.allocate_array(Int32, stages)
+        self.weights = smem.allocate_array(Float32, stages)
+        self.codes = smem.allocate_array(Int32, stages)
+        self.places = smem.allocate_array(Int64, stages)
+
+    def _values(self):
+        return [self.marks, self.weights, self.codes, self.places]
+
+    def __extract_mlir_values__(self):
+        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
+
+    def __new_from_mlir_values__(self, values):
+        new = object.__new__(Notes)
+        new.marks, new.weights, new.codes, new.places = (
+            cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)
+        )
+        return new
+
+
+@cute.jit
+def add_items(
+    ring, notes, slices: cutlass.Constexpr, weighted: cutlass.Constexpr, fetch: cutlass.Constexpr, item, step, total,
+    base, context, outbox: cutlass.Constexpr, box, warp,
+):  # fmt: skip
+    """One warp: all its items from `item` in steps of `step` up to `total`.
+
+    `fetch(context, item)` gives, for a whole warp, the bit mask of lanes that hold a row, the lane's row (index from
+    address `base`), its weight, the address of the sum, and the code to post when the sum has arrived; an empty mask
+    skips the item. With `outbox`, codes are posted to `box`.
+    """
+    shape = ring.shape
+    lane = arch.lane_idx()
+    first_note = warp * shape.stages
+    acc = cute.make_rmem_tensor((slices.values,), Float32)
+    loaded, added, count = Int32(0), Int32(0), Int32(0)
+    # The item that loads are being started for.
+    held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
+    row, weight, place, code = Int32(0), Float32(1.0), Int64(0), Int32(0)
+    # Two lanes take turns, item by item, to send sums: each can wait for its own copies alone.
+    sender = Int32(0)
+    unposted = Int32(-1)
+    more = Int32(1)
+    while more != 0:
+        # The stage that was added last may still be leaving: all others are to be under way.
+        while loaded - added < shape.stages - 1 and (left != 0 or piece < shape.pieces - 1 or item < total):
+            if left == 0:
+                piece += 1
+                if piece >= shape.pieces:
+                    held, row, weight, place, code = fetch(context, item)
+                    piece = Int32(0)
+                    if held == 0:
+                        piece = Int32(shape.pieces)
+                    item += step
+                left = held
+            if left != 0:
+                k = arch.popc((left & -left) - 1)
+                mark = Int32(0)
+                if left == held:
+                    mark = mark | FIRST
+                left = left & (left - 1)
+                if left == 0:
+                    mark = mark | LAST
+                    if piece == shape.pieces - 1:
+                        mark = mark | END
+                source = base + Int64(arch.shuffle_sync(row, k)) * shape.row_bytes
+                stage = loaded % shape.stages
+                if const_expr(weighted):
+                    factor = arch.shuffle_sync(weight, k)
+                    if lane == 0:
+                        (notes.weights + (first_note + stage)).store(factor)
+                if lane == 0:
+                    (notes.marks + (first_note + stage)).store(mark)
+                    (notes.codes + (first_note + stage)).store(code * shape.pieces + piece)
+                    (notes.places + (first_note + stage)).store(place)
+                    ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
+                loaded += 1
+        # Lane 0's notes come before the other lanes' reads.
+        arch.sync_warp()
+        if added < loaded:
+            stage = added % shape.stages
+            ring.wait(stage, (added // shape.stages) & 1)
+            mark = (notes.marks + (first_note + stage)).load()
+            at = ring.buffer + stage * shape.stride + lane * 16
+            if mark & FIRST != 0:
+                for i in range_constexpr(slices.values):
+                    acc[i] = Float32(0.0)
+            words = []
+            for u in range_constexpr(slices.vectors):
+                words.extend(ptx.ld_shared_v4(at + u * 512))
+            values = ptx.unpack(words, slices.dtype)
+            if const_expr(weighted):
+                factor = (notes.weights + (first_note + stage)).load()
+                for i in range_constexpr(slices.values):
+                    acc[i] = ptx.add_rn(acc[i], ptx.mul_rn(values[i], factor))
+            else:
+                for i in range_constexpr(slices.values):
+                    acc[i] = ptx.add_rn(acc[i], values[i])
+            if mark & LAST != 0:
+                sums = ptx.pack([acc[i] for i in range(slices.values)], slices.dtype)
+                for u in range_constexpr(slices.vectors):
+                    ptx.st_shared_v4(at + u * 512, sums[4 * u : 4 * u + 4])
+                # Ordinary stores to the stage come before the bulk copy that reads it.
+                arch.fence_proxy("async.shared", space="cta")
+                arch.sync_warp()
+                if lane == sender:
+                    sent = (notes.codes + (first_note + stage)).load() % shape.pieces
+                    to = (notes.places + (first_note + stage)).load() + sent * shape.piece_bytes
+                    ring.store(stage, to, shape.bytes_of(sent))
+            # One group a stage for both senders. Behind this wait every stage but this one has been read out.
+            if lane < 2:
+                arch.cp_async_bulk_commit_group()
+                arch.cp_async_bulk_wait_group(1, read=True)
+            arch.sync_warp()
+            if mark & END != 0:
+                if const_expr(outbox):
+                    # The item before this one was sent by the other lane: its sum has arrived behind this wait.
+                    if unposted >= 0:
+                        if lane == 1 - sender:
+                            arch.cp_async_bulk_wait_group(0)
+                        sync.post(box, warp, count, unposted)
+                        count += 1
+                    unposted = (notes.codes + (first_note + stage)).load() // shape.pieces
+                    arch.sync_warp()
+                sender = 1 - sender
+            added += 1
+        more = Int32(added < loaded or left != 0 or piece < shape.pieces - 1 or item < total)
+    arch.cp_async_bulk_wait_group(0)
+    arch.sync_warp()
+    if const_expr(outbox):
+        if unposted >= 0:
+            sync.post(box, warp, count, unposted)
+            count += 1
+        sync.close(box, warp, count)

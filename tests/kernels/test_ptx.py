@@ -1,0 +1,130 @@
+"""Every kernel compiles without a GPU, for Hopper and Blackwell, to the instructions it is meant to have."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cute_kernels import jit
+from cute_kernels.heap import Problem
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.pull import Pull
+from cute_kernels.throughput.scale import Scale
+from ep_ops.backends.cute import kernels_of
+
+ARCHS = ("sm_90a", "sm_100a")
+LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
+UNEVEN = Problem(2, (3, 5), 4, 8200, "fp32", 100)  # rows of several pieces, the last one short
+ALONE = Problem(1, (8,), 32, 128, "fp16", 16)
+WIDEST = Problem(8, (128,) * 8, 8, 7168, "bf16", 8192)
+
+BULK_IN = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+BULK_OUT = "cp.async.bulk.global.shared::cta.bulk_group"
+
+
+@pytest.fixture(autouse=True)
+def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # --keep-ptx leaves files in the current folder
+
+
+def compiled_ptx(kernel, arch: str) -> str:
+    return jit.compile_kernel(kernel, arch, keep_ptx=True).__ptx__
+
+
+def count(ptx: str, instruction: str) -> int:
+    return len(re.findall(rf"^\s*(?:@!?%p\d+ )?{re.escape(instruction)}", ptx, re.MULTILINE))
+
+
+def assert_no_spills(ptx: str, arch: str, tmp_path: Path) -> None:
+    """By the assembler's own account; the PTX alone does not tell. It may keep a few words of branch bookkeeping."""
+    assembler = shutil.which("ptxas")
+    if assembler is None:
+        return
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    done = subprocess.run(
+        [assembler, f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    spilled = re.search(r"(\d+) bytes spill stores", done.stderr)
+    assert spilled and int(spilled[1]) <= 16, done.stderr
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("problem", [LARGE, ALONE], ids=["large", "alone"])
+def test_every_kernel(problem: Problem, arch: str, tmp_path: Path) -> None:
+    for kernel in kernels_of(problem):
+        ptx = compiled_ptx(kernel, arch)
+        assert f".target {arch}" in ptx
+        assert ".local" not in ptx, f"{kernel} uses local memory"
+        assert count(ptx, "elect.sync") == 0, "lanes are elected by hand"
+        assert_no_spills(ptx, arch, tmp_path)
+
+
+@pytest.mark.parametrize("problem", [UNEVEN, WIDEST], ids=["uneven", "widest"])
+def test_other_problems(problem: Problem, tmp_path: Path) -> None:
+    for kernel in kernels_of(problem):
+        ptx = compiled_ptx(kernel, "sm_90a")
+        assert ".local" not in ptx, f"{kernel} uses local memory"
+        assert_no_spills(ptx, "sm_90a", tmp_path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_pull(arch: str) -> None:
+    ptx = compiled_ptx(Pull(LARGE, True, False, True), arch)
+    assert count(ptx, BULK_IN) == 1 and count(ptx, BULK_OUT) == 1
+    assert count(ptx, "mbarrier.try_wait") >= 1 and count(ptx, "mbarrier.arrive.expect_tx") == 1
+    # Stages are refilled once they have been read out; the block ends when all rows lie in memory.
+    assert count(ptx, "cp.async.bulk.wait_group.read") == 1 and count(ptx, "cp.async.bulk.wait_group ") == 1
+    assert count(ptx, "griddepcontrol.wait") == 1
+    assert count(ptx, "ld.acquire.sys.global") >= 3  # placed, chunk, staged, hello
+    assert count(ptx, "fence.proxy.async") >= 1  # what was acquired is fetched by bulk copies
+    assert count(ptx, "ld.global.L1::no_allocate.v4") == 0, "no row passes through registers"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_publish(arch: str) -> None:
+    ptx = compiled_ptx(Publish(LARGE, True, True, True, False), arch)
+    assert count(ptx, "ld.global.L1::no_allocate.v4") >= 4 and count(ptx, "st.global.L1::no_allocate.v4") >= 4
+    assert count(ptx, "griddepcontrol.launch_dependents") == 1
+    assert count(ptx, "st.release.sys.global") >= 3  # hello, route, placed, staged
+    assert count(ptx, "match.any.sync") >= 1
+    assert count(ptx, "fence.proxy.async") >= 1  # staged rows are fetched by bulk copies
+    assert count(ptx, "red.") == 0, "no position comes from an atomic"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_combine(arch: str) -> None:
+    ptx = compiled_ptx(Combine(LARGE, True, True, False), arch)
+    assert count(ptx, BULK_IN) == 2 and count(ptx, BULK_OUT) == 2  # pushing and summing
+    assert count(ptx, "fence.acq_rel.sys") >= 1 and count(ptx, "st.relaxed.sys.global") >= 1  # the outbox
+    assert count(ptx, "fma.rn") == 0, "products are rounded before they are added"
+    assert count(ptx, "mul.rn.f32") > 0 and count(ptx, "add.rn.f32") > 0
+
+
+def test_scale() -> None:
+    ptx = compiled_ptx(Scale(LARGE, True), "sm_90a")
+    assert count(ptx, "ld.global.L1::no_allocate.v4") >= 2 and count(ptx, "st.global.L1::no_allocate.v4") >= 1
+
+
+def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From memory the second time, from disk in a new process, and never during a capture."""
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(jit, "_loaded", {})
+    kernel = Scale(ALONE, False)
+    with pytest.raises(jit.CompileDuringCapture, match="warmup"):
+        jit.get(kernel, "sm_90a", lambda: True)
+    first = jit.get(kernel, "sm_90a", lambda: False)
+    assert jit.get(Scale(ALONE, False), "sm_90a", lambda: True) is first
+    (cached,) = (tmp_path / "cache").iterdir()
+    monkeypatch.setattr(jit, "_loaded", {})
+    monkeypatch.setattr(jit, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    jit.get(kernel, "sm_90a", lambda: False)
+    assert cached.exists()
