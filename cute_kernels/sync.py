@@ -218,6 +218,8 @@ def new_outbox(smem, workers: cutlass.Constexpr):
 @cute.jit
 def post(outbox, worker, count, code):
     """By a whole warp: its `count`-th flag (from 0) is due."""
+    # What was stored for a bulk copy to read changes proxy here, by its writers.
+    fence_async()
     arch.sync_warp()
     if arch.lane_idx() == 0:
         while count - ptx.ld_acquire_shared(outbox.taken + worker) >= Outbox.DEPTH:

@@ -1,9 +1,8 @@
-"""Adds up rows and sends the sums on: what both halves of a combine do, with different sources and destinations.
+"""Adds up rows and stores the sums elsewhere: what both halves of a combine do.
 
-A warp works through items; an item is a few rows to add and one place to put the sum. All rows come by bulk copies
-through the warp's ring, a slice of a row a stage, started ahead over the ends of items: latency is paid once. A lane
-adds its vectors of each slice in fp32 in registers; the rounded sum replaces the last row's slice in its stage and
-leaves from there by a bulk copy.
+A warp works through items; an item is a few rows to add and one place for the sum. Rows come by bulk copies through
+the warp's ring, a slice of a row a stage, started ahead over the ends of items, so that latency is paid once. A lane
+adds its vectors of each slice in fp32 in registers and stores the rounded sum from there.
 """
 
 import cutlass
@@ -42,14 +41,15 @@ class Notes:
 
 @cute.jit
 def add_items(
-    ring, notes, slices: cutlass.Constexpr, weighted: cutlass.Constexpr, fetch: cutlass.Constexpr, item, step, total,
-    base, context, outbox: cutlass.Constexpr, box, warp,
+    ring, notes, slices: cutlass.Constexpr, weighted: cutlass.Constexpr, peek: cutlass.Constexpr,
+    fetch: cutlass.Constexpr, item, step, total, base, context, outbox: cutlass.Constexpr, box, warp,
 ):  # fmt: skip
     """One warp: all its items from `item` in steps of `step` up to `total`.
 
-    `fetch(context, item)` gives, for a whole warp, the bit mask of lanes that hold a row, the lane's row (index from
-    address `base`), its weight, the address of the sum, and the code to post when the sum has arrived; an empty mask
-    skips the item. With `outbox`, codes are posted to `box`.
+    `fetch(context, item, peeked)` gives, for a whole warp, the bit mask of lanes that hold a row, the lane's row
+    (counted from address `base`), its weight, the address of the sum, and the code to post when it is stored; an empty
+    mask skips the item. `peek(context, item)` are two integers that fetch wants, loaded an item ahead. With `outbox`,
+    codes are posted to `box`.
     """
     shape = ring.shape
     lane = arch.lane_idx()
@@ -59,17 +59,17 @@ def add_items(
     # The item that loads are being started for.
     held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
     row, weight, place, code = Int32(0), Float32(1.0), Int64(0), Int32(0)
-    # Two lanes take turns, item by item, to send sums: each can wait for its own copies alone.
-    sender = Int32(0)
-    unposted = Int32(-1)
+    peeked = peek(context, item)
     more = Int32(1)
     while more != 0:
-        # The stage that was added last may still be leaving: all others are to be under way.
-        while loaded - added < shape.stages - 1 and (left != 0 or piece < shape.pieces - 1 or item < total):
+        # All stages are to be under way.
+        while loaded - added < shape.stages and (left != 0 or piece < shape.pieces - 1 or item < total):
             if left == 0:
                 piece += 1
                 if piece >= shape.pieces:
-                    held, row, weight, place, code = fetch(context, item)
+                    ahead = peek(context, item + step)
+                    held, row, weight, place, code = fetch(context, item, peeked)
+                    peeked = ahead
                     piece = Int32(0)
                     if held == 0:
                         piece = Int32(shape.pieces)
@@ -93,8 +93,8 @@ def add_items(
                         (notes.weights + (first_note + stage)).store(factor)
                 if lane == 0:
                     (notes.marks + (first_note + stage)).store(mark)
-                    (notes.codes + (first_note + stage)).store(code * shape.pieces + piece)
-                    (notes.places + (first_note + stage)).store(place)
+                    (notes.codes + (first_note + stage)).store(code)
+                    (notes.places + (first_note + stage)).store(place + piece * shape.piece_bytes)
                     ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
                 loaded += 1
         # Lane 0's notes come before the other lanes' reads.
@@ -119,38 +119,23 @@ def add_items(
                 for i in range_constexpr(slices.values):
                     acc[i] = ptx.add_rn(acc[i], values[i])
             if mark & LAST != 0:
+                to = (notes.places + (first_note + stage)).load() + lane * 16
                 sums = ptx.pack([acc[i] for i in range(slices.values)], slices.dtype)
+                # The last slice of a row may be short: its end is that of the row.
+                behind = Int32(slices.slice_bytes)
+                if const_expr(shape.row_bytes % slices.slice_bytes != 0):
+                    if mark & END != 0:
+                        behind = Int32(shape.row_bytes % slices.slice_bytes)
                 for u in range_constexpr(slices.vectors):
-                    ptx.st_shared_v4(at + u * 512, sums[4 * u : 4 * u + 4])
-                # Ordinary stores to the stage come before the bulk copy that reads it.
-                arch.fence_proxy("async.shared", space="cta")
-                arch.sync_warp()
-                if lane == sender:
-                    sent = (notes.codes + (first_note + stage)).load() % shape.pieces
-                    to = (notes.places + (first_note + stage)).load() + sent * shape.piece_bytes
-                    ring.store(stage, to, shape.bytes_of(sent))
-            # One group a stage for both senders. Behind this wait every stage but this one has been read out.
-            if lane < 2:
-                arch.cp_async_bulk_commit_group()
-                arch.cp_async_bulk_wait_group(1, read=True)
-            arch.sync_warp()
+                    if u * 512 + lane * 16 < behind:
+                        ptx.st_v4(to + u * 512, sums[4 * u : 4 * u + 4])
             if mark & END != 0:
                 if const_expr(outbox):
-                    # The item before this one was sent by the other lane: its sum has arrived behind this wait.
-                    if unposted >= 0:
-                        if lane == 1 - sender:
-                            arch.cp_async_bulk_wait_group(0)
-                        sync.post(box, warp, count, unposted)
-                        count += 1
-                    unposted = (notes.codes + (first_note + stage)).load() // shape.pieces
-                    arch.sync_warp()
-                sender = 1 - sender
+                    sync.post(box, warp, count, (notes.codes + (first_note + stage)).load())
+                    count += 1
+            # All lanes have read the stage and its notes before they are filled again.
+            arch.sync_warp()
             added += 1
         more = Int32(added < loaded or left != 0 or piece < shape.pieces - 1 or item < total)
-    arch.cp_async_bulk_wait_group(0)
-    arch.sync_warp()
     if const_expr(outbox):
-        if unposted >= 0:
-            sync.post(box, warp, count, unposted)
-            count += 1
         sync.close(box, warp, count)

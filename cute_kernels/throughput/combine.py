@@ -102,7 +102,6 @@ class Combine:
         sync.say_hello(ranks)
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()
-        lane = arch.lane_idx()
         warp = arch.make_warp_uniform(tid // 32)
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, WARPS * shape.stages)
@@ -116,77 +115,101 @@ class Combine:
             if pushing:
                 sync.deliver(outbox, ranks, "token", rank * p.max_tokens, p.max_tokens)
         elif pushing:
-            context = (ranks, max_tokens, recv_rows, recv_weights, row_scalars)
             item, step, total = warp * pushers + bid, pushers * WARPS, max_tokens * p.world_size
+            context = (ranks, max_tokens, total, recv_rows, recv_weights, row_scalars)
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 add_items(
-                    ring, notes, self.slices, self.weighted, self.fetch_push, item, step, total, y, context, True,
-                    outbox, warp,
+                    ring, notes, self.slices, self.weighted, self.peek_push, self.fetch_push, item, step, total, y,
+                    context, True, outbox, warp,
                 )  # fmt: skip
             else:
                 count = Int32(0)
                 while item < total:
-                    held, _, _, _, code = self.fetch_push(context, item)
+                    held, _, _, _, code = self.fetch_push(context, item, self.peek_push(context, item))
                     if held != 0:
                         sync.post(outbox, warp, count, code)
                         count += 1
                     item += step
                 sync.close(outbox, warp, count)
         else:
-            context = (ranks, lane, topk_idx, send_rows, out, out_scalars)
+            context = (ranks, tokens, topk_idx, send_rows, out, out_scalars)
             item, step = warp * (blocks - pushers) + bid - pushers, (blocks - pushers) * WARPS
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
                 add_items(
-                    ring, notes, self.slices, False, self.fetch_sum, item, step, tokens, staging, context, False,
-                    outbox, warp,
+                    ring, notes, self.slices, False, self.peek_sum, self.fetch_sum, item, step, tokens, staging,
+                    context, False, outbox, warp,
                 )  # fmt: skip
             else:
                 while item < tokens:
-                    self.fetch_sum(context, item)
+                    self.fetch_sum(context, item, self.peek_sum(context, item))
                     item += step
         sync.finish(ranks)
 
     @cute.jit
-    def fetch_push(self, context, item):
-        """The rows here of one token of another rank (see add_items); its scalars go out at once."""
-        ranks, max_tokens, recv_rows, recv_weights, row_scalars = context
+    def token_of(self, ranks, item):
+        """Token and its owner: owners take turns, so that all links are busy all the time."""
+        token = item // self.problem.world_size
+        return token, (item + token + token // 4 + token // 16 + ranks.rank + 1) % self.problem.world_size
+
+    @cute.jit
+    def peek_push(self, context, item):
+        """A lane's row here of one token of some rank, -1 for none."""
+        ranks, max_tokens, total, recv_rows, recv_weights, row_scalars = context
         p = self.problem
         lane = arch.lane_idx()
-        # Owners take turns, so that all links are busy all the time.
-        token = item // p.world_size
-        owner = (item + token + token // 4 + token // 16 + ranks.rank + 1) % p.world_size
-        heap = sync.select(ranks.peers, owner)
+        token, owner = self.token_of(ranks, item)
         row = Int32(-1)
-        weight = Float32(1.0)
-        if lane < p.top_k:
+        if item < total and lane < p.top_k:
             row = ptx.ld_i32(recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
-            if row >= 0:
-                if const_expr(self.weighted):
-                    weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
-                if const_expr(self.scalars):
-                    at = Int64(token * p.top_k + lane) * 4
-                    ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(row_scalars + Int64(row) * 4))
+        return row, Int32(0)
+
+    @cute.jit
+    def fetch_push(self, context, item, peeked):
+        """The rows here of one token of some rank (see add_items); its scalars go out at once."""
+        ranks, max_tokens, total, recv_rows, recv_weights, row_scalars = context
+        p = self.problem
+        lane = arch.lane_idx()
+        token, owner = self.token_of(ranks, item)
+        heap = sync.select(ranks.peers, owner)
+        row, _ = peeked
+        weight = Float32(1.0)
+        if row >= 0:
+            if const_expr(self.weighted):
+                weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
+            if const_expr(self.scalars):
+                at = Int64(token * p.top_k + lane) * 4
+                ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(row_scalars + Int64(row) * 4))
         held = arch.vote_ballot_sync(row >= 0)
         place = ranks.at(heap, "rows") + Int64(ranks.rank * p.max_tokens + token) * p.row_bytes
         return held, row, weight, place, owner * p.max_tokens + token
 
     @cute.jit
-    def fetch_sum(self, context, token):
-        """The staged rows of one of this rank's tokens (see add_items), once they have arrived."""
-        ranks, lane, topk_idx, send_rows, out, out_scalars = context
-        p = self.problem
-        row = Int32(-1)
-        holder = Int32(0)
-        at = Int64(token * p.top_k + lane) * 4
-        if lane < p.top_k:
+    def peek_sum(self, context, token):
+        """A lane's entry of send_rows and topk_idx of one of this rank's tokens."""
+        ranks, tokens, topk_idx, send_rows, out, out_scalars = context
+        lane = arch.lane_idx()
+        row, expert = Int32(-1), Int32(-1)
+        if token < tokens and lane < self.problem.top_k:
+            at = Int64(token * self.problem.top_k + lane) * 4
             row = ptx.ld_i32(send_rows + at)
             expert = ptx.ld_i32(topk_idx + at)
-            for r in range_constexpr(1, p.world_size):
-                if expert >= p.first_expert[r]:
-                    holder = Int32(r)
+        return row, expert
+
+    @cute.jit
+    def fetch_sum(self, context, token, peeked):
+        """The staged rows of one of this rank's tokens (see add_items), once they have arrived."""
+        ranks, tokens, topk_idx, send_rows, out, out_scalars = context
+        p = self.problem
+        lane = arch.lane_idx()
+        row, expert = peeked
+        at = Int64(token * p.top_k + lane) * 4
+        holder = Int32(0)
+        for r in range_constexpr(1, p.world_size):
+            if expert >= p.first_expert[r]:
+                holder = Int32(r)
         # Lane r waits for rank r, if that holds a row of this token.
         expected = Int32(0)
         for r in range_constexpr(p.world_size):
@@ -200,9 +223,9 @@ class Combine:
         if not arch.vote_all_sync(arrived != 0):
             expected = Int32(0)
             row = Int32(-1)
-        arch.sync_warp()
-        # The rows are fetched by bulk copies, but may have been written by ordinary stores of an earlier operation.
+        # Ordinary stores filled the staging, bulk copies read it.
         sync.fence_async()
+        arch.sync_warp()
         if const_expr(self.scalars):
             if lane < p.top_k:
                 value = Float32(0.0)

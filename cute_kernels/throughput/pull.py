@@ -99,12 +99,19 @@ class Pull:
         warp = arch.make_warp_uniform(tid // 32)
         if tid < 32:
             init_ring_barriers(barriers, shape.warps * shape.stages)
+        lost = smem.allocate_tensor(Int32, cute.make_layout(1))
+        if tid == 0:
+            lost[0] = 0
+        arch.sync_threads()
         if const_expr(self.placed):
             if tid < p.tiles:
-                ranks.wait("placed", tid, rank, tid)
+                if not ranks.wait("placed", tid, rank, tid):
+                    lost[0] = 1
         # Hands the barriers, and the route that was acquired, to the whole block.
         arch.sync_threads()
-        if warp < shape.warps:
+        if lost[0] != 0:
+            pass  # reported; without a route nothing can be moved
+        elif warp < shape.warps:
             ring = Ring(shape, buffers, barriers, warp)
             self.move_rows(ranks, ring, places, warp, x, recv_rows, recv_x, max_tokens)
         else:
