@@ -7,7 +7,8 @@ ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132   # blocks: s
 Each figure is of whole operations inside a CUDA graph that holds `--pairs` of them, every one with its own random rows
 and route: µs for one, the longest over ranks, mean and 99th percentile over replays. Beside it, in the same run, the
 same graph on the throughput kernels, NCCL's all_to_all_single of T rows for every rank there and back, and a barrier
-of flags, which is the least that any exchange takes.
+of flags, which is the least that any exchange takes. `work` is a matrix product as of a shared expert, `work_and_pair`
+one behind a dispatch and one behind a combine, `work_in_halves` the same between their halves.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from .machine import describe
 
 TIMEOUT = 20.0  # seconds that a rank waits for another
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-COLUMNS = ("pair", "dispatch", "combine", "padded_pair", "aligned_pair", "throughput_pair", "nccl_pair")
+COLUMNS = (
+    "pair", "dispatch", "combine", "padded_pair", "aligned_pair", "throughput_pair", "nccl_pair",
+    "work", "work_and_pair", "work_in_halves",
+)  # fmt: skip
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -115,6 +119,39 @@ class Steps:
     def pair(self, i: int) -> torch.Tensor:
         d = self.dispatch(i)
         return self.comm.combine(d.x, d.route, d.weights, alignment=self.terms["alignment"])
+
+
+class Beside:
+    """Work that needs nothing from the dispatch or combine beside it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        new = {"device": steps.comm.device, "dtype": steps.comm.dtype}
+        self.a, self.b = torch.randn(256, 7168, **new), torch.randn(7168, 4096, **new)
+        self.out = torch.empty(256, 4096, **new)
+
+    def one(self) -> None:
+        torch.mm(self.a, self.b, out=self.out)
+
+    def work(self, i: int) -> None:
+        self.one()
+        self.one()
+
+    def work_and_pair(self, i: int) -> torch.Tensor:
+        d = self.steps.dispatch(i)
+        self.one()
+        out = self.steps.comm.combine(d.x, d.route, d.weights, alignment=self.steps.terms["alignment"])
+        self.one()
+        return out
+
+    def work_in_halves(self, i: int) -> torch.Tensor:
+        steps, comm = self.steps, self.steps.comm
+        started = comm.dispatch_start(steps.x[i], steps.idx[i], steps.weights[i], **steps.terms)
+        self.one()
+        d = comm.dispatch_wait(started)
+        sent = comm.combine_start(d.x, d.route, d.weights, alignment=steps.terms["alignment"])
+        self.one()
+        return comm.combine_wait(sent)
 
 
 def expected_pair(steps: Steps, i: int) -> torch.Tensor:
@@ -251,6 +288,12 @@ def calls(
         yield "aligned_pair", Steps(fast, tokens, count, alignment=16).pair
     if "throughput_pair" in wanted:
         yield "throughput_pair", Steps(slow, tokens, count).pair
+    if {"work", "work_and_pair", "work_in_halves"} & set(wanted):
+        beside = Beside(Steps(fast, tokens, count))
+        for name in ("work", "work_and_pair", "work_in_halves"):
+            if name in wanted:
+                yield name, getattr(beside, name)
+        del beside
     if "nccl_pair" in wanted and fast.world_size > 1:
         there = torch.randn(fast.world_size * tokens, fast.hidden_size, device=fast.device).to(fast.dtype)
         back = torch.empty_like(there)

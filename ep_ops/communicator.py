@@ -37,6 +37,26 @@ class Dispatched(NamedTuple):
     dropped: Tensor  # int32 [El] rows routed here that did not fit
 
 
+class StartedDispatch(NamedTuple):
+    """A dispatch that has been started; what it was given stays as it is until the wait."""
+
+    ticket: Tensor
+    x: Tensor
+    topk_weights: Tensor | None
+    topk_idx: Tensor
+    terms: tuple[int, int, int, int, int, int, str]
+
+
+class StartedCombine(NamedTuple):
+    """A combine that has been started; what it was given stays as it is until the wait."""
+
+    ticket: Tensor
+    y: Tensor
+    weights: Tensor | None
+    route: Route
+    alignment: int
+
+
 _registry: dict[str, Communicator] = {}
 _destroyed: set[str] = set()
 _numbers = itertools.count()
@@ -223,6 +243,45 @@ class Communicator:
         """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable."""
         align = self.alignment if alignment is None else alignment
         return torch.ops.ep.combine(y, weights, *route, align, self.name)
+
+    def dispatch_start(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        capacity: int | None = None,
+        slots: int = 0,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+    ) -> StartedDispatch:
+        """The half of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
+
+        The next operator of this communicator must be that wait: several micro-batches take a communicator each. Where
+        halves gain nothing (more tokens than the kernels for decode take, the reference backend) the wait does it all.
+        """
+        terms = self._terms(capacity, slots, max_tokens, alignment)
+        ticket = torch.ops.ep.dispatch_start(x, topk_weights, topk_idx, *terms)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, terms)
+
+    def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
+        """What :meth:`dispatch` returns. Differentiable."""
+        ticket, x, topk_weights, topk_idx, terms = started
+        out = torch.ops.ep.dispatch_wait(ticket, x, topk_weights, topk_idx, *terms)
+        return _dispatched(out, topk_idx, topk_weights)
+
+    def combine_start(
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, alignment: int | None = None
+    ) -> StartedCombine:
+        """The half of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
+        align = self.alignment if alignment is None else alignment
+        ticket = torch.ops.ep.combine_start(y, weights, *route, align, self.name)
+        return StartedCombine(ticket, y, weights, route, align)
+
+    def combine_wait(self, started: StartedCombine) -> Tensor:
+        """What :meth:`combine` returns. Differentiable."""
+        ticket, y, weights, route, align = started
+        return torch.ops.ep.combine_wait(ticket, y, weights, *route, align, self.name)
 
     def _terms(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None

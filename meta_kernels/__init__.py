@@ -11,6 +11,7 @@ from typing import Any
 
 from .combine import combine, combine_backward
 from .dispatch import dispatch, dispatch_backward, dispatch_dynamic, dispatch_planned
+from .halves import combine_start, combine_wait, dispatch_start, dispatch_wait
 from .plan import plan
 
 FAKES: dict[str, Callable[..., Any]] = {
@@ -21,6 +22,10 @@ FAKES: dict[str, Callable[..., Any]] = {
     "combine": combine,
     "dispatch_backward": dispatch_backward,
     "combine_backward": combine_backward,
+    "dispatch_start": dispatch_start,
+    "dispatch_wait": dispatch_wait,
+    "combine_start": combine_start,
+    "combine_wait": combine_wait,
 }
 """Operator name -> fake implementation, which takes the operator's arguments in schema order."""
 

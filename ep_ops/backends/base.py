@@ -61,6 +61,34 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """-> grad_y, grad_recv_weights"""
 
+    def dispatch_start(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        capacity: int,
+        alignment: int,
+        slots: int,
+        max_tokens: int,
+    ) -> Tensor:
+        """-> ticket [0]. No other operator of the communicator may run before dispatch_wait with the same arguments."""
+
+    def dispatch_wait(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        capacity: int,
+        alignment: int,
+        slots: int,
+        max_tokens: int,
+    ) -> DispatchTensors: ...
+
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
+        """-> ticket [0]. No other operator of the communicator may run before combine_wait with the same arguments."""
+
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor: ...
+
     def memory_plan(self) -> dict[str, int]:
         """Bytes held, by purpose."""
 

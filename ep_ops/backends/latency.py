@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from cute_kernels.latency.dispatch import Dispatch
 from cute_kernels.latency.heap import LatencyHeap, most_tokens
 
 from .base import DispatchTensors, RouteTensors
+from .halves import ticket
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -42,7 +44,8 @@ def heap_of(problem: Problem, tokens: int) -> LatencyHeap:
 
 def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     """Every latency kernel that the operators of such a communicator launch."""
-    return [kernel(problem, tokens, weights) for kernel in (Dispatch, Combine) for weights in (False, True)]
+    halves = ((True, True), (True, False), (False, True))
+    return [k(problem, tokens, weights, *h) for k in (Dispatch, Combine) for weights in (False, True) for h in halves]
 
 
 class LatencyPath:
@@ -56,22 +59,44 @@ class LatencyPath:
         self._backend = backend
         self._device = backend._device
         self._multiprocessors = multiprocessors
+        self._side = torch.cuda.Stream(backend._device)
         self._alone = backend._problem.world_size == 1
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
-    def _dispatch_deal(self, max_tokens: int) -> Deal:
+    def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
         """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store several copies."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms * 3 // 10 if max_tokens < FEW_TOKENS else sms * 2 // 11
-        return self.deal or (senders, senders, sms)
+        if not receive:  # leaves the rest to what runs beside it
+            return senders, 0, max(senders, 1)
+        return self.deal or (senders, senders if send else 0, sms)
 
-    def _combine_deal(self, max_tokens: int) -> Deal:
+    def _combine_deal(self, send: bool, receive: bool) -> Deal:
         sms = self._multiprocessors
         senders = 0 if self._alone else sms // 2
-        return self.deal or (senders, senders, sms)
+        if not receive:
+            return sms, 0, sms
+        return self.deal or (senders, senders if send else 0, sms)
 
-    def dispatch(
+    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> DispatchTensors:
+        """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
+        return self._dispatch(True, True, x, topk_weights, topk_idx, *terms)
+
+    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
+        """Sends, beside what follows on the current stream."""
+        with self._beside():
+            self._launch_dispatch((True, False), x, topk_weights, topk_idx, (None,) * 5, None, None, *terms)
+        return ticket(x)
+
+    def dispatch_wait(self, *args: Any) -> DispatchTensors:
+        """Receives. Complete when it ends, as :meth:`dispatch`."""
+        self._join()
+        return self._dispatch(False, True, *args)
+
+    def _dispatch(
         self,
+        send: bool,
+        receive: bool,
         x: Tensor,
         topk_weights: Tensor | None,
         topk_idx: Tensor,
@@ -80,23 +105,73 @@ class LatencyPath:
         slots: int,
         max_tokens: int,
     ) -> DispatchTensors:
-        """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
         route = self._backend._new_route(topk_idx, max_tokens)
         recv_x = x.new_empty(capacity, x.shape[1])
         recv_weights = x.new_empty(0 if topk_weights is None else capacity, dtype=torch.float32)
-        self._backend._launch(
-            Dispatch, (self.tokens, topk_weights is not None), "dispatch", x, topk_weights, topk_idx, *route, recv_x,
-            recv_weights, topk_idx.shape[0], max_tokens, capacity, alignment, slots, *self._dispatch_deal(max_tokens),
-        )  # fmt: skip
+        terms = capacity, alignment, slots, max_tokens
+        self._launch_dispatch((send, receive), x, topk_weights, topk_idx, route, recv_x, recv_weights, *terms)
         return (recv_x, recv_weights, *route)
+
+    def _launch_dispatch(
+        self,
+        halves: tuple[bool, bool],
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        route: tuple[Tensor | None, ...],
+        recv_x: Tensor | None,
+        recv_weights: Tensor | None,
+        capacity: int,
+        alignment: int,
+        slots: int,
+        max_tokens: int,
+    ) -> None:
+        self._backend._launch(
+            Dispatch, (self.tokens, topk_weights is not None, *halves), "dispatch", x, topk_weights, topk_idx, *route,
+            recv_x, recv_weights, topk_idx.shape[0], max_tokens, capacity, alignment, slots,
+            *self._dispatch_deal(max_tokens, *halves),
+        )  # fmt: skip
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
         """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
-        topk_idx, send_rows, recv_rows, _, _ = route
-        tokens, max_tokens = topk_idx.shape[0], recv_rows.shape[1]
-        out = y.new_empty(tokens, y.shape[1])
-        self._backend._launch(
-            Combine, (self.tokens, recv_weights is not None), "combine", y, recv_weights, topk_idx, send_rows,
-            recv_rows, out, tokens, max_tokens, *self._combine_deal(max_tokens),
-        )  # fmt: skip
+        out = y.new_empty(route[0].shape[0], y.shape[1])
+        self._launch_combine((True, True), y, recv_weights, route, out)
         return out
+
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
+        """Adds up and sends, beside what follows on the current stream."""
+        with self._beside():
+            self._launch_combine((True, False), y, recv_weights, route, None)
+        return ticket(y)
+
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
+        """Receives and adds up. Complete when it ends, as :meth:`combine`."""
+        self._join()
+        out = y.new_empty(route[0].shape[0], y.shape[1])
+        self._launch_combine((False, True), y, recv_weights, route, out)
+        return out
+
+    # A kernel that sends lasts until the link has taken everything. It runs on a stream of its own, between the two
+    # halves: nothing of it is left when the second one runs, and since that one is given the same tensors, they live
+    # until then.
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._side)
+
+    def _join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def _launch_combine(
+        self,
+        halves: tuple[bool, bool],
+        y: Tensor,
+        recv_weights: Tensor | None,
+        route: RouteTensors,
+        out: Tensor | None,
+    ) -> None:
+        topk_idx, send_rows, recv_rows, _, _ = route
+        self._backend._launch(
+            Combine, (self.tokens, recv_weights is not None, *halves), "combine", y, recv_weights, topk_idx, send_rows,
+            recv_rows, out, topk_idx.shape[0], recv_rows.shape[1], *self._combine_deal(*halves),
+        )  # fmt: skip

@@ -29,6 +29,8 @@ to y's dtype. With fp64 rows everything is fp64.
 row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or ``weight * g`` rounded to
 its dtype, and ``grad_recv_weights`` the fp32 dot product of g and y.
 
+**Halves.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator.
+
 **Meeting.** Before anything else moves, ranks tell each other which operator they run, how many rows they will send
 and whether they refuse their input; any mismatch raises on all of them.
 """
@@ -36,13 +38,14 @@ and whether they refuse their input; any mismatch raises on all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .base import DispatchTensors, RouteTensors
 from .exchange import Exchange
+from .halves import ticket
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
@@ -232,6 +235,24 @@ class ReferenceBackend:
         for rank, from_rank in enumerate(arrived.split(went_counts)):
             out[went[rank]] += from_rank.to(exact)
         return out.to(y.dtype)
+
+    # ------------------------------------------------------------------ halves
+
+    def dispatch_start(self, x: Tensor, *args: Any) -> Tensor:
+        """Nothing yet: the second half does it all."""
+        return ticket(x)
+
+    def dispatch_wait(self, *args: Any) -> DispatchTensors:
+        """:meth:`dispatch`."""
+        return self.dispatch(*args)
+
+    def combine_start(self, y: Tensor, *args: Any) -> Tensor:
+        """Nothing yet: the second half does it all."""
+        return ticket(y)
+
+    def combine_wait(self, *args: Any) -> Tensor:
+        """:meth:`combine`."""
+        return self.combine(*args)
 
     # ------------------------------------------------------------------ backwards
 

@@ -30,21 +30,33 @@ def _dispatch_planned_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
     _save_dispatch(ctx, inputs, output, tuple(route), alignment)
 
 
+def _dispatch_wait_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, _, topk_idx, _, alignment, *_ = inputs
+    _save_dispatch(ctx, inputs, output, (topk_idx, *output[2:6]), alignment, before=1)
+
+
 def _save_dispatch(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], route: tuple[Tensor, ...], alignment: int
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, ...],
+    route: tuple[Tensor, ...],
+    alignment: int,
+    before: int = 0,
 ) -> None:
+    """``before``: how many inputs stand before x (the ticket of a wait)."""
     recv_x, recv_weights, *integers = output
     ctx.save_for_backward(*route)
     ctx.rows_shape, ctx.rows_dtype, ctx.weights_dtype = recv_x.shape, recv_x.dtype, recv_weights.dtype
     ctx.alignment, ctx.comm, ctx.num_inputs = alignment, inputs[-1], len(inputs)
     ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
-    ctx.mark_non_differentiable(*integers if ctx.needs_input_grad[1] else (recv_weights, *integers))
+    ctx.before = before
+    ctx.mark_non_differentiable(*integers if ctx.needs_input_grad[before + 1] else (recv_weights, *integers))
 
 
 @once_differentiable
 def _dispatch_backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | None, *_: None) -> tuple[Any, ...]:
     route = ctx.saved_tensors
-    x_asked, weights_asked, *_ = ctx.needs_input_grad
+    x_asked, weights_asked, *_ = ctx.needs_input_grad[ctx.before :]
     zeros = route[0].new_zeros
     if x_asked:  # what arrives may have any strides, those of an expanded sum for instance
         grad_x = zeros(ctx.rows_shape, dtype=ctx.rows_dtype) if grad_x is None else grad_x.contiguous()
@@ -54,14 +66,18 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | N
     home_x, home_weights = torch.ops.ep.dispatch_backward(
         grad_x if x_asked else None, grad_weights if weights_asked else None, *route, ctx.alignment, ctx.comm
     )
-    none = [None] * (ctx.num_inputs - 2)
-    return home_x if x_asked else None, home_weights if weights_asked else None, *none
+    none = [None] * (ctx.num_inputs - ctx.before - 2)
+    return *[None] * ctx.before, home_x if x_asked else None, home_weights if weights_asked else None, *none
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, recv_weights, *route, alignment, comm = inputs
-    ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, recv_weights, *route)
-    ctx.num_rows, ctx.alignment, ctx.comm = y.shape[0], alignment, comm
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor, before: int = 0) -> None:
+    y, recv_weights, *route, alignment, comm = inputs[before:]
+    ctx.save_for_backward(y if ctx.needs_input_grad[before + 1] else None, recv_weights, *route)
+    ctx.num_rows, ctx.alignment, ctx.comm, ctx.before = y.shape[0], alignment, comm, before
+
+
+def _combine_wait_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _combine_setup(ctx, inputs, output, before=1)
 
 
 @once_differentiable
@@ -70,11 +86,11 @@ def _combine_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     grad_out = grad_out.contiguous()
     if recv_weights is None:
         grad_y, _ = torch.ops.ep.dispatch_planned(grad_out, None, *route, ctx.num_rows, ctx.alignment, ctx.comm)
-        return grad_y, *[None] * 8
+        return *[None] * ctx.before, grad_y, *[None] * 8
     grad_y, grad_weights = torch.ops.ep.combine_backward(
         grad_out, y, recv_weights, *route, ctx.num_rows, ctx.alignment, ctx.comm
     )
-    return grad_y, None if y is None else grad_weights, *[None] * 7
+    return *[None] * ctx.before, grad_y, None if y is None else grad_weights, *[None] * 7
 
 
 for _name, _backward, _setup in (
@@ -82,6 +98,9 @@ for _name, _backward, _setup in (
     ("dispatch_dynamic", _dispatch_backward, _dispatch_dynamic_setup),
     ("dispatch_planned", _dispatch_backward, _dispatch_planned_setup),
     ("combine", _combine_backward, _combine_setup),
+    # The halves that end an operation; a ticket has no gradient.
+    ("dispatch_wait", _dispatch_backward, _dispatch_wait_setup),
+    ("combine_wait", _combine_backward, _combine_wait_setup),
 ):
     # Opaque to Dynamo, as what the operators run is (see register).
     torch.library.register_autograd(

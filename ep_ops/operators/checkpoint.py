@@ -12,6 +12,10 @@ SAVE_FOR_CHECKPOINT: list[torch._ops.OpOverload] = [
     torch.ops.ep.dispatch_dynamic.default,
     torch.ops.ep.dispatch_planned.default,
     torch.ops.ep.combine.default,
+    torch.ops.ep.dispatch_start.default,
+    torch.ops.ep.dispatch_wait.default,
+    torch.ops.ep.combine_start.default,
+    torch.ops.ep.combine_wait.default,
 ]
 """For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: save what these return, recompute the rest.
 

@@ -6,6 +6,9 @@ ranks that compiled for different sizes, or one that runs eagerly, would then me
 operator of a graph, whatever its communicator, is made to wait for the one before it and is never left out. This
 costs nothing: they run on one stream anyway. A subgraph that stays one (a branch of torch.cond) has its own sequence.
 
+What the program does between the halves of an operation (``HALVES``) stays between them: that is what they are for.
+Inductor would run it before the first or behind the second half.
+
 Inductor has no public interface for that. On a torch that this was not tried on, it is left as it is, with a warning.
 """
 
@@ -22,13 +25,15 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .schema import OPERATORS
+from .schema import HALVES, OPERATORS
 
 TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
 
 _CAT = torch.ops.aten.cat.default
 _POSITION = "ep_position"  # in the meta of a graph's node: place in the program
+_BETWEEN = "ep_between"  # likewise: the ticket of the operation between whose halves it stands
 _installed = False
+_starts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _sequences: weakref.WeakKeyDictionary[Any, list[tuple[int, str, str]]] = weakref.WeakKeyDictionary()
 
 
@@ -64,27 +69,68 @@ def _install() -> None:
     from torch._inductor import config, decomposition, lowering
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class NumberOperators(CustomGraphPass):
-        """Note the program's order in the nodes, before passes move them (after ``earlier``, if that is set)."""
+    class Pass(CustomGraphPass):
+        """``run``, after the passes that are there already (``earlier``)."""
 
-        def __init__(self, earlier: Any) -> None:
+        def __init__(self, run: Callable[[torch.fx.Graph], None], earlier: Any) -> None:
+            self.run = run
             self.earlier = earlier if isinstance(earlier, (list, tuple)) else [earlier] if earlier else []
 
         def __call__(self, graph: torch.fx.Graph) -> None:
             for other in self.earlier:
                 other(graph)
-            for position, node in enumerate(node for node in graph.nodes if node.target in OPERATORS):
-                node.meta[_POSITION] = position
+            self.run(graph)
 
         def uuid(self) -> Any:
             """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none."""
             others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
-            return None if None in others else ("ep_ops.ordering 1", *others)
+            return None if None in others else (f"ep_ops.{self.run.__name__} 2", *others)
 
     for op in OPERATORS:
         lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))
     decomposition.decompositions[_CAT] = _keep_empty(decomposition.decompositions[_CAT])
-    config.joint_custom_pre_pass = NumberOperators(config.joint_custom_pre_pass)
+    config.joint_custom_pre_pass = Pass(_number, config.joint_custom_pre_pass)
+    config.post_grad_custom_pre_pass = Pass(_restore_halves, config.post_grad_custom_pre_pass)
+
+
+def _number(graph: torch.fx.Graph) -> None:
+    """Note the program's order in the nodes, before passes move them."""
+    position = 0
+    started: list[str] = []
+    for node in graph.nodes:
+        if node.target in HALVES and node.args[0].name in started:
+            started.remove(node.args[0].name)
+        if started and node.op == "call_function":
+            node.meta[_BETWEEN] = tuple(started)
+        if node.target in HALVES.values():
+            started.append(node.name)
+        if node.target in OPERATORS:
+            node.meta[_POSITION] = position
+            position += 1
+
+
+def _restore_halves(graph: torch.fx.Graph) -> None:
+    """Between the halves of an operation stands what the program has there, and nothing else.
+
+    Nodes have been moved, if at all, towards what uses them.
+    """
+    for wait in [node for node in graph.nodes if node.target in HALVES]:
+        start = wait.args[0]
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        kept = {node for node in order if start.name in node.meta.get(_BETWEEN, ()) and order[node] > order[start]}
+        pending = [*kept, wait]
+        while pending:
+            for needed in pending.pop().all_input_nodes:
+                if order[needed] > order[start] and needed not in kept:
+                    kept.add(needed)
+                    pending.append(needed)
+        if wait in kept:
+            continue  # something that stood between needs the wait now: a pass has rewritten it
+        for node in sorted(kept, key=order.__getitem__):
+            wait.prepend(node)
+        others = [node for node in order if order[start] < order[node] < order[wait] and node not in kept]
+        for node in reversed(others):
+            wait.append(node)
 
 
 def _keep_empty(default: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +159,13 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
         (kernel,) = (made for made in V.graph.operations[known:] if getattr(made, "op_overload", None) is op)
         kernel.has_side_effects = lambda: True
         _place(V.graph, kernel)
+        if op in HALVES.values():
+            _starts.setdefault(V.graph, {})[result.get_name()] = len(V.graph.operations)
+        if op in HALVES:
+            ticket = args[0].get_name()
+            first = _starts.get(V.graph, {}).pop(ticket, None)
+            if first is not None:
+                _keep_between(V.graph, ticket, V.graph.operations[first:known], kernel)
         return result
 
     lower._is_fallback_handler = True  # type: ignore[attr-defined]
@@ -128,3 +181,14 @@ def _place(graph: Any, kernel: Any) -> None:
     sequence.insert(place, (place if position is None else position, kernel.get_operation_name(), kernel.get_name()))
     for (_, _, before), (_, after, _) in zip(sequence[:-1], sequence[1:], strict=True):
         graph.additional_buffer_deps[after].add(before)
+
+
+def _keep_between(graph: Any, ticket: str, between: list[Any], wait: Any) -> None:
+    """Make what was lowered between two halves wait for the first, and the second wait for it.
+
+    A product that is merged into an addition behind the second half (addmm) is not between them any more.
+    """
+    for made in between:
+        graph.additional_buffer_deps[made.get_operation_name()].add(ticket)
+        for buffer in made.get_outputs():
+            graph.additional_buffer_deps[wait.get_operation_name()].add(buffer.get_name())

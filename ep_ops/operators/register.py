@@ -143,10 +143,47 @@ def combine_backward(
     return c.backend.combine_backward(grad_out, y, recv_weights, route, num_rows, alignment)
 
 
+def dispatch_start(x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: Any) -> Tensor:
+    """The half of dispatch that sends."""
+    *sizes, comm = terms
+    c = communicator.get(comm)
+    checks.check_dispatch(c, x, topk_weights, topk_idx, *sizes)
+    return c.backend.dispatch_start(x, topk_weights, topk_idx, *sizes[:4])
+
+
+def dispatch_wait(
+    ticket: Tensor, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: Any
+) -> tuple[Tensor, ...]:
+    """The half of dispatch that receives."""
+    *sizes, comm = terms
+    c = communicator.get(comm)
+    checks.check_dispatch(c, x, topk_weights, topk_idx, *sizes)
+    return c.backend.dispatch_wait(x, topk_weights, topk_idx, *sizes[:4])
+
+
+def combine_start(y: Tensor, recv_weights: Tensor | None, *rest: Any) -> Tensor:
+    """The half of combine that sends."""
+    *route, alignment, comm = rest
+    c = communicator.get(comm)
+    checks.check_combine(c, y, recv_weights, *route, alignment)
+    return c.backend.combine_start(y, recv_weights, tuple(route), alignment)
+
+
+def combine_wait(ticket: Tensor, y: Tensor, recv_weights: Tensor | None, *rest: Any) -> Tensor:
+    """The half of combine that receives."""
+    *route, alignment, comm = rest
+    c = communicator.get(comm)
+    checks.check_combine(c, y, recv_weights, *route, alignment)
+    return c.backend.combine_wait(y, recv_weights, tuple(route), alignment)
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (plan, dispatch, dispatch_dynamic, dispatch_planned, combine, dispatch_backward, combine_backward)
-}
+    for f in (
+        plan, dispatch, dispatch_dynamic, dispatch_planned, combine, dispatch_backward, combine_backward,
+        dispatch_start, dispatch_wait, combine_start, combine_wait,
+    )
+}  # fmt: skip
 
 
 def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:

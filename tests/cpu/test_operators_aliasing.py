@@ -23,6 +23,7 @@ def every_operator(comm):
     along = (*rows.route, 4, comm.name)
     planned = (*rows.route, capacity, 4, comm.name)
     grad = torch.ones_like(x)
+    ticket = torch.empty(0, dtype=torch.int64)
     for name, *args in (
         ("plan", topk_idx, *flat),
         ("dispatch", x, weights, topk_idx, *flat),
@@ -37,6 +38,10 @@ def every_operator(comm):
         ("dispatch_backward", None, rows.weights, *along),
         ("combine_backward", grad, rows.x, rows.weights, *planned),
         ("combine_backward", grad, None, None, *planned),
+        ("dispatch_start", x, weights, topk_idx, *flat),
+        ("dispatch_wait", ticket, x, weights, topk_idx, *flat),
+        ("combine_start", rows.x, rows.weights, *along),
+        ("combine_wait", ticket, rows.x, rows.weights, *along),
     ):
         out = getattr(torch.ops.ep, name)(*args)
         yield (

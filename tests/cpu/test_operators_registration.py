@@ -32,6 +32,7 @@ def calls(comm, tokens=5):
     y, recv_weights = rows.x.nan_to_num(), rows.weights.nan_to_num()
     grad = torch.randn(tokens, toy.HIDDEN)
     asked = [t.clone().requires_grad_() for t in (y, recv_weights)]
+    ticket = torch.empty(0, dtype=torch.int64)
     return {
         "plan": ("plan", (topk_idx, *flat)),
         "plan padded": ("plan", (topk_idx, *padded)),
@@ -52,6 +53,13 @@ def calls(comm, tokens=5):
         "combine_backward": ("combine_backward", (grad, y, recv_weights, *route, 44, *ep)),
         "combine_backward of rows": ("combine_backward", (grad, None, recv_weights, *route, 44, *ep)),
         "combine_backward unweighted": ("combine_backward", (grad, None, None, *route, 44, *ep)),
+        "dispatch_start": ("dispatch_start", (x, weights, topk_idx, *flat)),
+        "dispatch_wait": ("dispatch_wait", (ticket, x, weights, topk_idx, *flat)),
+        "dispatch_wait padded": ("dispatch_wait", (ticket, x, weights, topk_idx, *padded)),
+        "dispatch_wait unweighted": ("dispatch_wait", (ticket, x, None, topk_idx, *flat)),
+        "combine_start": ("combine_start", (*asked, *route, *ep)),
+        "combine_wait": ("combine_wait", (ticket, *asked, *route, *ep)),
+        "combine_wait unweighted": ("combine_wait", (ticket, asked[0], None, *route, *ep)),
     }
 
 

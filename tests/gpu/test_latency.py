@@ -245,6 +245,96 @@ def test_ten_thousand_replays(seed, together):
         del graphs
 
 
+def in_halves(comm: ep_ops.Communicator, between=lambda: None, **terms: Any):
+    """A step whose dispatch and combine are cut in two."""
+
+    def step(x, idx, weights):
+        started = comm.dispatch_start(x, idx, weights, **terms)
+        between()
+        d = comm.dispatch_wait(started)
+        sent = comm.combine_start(d.x, d.route, d.weights)
+        between()
+        return comm.combine_wait(sent), d.route
+
+    return step
+
+
+@pytest.mark.parametrize("bound", [1, 16, 128, 400])
+def test_halves_are_the_whole(bound, seed, together):
+    """Eager, with work and delays in between, and replayed; above the kernels' bound too."""
+    rank, world_size = ranks()
+    with both("halves", 1024) as (fast, slow):
+        torch.manual_seed(seed + rank)
+        oracle = Oracle(bound, 1024)
+        a = torch.randn(2048, 2048, device="cuda", dtype=BF16)
+
+        def busy():
+            torch.matmul(a, a)
+
+        def check(step):
+            x, idx, weights = oracle.draw()
+            got, route = step(x, idx, weights)
+            d = slow.dispatch(x, idx, weights, max_tokens=bound)
+            oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
+            oracle.wrong += (route.recv_rows != d.route.recv_rows).sum()
+
+        for turn in range(12):
+            if turn % world_size == rank:
+                torch.cuda._sleep(DELAY // 4)
+            check(in_halves(fast, busy if turn % 2 else lambda: None, max_tokens=bound))
+        oracle.verdict(fast, together)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                check(in_halves(fast, busy, max_tokens=bound))
+                oracle.step(fast, slow)
+        for _ in range(100):
+            graph.replay()
+        oracle.verdict(fast, together)
+        del graph
+
+
+def test_halves_are_not_interrupted(seed):
+    config = size_config(120)
+    with latency_comm("order", **config) as comm:
+        x, weights, *_ = draw_inputs(seed, 3, 120, 8, 1)
+        idx = random_route(seed, 3)
+        started = comm.dispatch_start(x, idx, weights, max_tokens=3)
+        with pytest.raises(RuntimeError, match="dispatch_start must be followed by"):
+            comm.dispatch(x, idx, weights, max_tokens=3)
+        d = comm.dispatch_wait(started)
+        with pytest.raises(RuntimeError, match="nothing was started"):
+            comm.dispatch_wait(started)
+        comm.combine_wait(comm.combine_start(d.x, d.route, d.weights))
+        torch.cuda.synchronize()
+        comm.check_errors()
+
+
+def test_compiled(seed, together):
+    """Whole and halved, compiled into graphs, on every step's fresh data."""
+    rank, _ = ranks()
+    with both("compiled", 1024) as (fast, slow), torch.no_grad():
+        torch.manual_seed(seed + rank)
+        oracle = Oracle(24, 1024)
+
+        def whole(x, idx, weights):
+            d = fast.dispatch(x, idx, weights, max_tokens=24)
+            return fast.combine(d.x, d.route, d.weights), d.route
+
+        for step in (whole, in_halves(fast, max_tokens=24)):
+            compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+            for _ in range(6):
+                x, idx, weights = oracle.draw()
+                got, route = compiled(x, idx, weights)
+                d = slow.dispatch(x, idx, weights, max_tokens=24)
+                oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
+                oracle.wrong += (route.recv_rows != d.route.recv_rows).sum()
+            oracle.verdict(fast, together)
+        torch.cuda.synchronize()
+        torch._dynamo.reset()
+
+
 def test_bad_expert_ids_are_reported_and_not_sent(seed, together):
     rank, world_size = ranks()
     with latency_comm("bad", **size_config(120)) as comm:
