@@ -21,6 +21,7 @@ from ..heap import Heap, Problem
 from ..launch import example_stream, ranks_signature
 from ..rows import Ring, RingShape, Slices, init_ring_barriers, zero_row
 from .adder import Notes, add_items
+from .staged import token_of
 
 WARPS = 15
 
@@ -149,18 +150,12 @@ class Combine:
         sync.finish(ranks)
 
     @cute.jit
-    def token_of(self, ranks, item):
-        """Token and its owner: owners take turns, so that all links are busy all the time."""
-        token = item // self.problem.world_size
-        return token, (item + token + token // 4 + token // 16 + ranks.rank + 1) % self.problem.world_size
-
-    @cute.jit
     def peek_push(self, context, item):
         """A lane's row here of one token of some rank, -1 for none."""
         ranks, max_tokens, total, recv_rows, recv_weights, row_scalars = context
         p = self.problem
         lane = arch.lane_idx()
-        token, owner = self.token_of(ranks, item)
+        token, owner = token_of(p, ranks.rank, item)
         row = Int32(-1)
         if item < total and lane < p.top_k:
             row = ptx.ld_i32(recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
@@ -172,7 +167,7 @@ class Combine:
         ranks, max_tokens, total, recv_rows, recv_weights, row_scalars = context
         p = self.problem
         lane = arch.lane_idx()
-        token, owner = self.token_of(ranks, item)
+        token, owner = token_of(p, ranks.rank, item)
         heap = sync.select(ranks.peers, owner)
         row, _ = peeked
         weight = Float32(1.0)

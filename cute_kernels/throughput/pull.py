@@ -16,10 +16,10 @@ from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import CHUNK_TOKENS, Heap, Problem
+from ..heap import Heap, Problem
 from ..launch import example_stream, ranks_signature
-from ..route import local_range
-from ..rows import Ring, RingShape, init_ring_barriers, zero_row
+from ..rows import Ring, RingShape, init_ring_barriers
+from .staged import await_rows, clear_padding, source_row, token_of
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Pull:
             ring = Ring(shape, buffers, barriers, warp)
             self.move_rows(ranks, ring, places, warp, x, recv_rows, recv_x, max_tokens)
         else:
-            self.clear_padding(ranks, offs, counts, recv_x, recv_weights, alignment)
+            clear_padding(p, ranks, offs, counts, recv_x, recv_weights, alignment, self.weights)
         if const_expr(not self.begins_operation):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
@@ -133,35 +133,19 @@ class Pull:
         item = warp * blocks + bid
         loaded = Int32(0)
         stored = Int32(0)
-        staged = Int32(1) << ranks.rank  # sources known to have staged everything; its own rows come from x
+        known = Int32(1) << ranks.rank
         more = Int32(1)
         while more != 0:
             # Start loads until all stages are under way.
             while loaded - stored < shape.stages and item < total:
-                # A token's sources follow each other, rotated, so that all links are busy all the time and no warp
-                # meets one source only.
-                token = item // (p.world_size * shape.pieces)
-                source = (item // shape.pieces + token + token // 4 + token // 16 + ranks.rank + 1) % p.world_size
+                token, source = token_of(p, ranks.rank, item // shape.pieces)
                 place = Int32(-1)
                 if lane < p.top_k:
                     place = ptx.ld_i32(recv_rows + (Int64(source * max_tokens + token) * p.top_k + lane) * 4)
                 if arch.vote_any_sync(place >= 0):
-                    if (staged >> source) & 1 == 0:
-                        ready = Int32(0)
-                        if lane == 0:
-                            if ranks.seen("staged", source):
-                                ready = Int32(2)
-                            elif ranks.wait("chunk", source * ranks.heap.chunks + token // CHUNK_TOKENS, source, token):
-                                ready = Int32(1)
-                            # Bulk copies come after what was acquired.
-                            sync.fence_async()
-                        ready = arch.shuffle_sync(ready, 0)
-                        if ready == 2:
-                            staged = staged | (Int32(1) << source)
-                        if ready == 0:
-                            # Reported: leave the rest.
-                            place = Int32(-1)
-                            item = total
+                    ready, known = await_rows(ranks, known, source, token)
+                    if ready == 0:
+                        item = total  # reported: leave the rest
                     if item < total:
                         stage = loaded % shape.stages
                         piece = item % shape.pieces
@@ -169,11 +153,8 @@ class Pull:
                             place = place * shape.pieces + piece
                         places[(warp * shape.stages + stage) * 32 + lane] = place
                         if lane == 0:
-                            base = x
-                            if source != ranks.rank:
-                                base = ranks.at(sync.select(ranks.peers, source), "rows")
-                            at = Int64(token) * p.row_bytes + piece * shape.piece_bytes
-                            ring.load(stage, base + at, shape.bytes_of(piece))
+                            at = source_row(p, ranks, x, source, token) + piece * shape.piece_bytes
+                            ring.load(stage, at, shape.bytes_of(piece))
                         loaded += 1
                 item += step
             if stored < loaded:
@@ -193,24 +174,3 @@ class Pull:
             more = Int32(stored < loaded or item < total)
         # The rows lie in memory before the block ends.
         arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def clear_padding(self, ranks, offs, counts, recv_x, recv_weights, alignment):
-        """One warp of each block: zeroes the rows between each segment's last row and its padded end."""
-        p = self.problem
-        lane = arch.lane_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
-        first_local, end_local = local_range(p, ranks.rank)
-        e = bid
-        while e < end_local - first_local:
-            count = ptx.ld_i32(counts + Int64(e) * 4)
-            end = ptx.ld_i32(offs + Int64(e) * 4)
-            row = end - ((count + alignment - 1) // alignment * alignment - count)
-            while row < end:
-                zero_row(p.row_bytes, recv_x + Int64(row) * p.row_bytes, lane)
-                if const_expr(self.weights):
-                    if lane == 0:
-                        ptx.st_f32(recv_weights + Int64(row) * 4, cutlass.Float32(0.0))
-                row += 1
-            e += blocks

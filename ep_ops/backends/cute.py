@@ -14,12 +14,11 @@ from cute_kernels.heap import BAD_ID, EPOCH, Heap, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
-from cute_kernels.throughput.scale import Scale
+from cute_kernels.throughput.pull_scaled import PullScaled
 
 from .. import symmetric
 from . import latency
 from .base import DispatchTensors, RouteTensors
-from .halves import Order, ticket
 from .report import Report
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def kernels_of(problem: Problem) -> list[Any]:
             for placed in (False, True)
         ],
         Combine: [(True, False, False), (True, True, False), (True, False, True), (False, False, True)],
-        Scale: [(False,), (True,)],
+        PullScaled: [(alone,)],
     }
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
@@ -95,10 +94,9 @@ class CuteBackend:
         self._arch = f"sm_{properties.major}{properties.minor}a"
         sms = properties.multi_processor_count
         self._dispatch_blocks = min(sms - problem.tiles - 1, comm.config.dispatch_sms or 24)
-        self._copiers = sms - self._dispatch_blocks - problem.tiles
         combine_blocks = max(2, min(sms, comm.config.combine_sms or 64))
         self._combine_blocks = combine_blocks
-        self._pushers = combine_blocks - max(1, combine_blocks * 3 // 10)
+        self._pushers = combine_blocks - max(1, combine_blocks // 3)
         self._all_blocks = sms
         self._buffer = symmetric.allocate(heap_of(comm.config).nbytes, comm.group, comm.device)
         self._state = self._buffer.local[:256].view(torch.int64)
@@ -109,16 +107,15 @@ class CuteBackend:
         self._functions: dict[Any, Callable[..., None]] = {}
         self._latency_tokens = latency.token_bound(comm.config, problem)
         self.latency = latency.LatencyPath(self, self._latency_tokens, sms)
-        self._order = Order(comm.name)
 
     # ------------------------------------------------------------------ operators
 
     def plan(
         self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        self._begin()
+        self.check_errors()
         route = self._new_route(topk_idx, max_tokens)
-        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, slots, max_tokens)
+        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, slots, max_tokens, 0)
         return route
 
     def dispatch(
@@ -131,24 +128,25 @@ class CuteBackend:
         slots: int,
         max_tokens: int,
     ) -> DispatchTensors:
-        self._begin()
+        self.check_errors()
         if max_tokens <= self._latency_tokens:
             return self.latency.dispatch(x, topk_weights, topk_idx, capacity, alignment, slots, max_tokens)
         route = self._new_route(topk_idx, max_tokens)
         recv_x, recv_weights = self._new_rows(x, topk_weights, capacity)
         self._publish(
-            "dispatch", True, x, topk_weights, topk_idx, route, recv_weights, capacity, alignment, slots, max_tokens
-        )
+            "dispatch", True, x, topk_weights, topk_idx, route, recv_weights, capacity, alignment, slots, max_tokens,
+            self._dispatch_blocks,
+        )  # fmt: skip
         self._pull("dispatch", x, topk_weights, route[1:4], recv_x, recv_weights, alignment, False, True)
         return (recv_x, recv_weights, *route)
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
     ) -> DispatchTensors:
-        self._begin()
+        self.check_errors()
         capacity = NO_CAPACITY_LIMIT // alignment * alignment
         route = self._new_route(topk_idx, max_tokens)
-        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, 0, max_tokens)
+        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, 0, max_tokens, 0)
         send_rows, recv_rows, offs, counts, _ = route
         num_rows = int(offs[-1]) if self._local_experts else 0
         known = (topk_idx, send_rows, recv_rows, offs, counts)
@@ -157,47 +155,19 @@ class CuteBackend:
     def dispatch_planned(
         self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
     ) -> tuple[Tensor, Tensor]:
-        self._begin()
+        self.check_errors()
         return self._along("dispatch_planned", x, topk_weights, route, num_rows, alignment)
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
-        self._begin()
+        self.check_errors()
         if route[2].shape[1] <= self._latency_tokens:
             return self.latency.combine(y, recv_weights, route)
         return self._combine("combine", y, recv_weights, None, route)[0]
 
-    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
-        self.check_errors()
-        self._order.start("dispatch")
-        if terms[-1] <= self._latency_tokens:
-            return self.latency.dispatch_start(x, topk_weights, topk_idx, *terms)
-        return ticket(x)
-
-    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> DispatchTensors:
-        self.check_errors()
-        self._order.wait("dispatch")
-        if terms[-1] <= self._latency_tokens:
-            return self.latency.dispatch_wait(x, topk_weights, topk_idx, *terms)
-        return self.dispatch(x, topk_weights, topk_idx, *terms)
-
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
-        self.check_errors()
-        self._order.start("combine")
-        if route[2].shape[1] <= self._latency_tokens:
-            return self.latency.combine_start(y, recv_weights, route)
-        return ticket(y)
-
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
-        self.check_errors()
-        self._order.wait("combine")
-        if route[2].shape[1] <= self._latency_tokens:
-            return self.latency.combine_wait(y, recv_weights, route)
-        return self.combine(y, recv_weights, route, alignment)
-
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
     ) -> tuple[Tensor, Tensor]:
-        self._begin()
+        self.check_errors()
         return self._combine("dispatch_backward", grad_recv_x, None, grad_recv_weights, route)
 
     def combine_backward(
@@ -209,24 +179,26 @@ class CuteBackend:
         num_rows: int,
         alignment: int,
     ) -> tuple[Tensor, Tensor]:
-        self._begin()
-        grad_y, _ = self._along("combine_backward", grad_out, None, route, num_rows, alignment)
+        self.check_errors()
         if recv_weights is None:
+            grad_y, _ = self._along("combine_backward", grad_out, None, route, num_rows, alignment)
             return grad_y, grad_out.new_empty(0, dtype=torch.float32)
-        grad_weights = recv_weights.new_zeros(0 if y is None else num_rows)
-        recv_rows = route[2]
+        topk_idx, _, recv_rows, offs, counts = route
+        max_tokens = recv_rows.shape[1]
+        grad_y = grad_out.new_empty(num_rows, grad_out.shape[1])
+        grad_weights = recv_weights.new_empty(num_rows)
+        blocks = min(self._combine_blocks, self._all_blocks - 1)
+        published = self._publish(
+            "combine_backward", False, grad_out, None, topk_idx, (None,) * 5, None, 0, 1, 0, max_tokens, blocks
+        )
+        # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
         self._launch(
-            Scale, (y is not None,), None, grad_y, y, recv_weights, recv_rows, grad_weights, recv_rows.numel(),
-            self._all_blocks,
+            PullScaled, (not published,), "combine_backward", grad_out, grad_y if y is None else y, recv_weights,
+            recv_rows, offs, counts, grad_y, grad_weights, max_tokens, alignment, blocks,
         )  # fmt: skip
-        return grad_y, grad_weights
+        return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
     # ------------------------------------------------------------------ launches
-
-    def _begin(self) -> None:
-        """By every whole operator: what kernels reported is raised, and halves are not interrupted."""
-        self.check_errors()
-        self._order.check()
 
     def _new_route(self, topk_idx: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """send_rows, recv_rows, offs, counts, dropped"""
@@ -253,13 +225,18 @@ class CuteBackend:
         alignment: int,
         slots: int,
         max_tokens: int,
+        pulling: int,
     ) -> bool:
-        """Launch the publish kernel, unless it has nothing to do: then False."""
+        """Launch the publish kernel, unless it has nothing to do: then False.
+
+        It leaves `pulling` multiprocessors to the kernel that comes next, which runs at the same time.
+        """
         rows, weights = x is not None and self._problem.world_size > 1, topk_weights is not None
         if not (with_route or rows or weights):
             return False
         variant = (with_route, rows, weights, kind == "plan")
-        blocks = (self._problem.tiles if with_route or weights else 0) + (self._copiers if rows else 0)
+        tiles = self._problem.tiles if with_route or weights else 0
+        blocks = tiles + (max(1, self._all_blocks - tiles - pulling) if rows else 0)
         self._launch(
             Publish, variant, kind, x, topk_idx, topk_weights, *route, recv_weights, topk_idx.shape[0], max_tokens,
             capacity, alignment, slots, blocks,
@@ -274,8 +251,9 @@ class CuteBackend:
         recv_x, recv_weights = self._new_rows(x, topk_weights, num_rows)
         placed = (None, recv_rows, None, None, None)
         published = self._publish(
-            kind, False, x, topk_weights, topk_idx, placed, recv_weights, 0, 1, 0, recv_rows.shape[1]
-        )
+            kind, False, x, topk_weights, topk_idx, placed, recv_weights, 0, 1, 0, recv_rows.shape[1],
+            self._dispatch_blocks,
+        )  # fmt: skip
         self._pull(
             kind, x, topk_weights, (recv_rows, offs, counts), recv_x, recv_weights, alignment, not published, False
         )
@@ -349,11 +327,6 @@ class CuteBackend:
                 route = (topk_idx, *placed)
                 row_weights = None if given is None else recv_weights
                 self.combine(recv_x, row_weights, route, align)
-            halved = (x, given, topk_idx, align, align, 0, 1)
-            self.dispatch_start(*halved)
-            few_x, _, *few, _ = self.dispatch_wait(*halved)
-            self.combine_start(few_x, row_weights, (topk_idx, *few), align)
-            self.combine_wait(few_x, row_weights, (topk_idx, *few), align)
             self.dispatch_planned(x, given, route, align, align)
             self.dispatch_backward(recv_x, row_weights, route, align)
             self.combine_backward(x, recv_x, row_weights, route, align, align)

@@ -16,7 +16,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
-from cute_kernels.throughput.scale import Scale
+from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -109,20 +109,23 @@ def test_combine(arch: str) -> None:
     assert count(ptx, "mul.rn.f32") > 0 and count(ptx, "add.rn.f32") > 0
 
 
-def test_scale() -> None:
-    ptx = compiled_ptx(Scale(LARGE, True), "sm_90a")
-    assert count(ptx, "ld.global.L1::no_allocate.v4") >= 2 and count(ptx, "st.global.L1::no_allocate.v4") >= 1
+@pytest.mark.parametrize("arch", ARCHS)
+def test_pull_scaled(arch: str) -> None:
+    ptx = compiled_ptx(PullScaled(LARGE, False), arch)
+    assert count(ptx, BULK_IN) == 2  # slices of gradients, slices of expert rows
+    assert count(ptx, BULK_OUT) == 0 and count(ptx, "st.global.L1::no_allocate.v4") >= 7
+    assert count(ptx, "griddepcontrol.wait") == 1
 
 
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From memory the second time, from disk in a new process, and never during a capture."""
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "_loaded", {})
-    kernel = Scale(ALONE, False)
+    kernel = Pull(ALONE, False, True, False)
     with pytest.raises(jit.CompileDuringCapture, match="warmup"):
         jit.get(kernel, "sm_90a", lambda: True)
     first = jit.get(kernel, "sm_90a", lambda: False)
-    assert jit.get(Scale(ALONE, False), "sm_90a", lambda: True) is first
+    assert jit.get(Pull(ALONE, False, True, False), "sm_90a", lambda: True) is first
     (cached,) = (tmp_path / "cache").iterdir()
     monkeypatch.setattr(jit, "_loaded", {})
     monkeypatch.setattr(jit, "compile_kernel", lambda *_: pytest.fail("compiled again"))

@@ -1,0 +1,225 @@
+"""Second kernel of combine's backward: fetch each token's gradient once, and turn it into those of rows and weights.
+
+For a row of the token with weight w and value y, the gradient of the row is w × g and that of its weight dot(g, y),
+where g is the token's gradient. A warp's ring brings a slice of g (over NVLink) and then the same slice of the y of
+each of its rows here (from this rank's memory); products are stored from registers. So g crosses the link once, and is
+never stored by itself.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..heap import Heap, Problem
+from ..launch import example_stream, ranks_signature
+from ..rows import Ring, RingShape, Slices, init_ring_barriers
+from .adder import Notes
+from .staged import await_rows, clear_padding, source_row, token_of
+
+WARPS = 15
+GRADIENT = 32
+"""Mark of a stage that holds a slice of g; other stages are marked with the k of their row."""
+
+
+@dataclass(frozen=True)
+class PullScaled:
+    """`begins_operation`: no publish kernel goes before (a single rank)."""
+
+    problem: Problem
+    begins_operation: bool
+
+    def signature(self):
+        return (*ranks_signature(self.problem), *[Int64(0)] * 8, *[Int32(0)] * 3, example_stream())
+
+    @property
+    def slices(self) -> Slices:
+        return Slices(self.problem.row_bytes, self.problem.dtype)
+
+    @property
+    def ring(self) -> RingShape:
+        return RingShape.slices(self.slices, WARPS)
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        grad_out: Int64,
+        y: Int64,
+        recv_weights: Int64,
+        recv_rows: Int64,
+        offs: Int64,
+        counts: Int64,
+        grad_y: Int64,
+        grad_weights: Int64,
+        max_tokens: Int32,
+        alignment: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel.set_name_prefix("ep_pull_scaled", remove_cutlass_symbol=True)
+        self.kernel(
+            peers, rank, report, timeout_ns, kind, grad_out, y, recv_weights, recv_rows, offs, counts, grad_y,
+            grad_weights, max_tokens, alignment,
+        ).launch(
+            grid=(blocks, 1, 1),
+            block=(32 * (WARPS + 1), 1, 1),
+            stream=stream,
+            use_pdl=not self.begins_operation,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        grad_out: Int64,
+        y: Int64,
+        recv_weights: Int64,
+        recv_rows: Int64,
+        offs: Int64,
+        counts: Int64,
+        grad_y: Int64,
+        grad_weights: Int64,
+        max_tokens: Int32,
+        alignment: Int32,
+    ):
+        p, shape = self.problem, self.ring
+        tid, _, _ = arch.thread_idx()
+        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
+        if const_expr(self.begins_operation):
+            sync.say_hello(ranks)
+        smem = cutlass.memory.SmemAllocator()
+        barriers = smem.allocate_array(Int64, WARPS * shape.stages)
+        notes = Notes(smem, WARPS * shape.stages)
+        buffers = smem.allocate_array(Uint8, WARPS * shape.stages * shape.stride, byte_alignment=128)
+        warp = arch.make_warp_uniform(tid // 32)
+        if tid < 32:
+            init_ring_barriers(barriers, WARPS * shape.stages)
+        arch.sync_threads()
+        if warp < WARPS:
+            ring = Ring(shape, buffers, barriers, warp)
+            self.move(ranks, ring, notes, warp, grad_out, y, recv_weights, recv_rows, grad_y, grad_weights, max_tokens)
+        else:
+            clear_padding(p, ranks, offs, counts, grad_y, grad_weights, alignment, True)
+        if const_expr(not self.begins_operation):
+            # The publish kernel has left the epoch before it changes.
+            arch.griddepcontrol_wait()
+        sync.finish(ranks)
+
+    @cute.jit
+    def move(self, ranks, ring, notes, warp, grad_out, y, recv_weights, recv_rows, grad_y, grad_weights, max_tokens):
+        """One warp's share: every blocks × warps-th item, an item being the rows here of (source rank, token)."""
+        p, shape, slices = self.problem, ring.shape, self.slices
+        lane = arch.lane_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        item, step, total = warp * blocks + bid, blocks * WARPS, max_tokens * p.world_size
+        first_note = warp * shape.stages
+        g = cute.make_rmem_tensor((4 * slices.vectors,), Uint32)
+        dot = Float32(0.0)
+        loaded, used = Int32(0), Int32(0)
+        # The item that loads are being started for.
+        held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
+        row, weight, gradient = Int32(0), Float32(0.0), Int64(0)
+        known = Int32(1) << ranks.rank
+        more = Int32(1)
+        while more != 0:
+            # All stages are to be under way.
+            while loaded - used < shape.stages and (left != 0 or piece < shape.pieces - 1 or item < total):
+                stage = loaded % shape.stages
+                note = first_note + stage
+                if left != 0:
+                    k = arch.popc((left & -left) - 1)
+                    left = left & (left - 1)
+                    source = Int64(arch.shuffle_sync(row, k))
+                    factor = arch.shuffle_sync(weight, k)
+                    if lane == 0:
+                        (notes.marks + note).store(k)
+                        (notes.weights + note).store(factor)
+                        (notes.codes + note).store(piece)
+                        (notes.places + note).store(source)
+                        at = source * p.row_bytes + piece * shape.piece_bytes
+                        ring.load(stage, y + at, shape.bytes_of(piece))
+                    loaded += 1
+                else:
+                    piece += 1
+                    if piece >= shape.pieces:
+                        token, source = token_of(p, ranks.rank, item)
+                        row = Int32(-1)
+                        if lane < p.top_k:
+                            row = ptx.ld_i32(recv_rows + (Int64(source * max_tokens + token) * p.top_k + lane) * 4)
+                        held = arch.vote_ballot_sync(row >= 0)
+                        piece = Int32(shape.pieces)
+                        item += step
+                        if held != 0:
+                            ready, known = await_rows(ranks, known, source, token)
+                            if ready == 0:
+                                # Reported: leave the rest.
+                                held = Int32(0)
+                                item = total
+                            else:
+                                piece = Int32(0)
+                                if row >= 0:
+                                    weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
+                                gradient = source_row(p, ranks, grad_out, source, token)
+                    if piece < shape.pieces:
+                        left = held
+                        if lane == 0:
+                            (notes.marks + note).store(GRADIENT)
+                            ring.load(stage, gradient + piece * shape.piece_bytes, shape.bytes_of(piece))
+                        loaded += 1
+            # Lane 0's notes come before the other lanes' reads.
+            arch.sync_warp()
+            if used < loaded:
+                stage = used % shape.stages
+                note = first_note + stage
+                ring.wait(stage, (used // shape.stages) & 1)
+                k = (notes.marks + note).load()
+                at = ring.buffer + stage * shape.stride + lane * 16
+                words = []
+                for u in range_constexpr(slices.vectors):
+                    words.extend(ptx.ld_shared_v4(at + u * 512))
+                if k == GRADIENT:
+                    for i in range_constexpr(4 * slices.vectors):
+                        g[i] = words[i]
+                else:
+                    of_row = (notes.places + note).load()
+                    of_piece = (notes.codes + note).load()
+                    factor = (notes.weights + note).load()
+                    # The last slice of a row may be short: its end is that of the row.
+                    behind = p.row_bytes - of_piece * shape.piece_bytes
+                    to = grad_y + of_row * p.row_bytes + of_piece * shape.piece_bytes + lane * 16
+                    partial = Float32(0.0)
+                    for u in range_constexpr(slices.vectors):
+                        grads = ptx.unpack([g[4 * u + i] for i in range(4)], slices.dtype)
+                        values = ptx.unpack(words[4 * u : 4 * u + 4], slices.dtype)
+                        if u * 512 + lane * 16 < behind:
+                            scaled = ptx.pack([ptx.mul_rn(grad, factor) for grad in grads], slices.dtype)
+                            ptx.st_v4(to + u * 512, scaled)
+                            for i in range_constexpr(len(grads)):
+                                partial += grads[i] * values[i]
+                    for i in range_constexpr(5):
+                        partial += arch.shuffle_sync_bfly(partial, 16 >> i)
+                    # Lane k keeps the k-th row's sum over the slices.
+                    if lane == k:
+                        if of_piece == 0:
+                            dot = Float32(0.0)
+                        dot += partial
+                        if of_piece == shape.pieces - 1:
+                            ptx.st_f32(grad_weights + of_row * 4, dot)
+                # All lanes have read the stage and its notes before they are filled again.
+                arch.sync_warp()
+                used += 1
+            more = Int32(used < loaded or left != 0 or piece < shape.pieces - 1 or item < total)
