@@ -19,6 +19,7 @@ from cute_kernels.throughput.pull_scaled import PullScaled
 from .. import symmetric
 from . import latency
 from .base import DispatchTensors, RouteTensors
+from .halves import Order, ticket
 from .report import Report
 
 if TYPE_CHECKING:
@@ -107,13 +108,14 @@ class CuteBackend:
         self._functions: dict[Any, Callable[..., None]] = {}
         self._latency_tokens = latency.token_bound(comm.config, problem)
         self.latency = latency.LatencyPath(self, self._latency_tokens, sms)
+        self._order = Order(comm.name)
 
     # ------------------------------------------------------------------ operators
 
     def plan(
         self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        self.check_errors()
+        self._begin()
         route = self._new_route(topk_idx, max_tokens)
         self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, slots, max_tokens, 0)
         return route
@@ -128,7 +130,7 @@ class CuteBackend:
         slots: int,
         max_tokens: int,
     ) -> DispatchTensors:
-        self.check_errors()
+        self._begin()
         if max_tokens <= self._latency_tokens:
             return self.latency.dispatch(x, topk_weights, topk_idx, capacity, alignment, slots, max_tokens)
         route = self._new_route(topk_idx, max_tokens)
@@ -143,7 +145,7 @@ class CuteBackend:
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
     ) -> DispatchTensors:
-        self.check_errors()
+        self._begin()
         capacity = NO_CAPACITY_LIMIT // alignment * alignment
         route = self._new_route(topk_idx, max_tokens)
         self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, 0, max_tokens, 0)
@@ -155,19 +157,47 @@ class CuteBackend:
     def dispatch_planned(
         self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
     ) -> tuple[Tensor, Tensor]:
-        self.check_errors()
+        self._begin()
         return self._along("dispatch_planned", x, topk_weights, route, num_rows, alignment)
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
-        self.check_errors()
+        self._begin()
         if route[2].shape[1] <= self._latency_tokens:
             return self.latency.combine(y, recv_weights, route)
         return self._combine("combine", y, recv_weights, None, route)[0]
 
+    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
+        self.check_errors()
+        self._order.start("dispatch")
+        if terms[-1] <= self._latency_tokens:
+            return self.latency.dispatch_start(x, topk_weights, topk_idx, *terms)
+        return ticket(x)
+
+    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> DispatchTensors:
+        self.check_errors()
+        self._order.wait("dispatch")
+        if terms[-1] <= self._latency_tokens:
+            return self.latency.dispatch_wait(x, topk_weights, topk_idx, *terms)
+        return self.dispatch(x, topk_weights, topk_idx, *terms)
+
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
+        self.check_errors()
+        self._order.start("combine")
+        if route[2].shape[1] <= self._latency_tokens:
+            return self.latency.combine_start(y, recv_weights, route)
+        return ticket(y)
+
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
+        self.check_errors()
+        self._order.wait("combine")
+        if route[2].shape[1] <= self._latency_tokens:
+            return self.latency.combine_wait(y, recv_weights, route)
+        return self.combine(y, recv_weights, route, alignment)
+
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
     ) -> tuple[Tensor, Tensor]:
-        self.check_errors()
+        self._begin()
         return self._combine("dispatch_backward", grad_recv_x, None, grad_recv_weights, route)
 
     def combine_backward(
@@ -179,7 +209,7 @@ class CuteBackend:
         num_rows: int,
         alignment: int,
     ) -> tuple[Tensor, Tensor]:
-        self.check_errors()
+        self._begin()
         if recv_weights is None:
             grad_y, _ = self._along("combine_backward", grad_out, None, route, num_rows, alignment)
             return grad_y, grad_out.new_empty(0, dtype=torch.float32)
@@ -199,6 +229,11 @@ class CuteBackend:
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
     # ------------------------------------------------------------------ launches
+
+    def _begin(self) -> None:
+        """By every whole operator: what kernels reported is raised, and halves are not interrupted."""
+        self.check_errors()
+        self._order.check()
 
     def _new_route(self, topk_idx: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """send_rows, recv_rows, offs, counts, dropped"""
@@ -327,6 +362,11 @@ class CuteBackend:
                 route = (topk_idx, *placed)
                 row_weights = None if given is None else recv_weights
                 self.combine(recv_x, row_weights, route, align)
+            halved = (x, given, topk_idx, align, align, 0, 1)
+            self.dispatch_start(*halved)
+            few_x, _, *few, _ = self.dispatch_wait(*halved)
+            self.combine_start(few_x, row_weights, (topk_idx, *few), align)
+            self.combine_wait(few_x, row_weights, (topk_idx, *few), align)
             self.dispatch_planned(x, given, route, align, align)
             self.dispatch_backward(recv_x, row_weights, route, align)
             self.combine_backward(x, recv_x, row_weights, route, align, align)
