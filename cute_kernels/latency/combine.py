@@ -47,7 +47,8 @@ BATCH = 4
 class Combine:
     """`tokens`: most tokens of a rank. `weighted`: rows times their routing weight.
 
-    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends.
+    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends. Only the
+    whole is launched ahead of its turn (programmatic dependent launch): halves have more than one kernel before them.
     """
 
     problem: Problem
@@ -98,7 +99,7 @@ class Combine:
             peers, rank, report, timeout_ns, kind, y, recv_weights, topk_idx, send_rows, recv_rows, out, tokens,
             max_tokens, senders, first_receiver,
         ).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=2,
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive, min_blocks_per_mp=2,
             preferred_smem_carveout=100,
         )  # fmt: skip
 

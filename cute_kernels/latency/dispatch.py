@@ -60,7 +60,8 @@ BATCH = 4
 class Dispatch:
     """`tokens`: most tokens of a rank. `weights`: routing weights travel behind the rows.
 
-    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends.
+    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends. Only the
+    whole is launched ahead of its turn (programmatic dependent launch): halves have more than one kernel before them.
     """
 
     problem: Problem
@@ -113,7 +114,7 @@ class Dispatch:
             peers, rank, report, timeout_ns, kind, x, topk_weights, topk_idx, send_rows, recv_rows, offs, counts,
             dropped, recv_x, recv_weights, tokens, max_tokens, capacity, alignment, slots, senders, first_receiver,
         ).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=2,
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive, min_blocks_per_mp=2,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
