@@ -18,6 +18,9 @@ MAX_PIECE = 16 * 1024
 BOOKKEEPING = 32 * 4 + 8
 """Shared memory of a stage besides its piece: an int32 for each lane and a barrier."""
 
+SLICE_BOOKKEEPING = 40
+"""The same where a stage holds a slice: a barrier, and what adder.Notes says of it."""
+
 
 @dataclass(frozen=True)
 class RingShape:
@@ -37,9 +40,9 @@ class RingShape:
 
     @staticmethod
     def slices(shape: "Slices", warps: int) -> "RingShape":
-        """One register slice of a row a stage."""
-        piece = min(shape.slice_bytes, -(-shape.row_bytes // 16) * 16)
-        return RingShape(shape.row_bytes, warps, min(8, SHARED_BYTES // warps // (-(-piece // 128) * 128 + 40)), piece)
+        """One register slice of a row a stage. Lanes behind a short row's end still read: a stage has room for them."""
+        stages = min(8, SHARED_BYTES // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
+        return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
 
     @staticmethod
     def of(row_bytes: int) -> "RingShape":
