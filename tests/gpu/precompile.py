@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 def problems(world_sizes: list[int], seed: int) -> list:
     import cases
-    from test_throughput import CASES, SIZES, case_config, size_config
+    from test_throughput import CASES, SIZES, WIDEST, case_config, size_config
 
     from cute_kernels.heap import Problem
     from ep_ops.backends.cute import DTYPES
@@ -26,7 +26,7 @@ def problems(world_sizes: list[int], seed: int) -> list:
     found = {}
     for world_size in world_sizes:
         configs = [case_config(cases.route_cases(world_size, seed)[name], dtype) for name, dtype in CASES]
-        for config in configs + [size_config(hidden) for hidden in SIZES]:
+        for config in [*configs, *(size_config(hidden) for hidden in SIZES), WIDEST]:
             experts = config.get("experts_per_rank") or even_experts(config["num_experts"], world_size)
             dtype = DTYPES[config["dtype"]] if "dtype" in config else "bf16"
             problem = Problem(

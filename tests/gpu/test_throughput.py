@@ -44,6 +44,9 @@ def case_config(case, dtype):
     )  # fmt: skip
 
 
+WIDEST = dict(num_experts=1024, hidden_size=128, top_k=32, max_tokens_per_rank=48)
+
+
 def size_config(hidden):
     return dict(num_experts=256, hidden_size=hidden, top_k=8, max_tokens_per_rank=4096)
 
@@ -68,13 +71,22 @@ def test_every_operator(name, dtype, seed, together):
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 512, 4096])
 def test_sizes(tokens, hidden, seed, together):
     rank, world_size = ranks()
-    experts, top_k, bound = 256, 8, max(tokens, 1)
-    config = size_config(hidden)
+    bound = max(tokens, 1)
+    check_size(size_config(hidden), tokens, bound, rank, world_size, seed, together)
+
+
+def test_most_experts(seed, together):
+    """The widest route: 1024 experts, 32 of them for each token."""
+    check_size(WIDEST, 40, 48, *ranks(), seed, together)
+
+
+def check_size(config, tokens, bound, rank, world_size, seed, together):
+    experts, top_k, hidden = config["num_experts"], config["top_k"], config["hidden_size"]
     draw = torch.Generator(device="cuda").manual_seed(seed + rank)
     mine = tokens if rank % 2 == 0 else tokens // 2 + tokens % 2
     idx = torch.rand(mine, experts, generator=draw, device="cuda").argsort(1)[:, :top_k].int()
     with make_comm("cute", "sizes", **config) as comm, make_comm("reference", "sizes", **config) as ref:
-        capacity = (world_size * bound * top_k // world_size * 5 // 4 + 256 * 16) // 16 * 16
+        capacity = (world_size * bound * top_k // world_size * 5 // 4 + experts * 16) // 16 * 16
         call = Call(idx, capacity, 16, 0, bound)
         given = inputs(seed, mine, hidden, top_k, capacity, torch.bfloat16)
         got = run_all(comm, call, *given)
