@@ -6,7 +6,8 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs where there are any"
     )
     demo.add_argument("--ranks", type=positive, help="processes (default: one per GPU, CPU: 2)")
-    demo.add_argument("--steps", type=positive, default=60, help="training steps (default: %(default)s)")
+    demo.add_argument("--decode", action="store_true", help="instead: decode steps, on GPUs as one CUDA graph")
+    demo.add_argument("--steps", type=positive, help="training steps (default: 60), or decode steps (300, CPU: 20)")
+    demo.add_argument("--tokens", type=positive, default=8, help="of each rank in a decode step (default: %(default)s)")
     demo.add_argument("--sequences", type=positive, help="of 32 tokens, per rank and step (default: 128, CPU: 16)")
     demo.add_argument("--hidden-size", type=hidden_size, help="a multiple of 32 (default: 512, CPU: 64)")
     demo.add_argument(
@@ -69,7 +72,6 @@ def hidden_size(text: str) -> int:
 
 def run_demo(args: argparse.Namespace) -> int:
     import torch
-    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     from ep_ops.demo import Options, demo
 
@@ -80,18 +82,31 @@ def run_demo(args: argparse.Namespace) -> int:
         print(f"ep-ops demo: {ranks} ranks need a GPU each, torch sees {gpus}; try --device cpu", file=sys.stderr)
         return 2
     on_gpu = device == "cuda"
+    signal.signal(signal.SIGTERM, terminate)
+    if args.decode:
+        from ep_ops.decode_demo import DecodeOptions, decode
+
+        hidden = args.hidden_size or (1024 if on_gpu else 64)
+        steps = args.steps or (300 if on_gpu else 20)
+        return ended(decode, DecodeOptions(device, ranks, steps, args.tokens, hidden_size=hidden, backend=args.backend))
     options = Options(
         device=device,
         ranks=ranks,
-        steps=args.steps,
+        steps=args.steps or 60,
         sequences=args.sequences or (128 if on_gpu else 16),
         hidden_size=args.hidden_size or (512 if on_gpu else 64),
         backend=args.backend,
         compiled=not args.eager,
     )
-    signal.signal(signal.SIGTERM, terminate)
+    return ended(demo, options)
+
+
+def ended(run: Callable[[Any], None], options: Any) -> int:
+    """Exit code of a demo."""
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
     try:
-        demo(options)
+        run(options)
     except (ProcessRaisedException, ProcessExitedException) as failure:
         print(f"\nep-ops demo failed:{failure}", file=sys.stderr)
         return 1

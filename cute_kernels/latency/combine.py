@@ -99,8 +99,8 @@ class Combine:
             peers, rank, report, timeout_ns, kind, y, recv_weights, topk_idx, send_rows, recv_rows, out, tokens,
             max_tokens, senders, first_receiver,
         ).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive, min_blocks_per_mp=2,
-            preferred_smem_carveout=100,
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive,
+            min_blocks_per_mp=2, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel

@@ -114,8 +114,8 @@ class Dispatch:
             peers, rank, report, timeout_ns, kind, x, topk_weights, topk_idx, send_rows, recv_rows, offs, counts,
             dropped, recv_x, recv_weights, tokens, max_tokens, capacity, alignment, slots, senders, first_receiver,
         ).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive, min_blocks_per_mp=2,
-            preferred_smem_carveout=100,
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive,
+            min_blocks_per_mp=2, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel

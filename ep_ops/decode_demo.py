@@ -1,0 +1,151 @@
+"""`ep-ops demo --decode`: one decode step of a mixture-of-experts layer stack, captured once and replayed.
+
+Every step of every layer routes its few tokens anew, sends them to their experts with ``Communicator.dispatch``, runs
+all experts of a rank as one grouped product, and brings the results home with ``Communicator.combine``. On GPUs the
+whole step is one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ep_ops
+from ep_ops.launch import launch, process_group
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions:
+    """Sizes are per rank."""
+
+    device: str  # "cuda" | "cpu"
+    ranks: int
+    steps: int = 300
+    tokens: int = 8
+    hidden_size: int = 1024
+    experts: int = 64
+    top_k: int = 8
+    layers: int = 4
+    backend: str = "auto"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+
+class Layer(nn.Module):
+    """Route, dispatch, experts, combine, and a residual connection."""
+
+    def __init__(self, comm: ep_ops.Communicator, options: DecodeOptions, seed: int) -> None:
+        super().__init__()
+        self.comm, self.tokens = comm, options.tokens
+        draw = torch.Generator().manual_seed(seed)
+        hidden, new = options.hidden_size, {"device": comm.device, "dtype": options.dtype}
+        self.router = nn.Parameter(torch.randn(hidden, options.experts, generator=draw).to(comm.device))
+        scale = torch.randn(options.experts, hidden, hidden, generator=draw)
+        own = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        self.experts = nn.Parameter((scale[own] / hidden**0.5).to(**new))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, topk_idx = (x.float() @ self.router).softmax(-1).topk(self.comm.top_k)
+        weights = scores / scores.sum(-1, keepdim=True)
+        rows = self.comm.dispatch(x, topk_idx.int(), weights, slots=self.slots, alignment=1, max_tokens=self.tokens)
+        grouped = rows.x.view(self.comm.num_local_experts, self.slots, -1)
+        y = torch.tanh(torch.bmm(grouped, self.experts)).view_as(rows.x)
+        out = self.comm.combine(y, rows.route, rows.weights, alignment=1)
+        return nn.functional.rms_norm(x + out, x.shape[-1:])
+
+    @property
+    def slots(self) -> int:
+        """Room for the worst case: every token of every rank at one expert."""
+        return self.comm.world_size * self.tokens
+
+
+def decode(options: DecodeOptions) -> None:
+    """Run it on all ranks, print µs per step, and check the replayed steps against eager ones."""
+    launch(_rank, options.ranks, options)
+
+
+def _rank(rank: int, port: int, world_size: int, options: DecodeOptions) -> None:
+    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+    with process_group(rank, port, world_size, device), torch.no_grad():
+        with ep_ops.Communicator(
+            num_experts=options.experts,
+            hidden_size=options.hidden_size,
+            top_k=options.top_k,
+            max_tokens_per_rank=options.tokens,
+            dtype=options.dtype,
+            device=device,
+            backend=options.backend,
+        ) as comm:
+            _steps(comm, options)
+
+
+def _steps(comm: ep_ops.Communicator, options: DecodeOptions) -> None:
+    model = nn.Sequential(*(Layer(comm, options, seed) for seed in range(options.layers)))
+    draw = torch.Generator(device=comm.device).manual_seed(comm.rank)
+    shape = (options.tokens, options.hidden_size)
+    first = torch.randn(shape, generator=draw, device=comm.device).to(options.dtype)
+    expected = first
+    for _ in range(3):
+        expected = model(expected)
+
+    x = first.clone()
+    replay = _captured(comm, model, x) if comm.device.type == "cuda" else lambda: x.copy_(model(x))
+    x.copy_(first)
+    for _ in range(3):
+        replay()
+    error = float((x.float() - expected.float()).norm() / expected.float().norm())
+    took = _time(comm, replay, options.steps)
+    comm.check_errors()
+    if comm.rank == 0:
+        print(
+            f"{comm.world_size} ranks, {comm.backend.name} backend: {options.layers} layers of {options.experts}"
+            f" experts, top {options.top_k}, hidden {options.hidden_size}, {options.tokens} tokens a rank\n"
+            f"{options.steps} decode steps: {took:.0f} µs a step, {took / options.layers:.0f} µs a layer;"
+            f" replayed against eager: {error:.1e}"
+        )
+    if not error < 1e-5:
+        raise RuntimeError(f"rank {comm.rank}: replayed steps differ from eager ones by {error:.1e}")
+
+
+def _captured(comm: ep_ops.Communicator, model: nn.Module, x: Tensor):
+    """One step in place on ``x``, as a CUDA graph."""
+    comm.warmup()
+    side = torch.cuda.Stream(comm.device)
+    side.wait_stream(torch.cuda.current_stream(comm.device))
+    with torch.cuda.stream(side):
+        model(x)
+    torch.cuda.current_stream(comm.device).wait_stream(side)
+    torch.cuda.synchronize(comm.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.copy_(model(x))
+    return graph.replay
+
+
+def _time(comm: ep_ops.Communicator, replay, steps: int) -> float:
+    """µs of a step, the median of ten stretches, on the slowest rank."""
+
+    def synchronize() -> None:
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+
+    each = max(1, steps // 10)
+    took = []
+    for _ in range(10):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(each):
+            replay()
+        synchronize()
+        took.append(1e6 * (time.perf_counter() - begin) / each)
+    slowest = torch.tensor(statistics.median(took), dtype=torch.float64, device=comm.device)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
