@@ -12,7 +12,7 @@ import ep_ops
 
 def test_decode_steps():
     root = os.path.dirname(ep_ops.__path__[0])
-    command = [sys.executable, "-m", "ep_ops.cli", "demo", "--decode", "--device", "cpu", "--steps", "2", "--tokens", "3"]
+    command = [sys.executable, "-m", "ep_ops.cli", "demo", "--decode", "--device", "cpu", "--steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=root)
     assert done.returncode == 0, done.stderr
     assert re.search(r"2 decode steps: \d+ µs a step.*replayed against eager: 0", done.stdout), done.stdout
