@@ -126,7 +126,7 @@ class Beside:
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        new = {"device": steps.comm.device, "dtype": steps.comm.dtype}
+        new: dict[str, Any] = {"device": steps.comm.device, "dtype": steps.comm.dtype}
         self.a, self.b = torch.randn(256, 7168, **new), torch.randn(7168, 4096, **new)
         self.out = torch.empty(256, 4096, **new)
 
