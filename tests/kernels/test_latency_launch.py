@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cute_kernels.heap import Problem
-from cute_kernels.launch import ranks_signature
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
+from cute_kernels.launch import ranks_signature
 from ep_ops.backends import latency
 
 SMS = 132
