@@ -79,6 +79,7 @@ class Heap:
         self.staged, self.staged_stride = self._take(w * 8)
         self.chunk, self.chunk_stride = self._take(w * self.chunks * 8)
         self.token, self.token_stride = self._take(w * t * 8)
+        self.fetched, self.fetched_stride = self._take(w * 8)
         self.flags_end = self._end
         # What this rank publishes and its peers read.
         self.header, self.header_stride = self._take(HEADER_INTS * 4)

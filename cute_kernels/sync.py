@@ -26,10 +26,13 @@ from cutlass.cute import arch
 from . import ptx
 from .heap import EPOCH, FAILED, TICKET
 
-KINDS = ("none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward")
+KINDS = (
+    "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
+    "combine_gathered",
+)  # fmt: skip
 """Kinds of operation; a flag carries the index."""
 
-FLAGS = ("hello", "route", "placed", "staged", "chunk", "token")
+FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
 """Kinds of flag, by the name of their place in the heap; a report carries the index."""
 
 REPORT_WORDS = 16
@@ -147,8 +150,11 @@ def say_hello(ranks):
 
 
 @cute.jit
-def finish(ranks):
-    """Ends an operation: the last block to come here waits for all hellos and opens the next epoch."""
+def finish(ranks, fetched: cutlass.Constexpr = False):
+    """Ends an operation: the last block to come here waits for all hellos and opens the next epoch.
+
+    With `fetched` no rank's operation ends before all ranks have come here: nobody reads its memory any more.
+    """
     tid, _, _ = arch.thread_idx()
     blocks, _, _ = arch.grid_dim()
     world_size = len(ranks.peers)
@@ -160,6 +166,12 @@ def finish(ranks):
             last = Int32(ptx.atom_inc_acq_rel(ranks.own + TICKET * 8) == blocks - 1)
         last = arch.shuffle_sync(last, 0)
         if last != 0:
+            if const_expr(fetched):
+                # What thread 0 acquired with the ticket, all blocks' reads, comes before every lane's release.
+                arch.sync_warp()
+                if tid < world_size:
+                    ranks.signal("fetched", tid, ranks.rank)
+                    ranks.wait("fetched", tid, tid, 0)
             if tid < world_size:
                 ranks.wait("hello", tid, tid, 0)
             arch.sync_warp()

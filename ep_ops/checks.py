@@ -123,6 +123,29 @@ def check_combine(
         _row_weights(comm, "recv_weights", recv_weights, y.shape[0])
 
 
+def check_empty_rows(comm: Communicator, num_rows: int) -> None:
+    """Refuse more rows than lie in symmetric memory."""
+    _living(comm)
+    if not 0 <= num_rows <= comm.symmetric_rows:
+        raise ValueError(
+            f"num_rows is {num_rows}; allowed: 0..{comm.symmetric_rows}, the symmetric_rows of {comm.name!r}"
+        )
+
+
+def check_combine_gathered(
+    comm: Communicator,
+    y: Tensor,
+    topk_idx: Tensor,
+    send_rows: Tensor,
+    recv_rows: Tensor,
+    offs: Tensor,
+    counts: Tensor,
+    alignment: int,
+) -> None:
+    """Refuse what ep::combine_gathered cannot take. Where y lies is the backend's affair."""
+    check_combine(comm, y, None, topk_idx, send_rows, recv_rows, offs, counts, alignment)
+
+
 def check_dispatch_backward(
     comm: Communicator,
     grad_recv_x: Tensor | None,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import checks
 from .agreement import agree
 from .backends.base import Backend
 from .backends.exchange import Exchange
@@ -95,6 +96,7 @@ class Communicator:
         dispatch_sms, combine_sms: multiprocessors that the kernels may take; None: the backend's choice.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the kernels for decode (same results to
             the bit; cute backend); 0: never; None: the backend's choice.
+        symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
         name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
     """
 
@@ -115,6 +117,7 @@ class Communicator:
         dispatch_sms: int | None = None,
         combine_sms: int | None = None,
         latency_max_tokens: int | None = None,
+        symmetric_rows: int = 0,
         name: str | None = None,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -129,7 +132,7 @@ class Communicator:
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank), alignment, backend, self.device.type, timeout, dispatch_sms, combine_sms,
-            latency_max_tokens, _version(),
+            latency_max_tokens, symmetric_rows, _version(),
         )  # fmt: skip
         resolved = agree(exchange, own, taken=own.name in _registry)
 
@@ -147,6 +150,7 @@ class Communicator:
         self.timeout = float(timeout)
         self.dispatch_sms = dispatch_sms
         self.combine_sms = combine_sms
+        self.symmetric_rows = symmetric_rows
         self.config = resolved
         self.destroyed = False
         self._exchange = exchange
@@ -243,6 +247,26 @@ class Communicator:
         """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable."""
         align = self.alignment if alignment is None else alignment
         return torch.ops.ep.combine(y, weights, *route, align, self.name)
+
+    def empty_rows(self, num_rows: int) -> Tensor:
+        """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
+
+        Every call hands out the same memory, which may be written again as soon as a combine_gathered of it has been
+        called. Call it in eager code (CUDA graphs may be captured): a compiled graph would write somewhere else first.
+        ValueError if there are not so many ``symmetric_rows``; ranks may ask for different numbers.
+        """
+        checks.check_empty_rows(self, num_rows)
+        return self.backend.empty_rows(num_rows)
+
+    def combine_gathered(self, y: Tensor, route: Route, *, alignment: int | None = None) -> Tensor:
+        """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
+
+        The owners fetch the rows where they are, all of them; :meth:`combine` first adds up those of a token on a rank.
+        So this is for one row a token and rank: experts that are as many as ranks, or rows that are added up already.
+        Ends when all ranks have fetched theirs. Differentiable.
+        """
+        align = self.alignment if alignment is None else alignment
+        return torch.ops.ep.combine_gathered(y, *route, align, self.name)
 
     def dispatch_start(
         self,

@@ -54,6 +54,7 @@ class Config:
     dispatch_sms: int | None
     combine_sms: int | None
     latency_max_tokens: int | None
+    symmetric_rows: int
     version: str
 
     def problem(self) -> str | None:
@@ -107,6 +108,8 @@ class Config:
         value = self.latency_max_tokens
         if value is not None and (not is_int(value) or value < 0):
             return f"latency_max_tokens is {value!r}; it must be None or an int of at least 0"
+        if not is_int(self.symmetric_rows) or not 0 <= self.symmetric_rows < INT32_LIMIT:
+            return f"symmetric_rows is {self.symmetric_rows!r}; it must be an int from 0 to 2**31 - 1"
         return None
 
 
@@ -141,6 +144,7 @@ def memory_plan(
     dispatch_sms: int | None = None,
     combine_sms: int | None = None,
     latency_max_tokens: int | None = None,
+    symmetric_rows: int = 0,
     rank: int = 0,
 ) -> MemoryPlan:
     """Bytes that ``rank`` of such a communicator takes; nothing is allocated and no GPU is needed.
@@ -153,7 +157,8 @@ def memory_plan(
     device_type = "cpu" if backend == "reference" else "cuda"
     config = Config(
         "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
-        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, "",
+        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows,
+        "",
     )  # fmt: skip
     if problem := config.problem():
         raise ValueError(problem)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .combine import combine, combine_backward
+from .combine import combine, combine_backward, combine_gathered
 from .dispatch import dispatch, dispatch_backward, dispatch_dynamic, dispatch_planned
 from .halves import combine_start, combine_wait, dispatch_start, dispatch_wait
 from .plan import plan
@@ -20,6 +20,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "dispatch_dynamic": dispatch_dynamic,
     "dispatch_planned": dispatch_planned,
     "combine": combine,
+    "combine_gathered": combine_gathered,
     "dispatch_backward": dispatch_backward,
     "combine_backward": combine_backward,
     "dispatch_start": dispatch_start,

@@ -22,6 +22,20 @@ def combine(
     return rows_like(y, topk_idx.shape[0])
 
 
+def combine_gathered(
+    y: Tensor,
+    topk_idx: Tensor,
+    send_rows: Tensor,
+    recv_rows: Tensor,
+    offs: Tensor,
+    counts: Tensor,
+    alignment: int,
+    comm: str,
+) -> Tensor:
+    """-> out [T, H]"""
+    return rows_like(y, topk_idx.shape[0])
+
+
 def combine_backward(
     grad_out: Tensor,
     y: Tensor | None,

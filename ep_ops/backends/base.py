@@ -45,6 +45,11 @@ class Backend(Protocol):
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor: ...
 
+    def empty_rows(self, num_rows: int) -> Tensor:
+        """[num_rows, H] for combine_gathered; at most ``symmetric_rows`` of the configuration."""
+
+    def combine_gathered(self, y: Tensor, route: RouteTensors, alignment: int) -> Tensor: ...
+
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
     ) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels import jit, sync
 from cute_kernels.heap import BAD_ID, EPOCH, Heap, Problem
 from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
@@ -61,6 +62,7 @@ def kernels_of(problem: Problem) -> list[Any]:
         ],
         Combine: [(True, False, False), (True, True, False), (True, False, True), (False, False, True)],
         PullScaled: [(alone,)],
+        Gather: [()],
     }
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
@@ -74,7 +76,15 @@ def heap_of(config: Config) -> Heap:
 
 def memory_plan(config: Config, rank: int) -> dict[str, int]:
     """Bytes that a rank's backend holds, by purpose."""
-    return {f"symmetric: {purpose}": size for purpose, size in heap_of(config).sizes().items()}
+    sizes = heap_of(config).sizes()
+    if config.symmetric_rows:
+        sizes["rows to be gathered"] = rows_bytes(config)
+    return {f"symmetric: {purpose}": size for purpose, size in sizes.items()}
+
+
+def rows_bytes(config: Config) -> int:
+    """Of the rows that `empty_rows` hands out."""
+    return config.symmetric_rows * config.hidden_size * config.dtype.itemsize
 
 
 class CuteBackend:
@@ -100,6 +110,10 @@ class CuteBackend:
         self._pushers = combine_blocks - max(1, combine_blocks // 3)
         self._all_blocks = sms
         self._buffer = symmetric.allocate(heap_of(comm.config).nbytes, comm.group, comm.device)
+        self._gather_blocks = min(sms, comm.config.combine_sms or 24)
+        self._rows: symmetric.SymmetricBuffer | None = None
+        if comm.symmetric_rows:
+            self._rows = symmetric.allocate(rows_bytes(comm.config), comm.group, comm.device)
         self._state = self._buffer.local[:256].view(torch.int64)
         self._state[EPOCH] = 1
         torch.cuda.synchronize(comm.device)
@@ -165,6 +179,26 @@ class CuteBackend:
         if route[2].shape[1] <= self._latency_tokens:
             return self.latency.combine(y, recv_weights, route)
         return self._combine("combine", y, recv_weights, None, route)[0]
+
+    def empty_rows(self, num_rows: int) -> Tensor:
+        if self._rows is None:
+            return torch.empty(0, self._config.hidden_size, dtype=self._config.dtype, device=self._device)
+        rows = self._rows.local.view(self._config.dtype).view(-1, self._config.hidden_size)
+        return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
+
+    def combine_gathered(self, y: Tensor, route: RouteTensors, alignment: int) -> Tensor:
+        self._begin()
+        if self._rows is None:
+            raise ValueError(f"communicator {self._config.name!r} has no rows in symmetric memory: symmetric_rows is 0")
+        bases = self._rows.addresses
+        if y.numel() and y.data_ptr() != bases[self._rank]:
+            raise ValueError("y does not lie in symmetric memory; pass the tensor that empty_rows returned")
+        topk_idx, send_rows, _, _, _ = route
+        out = y.new_empty(topk_idx.shape[0], y.shape[1])
+        self._launch(
+            Gather, (), "combine_gathered", bases, topk_idx, send_rows, out, topk_idx.shape[0], self._gather_blocks
+        )
+        return out
 
     def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
         self.check_errors()
@@ -327,14 +361,15 @@ class CuteBackend:
         )  # fmt: skip
         return out, out_scalars
 
-    def _launch(self, kernel: type, variant: tuple[bool, ...], kind: str | None, *arguments: Any) -> None:
-        """Launch on the current stream. Tensors go as addresses, None as 0; `kind` None: a kernel without peers."""
+    def _launch(self, kernel: type, variant: tuple[int, ...], kind: str | None, *arguments: Any) -> None:
+        """Launch on the current stream. Tensors go as addresses, None as 0, tuples as they are; `kind` None: a kernel
+        without peers."""
         function = self._functions.get((kernel, variant))
         if function is None:
             function = self._functions[kernel, variant] = jit.get(
                 kernel(self._problem, *variant), self._arch, torch.cuda.is_current_stream_capturing
             )
-        plain = [a if type(a) is int else 0 if a is None else a.data_ptr() for a in arguments]
+        plain = [a if type(a) in (int, tuple) else 0 if a is None else a.data_ptr() for a in arguments]
         ranks = () if kind is None else (*self._ranks, KIND[kind])
         index = self._device.index
         if torch.cuda.current_device() != index:
@@ -372,6 +407,8 @@ class CuteBackend:
             self.combine_backward(x, recv_x, row_weights, route, align, align)
             self.combine_backward(x, None, row_weights, route, align, align)
         self.dispatch_backward(None, recv_weights, route, align)
+        if config.symmetric_rows:
+            self.combine_gathered(self.empty_rows(0), route, align)
         torch.cuda.synchronize(self._device)
         self.check_errors()
 
@@ -388,3 +425,5 @@ class CuteBackend:
     def destroy(self) -> None:
         self._functions.clear()
         self._buffer.free()
+        if self._rows is not None:
+            self._rows.free()

@@ -25,6 +25,9 @@ padding rows of each segment, [begin + counts, offs), hold zeros. What other row
 product and each sum rounded), rounded to y's dtype. On the owner: fp32 sum of these over ranks ascending, rounded once
 to y's dtype. With fp64 rows everything is fp64.
 
+**Gathered.** ``combine_gathered`` is combine without weights, of rows that its caller has put where peers can read
+them (``empty_rows``; here any tensor will do).
+
 **Backwards.** Of dispatch: rows are combined without weights, weights go back to their (token, k), 0 where there is no
 row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or ``weight * g`` rounded to
 its dtype, and ``grad_recv_weights`` the fp32 dot product of g and y.
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
 _OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
+    "combine_gathered",
 )  # fmt: skip
 _UNBOUNDED = -1  # published instead of a capacity: as many rows as are asked for
 
@@ -69,7 +73,8 @@ class ReferenceBackend:
         ranks = torch.arange(self.world_size, device=self.device)
         per_rank = torch.tensor(self.experts_per_rank, device=self.device)
         self.rank_of_expert = torch.repeat_interleave(ranks, per_rank)  # [E]
-        self.weights_dtype = comm.weights_dtype
+        self.rows_dtype, self.weights_dtype = comm.dtype, comm.weights_dtype
+        self.hidden_size = comm.hidden_size
         self.unused = 0.0  # what rows that nobody may read are filled with; tests set it to NaN
 
     # ------------------------------------------------------------------ planning
@@ -210,6 +215,15 @@ class ReferenceBackend:
         """-> out [T, H] in y's dtype"""
         self._meet_along("combine", {"recv_weights given": int(recv_weights is not None)}, route, y.shape[0])
         return self._to_tokens(y, recv_weights, route)
+
+    def empty_rows(self, num_rows: int) -> Tensor:
+        """-> ordinary memory [num_rows, H]"""
+        return torch.full((num_rows, self.hidden_size), self.unused, dtype=self.rows_dtype, device=self.device)
+
+    def combine_gathered(self, y: Tensor, route: RouteTensors, alignment: int) -> Tensor:
+        """-> out [T, H] in y's dtype"""
+        self._meet_along("combine_gathered", {}, route, y.shape[0])
+        return self._to_tokens(y, None, route)
 
     def _to_tokens(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
         topk_idx, send_rows, recv_rows, _, _ = route

@@ -93,11 +93,26 @@ def _combine_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return *[None] * ctx.before, grad_y, None if y is None else grad_weights, *[None] * 7
 
 
+def _combine_gathered_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, *route, alignment, comm = inputs
+    ctx.save_for_backward(*route)
+    ctx.num_rows, ctx.alignment, ctx.comm = y.shape[0], alignment, comm
+
+
+@once_differentiable
+def _combine_gathered_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    route = ctx.saved_tensors
+    tail = (ctx.num_rows, ctx.alignment, ctx.comm)
+    grad_y, _ = torch.ops.ep.dispatch_planned(grad_out.contiguous(), None, *route, *tail)
+    return grad_y, *[None] * 7
+
+
 for _name, _backward, _setup in (
     ("dispatch", _dispatch_backward, _dispatch_setup),
     ("dispatch_dynamic", _dispatch_backward, _dispatch_dynamic_setup),
     ("dispatch_planned", _dispatch_backward, _dispatch_planned_setup),
     ("combine", _combine_backward, _combine_setup),
+    ("combine_gathered", _combine_gathered_backward, _combine_gathered_setup),
     # The halves that end an operation; a ticket has no gradient.
     ("dispatch_wait", _dispatch_backward, _dispatch_wait_setup),
     ("combine_wait", _combine_backward, _combine_wait_setup),

@@ -12,6 +12,7 @@ SAVE_FOR_CHECKPOINT: list[torch._ops.OpOverload] = [
     torch.ops.ep.dispatch_dynamic.default,
     torch.ops.ep.dispatch_planned.default,
     torch.ops.ep.combine.default,
+    torch.ops.ep.combine_gathered.default,
     torch.ops.ep.dispatch_start.default,
     torch.ops.ep.dispatch_wait.default,
     torch.ops.ep.combine_start.default,

@@ -105,6 +105,23 @@ def combine(
     return c.backend.combine(y, recv_weights, route, alignment)
 
 
+def combine_gathered(
+    y: Tensor,
+    topk_idx: Tensor,
+    send_rows: Tensor,
+    recv_rows: Tensor,
+    offs: Tensor,
+    counts: Tensor,
+    alignment: int,
+    comm: str,
+) -> Tensor:
+    """combine without weights; the rows lie in symmetric memory, where their owners fetch them."""
+    c = communicator.get(comm)
+    route = (topk_idx, send_rows, recv_rows, offs, counts)
+    checks.check_combine_gathered(c, y, *route, alignment)
+    return c.backend.combine_gathered(y, route, alignment)
+
+
 def dispatch_backward(
     grad_recv_x: Tensor | None,
     grad_recv_weights: Tensor | None,
@@ -165,7 +182,7 @@ def combine_start(y: Tensor, recv_weights: Tensor | None, *rest: Any) -> Tensor:
     """The half of combine that sends."""
     *route, alignment, comm = rest
     c = communicator.get(comm)
-    checks.check_combine(c, y, recv_weights, *route, alignment)
+    checks.check_combine(c, y, recv_weights, *rest[:-1])
     return c.backend.combine_start(y, recv_weights, tuple(route), alignment)
 
 
@@ -173,15 +190,15 @@ def combine_wait(ticket: Tensor, y: Tensor, recv_weights: Tensor | None, *rest: 
     """The half of combine that receives."""
     *route, alignment, comm = rest
     c = communicator.get(comm)
-    checks.check_combine(c, y, recv_weights, *route, alignment)
+    checks.check_combine(c, y, recv_weights, *rest[:-1])
     return c.backend.combine_wait(y, recv_weights, tuple(route), alignment)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        plan, dispatch, dispatch_dynamic, dispatch_planned, combine, dispatch_backward, combine_backward,
-        dispatch_start, dispatch_wait, combine_start, combine_wait,
+        plan, dispatch, dispatch_dynamic, dispatch_planned, combine, combine_gathered, dispatch_backward,
+        combine_backward, dispatch_start, dispatch_wait, combine_start, combine_wait,
     )
 }  # fmt: skip
 

@@ -36,6 +36,7 @@ SCHEMAS: dict[str, str] = {
     "dispatch_planned": f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, int alignment, str comm)"
     " -> (Tensor recv_x, Tensor recv_weights)",
     "combine": f"({_COMBINE}) -> Tensor out",
+    "combine_gathered": f"(Tensor y, {_ROUTE}, int alignment, str comm) -> Tensor out",
     "dispatch_backward": f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, int alignment, str comm)"
     " -> (Tensor grad_x, Tensor grad_topk_weights)",
     "combine_backward": f"(Tensor grad_out, Tensor? y, Tensor? recv_weights, {_ROUTE}, SymInt num_rows, int alignment,"

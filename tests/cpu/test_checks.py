@@ -60,7 +60,8 @@ def good(check: Callable[..., None]) -> dict[str, Any]:
 CHECKS = {
     name: getattr(checks, f"check_{name}")
     for name in (
-        "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
+        "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "combine_gathered", "dispatch_backward",
+        "combine_backward",
     )
 }  # fmt: skip
 OPTIONAL = ("topk_weights", "recv_weights", "grad_recv_weights", "grad_recv_x")

@@ -65,6 +65,8 @@ def test_alone() -> None:
     ({"timeout": "1"}, "timeout is '1'"),
     ({"dispatch_sms": 0}, "dispatch_sms is 0"),
     ({"combine_sms": 1.5}, "combine_sms is 1.5"),
+    ({"symmetric_rows": -1}, "symmetric_rows is -1; it must be an int from 0"),
+    ({"symmetric_rows": 1.0}, "symmetric_rows is 1.0"),
     ({"name": ""}, "name is ''"),
 ])  # fmt: skip
 def test_refused_values(changed: dict[str, Any], text: str) -> None:
@@ -217,6 +219,7 @@ def _disagree(field: str, values: list[Any]) -> None:
     ("timeout", [1.0, 2.0], "ranks disagree on timeout"),
     ("dispatch_sms", [None, 8], "ranks disagree on dispatch_sms"),
     ("combine_sms", [4, 8], "ranks disagree on combine_sms"),
+    ("symmetric_rows", [4, 8], "ranks disagree on symmetric_rows"),
     ("name", ["a", "b"], "ranks disagree on name: 'a' on ranks [0]; 'b' on ranks [1]; pass name="),
     ("top_k", [2, 0], "rank 1: top_k is 0; it must be an int of at least 1"),
     ("hidden_size", [9, 8], "rank 0: hidden_size 9 of"),

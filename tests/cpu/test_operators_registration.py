@@ -47,6 +47,7 @@ def calls(comm, tokens=5):
         "combine": ("combine", (*asked, *route, *ep)),
         "combine unweighted": ("combine", (asked[0], None, *route, *ep)),
         "combine, only weights learn": ("combine", (y, asked[1], *route, *ep)),
+        "combine_gathered": ("combine_gathered", (asked[0], *route, *ep)),
         "dispatch_backward": ("dispatch_backward", (y, recv_weights, *route, *ep)),
         "dispatch_backward of rows": ("dispatch_backward", (y, None, *route, *ep)),
         "dispatch_backward of weights": ("dispatch_backward", (None, recv_weights, *route, *ep)),

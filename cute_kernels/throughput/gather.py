@@ -1,0 +1,280 @@
+"""Throughput combine of rows that lie in symmetric memory, one kernel: owners fetch the rows and add them up.
+
+An item is a piece of one of this rank's tokens. Bulk copies bring that piece of each row of the token from the rank
+that holds it, through the warp's ring and started ahead over the ends of items; the sum leaves by ordinary stores. Same
+bits as the pushing combine: the rows of a rank in fp32 over k ascending, rounded to the row's dtype, then these in fp32
+over ranks ascending, rounded once. A single row of a rank is its own rounded sum.
+
+Why no rank reads too early or too late: kernels before this one on their rank's stream wrote the rows, its hello comes
+after them, and no block fetches before it saw all hellos. When a rank has fetched everything it says so to all
+(`fetched`), and the operation ends when all have: whatever runs next on a rank's stream may overwrite its rows.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..heap import Heap, Problem
+from ..launch import example_stream, ranks_signature
+from ..rows import Ring, RingShape, Slices, init_ring_barriers
+
+WARPS = 12
+"""Few enough that a lane can hold two sums of a slice in registers: that of one rank's rows and that of all."""
+
+OPENS, CLOSES, FIRST, LAST, END = 1, 2, 4, 8, 16
+"""Marks of a stage. Its row is the first or last one of its rank; of its item; its piece is the last one of a row."""
+
+RANK_MARKS = OPENS | CLOSES
+"""Those that lie in the low bits of a row's address, which is a multiple of 16, until its load starts."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Unweighted sums of rows."""
+
+    problem: Problem
+
+    def signature(self):
+        bases = tuple(Int64(0) for _ in range(self.problem.world_size))
+        return (*ranks_signature(self.problem), bases, *[Int64(0)] * 3, *[Int32(0)] * 2, example_stream())
+
+    @property
+    def slices(self) -> Slices:
+        return Slices(self.problem.row_bytes, self.problem.dtype)
+
+    @property
+    def ring(self) -> RingShape:
+        return RingShape.slices(self.slices, WARPS)
+
+    @cute.jit
+    def __call__(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        bases: tuple,
+        topk_idx: Int64,
+        send_rows: Int64,
+        out: Int64,
+        tokens: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        """`bases`: address of row 0 at each rank."""
+        self.kernel.set_name_prefix("ep_gather", remove_cutlass_symbol=True)
+        self.kernel(peers, rank, report, timeout_ns, kind, bases, topk_idx, send_rows, out, tokens).launch(
+            grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        peers: tuple,
+        rank: Int32,
+        report: Int64,
+        timeout_ns: Int64,
+        kind: Int32,
+        bases: tuple,
+        topk_idx: Int64,
+        send_rows: Int64,
+        out: Int64,
+        tokens: Int32,
+    ):
+        p, shape = self.problem, self.ring
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
+        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
+        # Earlier kernels wrote the rows, bulk copies of the peers read them.
+        sync.fence_async()
+        sync.say_hello(ranks)
+        warp = arch.make_warp_uniform(tid // 32)
+        smem = cutlass.memory.SmemAllocator()
+        stages = WARPS * shape.stages
+        barriers = smem.allocate_array(Int64, stages)
+        places = smem.allocate_array(Int64, stages)
+        order = smem.allocate_array(Int64, WARPS * 32)
+        marks = smem.allocate_array(Int32, stages)
+        buffers = smem.allocate_array(Uint8, stages * shape.stride, byte_alignment=128)
+        lost = smem.allocate_tensor(Int32, cute.make_layout(1))
+        if tid < 32:
+            init_ring_barriers(barriers, stages)
+        if tid == 0:
+            lost[0] = 0
+        arch.sync_threads()
+        if tid < p.world_size:
+            if not ranks.wait("hello", tid, tid, 0):
+                lost[0] = 1
+        # Hands the barriers, and what was acquired, to the whole block; then to its bulk copies.
+        arch.sync_threads()
+        sync.fence_async()
+        if lost[0] == 0:
+            first = warp * shape.stages
+            notes = (order + warp * 32, marks + first, places + first)
+            ring = Ring(shape, buffers, barriers, warp)
+            context = (bases, topk_idx, send_rows, out, tokens * shape.pieces)
+            self.add_items(ring, notes, context, warp * blocks + bid, blocks * WARPS)
+        sync.finish(ranks, fetched=True)
+
+    @cute.jit
+    def add_items(self, ring, notes, context, item, step):
+        """One warp: its items from `item` in steps of `step`."""
+        shape, slices = ring.shape, self.slices
+        order, marks, places = notes
+        items = context[-1]
+        lane = arch.lane_idx()
+        total = cute.make_rmem_tensor((slices.values,), Float32)
+        partial = cute.make_rmem_tensor((slices.values,), Float32)
+        for i in range_constexpr(slices.values):
+            total[i] = Float32(0.0)
+            partial[i] = Float32(0.0)
+        loaded, added = Int32(0), Int32(0)
+        # The item that loads are being started for: its number of rows, the next of them.
+        held, row = Int32(0), Int32(0)
+        place, piece = Int64(0), Int32(0)
+        chosen, sent = self.peek(context, item)
+        more = Int32(1)
+        while more != 0:
+            # All stages are to be under way.
+            while loaded - added < shape.stages and (row < held or item < items):
+                if row >= held:
+                    ahead_chosen, ahead_sent = self.peek(context, item + step)
+                    held, place, piece = self.order_rows(context, item, chosen, sent, order)
+                    chosen, sent = ahead_chosen, ahead_sent
+                    row = Int32(0)
+                    item += step
+                if row < held:
+                    if lane == 0:
+                        stage = loaded % shape.stages
+                        source = (order + row).load()
+                        mark = Int32(source) & RANK_MARKS
+                        source -= Int64(mark)
+                        if row == 0:
+                            mark = mark | FIRST
+                        if row == held - 1:
+                            mark = mark | LAST
+                        if piece == shape.pieces - 1:
+                            mark = mark | END
+                        (marks + stage).store(mark)
+                        (places + stage).store(place)
+                        ring.load(stage, source, shape.bytes_of(piece))
+                    row += 1
+                    loaded += 1
+            # Lane 0's notes come before the other lanes' reads.
+            arch.sync_warp()
+            if added < loaded:
+                stage = added % shape.stages
+                ring.wait(stage, (added // shape.stages) & 1)
+                mark = (marks + stage).load()
+                at = ring.buffer + stage * shape.stride + lane * 16
+                if mark & FIRST != 0:
+                    for i in range_constexpr(slices.values):
+                        total[i] = Float32(0.0)
+                words = [ptx.ld_shared_v4(at + u * 512) for u in range(slices.vectors)]
+                # Vector by vector, so that few numbers besides the two sums are in registers.
+                if mark & RANK_MARKS == RANK_MARKS:
+                    for u in range_constexpr(slices.vectors):
+                        add(slices.dtype, total, u, ptx.unpack(words[u], slices.dtype))
+                else:
+                    if mark & OPENS != 0:
+                        for i in range_constexpr(slices.values):
+                            partial[i] = Float32(0.0)
+                    for u in range_constexpr(slices.vectors):
+                        add(slices.dtype, partial, u, ptx.unpack(words[u], slices.dtype))
+                    if mark & CLOSES != 0:
+                        for u in range_constexpr(slices.vectors):
+                            rounded = ptx.pack(of_vector(slices.dtype, partial, u), slices.dtype)
+                            add(slices.dtype, total, u, ptx.unpack(rounded, slices.dtype))
+                if mark & LAST != 0:
+                    to = (places + stage).load() + lane * 16
+                    # The last slice of a row may be short: its end is that of the row.
+                    behind = Int32(slices.slice_bytes)
+                    if const_expr(shape.row_bytes % slices.slice_bytes != 0):
+                        if mark & END != 0:
+                            behind = Int32(shape.row_bytes % slices.slice_bytes)
+                    for u in range_constexpr(slices.vectors):
+                        if u * 512 + lane * 16 < behind:
+                            ptx.st_v4(to + u * 512, ptx.pack(of_vector(slices.dtype, total, u), slices.dtype))
+                # All lanes have read the stage and its notes before they are filled again.
+                arch.sync_warp()
+                added += 1
+            more = Int32(added < loaded or row < held or item < items)
+
+    @cute.jit
+    def peek(self, context, item):
+        """A lane's entry of topk_idx and send_rows of the item's token, -1 for none: loaded an item ahead."""
+        bases, topk_idx, send_rows, out, items = context
+        top_k = self.problem.top_k
+        lane = arch.lane_idx()
+        expert, row = Int32(-1), Int32(-1)
+        if item < items and lane < top_k:
+            at = Int64(item // self.ring.pieces * top_k + lane) * 4
+            expert = ptx.ld_i32(topk_idx + at)
+            row = ptx.ld_i32(send_rows + at)
+        return expert, row
+
+    @cute.jit
+    def order_rows(self, context, item, expert, row, order):
+        """Puts the addresses of the item's rows, with their rank marks, into `order`: by rank, then by k.
+
+        Returns how many there are, where the sum goes, and the piece.
+        """
+        bases, topk_idx, send_rows, out, items = context
+        p, shape = self.problem, self.ring
+        lane = arch.lane_idx()
+        token, piece = item // shape.pieces, item % shape.pieces
+        at = piece * shape.piece_bytes
+        place = out + Int64(token) * p.row_bytes + at
+        holder = Int32(-1)
+        if row >= 0:
+            holder = Int32(0)
+            for r in range_constexpr(1, p.world_size):
+                if expert >= p.first_expert[r]:
+                    holder = Int32(r)
+        held, position, mark = Int32(0), Int32(0), Int32(0)
+        for r in range_constexpr(p.world_size):
+            here = arch.vote_ballot_sync(holder == r)
+            count = Int32(arch.popc(here))
+            if holder > r:
+                position += count
+            if holder == r:
+                below = Int32(arch.popc(here & arch.lanemask_lt()))
+                position += below
+                if below == 0:
+                    mark = mark | OPENS
+                if below == count - 1:
+                    mark = mark | CLOSES
+            held += count
+        # Lane 0 has read the order of the item before.
+        arch.sync_warp()
+        if row >= 0:
+            address = sync.select(bases, holder) + Int64(row) * p.row_bytes + at
+            (order + position).store(address + mark)
+        arch.sync_warp()
+        if held == 0:
+            end = cutlass.min(p.row_bytes - at, shape.piece_bytes)
+            i = lane * 16
+            while i < end:
+                ptx.st_v4(place + i, (Int32(0), Int32(0), Int32(0), Int32(0)))
+                i += 32 * 16
+        return held, place, piece
+
+
+def of_vector(dtype, numbers, u) -> list:
+    """Those of a lane's vector `u` of a slice."""
+    each = 4 if dtype == "fp32" else 8
+    return [numbers[i] for i in range(each * u, each * (u + 1))]
+
+
+def add(dtype, numbers, u, values) -> None:
+    """Adds to those of a lane's vector `u` of a slice."""
+    each = 4 if dtype == "fp32" else 8
+    for i, value in enumerate(values):
+        numbers[each * u + i] = ptx.add_rn(numbers[each * u + i], value)

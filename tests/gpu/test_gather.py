@@ -1,0 +1,243 @@
+"""Rows gathered from symmetric memory: the same bits as when they are pushed, and nobody reads or writes too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from operators import covered, make_comm
+from torch import Tensor
+
+import ep_ops
+
+BF16 = torch.bfloat16
+HIDDEN = {BF16: 24, torch.float16: 1032, torch.float32: 8200}
+"""Rows below 512 bytes, of an odd number of vectors, and of several pieces."""
+CASES = [(name, BF16) for name in cases.CASE_NAMES]
+CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != BF16]
+STEPS = 100
+DELAY = 3_000_000  # cycles, more than a millisecond: several operations
+
+
+def ranks() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(device="cuda").manual_seed(seed + 977 * ranks()[0])
+
+
+def rows_of(route: ep_ops.Route, alignment: int, count: int, hidden: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """[count, H], NaN where nobody may read. Magnitudes differ, so that the order of additions shows."""
+    draw = generator(seed)
+    spread = torch.randn(count, 1, generator=draw, device="cuda").mul(2).exp()
+    rows = (spread * torch.randn(count, hidden, generator=draw, device="cuda")).to(dtype)
+    rows[:, 0] = -0.0
+    held, padding = covered(route, alignment, count)
+    return torch.where((held | padding)[:, None], rows, torch.nan)
+
+
+def bits(rows: Tensor) -> Tensor:
+    return rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_same_bits_as_combine(name, dtype, seed, together):
+    rank, world_size = ranks()
+    case = cases.route_cases(world_size, seed)[name]
+    config: dict[str, Any] = dict(
+        num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
+        top_k=case.top_k, max_tokens_per_rank=48, dtype=dtype, alignment=case.alignment,
+        symmetric_rows=max(1, *case.capacity),
+    )  # fmt: skip
+    rows, topk_idx = case.capacity[rank], case.topk_idx[rank].cuda()
+    with make_comm("cute", name, **config) as comm, make_comm("reference", name, **config) as ref:
+        route, _ = comm.plan(topk_idx, capacity=rows, slots=case.slots[rank], max_tokens=case.max_tokens)
+        given = rows_of(route, case.alignment, rows, HIDDEN[dtype], dtype, seed)
+        y = comm.empty_rows(rows).copy_(given)
+        got = comm.combine_gathered(y, route)
+        pushed = comm.combine(given, route)
+        torch.cuda.synchronize()
+        comm.check_errors()
+        expected = ref.combine_gathered(given, route)
+        with together():
+            assert not got.isnan().any()
+            assert torch.equal(bits(got), bits(pushed)) and torch.equal(bits(got), bits(expected))
+
+
+@pytest.mark.parametrize("sms", [1, 24, 132])
+@pytest.mark.parametrize("tokens", [1, 7, 512, 4096])
+def test_one_row_per_token_and_rank(tokens, sms, seed, together):
+    """Expert r stands for rank r: what the gathering combine is for."""
+    rank, world_size = ranks()
+    if sms == 1 and tokens > 512:
+        pytest.skip("slow")
+    capacity = world_size * tokens
+    config: dict[str, Any] = dict(
+        num_experts=world_size, hidden_size=7168, top_k=world_size, max_tokens_per_rank=tokens, alignment=1,
+        combine_sms=sms, symmetric_rows=capacity,
+    )  # fmt: skip
+    mine = tokens if rank % 2 == 0 else tokens // 2 + tokens % 2
+    idx = every_rank(mine)
+    idx[torch.rand(idx.shape, generator=generator(seed), device="cuda") < 0.1] = -1
+    with make_comm("cute", "by rank", **config) as comm:
+        route, dropped = comm.plan(idx, capacity=capacity)
+        given = rows_of(route, 1, capacity, 7168, BF16, seed)
+        y = comm.empty_rows(capacity).copy_(given)
+        got = comm.combine_gathered(y, route)
+        pushed = comm.combine(given, route)
+        torch.cuda.synchronize()
+        comm.check_errors()
+        with together():
+            assert not dropped.any() and torch.equal(bits(got), bits(pushed))
+
+
+def steps_config() -> dict[str, Any]:
+    world_size = ranks()[1]
+    return dict(
+        num_experts=world_size, hidden_size=1024, top_k=world_size, max_tokens_per_rank=256, alignment=1,
+        symmetric_rows=world_size * 256,
+    )  # fmt: skip
+
+
+def every_rank(tokens: int) -> Tensor:
+    """topk_idx of tokens that all have a row at every rank."""
+    return torch.arange(ranks()[1], dtype=torch.int32, device="cuda").repeat(tokens, 1)
+
+
+def stamped(comm: ep_ops.Communicator, y: Tensor, number: Tensor | int) -> None:
+    """Rows that tell rank and step, in small integers."""
+    y.fill_(0).add_(number % 31 + comm.rank)
+
+
+def told(comm: ep_ops.Communicator, idx: Tensor, number: Tensor | int) -> Tensor:
+    """What each token's sum of stamped rows is, [T, 1]."""
+    value = torch.arange(comm.world_size, device="cuda") + number % 31
+    return (value * (idx >= 0)).sum(1, keepdim=True).to(BF16)
+
+
+@pytest.mark.parametrize("slow", ["nobody", "a writer", "a reader"])
+def test_rows_are_overwritten_at_once(slow, seed, together):
+    """Each step writes over the rows of the step before, without any wait, while one rank lags behind: it writes its
+    rows late, or fetches with a single block."""
+    rank, world_size = ranks()
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    with make_comm("cute", "overwrite", **steps_config()) as comm:
+        comm.warmup()
+        y = comm.empty_rows(comm.symmetric_rows)
+        stamped(comm, y, 0)
+        bad += (y[:256] != told(comm, every_rank(256), 0)).sum() * 0  # loads what else runs below
+        torch.cuda.synchronize()
+        blocks = comm.backend._gather_blocks
+        for number in range(STEPS):
+            idx = every_rank(256 - number % 7)
+            idx[torch.rand(idx.shape, generator=generator(seed + number), device="cuda") < 0.2] = -1
+            route, _ = comm.plan(idx, capacity=comm.symmetric_rows)
+            lags = number % 5 == 3 and rank == (number // 5) % world_size
+            if lags and slow == "a writer":
+                torch.cuda._sleep(DELAY)
+            stamped(comm, y, number)
+            comm.backend._gather_blocks = 1 if lags and slow == "a reader" else blocks
+            out = comm.combine_gathered(y, route)
+            y.fill_(torch.nan)
+            bad += (out != told(comm, idx, number)).sum()
+        torch.cuda.synchronize()
+        comm.check_errors()
+        with together():
+            assert int(bad) == 0
+
+
+def test_graph_replay(together):
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    with make_comm("cute", "replay", **steps_config()) as comm:
+        comm.warmup()
+        idx = every_rank(256)
+        route, _ = comm.plan(idx, capacity=comm.symmetric_rows)
+        number = torch.zeros((), dtype=torch.int64, device="cuda")
+        y = comm.empty_rows(comm.symmetric_rows)
+
+        def step() -> None:
+            number.add_(1)
+            stamped(comm, y, number)
+            out = comm.combine_gathered(y, route)
+            y.fill_(torch.nan)
+            bad.add_((out != told(comm, idx, number)).sum())
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):  # an odd number: replays begin with either half of the flags
+                step()
+        for i in range(STEPS):
+            graph.replay()
+            if i % 10 == 0:  # eager operations in between
+                stamped(comm, y, 5)
+                bad += (comm.combine_gathered(y, route) != told(comm, idx, 5)).sum()
+        torch.cuda.synchronize()
+        comm.check_errors()
+        with together():
+            assert int(bad) == 0 and int(number) == 3 * STEPS + 1
+        del graph
+
+
+def test_gradients(seed, together):
+    with make_comm("cute", "gradients", **steps_config()) as comm:
+        idx = every_rank(100)
+        x = torch.randn(100, 1024, generator=generator(seed), device="cuda").to(BF16)
+        results = []
+        for gathered in (True, False):
+            leaf = x.clone().requires_grad_()
+            sent = comm.dispatch(leaf, idx, capacity=comm.symmetric_rows)
+            made = sent.x * 3
+            if gathered:
+                out = comm.combine_gathered(comm.empty_rows(made.shape[0]).copy_(made), sent.route)
+            else:
+                out = comm.combine(made, sent.route)
+            results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), leaf)])
+        torch.cuda.synchronize()
+        comm.check_errors()
+        with together():
+            for one, other in zip(*results, strict=True):
+                assert torch.equal(one, other) and not one.isnan().any()
+
+
+def test_refusals(together):
+    with make_comm("cute", "refusals", **steps_config()) as comm:
+        idx = torch.zeros(4, comm.world_size, dtype=torch.int32, device="cuda")
+        route, _ = comm.plan(idx, capacity=16)
+        y = comm.empty_rows(16)
+        with together():
+            for elsewhere in (torch.zeros_like(y), comm.empty_rows(20)[4:]):
+                with pytest.raises(ValueError, match="y does not lie in symmetric memory"):
+                    comm.combine_gathered(elsewhere, route)
+            with pytest.raises(ValueError, match="the symmetric_rows of"):
+                comm.empty_rows(comm.symmetric_rows + 1)
+    with make_comm("cute", "without", **steps_config() | {"symmetric_rows": 0}) as comm:
+        route, _ = comm.plan(idx, capacity=16)
+        with together(), pytest.raises(ValueError, match="symmetric_rows is 0"):
+            comm.combine_gathered(torch.zeros_like(y), route)
+
+
+def test_all_ranks_must_gather(together):
+    rank, world_size = ranks()
+    if world_size == 1:
+        pytest.skip("needs several ranks")
+    comm = make_comm("cute", "mixed", **steps_config())
+    comm.warmup()
+    idx = torch.zeros(4, world_size, dtype=torch.int32, device="cuda")
+    route, _ = comm.plan(idx, capacity=comm.symmetric_rows)
+    y = comm.empty_rows(comm.symmetric_rows).zero_()
+    torch.cuda.synchronize()
+    if rank == 0:
+        comm.combine(y, route)
+    else:
+        comm.combine_gathered(y, route)
+    torch.cuda.synchronize()
+    with together():
+        with pytest.raises(RuntimeError, match="call operators in different orders"):
+            comm.check_errors()
+    comm.destroy()
