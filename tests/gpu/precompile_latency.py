@@ -1,4 +1,4 @@
-"""Compiles the kernels of test_latency.py into the disk cache with all cores: `python tests/gpu/precompile_latency.py 4`.
+"""Compiles the kernels of test_latency.py into the disk cache with all cores: `python precompile_latency.py 4`.
 
 As precompile.py does for test_throughput.py; EP_OPS_TEST_SEED must be the one of the test run.
 """
