@@ -219,8 +219,6 @@ class Session:
 
 def budgets(comm: Communicator) -> tuple[int | None, int | None]:
     """Multiprocessors for dispatch and combine: what was asked for, or what the backend chose."""
-    chosen = comm.backend
-    return (
-        comm.dispatch_sms or getattr(chosen, "_dispatch_blocks", None),
-        comm.combine_sms or getattr(chosen, "_combine_blocks", None),
-    )
+    if comm.backend.name == "reference":
+        return comm.dispatch_sms, comm.combine_sms
+    return comm.backend.budget.dispatch, comm.backend.budget.combine

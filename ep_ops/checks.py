@@ -113,6 +113,7 @@ def check_combine(
     offs: Tensor,
     counts: Tensor,
     alignment: int,
+    residual: Tensor | None = None,
 ) -> None:
     """Refuse what ep::combine cannot take."""
     _living(comm)
@@ -121,6 +122,8 @@ def check_combine(
     _rows(comm, "y", y, None, "")
     if recv_weights is not None:
         _row_weights(comm, "recv_weights", recv_weights, y.shape[0])
+    if residual is not None:
+        _rows(comm, "residual", residual, topk_idx.shape[0], "rows as topk_idx has")
 
 
 def check_empty_rows(comm: Communicator, num_rows: int) -> None:

@@ -93,7 +93,8 @@ class Communicator:
         backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain), or "auto": cute where it can run.
         timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
             reference backend follow their process group's timeout instead.
-        dispatch_sms, combine_sms: multiprocessors that the kernels may take; None: the backend's choice.
+        dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them; None: what a
+            model of the bytes says (``ep_ops.backends.budget``). :meth:`sm_budget` changes them for a while.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the kernels for decode (same results to
             the bit; cute backend); 0: never; None: the backend's choice.
         symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
@@ -242,11 +243,20 @@ class Communicator:
         return rows, None if topk_weights is None else weights
 
     def combine(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, alignment: int | None = None
+        self,
+        y: Tensor,
+        route: Route,
+        weights: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        alignment: int | None = None,
     ) -> Tensor:
-        """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable."""
+        """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable.
+
+        ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
+        """
         align = self.alignment if alignment is None else alignment
-        return torch.ops.ep.combine(y, weights, *route, align, self.name)
+        return torch.ops.ep.combine(y, weights, *route, align, self.name, residual)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
@@ -315,6 +325,20 @@ class Communicator:
         if capacity is None:
             capacity = self.num_local_experts * slots if slots else self.capacity(tokens, align)
         return capacity, align, slots, tokens, self.num_local_experts, self.world_size, self.name
+
+    def sm_budget(
+        self, *, dispatch: int | None = None, combine: int | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """``with comm.sm_budget(dispatch=16, combine=32): ...``: multiprocessors for the operators that run inside.
+
+        None leaves that one as it is. The backward of a dispatch is a combine, and the other way round: put
+        ``backward()`` inside as well if it is meant. Blocks nest; what was before comes back at the end. It is
+        state of this process, not part of the program: ranks may differ, a compiled function reads it when it runs
+        (so put the block around the call; inside a function that is compiled with ``fullgraph=True`` it is an error),
+        and a captured CUDA graph replays with what held during the capture. The kernels for decode follow no budget,
+        the reference backend ignores it. ValueError where the GPU has not that many.
+        """
+        return self.backend.budget.changed(dispatch, combine)
 
     # ------------------------------------------------------------------ lifetime
 

@@ -17,6 +17,7 @@ def combine(
     counts: Tensor,
     alignment: int,
     comm: str,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """-> out [T, H]"""
     return rows_like(y, topk_idx.shape[0])

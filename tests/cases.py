@@ -268,7 +268,13 @@ def expected_dispatch(
     return received
 
 
-def expected_combine(case: RouteCase, plans: list[Plan], y: list[Tensor], weights: list[Tensor] | None) -> list[Tensor]:
+def expected_combine(
+    case: RouteCase,
+    plans: list[Plan],
+    y: list[Tensor],
+    weights: list[Tensor] | None,
+    residual: list[Tensor] | None = None,
+) -> list[Tensor]:
     """The combined tokens of each rank, to the bit."""
     wire = y[0].dtype
     exact = torch.float64 if wire == torch.float64 else torch.float32
@@ -287,6 +293,8 @@ def expected_combine(case: RouteCase, plans: list[Plan], y: list[Tensor], weight
                         term = weights[rank][row].to(exact) * term
                     partial = partial + term
                 out[token] = out[token] + partial.to(wire).to(exact)
+            if residual is not None:
+                out[token] = out[token] + residual[source][token].to(exact)
         outs.append(out.to(wire))
     return outs
 

@@ -43,13 +43,14 @@ class Notes:
 def add_items(
     ring, notes, slices: cutlass.Constexpr, weighted: cutlass.Constexpr, peek: cutlass.Constexpr,
     fetch: cutlass.Constexpr, item, step, total, base, context, outbox: cutlass.Constexpr, box, warp,
+    apart: cutlass.Constexpr = None, apart_base=None,
 ):  # fmt: skip
     """One warp: all its items from `item` in steps of `step` up to `total`.
 
     `fetch(context, item, peeked)` gives, for a whole warp, the bit mask of lanes that hold a row, the lane's row
     (counted from address `base`), its weight, the address of the sum, and the code to post when it is stored; an empty
     mask skips the item. `peek(context, item)` are two integers that fetch wants, loaded an item ahead. With `outbox`,
-    codes are posted to `box`.
+    codes are posted to `box`. The row of lane `apart` is counted from address `apart_base` instead.
     """
     shape = ring.shape
     lane = arch.lane_idx()
@@ -85,7 +86,11 @@ def add_items(
                     mark = mark | LAST
                     if piece == shape.pieces - 1:
                         mark = mark | END
-                source = base + Int64(arch.shuffle_sync(row, k)) * shape.row_bytes
+                rows = base
+                if const_expr(apart is not None):
+                    if k == apart:
+                        rows = apart_base
+                source = rows + Int64(arch.shuffle_sync(row, k)) * shape.row_bytes
                 stage = loaded % shape.stages
                 if const_expr(weighted):
                     factor = arch.shuffle_sync(weight, k)

@@ -3,7 +3,8 @@
 Blocks before `pushers` push: an item is a token that has rows here; they are added in fp32 over k ascending, the
 rounded sum goes to the owner's staging row [this rank][token], and the token's flag is set there. The other blocks sum:
 an item is one of this rank's tokens; its flags from the ranks that hold rows of it (known from the route) are awaited
-and their rows added in fp32 over ranks ascending. Pushers wait for nobody, so every wait ends.
+and their rows added in fp32 over ranks ascending, the token's residual after them. Pushers wait for nobody, so every
+wait ends.
 
 The flags of a pushing block are set by a warp of their own (sync.Outbox), so that no row waits for a fence.
 """
@@ -30,16 +31,18 @@ WARPS = 15
 class Combine:
     """`rows`: sum rows. `weighted`: times their routing weight. `scalars`: return one fp32 for each row to (token, k).
 
-    Scalars carry the gradients of the routing weights in the backward of dispatch.
+    Scalars carry the gradients of the routing weights in the backward of dispatch. `residual`: a row for each of this
+    rank's tokens is added to its sum.
     """
 
     problem: Problem
     rows: bool
     weighted: bool
     scalars: bool
+    residual: bool = False
 
     def signature(self):
-        return (*ranks_signature(self.problem), *[Int64(0)] * 8, *[Int32(0)] * 4, example_stream())
+        return (*ranks_signature(self.problem), *[Int64(0)] * 9, *[Int32(0)] * 4, example_stream())
 
     @property
     def slices(self) -> Slices:
@@ -63,6 +66,7 @@ class Combine:
         topk_idx: Int64,
         send_rows: Int64,
         recv_rows: Int64,
+        residual: Int64,
         out: Int64,
         out_scalars: Int64,
         tokens: Int32,
@@ -73,8 +77,8 @@ class Combine:
     ):
         self.kernel.set_name_prefix("ep_combine", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, y, recv_weights, row_scalars, topk_idx, send_rows, recv_rows, out,
-            out_scalars, tokens, max_tokens, pushers,
+            peers, rank, report, timeout_ns, kind, y, recv_weights, row_scalars, topk_idx, send_rows, recv_rows,
+            residual, out, out_scalars, tokens, max_tokens, pushers,
         ).launch(grid=(blocks, 1, 1), block=(32 * (WARPS + 1), 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
@@ -91,6 +95,7 @@ class Combine:
         topk_idx: Int64,
         send_rows: Int64,
         recv_rows: Int64,
+        residual: Int64,
         out: Int64,
         out_scalars: Int64,
         tokens: Int32,
@@ -141,7 +146,7 @@ class Combine:
                 staging = ranks.at(ranks.own, "rows")
                 add_items(
                     ring, notes, self.slices, False, self.peek_sum, self.fetch_sum, item, step, tokens, staging,
-                    context, False, outbox, warp,
+                    context, False, outbox, warp, p.world_size if self.residual else None, residual,
                 )  # fmt: skip
             else:
                 while item < tokens:
@@ -215,7 +220,8 @@ class Combine:
             if (expected >> lane) & 1 != 0:
                 arrived = Int32(ranks.wait("token", lane * p.max_tokens + token, lane, token))
         # Hands what each lane acquired to the whole warp.
-        if not arch.vote_all_sync(arrived != 0):
+        complete = arch.vote_all_sync(arrived != 0)
+        if not complete:
             expected = Int32(0)
             row = Int32(-1)
         # Ordinary stores filled the staging, bulk copies read it.
@@ -228,7 +234,14 @@ class Combine:
                     value = ptx.ld_f32(ranks.at(ranks.own, "scalars") + at)
                 ptx.st_f32(out_scalars + at, value)
         place = out + Int64(token) * p.row_bytes
+        source = lane * p.max_tokens + token
+        if const_expr(self.residual):
+            # One row more, added last.
+            if complete:
+                expected = expected | (1 << p.world_size)
+            if lane == p.world_size:
+                source = token
         if const_expr(self.rows):
             if expected == 0:
                 zero_row(p.row_bytes, place, lane)
-        return expected, lane * p.max_tokens + token, Float32(1.0), place, Int32(0)
+        return expected, source, Float32(1.0), place, Int32(0)

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .budget import Budget
+
 # topk_idx, send_rows, recv_rows, offs, counts: see ep_ops.backends.reference
 RouteTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 # recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped
@@ -17,6 +19,7 @@ class Backend(Protocol):
     ``memory_plan(config, rank) -> dict[str, int]`` that tells the bytes before anything is allocated."""
 
     name: str
+    budget: Budget
 
     def plan(
         self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
@@ -43,7 +46,14 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """-> recv_x, recv_weights"""
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor: ...
+    def combine(
+        self,
+        y: Tensor,
+        recv_weights: Tensor | None,
+        route: RouteTensors,
+        alignment: int,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] for combine_gathered; at most ``symmetric_rows`` of the configuration."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from cute_kernels.throughput.pull_scaled import PullScaled
 from .. import symmetric
 from . import latency
 from .base import DispatchTensors, RouteTensors
+from .budget import Traffic, default_budget
 from .halves import Order, ticket
 from .report import Report
 
@@ -53,14 +54,17 @@ def kernels_of(problem: Problem) -> list[Any]:
     publish = [(True, rows_too, weights, False) for weights in (False, True)]
     publish += [(True, False, False, True)]
     publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
-    variants: dict[Any, list[tuple[bool, ...]]] = {
+    variants: dict[Any, Sequence[tuple[Any, ...]]] = {
         Publish: publish,
         Pull: [
             (weights, alone and not placed and not weights, placed)
             for weights in (False, True)
             for placed in (False, True)
         ],
-        Combine: [(True, False, False), (True, True, False), (True, False, True), (False, False, True)],
+        Combine: [
+            (True, False, False, False), (True, True, False, False), (True, False, True, False),
+            (False, False, True, False), (True, False, False, True), (True, True, False, True),
+        ],  # fmt: skip
         PullScaled: [(alone,)],
         Gather: [()],
     }
@@ -104,13 +108,13 @@ class CuteBackend:
         properties = torch.cuda.get_device_properties(comm.device)
         self._arch = f"sm_{properties.major}{properties.minor}a"
         sms = properties.multi_processor_count
-        self._dispatch_blocks = min(sms - problem.tiles - 1, comm.config.dispatch_sms or 24)
-        combine_blocks = max(2, min(sms, comm.config.combine_sms or 64))
-        self._combine_blocks = combine_blocks
-        self._pushers = combine_blocks - max(1, combine_blocks // 3)
         self._all_blocks = sms
+        self._traffic = Traffic.of(problem.experts_per_rank, problem.top_k)
+        # Beside a pull run the blocks that place the route and at least one that stages rows.
+        self.budget = default_budget(
+            self._traffic, sms, sms - problem.tiles - 1, comm.config.dispatch_sms, comm.config.combine_sms
+        )
         self._buffer = symmetric.allocate(heap_of(comm.config).nbytes, comm.group, comm.device)
-        self._gather_blocks = min(sms, comm.config.combine_sms or 24)
         self._rows: symmetric.SymmetricBuffer | None = None
         if comm.symmetric_rows:
             self._rows = symmetric.allocate(rows_bytes(comm.config), comm.group, comm.device)
@@ -151,7 +155,7 @@ class CuteBackend:
         recv_x, recv_weights = self._new_rows(x, topk_weights, capacity)
         self._publish(
             "dispatch", True, x, topk_weights, topk_idx, route, recv_weights, capacity, alignment, slots, max_tokens,
-            self._dispatch_blocks,
+            self.budget.dispatch,
         )  # fmt: skip
         self._pull("dispatch", x, topk_weights, route[1:4], recv_x, recv_weights, alignment, False, True)
         return (recv_x, recv_weights, *route)
@@ -174,11 +178,18 @@ class CuteBackend:
         self._begin()
         return self._along("dispatch_planned", x, topk_weights, route, num_rows, alignment)
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
+    def combine(
+        self,
+        y: Tensor,
+        recv_weights: Tensor | None,
+        route: RouteTensors,
+        alignment: int,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         self._begin()
-        if route[2].shape[1] <= self._latency_tokens:
+        if residual is None and route[2].shape[1] <= self._latency_tokens:
             return self.latency.combine(y, recv_weights, route)
-        return self._combine("combine", y, recv_weights, None, route)[0]
+        return self._combine("combine", y, recv_weights, None, route, residual)[0]
 
     def empty_rows(self, num_rows: int) -> Tensor:
         if self._rows is None:
@@ -196,7 +207,7 @@ class CuteBackend:
         topk_idx, send_rows, _, _, _ = route
         out = y.new_empty(topk_idx.shape[0], y.shape[1])
         self._launch(
-            Gather, (), "combine_gathered", bases, topk_idx, send_rows, out, topk_idx.shape[0], self._gather_blocks
+            Gather, (), "combine_gathered", bases, topk_idx, send_rows, out, topk_idx.shape[0], self.budget.gather
         )
         return out
 
@@ -251,7 +262,7 @@ class CuteBackend:
         max_tokens = recv_rows.shape[1]
         grad_y = grad_out.new_empty(num_rows, grad_out.shape[1])
         grad_weights = recv_weights.new_empty(num_rows)
-        blocks = min(self._combine_blocks, self._all_blocks - 1)
+        blocks = max(1, min(self.budget.combine, self._all_blocks - 1))
         published = self._publish(
             "combine_backward", False, grad_out, None, topk_idx, (None,) * 5, None, 0, 1, 0, max_tokens, blocks
         )
@@ -321,7 +332,7 @@ class CuteBackend:
         placed = (None, recv_rows, None, None, None)
         published = self._publish(
             kind, False, x, topk_weights, topk_idx, placed, recv_weights, 0, 1, 0, recv_rows.shape[1],
-            self._dispatch_blocks,
+            self.budget.dispatch,
         )  # fmt: skip
         self._pull(
             kind, x, topk_weights, (recv_rows, offs, counts), recv_x, recv_weights, alignment, not published, False
@@ -343,21 +354,28 @@ class CuteBackend:
         recv_rows, offs, counts = route
         self._launch(
             Pull, (topk_weights is not None, begins, placed), kind, x, recv_rows, offs, counts, recv_x, recv_weights,
-            recv_rows.shape[1], alignment, self._dispatch_blocks,
+            recv_rows.shape[1], alignment, self.budget.dispatch,
         )  # fmt: skip
 
     def _combine(
-        self, kind: str, y: Tensor | None, recv_weights: Tensor | None, scalars: Tensor | None, route: RouteTensors
+        self,
+        kind: str,
+        y: Tensor | None,
+        recv_weights: Tensor | None,
+        scalars: Tensor | None,
+        route: RouteTensors,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         topk_idx, send_rows, recv_rows, _, _ = route
         tokens, top_k = topk_idx.shape
         new = functools.partial(torch.empty, device=self._device)
         out = new(0) if y is None else new(tokens, y.shape[1], dtype=y.dtype)
         out_scalars = new((0,) if scalars is None else (tokens, top_k), dtype=torch.float32)
+        variant = (y is not None, recv_weights is not None, scalars is not None, residual is not None)
+        blocks = self.budget.combine
         self._launch(
-            Combine, (y is not None, recv_weights is not None, scalars is not None), kind, y, recv_weights, scalars,
-            topk_idx, send_rows, recv_rows, out, out_scalars, tokens, recv_rows.shape[1], self._pushers,
-            self._combine_blocks,
+            Combine, variant, kind, y, recv_weights, scalars, topk_idx, send_rows, recv_rows, residual, out,
+            out_scalars, tokens, recv_rows.shape[1], self._traffic.pushers(blocks), blocks,
         )  # fmt: skip
         return out, out_scalars
 
@@ -393,15 +411,16 @@ class CuteBackend:
         self.plan(topk_idx, align, align, 0, 1)
         for given in (None, weights):
             for bound in (1, config.max_tokens_per_rank):  # latency kernels, throughput kernels
-                recv_x, recv_weights, *placed, _ = self.dispatch(x, given, topk_idx, align, align, 0, bound)
-                route = (topk_idx, *placed)
+                moved = self.dispatch(x, given, topk_idx, align, align, 0, bound)
+                recv_x, recv_weights, route = moved[0], moved[1], _route(topk_idx, moved)
                 row_weights = None if given is None else recv_weights
                 self.combine(recv_x, row_weights, route, align)
+                self.combine(recv_x, row_weights, route, align, x)
             halved = (x, given, topk_idx, align, align, 0, 1)
             self.dispatch_start(*halved)
-            few_x, _, *few, _ = self.dispatch_wait(*halved)
-            self.combine_start(few_x, row_weights, (topk_idx, *few), align)
-            self.combine_wait(few_x, row_weights, (topk_idx, *few), align)
+            few = self.dispatch_wait(*halved)
+            self.combine_start(few[0], row_weights, _route(topk_idx, few), align)
+            self.combine_wait(few[0], row_weights, _route(topk_idx, few), align)
             self.dispatch_planned(x, given, route, align, align)
             self.dispatch_backward(recv_x, row_weights, route, align)
             self.combine_backward(x, recv_x, row_weights, route, align, align)
@@ -427,3 +446,8 @@ class CuteBackend:
         self._buffer.free()
         if self._rows is not None:
             self._rows.free()
+
+
+def _route(topk_idx: Tensor, dispatched: DispatchTensors) -> RouteTensors:
+    _, _, send_rows, recv_rows, offs, counts, _ = dispatched
+    return topk_idx, send_rows, recv_rows, offs, counts

@@ -22,8 +22,8 @@ padding rows of each segment, [begin + counts, offs), hold zeros. What other row
 (``ReferenceBackend.unused`` here) and nothing reads them.
 
 **Combine.** On the expert's rank, for each (source rank, token): fp32 sum over k ascending of weight times row (each
-product and each sum rounded), rounded to y's dtype. On the owner: fp32 sum of these over ranks ascending, rounded once
-to y's dtype. With fp64 rows everything is fp64.
+product and each sum rounded), rounded to y's dtype. On the owner: fp32 sum of these over ranks ascending, then of the
+token's residual if there is one, rounded once to y's dtype. With fp64 rows everything is fp64.
 
 **Gathered.** ``combine_gathered`` is combine without weights, of rows that its caller has put where peers can read
 them (``empty_rows``; here any tensor will do).
@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from .base import DispatchTensors, RouteTensors
+from .budget import Budget
 from .exchange import Exchange
 from .halves import ticket
 
@@ -75,6 +76,7 @@ class ReferenceBackend:
         self.rank_of_expert = torch.repeat_interleave(ranks, per_rank)  # [E]
         self.rows_dtype, self.weights_dtype = comm.dtype, comm.weights_dtype
         self.hidden_size = comm.hidden_size
+        self.budget = Budget(1, 2)  # nothing uses it
         self.unused = 0.0  # what rows that nobody may read are filled with; tests set it to NaN
 
     # ------------------------------------------------------------------ planning
@@ -211,10 +213,18 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ combine
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
+    def combine(
+        self,
+        y: Tensor,
+        recv_weights: Tensor | None,
+        route: RouteTensors,
+        alignment: int,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """-> out [T, H] in y's dtype"""
-        self._meet_along("combine", {"recv_weights given": int(recv_weights is not None)}, route, y.shape[0])
-        return self._to_tokens(y, recv_weights, route)
+        same = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
+        self._meet_along("combine", same, route, y.shape[0])
+        return self._to_tokens(y, recv_weights, route, residual)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """-> ordinary memory [num_rows, H]"""
@@ -225,7 +235,9 @@ class ReferenceBackend:
         self._meet_along("combine_gathered", {}, route, y.shape[0])
         return self._to_tokens(y, None, route)
 
-    def _to_tokens(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
+    def _to_tokens(
+        self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, residual: Tensor | None = None
+    ) -> Tensor:
         topk_idx, send_rows, recv_rows, _, _ = route
         exact = torch.float64 if y.dtype == torch.float64 else torch.float32
 
@@ -248,6 +260,8 @@ class ReferenceBackend:
         out = torch.zeros(topk_idx.shape[0], y.shape[1], dtype=exact, device=self.device)
         for rank, from_rank in enumerate(arrived.split(went_counts)):
             out[went[rank]] += from_rank.to(exact)
+        if residual is not None:
+            out += residual.to(exact)
         return out.to(y.dtype)
 
     # ------------------------------------------------------------------ halves

@@ -6,6 +6,7 @@ gradient, never by which gradients happen to have arrived: those that are missin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,27 +71,38 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | N
     return *[None] * ctx.before, home_x if x_asked else None, home_weights if weights_asked else None, *none
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor, before: int = 0) -> None:
-    y, recv_weights, *route, alignment, comm = inputs[before:]
-    ctx.save_for_backward(y if ctx.needs_input_grad[before + 1] else None, recv_weights, *route)
-    ctx.num_rows, ctx.alignment, ctx.comm, ctx.before = y.shape[0], alignment, comm, before
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *whole, residual = inputs
+    _save_combine(ctx, whole, 0)
+    ctx.residual_asked = residual is not None and ctx.needs_input_grad[len(whole)]
 
 
 def _combine_wait_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _combine_setup(ctx, inputs, output, before=1)
+    _save_combine(ctx, inputs[1:], 1)
+    ctx.residual_asked = False
+
+
+def _save_combine(ctx: Any, inputs: Sequence[Any], before: int) -> None:
+    """``before``: how many inputs stand before y (the ticket of a wait)."""
+    y, recv_weights, *route, alignment, comm = inputs
+    ctx.rows_asked = any(ctx.needs_input_grad[before : before + 2])
+    ctx.save_for_backward(y if ctx.needs_input_grad[before + 1] else None, recv_weights, *route)
+    ctx.num_rows, ctx.alignment, ctx.comm, ctx.before = y.shape[0], alignment, comm, before
 
 
 @once_differentiable
 def _combine_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     y, recv_weights, *route = ctx.saved_tensors
-    grad_out = grad_out.contiguous()
-    if recv_weights is None:
-        grad_y, _ = torch.ops.ep.dispatch_planned(grad_out, None, *route, ctx.num_rows, ctx.alignment, ctx.comm)
-        return *[None] * ctx.before, grad_y, *[None] * 8
-    grad_y, grad_weights = torch.ops.ep.combine_backward(
-        grad_out, y, recv_weights, *route, ctx.num_rows, ctx.alignment, ctx.comm
-    )
-    return *[None] * ctx.before, grad_y, None if y is None else grad_weights, *[None] * 7
+    grad_y = grad_weights = None
+    if ctx.rows_asked:
+        given, along = grad_out.contiguous(), (*route, ctx.num_rows, ctx.alignment, ctx.comm)
+        if recv_weights is None:
+            grad_y, _ = torch.ops.ep.dispatch_planned(given, None, *along)
+        else:
+            grad_y, grad_weights = torch.ops.ep.combine_backward(given, y, recv_weights, *along)
+    none = [None] * 7  # the route, alignment, communicator
+    grads = grad_y, None if y is None else grad_weights, *none, grad_out if ctx.residual_asked else None
+    return *[None] * ctx.before, *grads
 
 
 def _combine_gathered_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -97,12 +97,13 @@ def combine(
     counts: Tensor,
     alignment: int,
     comm: str,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Bring the rows home to their tokens and add them up."""
     c = communicator.get(comm)
     route = (topk_idx, send_rows, recv_rows, offs, counts)
-    checks.check_combine(c, y, recv_weights, *route, alignment)
-    return c.backend.combine(y, recv_weights, route, alignment)
+    checks.check_combine(c, y, recv_weights, *route, alignment, residual)
+    return c.backend.combine(y, recv_weights, route, alignment, residual)
 
 
 def combine_gathered(

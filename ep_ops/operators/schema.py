@@ -5,7 +5,7 @@ state lives behind that name, and each int that sets the size of an output is an
 caches and exported programs depend on nothing else.
 
 T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts. x, y, out and their gradients are
-[., H] of the communicator's dtype, weights and their gradients float32, everything else int32 (see
+[., H] of the communicator's dtype, as is the residual, weights and their gradients float32, everything else int32 (see
 ``ep_ops.backends.reference`` for what the values mean). Optional results that were not asked for have shape [0].
 
 ``*_start`` and ``*_wait``, called with the same arguments, are dispatch and combine in two halves. The ticket between
@@ -35,7 +35,7 @@ SCHEMAS: dict[str, str] = {
     f" {_SIZES}) -> {_DISPATCHED}",
     "dispatch_planned": f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, int alignment, str comm)"
     " -> (Tensor recv_x, Tensor recv_weights)",
-    "combine": f"({_COMBINE}) -> Tensor out",
+    "combine": f"({_COMBINE}, Tensor? residual=None) -> Tensor out",
     "combine_gathered": f"(Tensor y, {_ROUTE}, int alignment, str comm) -> Tensor out",
     "dispatch_backward": f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, int alignment, str comm)"
     " -> (Tensor grad_x, Tensor grad_topk_weights)",

@@ -35,6 +35,7 @@ def good(check: Callable[..., None]) -> dict[str, Any]:
     ints = torch.int32
     values = {
         "x": torch.zeros(T, H, dtype=torch.bfloat16),
+        "residual": torch.zeros(T, H, dtype=torch.bfloat16),
         "y": torch.zeros(ROWS, H, dtype=torch.bfloat16),
         "grad_out": torch.zeros(T, H, dtype=torch.bfloat16),
         "grad_recv_x": torch.zeros(ROWS, H, dtype=torch.bfloat16),
@@ -64,7 +65,13 @@ CHECKS = {
         "combine_backward",
     )
 }  # fmt: skip
-OPTIONAL = ("topk_weights", "recv_weights", "grad_recv_weights", "grad_recv_x")
+OPTIONAL = ("topk_weights", "recv_weights", "grad_recv_weights", "grad_recv_x", "residual")
+
+
+def call(name: str, arguments: dict[str, Any], comm: str) -> None:
+    """The registered operator."""
+    operator = getattr(torch.ops.ep, name)
+    operator(*((arguments | {"comm": comm})[each.name] for each in operator.default._schema.arguments))
 
 
 def those_with(argument: str) -> list[str]:
@@ -83,7 +90,7 @@ def refused(comm: ep_ops.Communicator, name: str, error: type[Exception], *texts
     for text in texts:
         assert text in str(raised.value)
     with pytest.raises(error, match=".") as raised:
-        getattr(torch.ops.ep, name)(*arguments.values(), comm.name)
+        call(name, arguments, comm.name)
     for text in texts:
         assert text in str(raised.value)
 
@@ -117,6 +124,7 @@ def test_good_sizes_pass(comm: ep_ops.Communicator, name: str) -> None:
 
 TENSORS = {
     "x": torch.bfloat16,
+    "residual": torch.bfloat16,
     "y": torch.bfloat16,
     "grad_out": torch.bfloat16,
     "grad_recv_x": torch.bfloat16,
@@ -148,7 +156,7 @@ def test_shape(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     refused(comm, name, ValueError, f"{argument} has shape {tuple(deeper.shape)}", "allowed: [", **{argument: deeper})
 
 
-@pytest.mark.parametrize(("name", "argument"), every("x", "grad_out", "topk_weights", "send_rows"))
+@pytest.mark.parametrize(("name", "argument"), every("x", "grad_out", "residual", "topk_weights", "send_rows"))
 def test_as_many_tokens_as_topk_idx(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     fewer = good(CHECKS[name])[argument][:-1]
     refused(comm, name, ValueError, f"{argument} has shape ({T - 1}, ", f"[{T}", "topk_idx", **{argument: fewer})
@@ -187,7 +195,7 @@ def test_device(comm: ep_ops.Communicator, name: str, argument: str) -> None:
         CHECKS[name](comm, **good(CHECKS[name]) | {argument: elsewhere})
 
 
-@pytest.mark.parametrize(("name", "argument"), every("x", "y", "grad_out", "grad_recv_x"))
+@pytest.mark.parametrize(("name", "argument"), every("x", "y", "grad_out", "residual", "grad_recv_x"))
 def test_rows_begin_at_multiples_of_16_bytes(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     given = good(CHECKS[name])[argument]
     shifted = torch.zeros(given.numel() + 1, dtype=given.dtype)[1:].view(given.shape)
@@ -243,10 +251,10 @@ def test_padded_layout_has_slots_for_every_expert(comm: ep_ops.Communicator, nam
 def test_unknown_and_destroyed_communicators(comm: ep_ops.Communicator, name: str) -> None:
     arguments = good(CHECKS[name])
     with pytest.raises(RuntimeError, match="communicator 'nobody' does not exist in this process"):
-        getattr(torch.ops.ep, name)(*arguments.values(), "nobody")
+        call(name, arguments, "nobody")
     comm.destroy()
     with pytest.raises(RuntimeError, match=f"communicator '{comm.name}' was destroyed"):
-        getattr(torch.ops.ep, name)(*arguments.values(), comm.name)
+        call(name, arguments, comm.name)
     with pytest.raises(RuntimeError, match=f"communicator '{comm.name}' was destroyed"):
         CHECKS[name](comm, **arguments)
 

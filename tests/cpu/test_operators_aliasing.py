@@ -34,6 +34,7 @@ def every_operator(comm):
         ("dispatch_planned", x, None, *planned),
         ("combine", rows.x, rows.weights, *along),
         ("combine", rows.x, None, *along),
+        ("combine", rows.x, rows.weights, *along, grad),
         ("combine_gathered", rows.x, *along),
         ("dispatch_backward", rows.x, rows.weights, *along),
         ("dispatch_backward", None, rows.weights, *along),

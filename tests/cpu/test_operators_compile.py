@@ -38,7 +38,13 @@ def planned_layer(comm, x, topk_idx, weights, scale):
     return comm.combine(torch.tanh(rows), route) * weights.sum() + scale.sum()
 
 
+def residual_layer(comm, x, topk_idx, weights, scale):
+    rows = comm.dispatch(x, topk_idx, weights)
+    return comm.combine(toy.experts(rows, scale), rows.route, rows.weights, residual=torch.cos(x))
+
+
 LAYERS = {
+    "residual": residual_layer,
     "flat": toy.layer,
     "padded": padded_layer,
     "exact size": exact_size_layer,

@@ -55,6 +55,30 @@ def test_finite_differences_with_slots(exact):
     assert gradcheck(there_and_back, (x, weights))
 
 
+def test_finite_differences_with_a_residual(exact):
+    x, topk_idx, weights = toy.inputs(5, dtype=torch.float64, grad=True)
+
+    def layer(x, weights, residual):
+        rows = exact.dispatch(x, topk_idx, weights)
+        return exact.combine(torch.sin(rows.x), rows.route, rows.weights, residual=residual)
+
+    assert gradcheck(layer, (x, weights, toy.inputs(5, seed=1, dtype=torch.float64, grad=True)[0]))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_residual_alone_sends_nothing_back(exact, monkeypatch, weighted):
+    x, topk_idx, weights = toy.inputs(5, dtype=torch.float64)
+    rows = exact.dispatch(x, topk_idx, weights)
+    y, residual = rows.x.nan_to_num(), x.clone().requires_grad_()
+    plain = exact.combine(y, rows.route, rows.weights if weighted else None)
+    out = exact.combine(y, rows.route, rows.weights if weighted else None, residual=residual)
+    torch.testing.assert_close(out, plain + residual)
+    for operator in ("dispatch_planned", "combine_backward"):
+        monkeypatch.setattr(exact.backend, operator, None)
+    (grad,) = torch.autograd.grad(out, residual, x)
+    assert torch.equal(grad, x)
+
+
 def _losses(tokens):
     """Gradients of a layer on these ranks and of the dense model, tokens[rank] tokens each."""
     rank = torch.distributed.get_rank()

@@ -68,6 +68,23 @@ dispatch_backward(computed, None, input, dispatch.route, 4, pinned)
 """,
         )
 
+    def test_residual(self):
+        def layer(x, idx, w, scale):
+            rows = self.comm.dispatch(x, idx, w)
+            return self.comm.combine(toy.experts(rows, scale), rows.route, rows.weights, residual=torch.cos(x))
+
+        graphs = captured_graphs(layer, self.x, self.topk_idx, self.weights, self.scale)
+        self.assertExpectedInline(
+            "\n".join(graphs),
+            """\
+dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
+combine(computed, dispatch.recv_weights, input, dispatch.route, 4, pinned, computed)
+
+combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, pinned)
+""",
+        )
+
     def test_inference(self):
         layer = functools.partial(toy.layer, self.comm)
         with torch.no_grad():

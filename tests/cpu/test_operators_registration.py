@@ -46,6 +46,8 @@ def calls(comm, tokens=5):
         "dispatch_planned unweighted": ("dispatch_planned", (x, None, *route, 44, *ep)),
         "combine": ("combine", (*asked, *route, *ep)),
         "combine unweighted": ("combine", (asked[0], None, *route, *ep)),
+        "combine with residual": ("combine", (*asked, *route, *ep, grad.clone().requires_grad_())),
+        "combine, only the residual learns": ("combine", (y, None, *route, *ep, grad.clone().requires_grad_())),
         "combine, only weights learn": ("combine", (y, asked[1], *route, *ep)),
         "combine_gathered": ("combine_gathered", (asked[0], *route, *ep)),
         "dispatch_backward": ("dispatch_backward", (y, recv_weights, *route, *ep)),
@@ -92,7 +94,7 @@ def test_fakes_give_what_is_returned(comm, what):
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         # No communicator of that name exists: fakes must not need one.
         fake_args = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
-        fake = OPS[name](*fake_args[:-1], "unheard of")
+        fake = OPS[name](*("unheard of" if a == comm.name else a for a in fake_args))
     real, fake = ((out,) if isinstance(out, torch.Tensor) else out for out in (real, fake))
     for returned, expected in zip(fake, real, strict=True):
         assert returned.dtype == expected.dtype and returned.device == expected.device

@@ -71,6 +71,7 @@ def _every_operator(case: RouteCase, given: list[Given]) -> dict[str, Any]:
         out["combine"] = run.combine(mine.y, None, route, align)
         out["combine gathered"] = run.combine_gathered(mine.y, route, align)
         out["combine weighted"] = run.combine(mine.y, mine.row_weights, route, align)
+        out["combine with residual"] = run.combine(mine.y, mine.row_weights, route, align, mine.grad_out)
         out["combine again"] = run.combine(mine.y, mine.row_weights, route, align)
         out["dispatch backward"] = run.dispatch_backward(mine.y, mine.row_weights, route, align)
         out["dispatch backward x"] = run.dispatch_backward(mine.y, None, route, align)
@@ -135,6 +136,7 @@ def _check_every_operator(world_size: int, name: str, dtype: torch.dtype, hidden
     exact_rows = cases.expected_dispatch(case, exact_plans, tokens, exact_size)
     combined = cases.expected_combine(case, plans, y, None)
     combined_weighted = cases.expected_combine(case, plans, y, row_weights)
+    combined_added = cases.expected_combine(case, plans, y, row_weights, [one.grad_out for one in given])
     weight_grads = cases.expected_weight_grads(case, plans, row_weights)
     grad_tokens = [Tokens(one.grad_out, one.tokens.weights) for one in given]
     grad_rows = cases.expected_dispatch(case, plans, grad_tokens)
@@ -160,6 +162,7 @@ def _check_every_operator(world_size: int, name: str, dtype: torch.dtype, hidden
         assert_same(got["combine"], combined[rank])
         assert_same(got["combine gathered"], combined[rank])
         assert_same(got["combine weighted"], combined_weighted[rank])
+        assert_same(got["combine with residual"], combined_added[rank])
         assert_same(got["combine again"], combined_weighted[rank])
         assert_same(got["dispatch backward"][0], combined[rank])
         assert_same(got["dispatch backward"][1], weight_grads[rank])
@@ -299,6 +302,8 @@ def _mismatch(kind: str) -> None:
             run.dispatch(x, weights if other else None, idx, 16, 4, 0, 4)
         elif kind == "planned weights":
             run.dispatch_planned(x, weights if other else None, route, 16, 4)
+        elif kind == "residual":
+            run.combine(rows, None, route, 4, x if other else None)
         elif kind == "max_tokens":
             run.plan(idx, 16, 4, 0, 3 if other else 4)
         elif kind == "route":
@@ -315,6 +320,7 @@ def _mismatch(kind: str) -> None:
     ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
     ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("planned weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
+    ("residual", ValueError, "ranks disagree on residual given: [0, 1] by rank", None),
     ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
     ("route", RuntimeError, "the ranks must use routes of the same plan", None),
     ("rows", ValueError, "refused by ranks [1]", "fills row 5, but only 4 rows were given"),

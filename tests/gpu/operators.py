@@ -69,6 +69,8 @@ def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y
     out["planned unweighted"] = ops.dispatch_planned(x, None, *route, rows, *tail)
     out["combine"] = ops.combine(y, None, *route, *tail)
     out["combine weighted"] = ops.combine(y, row_weights, *route, *tail)
+    out["combine residual"] = ops.combine(y, None, *route, *tail, x)
+    out["combine weighted residual"] = ops.combine(y, row_weights, *route, *tail, x)
     out["dispatch backward"] = ops.dispatch_backward(y, row_weights, *route, *tail)
     out["dispatch backward x"] = ops.dispatch_backward(y, None, *route, *tail)
     out["dispatch backward w"] = ops.dispatch_backward(None, row_weights, *route, *tail)

@@ -95,7 +95,7 @@ def test_graph_replay(seed, together):
             step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph), comm.sm_budget(dispatch=8, combine=16):
             results = step()
         for number in range(STEPS):
             fill(number)

@@ -95,3 +95,24 @@ def check_size(config, tokens, bound, rank, world_size, seed, together):
         expected = run_all(ref, call, *given)
         with together():
             compare(got, expected, call)
+
+
+def test_budgets(seed, together):
+    """Whatever multiprocessors the kernels get, another number on each rank, the bits are the same."""
+    rank, world_size = ranks()
+    case = cases.route_cases(world_size, seed)["random"]
+    config = case_config(case, torch.bfloat16)
+    call = Call(case.topk_idx[rank].cuda(), case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens)
+    given = inputs(seed, call.topk_idx.shape[0], config["hidden_size"], case.top_k, call.capacity, torch.bfloat16)
+    with make_comm("cute", "budgets", **config) as comm, make_comm("reference", "budgets", **config) as ref:
+        expected = run_all(ref, call, *given)
+        most = comm.backend.budget.most_dispatch, comm.backend.budget.most_combine
+        for dispatch, combine in ((1, 2), (2 + rank, 7 + rank), most):
+            with comm.sm_budget(dispatch=dispatch, combine=combine):
+                got = run_all(comm, call, *given)
+            torch.cuda.synchronize()
+            comm.check_errors()
+            with together():
+                compare(got, expected, call)
+        with pytest.raises(ValueError, match="dispatch is"), comm.sm_budget(dispatch=most[0] + 1):
+            pass

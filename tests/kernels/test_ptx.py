@@ -101,8 +101,9 @@ def test_publish(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_combine(arch: str) -> None:
-    ptx = compiled_ptx(Combine(LARGE, True, True, False), arch)
+@pytest.mark.parametrize("residual", [False, True])
+def test_combine(arch: str, residual: bool) -> None:
+    ptx = compiled_ptx(Combine(LARGE, True, True, False, residual), arch)
     assert count(ptx, BULK_IN) == 2  # pushing and summing
     assert count(ptx, BULK_OUT) == 0 and count(ptx, "st.global.L1::no_allocate.v4") >= 14  # sums leave from registers
     assert count(ptx, "fence.acq_rel.sys") >= 1 and count(ptx, "st.relaxed.sys.global") >= 1  # the outbox

@@ -1,0 +1,148 @@
+"""How many multiprocessors (SMs) dispatch and combine may take: what is asked for, or what a model of the bytes says.
+
+The model. Routing is taken to be even, so of the rows that belong to one token a rank moves, on average,
+
+    reached   into it in a dispatch, out of it in a combine: one for each rank that the token reaches
+    crossing  of these over the link
+    top_k     into or out of expert-grouped rows
+
+An operation lasts until its rows have crossed the link, or until all it reads and writes has passed the memory, if
+that takes longer. It needs as many SMs as move its bytes in that time, and a third more (`HEADROOM`): with exactly
+as many, SMs and link would wait for each other by turns. That leaves the rest of the GPU to computation; more SMs than
+half of it are taken on one rank alone only, where there is no link to wait for.
+
+Rates were measured on H200s (18 links of NVLink 4, 132 SMs). On other GPUs they are a start: measure, and say what
+to take (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..config import is_int
+
+PULL = 320e9
+"""Bytes a second that a rank fetches from its peers by bulk copies of rows, in one direction."""
+PUSH = 349e9
+"""The same for rows sent to the peers."""
+MEMORY = 3.7e12
+"""Bytes a second read and written, as x is copied into staging."""
+COPY_SM = 80e9
+"""Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
+ADD_SM = 48e9
+"""Bytes a second that a pushing SM of a combine reads and sends."""
+SUM_SM = 36e9
+"""Bytes a second that a summing SM reads and writes. A byte costs a third more than one that is pushed, since flags
+are waited for: two thirds of the SMs pushing was the fastest split. Both together are 45 GB/s an SM."""
+HEADROOM = 4 / 3
+
+ANY = 2**31
+"""Limit of a budget that nothing uses."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Rows that a rank moves for each token of a rank, on average."""
+
+    reached: float
+    crossing: float
+    top_k: float
+
+    @staticmethod
+    def of(experts_per_rank: Sequence[int], top_k: int) -> Traffic:
+        """Of tokens that each choose `top_k` different experts, all of them equally likely."""
+        experts = sum(experts_per_rank)
+        chosen = min(top_k, experts)
+        missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
+        reached = len(missed) - sum(missed)
+        return Traffic(reached, reached * (1 - 1 / len(missed)), chosen)
+
+    def dispatch_sms(self, sms: int) -> int:
+        """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
+        moved = self.reached + self.top_k
+        staged = 2 if self.crossing else 0  # read and written, by the other SMs
+        seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
+        return self._enough(moved / COPY_SM / seconds, sms)
+
+    def combine_sms(self, sms: int) -> int:
+        """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums."""
+        seconds = max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
+        return self._enough((self._pushing + self._summing) / seconds, sms)
+
+    def gather_sms(self, sms: int) -> int:
+        """For a GPU of `sms`: they fetch a row for each rank reached, and write its sums."""
+        moved = self.reached + 1
+        seconds = max(self.crossing / PULL, moved / MEMORY)
+        return self._enough(moved / SUM_SM / seconds, sms)
+
+    def pushers(self, blocks: int) -> int:
+        """How many of a combine's blocks (at least 2) push; the others sum."""
+        share = self._pushing / (self._pushing + self._summing)
+        return max(1, min(blocks - 1, round(blocks * share)))
+
+    @property
+    def _pushing(self) -> float:
+        """SM seconds for each byte of a row."""
+        return (self.top_k + self.reached) / ADD_SM
+
+    @property
+    def _summing(self) -> float:
+        return (self.reached + 1) / SUM_SM
+
+    def _enough(self, needed: float, sms: int) -> int:
+        """Whole pairs, as GPUs are built of them."""
+        return min(2 * math.ceil(needed * HEADROOM / 2), sms // 2 if self.crossing else sms)
+
+
+class Budget:
+    """SMs that the kernels of a communicator may take. Operators read it when they run, so it is state of the host
+    alone: ranks may differ, and what a captured graph launches stays as it was captured.
+
+    `gather`: of a combine that gathers; it follows `combine` where that is set.
+    """
+
+    def __init__(
+        self, dispatch: int, combine: int, gather: int | None = None, most_dispatch: int = ANY, most_combine: int = ANY
+    ) -> None:
+        self.most_dispatch, self.most_combine = max(1, most_dispatch), max(2, most_combine)
+        self.dispatch = max(1, min(dispatch, self.most_dispatch))
+        self.combine = max(2, min(combine, self.most_combine))
+        self.gather = max(1, min(gather or self.combine, self.most_combine))
+
+    @contextlib.contextmanager
+    def changed(self, dispatch: int | None, combine: int | None) -> Iterator[None]:
+        """For the length of a `with`; None leaves that one as it is."""
+        if torch.compiler.is_compiling():
+            # A tracer would leave it out: nothing in the graph tells of it. Without fullgraph, eager code does it.
+            raise RuntimeError("sm_budget goes around the call of a compiled function, not into it")
+        _check("dispatch", dispatch, 1, self.most_dispatch)
+        _check("combine", combine, 2, self.most_combine)
+        before = self.dispatch, self.combine, self.gather
+        if dispatch is not None:
+            self.dispatch = dispatch
+        if combine is not None:
+            self.combine = self.gather = combine
+        try:
+            yield
+        finally:
+            self.dispatch, self.combine, self.gather = before
+
+
+def _check(name: str, value: int | None, least: int, most: int) -> None:
+    if value is None:
+        return
+    if not is_int(value) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; allowed: None or an int of {least}..{most} multiprocessors")
+
+
+def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None) -> Budget:
+    """What is asked for, as far as the GPU has it; else what the model says."""
+    return Budget(
+        dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
+        most_dispatch, sms,
+    )  # fmt: skip

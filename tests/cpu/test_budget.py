@@ -1,0 +1,159 @@
+"""How many multiprocessors dispatch and combine take: the model's choice, and what a `with` block sets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import toy
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ep_ops.backends.budget import ANY, Budget, Traffic, default_budget
+
+H200 = 132
+EVEN = {world_size: Traffic.of((256 // world_size,) * world_size, 8) for world_size in (1, 2, 4, 8, 16)}
+
+
+def test_rows_of_a_token():
+    assert Traffic.of((8,), 2) == Traffic(1, 0, 2)
+    assert Traffic.of((1, 1, 1, 1), 1) == Traffic(1, 0.75, 1)
+    two = Traffic.of((2, 2), 2)  # of 6 pairs 2 stay on one rank
+    assert math.isclose(two.reached, 5 / 3) and math.isclose(two.crossing, 5 / 6)
+    # Every token reaches every rank that has experts; more names than experts name no others.
+    assert Traffic.of((3, 0, 2), 5).reached == Traffic.of((3, 0, 2), 32).reached == 2
+
+
+def test_what_was_measured_to_be_enough():
+    """4 ranks, 256 experts, 8 a token: 24 SMs fill the link in a dispatch, 64 (42 of them pushing) in a combine."""
+    traffic = EVEN[4]
+    assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200)) == (24, 64)
+    assert traffic.pushers(64) == 42 and traffic.pushers(32) == 21
+
+
+def test_more_ranks_need_fewer():
+    """More of what is moved waits for the link."""
+    for choose in (Traffic.dispatch_sms, Traffic.combine_sms, Traffic.gather_sms):
+        chosen = [choose(EVEN[world_size], H200) for world_size in EVEN]
+        assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[2] > chosen[-1]
+
+
+@pytest.mark.parametrize("experts", [(1,), (256,), (3, 5), (0, 4), (64,) * 4, (1,) * 8])
+@pytest.mark.parametrize("top_k", [1, 8, 32])
+@pytest.mark.parametrize("sms", [1, 8, 16, 20, 78, 132, 160])
+def test_every_gpu_has_blocks_for_everything(experts, top_k, sms):
+    traffic = Traffic.of(experts, top_k)
+    for asked in (None, 1, 1000):
+        budget = default_budget(traffic, sms, sms - 17, asked, asked)
+        assert 1 <= budget.dispatch <= max(1, sms - 17) and 2 <= budget.combine <= max(2, sms)
+        assert 1 <= budget.gather <= max(2, sms)
+    assert traffic.dispatch_sms(sms) <= sms and traffic.combine_sms(sms) <= sms
+    if len(experts) > 1:
+        assert max(traffic.dispatch_sms(sms), traffic.combine_sms(sms)) <= sms // 2, "the rest is for computation"
+    for blocks in range(2, 140):
+        assert 1 <= traffic.pushers(blocks) < blocks
+
+
+def now(budget: Budget) -> tuple[int, int]:
+    return budget.dispatch, budget.combine
+
+
+def test_blocks_nest_and_restore():
+    budget = Budget(24, 64, 22, 100, 132)
+    with budget.changed(dispatch=16, combine=None):
+        assert now(budget) == (16, 64) and budget.gather == 22
+        with budget.changed(dispatch=None, combine=32):
+            assert now(budget) == (16, 32) and budget.gather == 32
+            with pytest.raises(KeyError), budget.changed(dispatch=1, combine=2):
+                assert now(budget) == (1, 2)
+                raise KeyError
+            assert now(budget) == (16, 32)
+        assert now(budget) == (16, 64)
+    assert now(budget) == (24, 64) and budget.gather == 22
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"dispatch": 0}, "dispatch is 0; allowed: None or an int of 1..100 multiprocessors"),
+        ({"dispatch": 101}, "dispatch is 101; allowed: None or an int of 1..100"),
+        ({"combine": 1}, "combine is 1; allowed: None or an int of 2..132"),
+        ({"combine": 133}, "combine is 133;"),
+        ({"combine": 32.0}, "combine is 32.0;"),
+        ({"dispatch": True}, "dispatch is True;"),
+    ],
+)
+def test_out_of_range(given, text):
+    budget = Budget(24, 64, 22, 100, 132)
+    with pytest.raises(ValueError, match=text), budget.changed(**{"dispatch": None, "combine": None} | given):
+        pass
+    assert now(budget) == (24, 64)
+
+
+@pytest.fixture
+def comm():
+    with toy.communicator() as comm:
+        yield comm
+
+
+@pytest.fixture
+def seen(comm, monkeypatch):
+    """The budget of each dispatch and combine that ran."""
+    calls = []
+
+    def record(name):
+        run = getattr(comm.backend, name)
+
+        def recorded(*args):
+            calls.append(now(comm.backend.budget))
+            return run(*args)
+
+        monkeypatch.setattr(comm.backend, name, recorded)
+
+    record("dispatch")
+    record("combine")
+    return calls
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "inductor"])
+def test_read_when_the_operators_run(comm, seen, backend):
+    """One compilation serves all budgets."""
+    run, counter = toy.layer, None
+    if backend is not None:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        run = torch.compile(toy.layer, backend=counter, fullgraph=True)
+    args = (comm, *toy.inputs(5), toy.scales())
+    usual = now(comm.backend.budget)
+    run(*args)
+    with comm.sm_budget(dispatch=16, combine=32):
+        run(*args)
+        with comm.sm_budget(combine=8):
+            run(*args)
+    run(*args)
+    assert seen == [usual] * 2 + [(16, 32)] * 2 + [(16, 8)] * 2 + [usual] * 2
+    assert counter is None or counter.frame_count == 1
+
+
+def test_inside_a_compiled_function(comm, seen):
+    """It works where the graph may break there, and is refused where it may not, rather than left out."""
+
+    def inside(*args):
+        with comm.sm_budget(dispatch=16, combine=32):
+            return toy.layer(comm, *args)
+
+    args = (*toy.inputs(5), toy.scales())
+    torch._dynamo.reset()
+    torch.compile(inside, backend="eager")(*args)
+    assert seen == [(16, 32)] * 2
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="sm_budget"):
+        torch.compile(inside, backend="eager", fullgraph=True)(*args)
+    assert now(comm.backend.budget) == (1, 2)
+
+
+def test_the_reference_takes_any(comm):
+    with comm.sm_budget(dispatch=ANY, combine=ANY):
+        pass
+    with pytest.raises(ValueError, match="dispatch is 0"), comm.sm_budget(dispatch=0):
+        pass
