@@ -11,9 +11,12 @@ from torch import Tensor
 from ep_ops import Communicator, Route
 
 from .baselines import eager_combine, eager_dispatch
-from .workloads import Traffic, Workload, draw_route, measure_traffic
+from .workloads import Traffic, Workload, draw_route, goes_to, measure_traffic
 
 SETS = 4
+GATHER_SMS = 24
+"""For rows that are gathered, where the case leaves it to the backend."""
+
 MAX_ERROR = 0.02
 """Of a combined token, relative to the norm of what it should be: bf16 sums are two orders better than wrong rows."""
 
@@ -116,6 +119,45 @@ class Calls:
                 torch.autograd.grad(out, (x, topk_weights), s.grad_out)
 
         return forward, forward_backward
+
+    # ------------------------------------------------------------------ rows in symmetric memory
+
+    def gathered(self) -> tuple[Communicator, Callable[[int], None], dict[str, float]]:
+        """Combine of one row for each token and rank that holds an expert of it, in symmetric memory.
+
+        As many bytes over NVLink as :meth:`combine`. Returns the communicator, in which an expert stands for a rank,
+        the call, and its error.
+        """
+        given, tokens, ranks = self.comm, self.workload.tokens, self.comm.world_size
+        comm = Communicator(
+            given.group,
+            num_experts=ranks,
+            hidden_size=given.hidden_size,
+            top_k=ranks,
+            max_tokens_per_rank=tokens,
+            alignment=1,
+            dtype=given.dtype,
+            device=given.device,
+            backend=given.backend.name,
+            timeout=given.timeout,
+            combine_sms=given.combine_sms or GATHER_SMS,
+            latency_max_tokens=0,
+            symmetric_rows=ranks * tokens,
+        )
+        rank = torch.arange(ranks, dtype=torch.int32, device=given.device)
+        routes = []
+        for s in self.sets:
+            there = goes_to(s.topk_idx, self.workload.experts, ranks).T
+            topk_idx = torch.where(there, rank, -1).contiguous()
+            routes.append(comm.plan(topk_idx, capacity=ranks * tokens)[0])
+        rows = comm.empty_rows(ranks * tokens)
+        rows.copy_(torch.randn(rows.shape, dtype=rows.dtype, device=rows.device))
+        error = _relative_error(comm.combine_gathered(rows, routes[0]), comm.combine(rows.clone(), routes[0]))
+
+        def call(i: int) -> None:
+            comm.combine_gathered(rows, routes[i % SETS])
+
+        return comm, call, {"combine_gathered": error}
 
     # ------------------------------------------------------------------ torch.distributed alone
 

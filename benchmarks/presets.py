@@ -13,8 +13,9 @@ OPERATORS = (*FORWARD, "dispatch_backward", "combine_backward")
 """All of them weighted, but for `combine_unweighted`."""
 
 BASELINES = ("nccl", "eager")
-MEASURABLE = (*OPERATORS, "pair", "host", *BASELINES)
-"""`pair`: dispatch and combine compiled together, forward and forward + backward. `host`: host time of a dispatch."""
+MEASURABLE = (*OPERATORS, "gathered", "pair", "host", *BASELINES)
+"""`gathered`: combine of rows in symmetric memory. `pair`: dispatch and combine compiled together, forward and forward
++ backward. `host`: host time of a dispatch."""
 
 WORKLOAD_A = Workload()
 TINY = Workload(tokens=48, hidden=64, experts=8, top_k=2)
@@ -82,7 +83,7 @@ def quick() -> Preset:
 
 def over_sms(sms: tuple[int, ...] = SMS) -> Preset:
     """Workload A with each budget for both directions."""
-    return Preset(tuple(Case(WORKLOAD_A, FORWARD, n, n) for n in sms), sms)
+    return Preset(tuple(Case(WORKLOAD_A, (*FORWARD, "gathered"), n, n) for n in sms), sms)
 
 
 def over_sizes() -> Preset:

@@ -18,6 +18,7 @@ NAMES = {
     "dispatch_planned": "dispatch, reused route",
     "combine": "combine, weighted",
     "combine_unweighted": "combine, unweighted",
+    "combine_gathered": "combine, gathered from symmetric memory",
     "dispatch_backward": "dispatch, backward",
     "combine_backward": "combine, backward",
     "pair_forward": "both, forward, compiled",
@@ -35,6 +36,7 @@ BUDGETS = {
     "combine_backward": "dispatch_sms",
     "combine": "combine_sms",
     "combine_unweighted": "combine_sms",
+    "combine_gathered": "combine_sms",
     "dispatch_backward": "combine_sms",
 }
 """Backwards move rows the other way."""
@@ -151,10 +153,11 @@ COLOURS = {
     "dispatch_planned": "#57a0d3",
     "combine": "#c0392b",
     "combine_unweighted": "#e08e79",
+    "combine_gathered": "#7d3c98",
     "push": "#777777",
     "pull": "#333333",
 }
-SWEPT = tuple(COLOURS)[:4]
+SWEPT = tuple(COLOURS)[:5]
 
 
 def _varied(results: Iterable[Result], axis: str, **fixed: Any) -> dict[str, list[tuple[Any, Result]]]:

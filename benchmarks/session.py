@@ -103,6 +103,15 @@ class Session:
                     steady = self.timer.steady(call, iterations)
                     timing = self.timer.whole(call, iterations)
                     self.add(case, calls, op, timing, steady_us=steady.median, error=errors[op])
+            if "gathered" in case.measure:
+                by_rank, call, found = calls.gathered()
+                with by_rank:
+                    steady, timing = self.timer.steady(call, iterations), self.timer.whole(call, iterations)
+                    error = self.worst(found)["combine_gathered"]
+                    self.add(
+                        case, calls, "combine_gathered", timing, steady_us=steady.median, error=error, comm=by_rank
+                    )
+                del by_rank, call
             if "host" in case.measure:
                 timing = self.timer.host(calls.dispatch, iterations)
                 self.add(case, calls, "host_dispatch", timing, crossings=0)
@@ -127,7 +136,10 @@ class Session:
     def errors(self, calls: Calls) -> dict[str, float]:
         """Of each operator, the worst over ranks."""
         with torch.no_grad():
-            errors = calls.errors()
+            return self.worst(calls.errors())
+
+    def worst(self, errors: dict[str, float]) -> dict[str, float]:
+        """Over ranks."""
         worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -144,11 +156,12 @@ class Session:
         rows: float | None = None,
         error: float = 0.0,
         steady_us: float | None = None,
+        comm: Communicator | None = None,
     ) -> None:
-        """Record a timing. `crossings`: how often the bytes of a dispatch cross in one call."""
+        """Record a timing. `crossings`: how often the bytes of a dispatch cross in a call. `comm`: not the case's."""
         workload = case.workload
         rows = calls.crossing if rows is None else rows
-        dispatch_sms, combine_sms = budgets(calls.comm)
+        dispatch_sms, combine_sms = budgets(comm or calls.comm)
         result = {
             "op": op,
             "tokens": workload.tokens,

@@ -79,11 +79,16 @@ class Traffic:
         return [[0 if s == d else n for d, n in enumerate(row)] for s, row in enumerate(self.rows)]
 
 
-def rows_by_rank(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
-    """int64 [W]: tokens of `topk_idx` that go to each rank, duplicates removed."""
+def goes_to(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
+    """bool [W, T]: which tokens of `topk_idx` go to each rank."""
     first = torch.tensor([0, *even_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
     rank = torch.bucketize(topk_idx.long(), first, right=True) - 1  # -1 (no expert) stays below every rank
-    return torch.stack([(rank == r).any(1).sum() for r in range(world_size)])
+    return torch.stack([(rank == r).any(1) for r in range(world_size)])
+
+
+def rows_by_rank(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
+    """int64 [W]: tokens of `topk_idx` that go to each rank, duplicates removed."""
+    return goes_to(topk_idx, experts, world_size).sum(1)
 
 
 def rows_by_expert(topk_idx: Tensor, experts: int) -> Tensor:

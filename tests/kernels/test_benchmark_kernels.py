@@ -152,7 +152,7 @@ def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
     assert run["world_size"] == 2 and run["machine"]["backend"] == "reference"
     found = [(result["op"], result["routing"]) for result in run["results"]]
     operators = list(OPERATORS)
-    others = ["host_dispatch", "nccl_dispatch", "nccl_combine", "eager_dispatch", "eager_combine"]
+    others = ["combine_gathered", "host_dispatch", "nccl_dispatch", "nccl_combine", "eager_dispatch", "eager_combine"]
     assert found == [(op, "balanced") for op in (*operators, *others)] + [(op, "skewed") for op in operators]
     assert all(result["us"] > 0 and result.get("correct", True) for result in run["results"])
     assert done.stdout.splitlines()[-1].startswith("combine, backward")
