@@ -185,6 +185,6 @@ def held_bytes(config: Config, rank: int) -> dict[str, int]:
     """Bytes by purpose that the backend holds for the communicator's whole life."""
     if config.backend == "reference":
         return {}
-    from .backends import cute
+    from .backends import sizes
 
-    return dict(cute.memory_plan(config, rank))
+    return dict(sizes.memory_plan(config, rank))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import jit, sync
-from cute_kernels.heap import BAD_ID, EPOCH, Heap, Problem
+from cute_kernels.heap import BAD_ID, EPOCH, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
@@ -23,28 +23,15 @@ from .base import DispatchTensors, RouteTensors
 from .budget import Traffic, default_budget
 from .halves import Order, ticket
 from .report import Report
+from .sizes import heap_of, memory_plan, problem_of, rows_bytes, token_bound
 
 if TYPE_CHECKING:
     from ..communicator import Communicator
-    from ..config import Config
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
 
 KIND = {name: index for index, name in enumerate(sync.KINDS)}
-
-
-def problem_of(config: Config) -> Problem:
-    """What the kernels of such a communicator are compiled for."""
-    return Problem(
-        world_size=config.world_size,
-        experts_per_rank=config.experts_per_rank,
-        top_k=config.top_k,
-        hidden_size=config.hidden_size,
-        dtype=DTYPES[config.dtype],
-        max_tokens=config.max_tokens_per_rank,
-    )
 
 
 def kernels_of(problem: Problem) -> list[Any]:
@@ -62,33 +49,17 @@ def kernels_of(problem: Problem) -> list[Any]:
             for placed in (False, True)
         ],
         Combine: [
-            (True, False, False, False), (True, True, False, False), (True, False, True, False),
-            (False, False, True, False), (True, False, False, True), (True, True, False, True),
+            (True, False, False, False),
+            (True, True, False, False),
+            (True, False, True, False),
+            (False, False, True, False),
+            (True, False, False, True),
+            (True, True, False, True),
         ],  # fmt: skip
         PullScaled: [(alone,)],
         Gather: [()],
     }
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
-
-
-def heap_of(config: Config) -> Heap:
-    """The symmetric memory of a rank."""
-    problem = problem_of(config)
-    tokens = latency.token_bound(config, problem)
-    return latency.heap_of(problem, tokens) if tokens else Heap(problem)
-
-
-def memory_plan(config: Config, rank: int) -> dict[str, int]:
-    """Bytes that a rank's backend holds, by purpose."""
-    sizes = heap_of(config).sizes()
-    if config.symmetric_rows:
-        sizes["rows to be gathered"] = rows_bytes(config)
-    return {f"symmetric: {purpose}": size for purpose, size in sizes.items()}
-
-
-def rows_bytes(config: Config) -> int:
-    """Of the rows that `empty_rows` hands out."""
-    return config.symmetric_rows * config.hidden_size * config.dtype.itemsize
 
 
 class CuteBackend:
@@ -124,8 +95,8 @@ class CuteBackend:
         self._report = Report(problem.num_experts, comm.config.timeout)
         self._ranks = (self._buffer.addresses, comm.rank, self._report.address, int(comm.config.timeout * 1e9))
         self._functions: dict[Any, Callable[..., None]] = {}
-        self._latency_tokens = latency.token_bound(comm.config, problem)
-        self.latency = latency.LatencyPath(self, self._latency_tokens, sms)
+        self._latency_tokens = token_bound(comm.config, problem) or -1  # a call's bound may be 0
+        self.latency = latency.LatencyPath(self, max(0, self._latency_tokens), sms)
         self._order = Order(comm.name)
 
     # ------------------------------------------------------------------ operators

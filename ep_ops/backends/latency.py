@@ -11,35 +11,18 @@ from torch import Tensor
 from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
-from cute_kernels.latency.heap import LatencyHeap, most_tokens
 
 from .base import DispatchTensors, RouteTensors
 from .halves import ticket
 
 if TYPE_CHECKING:
-    from ..config import Config
     from .cute import CuteBackend
-
-DEFAULT_TOKENS = 256
-"""Calls of at most this many tokens a rank run here, if the communicator does not say otherwise."""
-
 
 FEW_TOKENS = 16
 """With fewer, a packet a block is worth more than blocks that only receive."""
 
 Deal = tuple[int, int, int]
 """How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
-
-
-def token_bound(config: Config, problem: Problem) -> int:
-    """The largest `max_tokens` of a call that runs on the latency kernels; the same on every rank, 0: none."""
-    asked = DEFAULT_TOKENS if config.latency_max_tokens is None else config.latency_max_tokens
-    return min(asked, most_tokens(problem))
-
-
-def heap_of(problem: Problem, tokens: int) -> LatencyHeap:
-    """Symmetric memory of a backend whose latency kernels take calls of up to `tokens` tokens (more than 0)."""
-    return LatencyHeap(problem, tokens)
 
 
 def kernels_of(problem: Problem, tokens: int) -> list[Any]:

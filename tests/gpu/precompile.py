@@ -20,7 +20,7 @@ def problems(world_sizes: list[int], seed: int) -> list:
     from test_throughput import CASES, SIZES, WIDEST, case_config, size_config
 
     from cute_kernels.heap import Problem
-    from ep_ops.backends.cute import DTYPES
+    from ep_ops.backends.sizes import DTYPES
     from ep_ops.config import even_experts
 
     found = {}

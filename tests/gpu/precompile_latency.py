@@ -21,7 +21,7 @@ def kernels(world_size: int, seed: int) -> list:
     from test_latency import CASES, case_config, size_config
 
     from cute_kernels.heap import Problem
-    from ep_ops.backends import cute, latency
+    from ep_ops.backends import cute, latency, sizes
     from ep_ops.config import even_experts
 
     configs = [(case_config(cases.route_cases(world_size, seed)[name], dtype), False) for name, dtype in CASES]
@@ -29,10 +29,10 @@ def kernels(world_size: int, seed: int) -> list:
     found = {}
     for config, everything in configs:
         experts = config.get("experts_per_rank") or even_experts(config["num_experts"], world_size)
-        dtype = cute.DTYPES[config.get("dtype", torch.bfloat16)]
+        dtype = sizes.DTYPES[config.get("dtype", torch.bfloat16)]
         tokens = config["max_tokens_per_rank"]
         problem = Problem(world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)
-        bound = min(latency.DEFAULT_TOKENS, latency.most_tokens(problem))
+        bound = min(sizes.DEFAULT_TOKENS, sizes.most_tokens(problem))
         whole = [k for k in latency.kernels_of(problem, bound) if everything or (k.send and k.receive)]
         slow = [k for k in cute.kernels_of(problem) if everything or "Combine" in type(k).__name__]
         found |= dict.fromkeys(whole + slow)

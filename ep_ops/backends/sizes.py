@@ -1,0 +1,56 @@
+"""What the cute backend holds, by its configuration alone: needs neither a GPU nor the CuTe DSL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from cute_kernels.heap import Heap, Problem
+from cute_kernels.latency.heap import LatencyHeap, most_tokens
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+DEFAULT_TOKENS = 256
+"""Calls of at most this many tokens a rank run here, if the communicator does not say otherwise."""
+
+
+def problem_of(config: Config) -> Problem:
+    """What the kernels of such a communicator are compiled for."""
+    return Problem(
+        world_size=config.world_size,
+        experts_per_rank=config.experts_per_rank,
+        top_k=config.top_k,
+        hidden_size=config.hidden_size,
+        dtype=DTYPES[config.dtype],
+        max_tokens=config.max_tokens_per_rank,
+    )
+
+
+def token_bound(config: Config, problem: Problem) -> int:
+    """The largest `max_tokens` of a call that runs on the latency kernels; the same on every rank, 0: none."""
+    asked = DEFAULT_TOKENS if config.latency_max_tokens is None else config.latency_max_tokens
+    return min(asked, most_tokens(problem))
+
+
+def heap_of(config: Config) -> Heap:
+    """The symmetric memory of a rank."""
+    problem = problem_of(config)
+    tokens = token_bound(config, problem)
+    return LatencyHeap(problem, tokens) if tokens else Heap(problem)
+
+
+def memory_plan(config: Config, rank: int) -> dict[str, int]:
+    """Bytes that a rank's backend holds, by purpose."""
+    sizes = heap_of(config).sizes()
+    if config.symmetric_rows:
+        sizes["rows to be gathered"] = rows_bytes(config)
+    return {f"symmetric: {purpose}": size for purpose, size in sizes.items()}
+
+
+def rows_bytes(config: Config) -> int:
+    """Of the rows that `empty_rows` hands out."""
+    return config.symmetric_rows * config.hidden_size * config.dtype.itemsize
