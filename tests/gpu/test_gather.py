@@ -131,7 +131,7 @@ def test_rows_are_overwritten_at_once(slow, seed, together):
         stamped(comm, y, 0)
         bad += (y[:256] != told(comm, every_rank(256), 0)).sum() * 0  # loads what else runs below
         torch.cuda.synchronize()
-        blocks = comm.backend._gather_blocks
+        sms = comm.backend.budget.gather
         for number in range(STEPS):
             idx = every_rank(256 - number % 7)
             idx[torch.rand(idx.shape, generator=generator(seed + number), device="cuda") < 0.2] = -1
@@ -140,7 +140,7 @@ def test_rows_are_overwritten_at_once(slow, seed, together):
             if lags and slow == "a writer":
                 torch.cuda._sleep(DELAY)
             stamped(comm, y, number)
-            comm.backend._gather_blocks = 1 if lags and slow == "a reader" else blocks
+            comm.backend.budget.gather = 1 if lags and slow == "a reader" else sms
             out = comm.combine_gathered(y, route)
             y.fill_(torch.nan)
             bad += (out != told(comm, idx, number)).sum()
