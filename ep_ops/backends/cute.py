@@ -41,6 +41,8 @@ def kernels_of(problem: Problem) -> list[Any]:
     publish = [(True, rows_too, weights, False) for weights in (False, True)]
     publish += [(True, False, False, True)]
     publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
+    combine = [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
+    combine += [(rows, False, True, False) for rows in (False, True)]  # with the gradients of weights
     variants: dict[Any, Sequence[tuple[Any, ...]]] = {
         Publish: publish,
         Pull: [
@@ -48,14 +50,7 @@ def kernels_of(problem: Problem) -> list[Any]:
             for weights in (False, True)
             for placed in (False, True)
         ],
-        Combine: [
-            (True, False, False, False),
-            (True, True, False, False),
-            (True, False, True, False),
-            (False, False, True, False),
-            (True, False, False, True),
-            (True, True, False, True),
-        ],  # fmt: skip
+        Combine: combine,
         PullScaled: [(alone,)],
         Gather: [()],
     }
