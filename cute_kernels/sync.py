@@ -83,6 +83,7 @@ class Ranks:
         """Acquires flag `index` of its kind, set by `peer`. False when the deadline passed or the kind differs."""
         return _wait(
             self.at(self.own, flag) + Int64(index) * 8,
+            self.at(self.own, "hello") + Int64(peer) * 8,
             self.mark,
             self.own,
             self.report,
@@ -109,7 +110,7 @@ def select(values, index) -> Int64:
 
 
 @cute.jit
-def _wait(addr, expected, own, report, timeout_ns, rank, peer, detail, flag: cutlass.Constexpr) -> Boolean:
+def _wait(addr, hello, expected, own, report, timeout_ns, rank, peer, detail, flag: cutlass.Constexpr) -> Boolean:
     seen = ptx.ld_acquire_sys(addr)
     if seen != expected:
         start = arch.globaltimer()
@@ -122,9 +123,11 @@ def _wait(addr, expected, own, report, timeout_ns, rank, peer, detail, flag: cut
                 polls = Int32(0)
                 if ptx.ld_u64(own + FAILED * 8) != 0 or arch.globaltimer() - start > timeout_ns:
                     reason = Int32(TIMEOUT)
-                # The same epoch with another kind: the ranks disagree on what they are doing.
-                if seen != expected and (seen >> 4) == (expected >> 4):
+                # The peer is in the same epoch with another kind: the ranks disagree on what they are doing.
+                word = ptx.ld_acquire_sys(hello)
+                if seen != expected and word != expected and (word >> 4) == (expected >> 4):
                     reason = Int32(MISMATCH)
+                    seen = word
         if seen != expected:
             if ptx.atom_claim(own + FAILED * 8) == 0:
                 write_report(report, reason, flag, expected, rank, peer, detail, seen)
