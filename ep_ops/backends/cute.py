@@ -135,6 +135,8 @@ class CuteBackend:
         self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, 0, max_tokens, 0)
         send_rows, recv_rows, offs, counts, _ = route
         num_rows = int(offs[-1]) if self._local_experts else 0
+        if self._report.failed() is not None:
+            self.check_errors()  # the host has waited: say it now
         known = (topk_idx, send_rows, recv_rows, offs, counts)
         return (*self._along("dispatch_planned", x, topk_weights, known, num_rows, alignment), *route)
 
