@@ -11,9 +11,7 @@ from torch import Tensor
 import ep_ops
 
 
-def make_comm(
-    backend: str, name: str, latency_max_tokens: int | None = 0, **config: Any
-) -> ep_ops.Communicator:
+def make_comm(backend: str, name: str, latency_max_tokens: int | None = 0, **config: Any) -> ep_ops.Communicator:
     """Throughput kernels, unless it is said otherwise."""
     return ep_ops.Communicator(
         backend=backend, name=f"{name}/{backend}", device="cuda", timeout=10.0, latency_max_tokens=latency_max_tokens,
