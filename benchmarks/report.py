@@ -33,7 +33,7 @@ NAMES = {
 BUDGETS = {
     "dispatch": "dispatch_sms",
     "dispatch_planned": "dispatch_sms",
-    "combine_backward": "dispatch_sms",
+    "combine_backward": "combine_sms",
     "combine": "combine_sms",
     "combine_unweighted": "combine_sms",
     "combine_gathered": "combine_sms",
