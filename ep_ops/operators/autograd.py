@@ -74,12 +74,12 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor | None, grad_weights: Tensor | N
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *whole, residual = inputs
     _save_combine(ctx, whole, 0)
-    ctx.residual_asked = residual is not None and ctx.needs_input_grad[len(whole)]
+    ctx.residual_asked = [residual is not None and ctx.needs_input_grad[len(whole)]]
 
 
 def _combine_wait_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _save_combine(ctx, inputs[1:], 1)
-    ctx.residual_asked = False
+    ctx.residual_asked = []  # has none
 
 
 def _save_combine(ctx: Any, inputs: Sequence[Any], before: int) -> None:
@@ -101,8 +101,8 @@ def _combine_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         else:
             grad_y, grad_weights = torch.ops.ep.combine_backward(given, y, recv_weights, *along)
     none = [None] * 7  # the route, alignment, communicator
-    grads = grad_y, None if y is None else grad_weights, *none, grad_out if ctx.residual_asked else None
-    return *[None] * ctx.before, *grads
+    grad_residual = [grad_out if asked else None for asked in ctx.residual_asked]
+    return *[None] * ctx.before, grad_y, None if y is None else grad_weights, *none, *grad_residual
 
 
 def _combine_gathered_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
