@@ -56,6 +56,8 @@ def test_a_signal_ends_every_process(how: str) -> None:
         env=ENVIRONMENT,
         cwd=ROOT,
         start_new_session=True,
+        # A job in the background of a shell ignores Ctrl-C, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         try:
             assert process.stdout is not None
