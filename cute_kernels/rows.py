@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, range_constexpr
+from cutlass import Int32
 from cutlass.cute import arch
 
 from . import ptx
+from .carried import Carried
 
 SHARED_BYTES = 226 * 1024
 MAX_PIECE = 16 * 1024
@@ -65,27 +66,15 @@ class RingShape:
         return -(-self.piece_bytes // 128) * 128
 
 
-class Ring:
+class Ring(Carried):
     """One warp's stages of the ring. Loads are started ahead; a stage is refilled when its stores have read it."""
+
+    carried = ("buffer", "barrier")
 
     def __init__(self, shape, buffers, barriers, warp):
         self.shape = shape
         self.buffer = buffers + warp * (shape.stages * shape.stride)
         self.barrier = barriers + warp * shape.stages
-
-    def _values(self):
-        return [self.buffer, self.barrier]
-
-    def __extract_mlir_values__(self):
-        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
-
-    def __new_from_mlir_values__(self, values):
-        new = object.__new__(Ring)
-        new.shape = self.shape
-        new.buffer, new.barrier = (
-            cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)
-        )
-        return new
 
     def load(self, stage, addr, nbytes) -> None:
         """By one lane: starts filling a stage."""
@@ -140,20 +129,6 @@ class Slices:
     def values(self) -> int:
         """Numbers a lane holds in one slice."""
         return self.vectors * (16 // (4 if self.dtype == "fp32" else 2))
-
-    def offset(self, slice_index, vector: int, lane):
-        """Byte offset in the row of a lane's vector."""
-        return ((slice_index * self.vectors + vector) * 32 + lane) * 16
-
-
-@cute.jit
-def store_row(shape: cutlass.Constexpr, values, addr, slice_index, lane):
-    """Rounds one slice to the row's dtype and stores it."""
-    words = ptx.pack([values[i] for i in range(shape.values)], shape.dtype)
-    for u in range_constexpr(shape.vectors):
-        at = shape.offset(slice_index, u, lane)
-        if at < shape.row_bytes:
-            ptx.st_v4(addr + at, words[4 * u : 4 * u + 4])
 
 
 @cute.jit

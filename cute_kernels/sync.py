@@ -24,6 +24,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
+from .carried import Carried
 from .heap import EPOCH, FAILED, TICKET
 
 KINDS = (
@@ -42,8 +43,10 @@ TIMEOUT, MISMATCH, BAD_EXPERT = 1, 2, 3
 POLLS_PER_CHECK = 256
 
 
-class Ranks:
+class Ranks(Carried):
     """What a kernel knows of the group: built once at its start from the launch arguments (see launch.py)."""
+
+    carried = ("peers", "rank", "report", "timeout_ns", "own", "epoch", "parity", "mark")
 
     def __init__(self, heap, peers, rank, report, timeout_ns, kind):
         self.heap = heap
@@ -55,21 +58,6 @@ class Ranks:
         self.epoch = ptx.ld_u64(self.own + EPOCH * 8)
         self.parity = self.epoch & 1
         self.mark = self.epoch * 16 + kind
-
-    # The DSL carries objects through run-time control flow by taking them apart and putting them together again.
-    def _values(self):
-        return [*self.peers, self.rank, self.report, self.timeout_ns, self.own, self.epoch, self.parity, self.mark]
-
-    def __extract_mlir_values__(self):
-        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
-
-    def __new_from_mlir_values__(self, values):
-        new = object.__new__(Ranks)
-        new.heap = self.heap
-        built = [cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)]
-        new.peers = tuple(built[: len(self.peers)])
-        new.rank, new.report, new.timeout_ns, new.own, new.epoch, new.parity, new.mark = built[len(self.peers) :]
-        return new
 
     def at(self, base, name: str):
         """Address of the current half of a heap section in the heap at `base`."""
@@ -188,7 +176,7 @@ def fence_async() -> None:
     arch.fence_proxy("async")
 
 
-class Outbox:
+class Outbox(Carried):
     """Flags that the warps of a block have become due, set by another warp of the block.
 
     Lane w of the setting warp serves worker w (at most 32). A worker's stores come before its post (release, block
@@ -199,21 +187,13 @@ class Outbox:
     DEPTH = 8
     """Flags a worker may have posted that are not set yet; it waits before the next."""
 
+    carried = ("queue", "posted", "taken")
+
     def __init__(self, workers, queue, posted, taken):
         self.workers = workers
         self.queue = queue
         self.posted = posted
         self.taken = taken
-
-    def _values(self):
-        return [self.queue, self.posted, self.taken]
-
-    def __extract_mlir_values__(self):
-        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
-
-    def __new_from_mlir_values__(self, values):
-        built = [cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)]
-        return Outbox(self.workers, *built)
 
 
 @cute.jit

@@ -11,6 +11,7 @@ from cutlass import Int32, Int64, Uint32, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
+from ..carried import Carried
 from ..route import report_bad_expert
 from .heap import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap
 from .packets import lane_offset, lane_vector, marks
@@ -21,13 +22,15 @@ NO_EXPERT = 0xFFFF
 ROUTE_WORDS = PAYLOAD_BYTES // 4
 
 
-class Tables:
+class Tables(Carried):
     """What a block holds in shared memory while it places rows.
 
     `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
     32]: the result. `earlier` [warps, experts]: how many entries other warps have seen before. `start`, `limit`,
     `asked` [experts]: first row, row behind the last one that fits, number of entries.
     """
+
+    carried = ("route", "rows", "earlier", "start", "limit", "asked")
 
     def __init__(self, smem, problem, heap: LatencyHeap):
         def ints(n):
@@ -39,20 +42,6 @@ class Tables:
         self.rows = ints(w * ((heap.tokens * problem.top_k + 31) // 32 * 32))
         self.earlier = ints(WARPS * e)
         self.start, self.limit, self.asked = ints(e), ints(e), ints(e)
-
-    # The DSL carries objects through run-time control flow by taking them apart and putting them together again.
-    def _tensors(self):
-        return [self.route, self.rows, self.earlier, self.start, self.limit, self.asked]
-
-    def __extract_mlir_values__(self):
-        return [v for tensor in self._tensors() for v in cutlass.extract_mlir_values(tensor)]
-
-    def __new_from_mlir_values__(self, values):
-        new = object.__new__(Tables)
-        new.route_stride = self.route_stride
-        built = [cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._tensors(), values, strict=True)]
-        new.route, new.rows, new.earlier, new.start, new.limit, new.asked = built
-        return new
 
 
 @cute.jit

@@ -11,32 +11,22 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..carried import Carried
 
 FIRST, LAST, END = 1, 2, 4
 """Marks of a stage: its slice begins a sum; ends it; and with it ends the item."""
 
 
-class Notes:
+class Notes(Carried):
     """What a warp has to know of a stage when it is full: written by lane 0 when its load starts."""
+
+    carried = ("marks", "weights", "codes", "places")
 
     def __init__(self, smem, stages):
         self.marks = smem.allocate_array(Int32, stages)
         self.weights = smem.allocate_array(Float32, stages)
         self.codes = smem.allocate_array(Int32, stages)
         self.places = smem.allocate_array(Int64, stages)
-
-    def _values(self):
-        return [self.marks, self.weights, self.codes, self.places]
-
-    def __extract_mlir_values__(self):
-        return [v for value in self._values() for v in cutlass.extract_mlir_values(value)]
-
-    def __new_from_mlir_values__(self, values):
-        new = object.__new__(Notes)
-        new.marks, new.weights, new.codes, new.places = (
-            cutlass.new_from_mlir_values(old, [v]) for old, v in zip(self._values(), values, strict=True)
-        )
-        return new
 
 
 @cute.jit
