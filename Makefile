@@ -20,7 +20,7 @@ endif
 help:
 	@echo "make demo       train a small MoE on all GPUs, or on two CPU processes, and check it against a dense model"
 	@echo "make test       the tests that need no GPU (and what a GPU adds, where there is one)"
-	@echo "make gpu-test   tests/gpu under torchrun on 1, 2 and 4 of the visible GPUs"
+	@echo "make gpu-test   tests/gpu under torchrun on 1, 2 and 4 of the visible GPUs, then both demos"
 	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
 	@echo "make lint       ruff;  make format: let ruff rewrite;  make typecheck: mypy"
 	@echo "make clean      remove .venv and the tools' caches"
@@ -57,7 +57,9 @@ gpu-test: $(NEEDS)
 	    echo "== tests/gpu on $$n of $$gpus GPUs"; \
 	    $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu $(ARGS); \
 	  fi; \
-	done
+	done; \
+	$(PYTHON) -m ep_ops.cli demo; \
+	$(PYTHON) -m ep_ops.cli demo --decode
 
 bench: $(NEEDS)
 	$(PYTHON) -m ep_ops.cli bench throughput $(ARGS)
