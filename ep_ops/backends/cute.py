@@ -347,22 +347,20 @@ class CuteBackend:
         )  # fmt: skip
         return out, out_scalars
 
-    def _launch(self, kernel: type, variant: tuple[int, ...], kind: str | None, *arguments: Any) -> None:
-        """Launch on the current stream. Tensors go as addresses, None as 0, tuples as they are; `kind` None: a kernel
-        without peers."""
+    def _launch(self, kernel: type, variant: tuple[int, ...], kind: str, *arguments: Any) -> None:
+        """Launch on the current stream. Tensors go as addresses, None as 0, tuples as they are."""
         function = self._functions.get((kernel, variant))
         if function is None:
             function = self._functions[kernel, variant] = jit.get(
                 kernel(self._problem, *variant), self._arch, torch.cuda.is_current_stream_capturing
             )
         plain = [a if type(a) in (int, tuple) else 0 if a is None else a.data_ptr() for a in arguments]
-        ranks = () if kind is None else (*self._ranks, KIND[kind])
         index = self._device.index
         if torch.cuda.current_device() != index:
             with torch.cuda.device(index):
-                function(*ranks, *plain, torch._C._cuda_getCurrentRawStream(index))
+                function(*self._ranks, KIND[kind], *plain, torch._C._cuda_getCurrentRawStream(index))
         else:
-            function(*ranks, *plain, torch._C._cuda_getCurrentRawStream(index))
+            function(*self._ranks, KIND[kind], *plain, torch._C._cuda_getCurrentRawStream(index))
 
     # ------------------------------------------------------------------ lifetime
 
