@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from cute_kernels import jit
 from cute_kernels.heap import Problem
+from ep_ops.backends import latency
 from ep_ops.backends.cute import kernels_of
-from ep_ops.config import even_experts
+from ep_ops.backends.sizes import problem_of, token_bound
+from ep_ops.config import Config, even_experts
 
 from .link import LinkCopy, arch_of
 from .presets import Preset
@@ -30,11 +32,17 @@ def kernels(preset: Preset, world_size: int) -> list[Any]:
     return list(found)
 
 
-def compile_together(preset: Preset, device: torch.device) -> int:
+def kernels_of_communicator(config: Config) -> list[Any]:
+    """Of a communicator of the cute backend, those for few tokens too."""
+    problem = problem_of(config)
+    tokens = token_bound(config, problem)
+    return [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else ())]
+
+
+def compile_together(wanted: list[Any], device: torch.device) -> int:
     """Number of kernels compiled or found compiled. Collective; does nothing without a disk cache."""
     if jit.cache_dir() is None or dist.get_world_size() == 1:
         return 0
-    wanted = kernels(preset, dist.get_world_size())
     for kernel in wanted[dist.get_rank() :: dist.get_world_size()]:
         jit.get(kernel, arch_of(device), lambda: False)
     dist.barrier()

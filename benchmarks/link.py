@@ -27,6 +27,7 @@ from .timing import Timer, Timing
 
 BARRIER_BYTES = 1024
 BARRIER_SECONDS = 20.0
+LOOKS = 2**24  # some 10 s
 
 
 def _digest() -> str:
@@ -154,6 +155,46 @@ class Barrier:
                 pass
 
 
+@dataclass(frozen=True)
+class RoundTrips:
+    """A flag goes to the partner (rank 0 to 1, 2 to 3, ...) and comes back, `rounds` times, one after the other.
+
+    Flags count on from `mark`, the same on all ranks. A wait gives up when the kernel has looked `LOOKS` times.
+    """
+
+    world_size: int
+    source: str = field(default_factory=_digest)
+
+    def signature(self):
+        peers = tuple(Int64(0) for _ in range(self.world_size))
+        return (peers, Int32(0), Int64(0), Int32(0), make_fake_stream())
+
+    @cute.jit
+    def __call__(self, peers: tuple, rank: Int32, mark: Int64, rounds: Int32, stream: cuda.CUstream):
+        self.kernel.set_name_prefix("ep_round_trips", remove_cutlass_symbol=True)
+        self.kernel(peers, rank, mark, rounds).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, peers: tuple, rank: Int32, mark: Int64, rounds: Int32):
+        tid, _, _ = arch.thread_idx()
+        partner = rank ^ 1
+        if tid == 0 and partner < self.world_size:
+            here = sync.select(peers, rank)
+            there = sync.select(peers, partner)
+            end = mark + rounds
+            looks = Int32(0)
+            while mark < end:
+                if rank < partner:
+                    ptx.st_relaxed_sys(there, mark)
+                seen = ptx.ld_acquire_sys(here)
+                while seen < mark and looks < LOOKS:
+                    seen = ptx.ld_acquire_sys(here)
+                    looks += 1
+                if rank > partner:
+                    ptx.st_relaxed_sys(there, mark)
+                mark += 1
+
+
 def arch_of(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}a"
@@ -179,6 +220,31 @@ class DeviceBarrier:
         self.mark += 1
         nanoseconds = int(BARRIER_SECONDS * 1e9)
         self.function(self.buffer.addresses, self.rank, self.mark, nanoseconds, _stream(self.device))
+
+    def free(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        self.buffer.free()
+
+
+class Flags:
+    """Round trips of a flag between two ranks. Collective; `free` it when done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank = dist.get_rank()
+        self.buffer = symmetric.allocate(BARRIER_BYTES, dist.group.WORLD, device)
+        self.function = jit.get(RoundTrips(dist.get_world_size()), arch_of(device), lambda: False)
+        self.mark = 1
+
+    def measure(self, timer: Timer, rounds: int, iterations: int) -> Timing:
+        """Time of one round trip: a figure for each kernel that makes `rounds` of them."""
+
+        def trips(i: int) -> None:
+            self.function(self.buffer.addresses, self.rank, self.mark, rounds, _stream(self.device))
+            self.mark += rounds
+
+        return timer.row(trips, iterations).each(rounds)
 
     def free(self) -> None:
         torch.cuda.synchronize(self.device)

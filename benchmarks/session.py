@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,47 +11,29 @@ import torch.distributed as dist
 from ep_ops import Communicator
 
 from .baselines import SameBytes
-from .machine import describe
 from .operators import MAX_ERROR, Calls
 from .presets import OPERATORS, Case, Preset
-from .report import complete, write
-from .timing import Timer, Timing
+from .ranks import Run
+from .report import complete
+from .timing import Timing
 from .workloads import ALIGNMENT, Workload, expected_traffic
 
 TIMEOUT = 60.0  # seconds that a rank waits for another
 
 
-class Session:
-    """One run: measures, and gathers what it finds."""
+class Session(Run):
+    """Measures what a preset names."""
 
     def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
-        self.device, self.args = device, args
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.began = time.perf_counter()
-        self.on_link = device.type == "cuda" and self.world_size > 1
-        self.barrier: Any = dist.barrier if self.world_size > 1 else lambda: None
-        if self.on_link:
-            from .link import DeviceBarrier
-
-            self.barrier = DeviceBarrier(device)
-        self.timer = Timer(device, self.barrier)
-        self.found: dict[str, Any] = {
-            "version": 1,
-            "machine": describe(device),
-            "world_size": self.world_size,
-            "preset": args.preset,
-            "iterations": args.iterations,
-            "link": [],
-            "results": [],
-        }
+        super().__init__(device, args, preset=args.preset, iterations=args.iterations, link=[], results=[])
 
     def run(self, preset: Preset) -> None:
         """Everything of a preset. The file is written anew after each result."""
         self.say(f"{self.world_size} ranks on {self.found['machine']['device']}")
         if self.on_link and self.args.backend != "reference":
-            from .kernels import compile_together
+            from .kernels import compile_together, kernels
 
-            self.say(f"{compile_together(preset, self.device)} kernels are compiled")
+            self.say(f"{compile_together(kernels(preset, self.world_size), self.device)} kernels are compiled")
         if self.on_link and preset.link_sms:
             for row_bytes in preset.row_bytes:
                 self.link(row_bytes, preset.link_sms)
@@ -138,13 +119,6 @@ class Session:
         with torch.no_grad():
             return self.worst(calls.errors())
 
-    def worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Over ranks."""
-        worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return dict(zip(errors, worst.tolist(), strict=True))
-
     def add(
         self,
         case: Case,
@@ -206,10 +180,6 @@ class Session:
         comm.warmup()
         return comm
 
-    def close(self) -> None:
-        if self.on_link:
-            self.barrier.free()
-
     def out_of_time(self) -> bool:
         """As rank 0 sees it."""
         if self.args.seconds is None:
@@ -222,12 +192,8 @@ class Session:
         return bool(over)
 
     def save(self) -> None:
-        if self.rank == 0 and self.args.out is not None:
-            write(complete(self.found), self.args.out)
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
+        complete(self.found)
+        super().save()
 
 
 def budgets(comm: Communicator) -> tuple[int | None, int | None]:

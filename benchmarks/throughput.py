@@ -9,18 +9,14 @@ ep-ops bench throughput --preset tiny --device cpu             # the benchmark i
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-
-from ep_ops.launch import launch, process_group
 
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
+from .ranks import add_options, gpus, numbers, on_every_rank
 from .report import complete, summary, table
 from .session import TIMEOUT, Session
 from .workloads import expected_traffic
@@ -33,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         prog="ep-ops bench throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--preset", choices=PRESETS, help="what to measure (default: quick; on CPUs: tiny)")
-    options.add_argument("--sms", type=_numbers, metavar="N,N", help="budgets that preset sms tries")
+    options.add_argument("--sms", type=numbers, metavar="N,N", help="budgets that preset sms tries")
     options.add_argument("--dispatch-sms", type=int, metavar="N", help="where the preset leaves it to the backend")
     options.add_argument("--combine-sms", type=int, metavar="N", help="likewise")
     everything = ("link", *MEASURABLE)
@@ -43,18 +39,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--skip", type=_names, default=(), metavar="NAME,NAME", help="measure all but these")
     options.add_argument("--iterations", type=int, default=20, help="timed calls of each (default: %(default)s)")
     options.add_argument("--seconds", type=float, help="start no further workload after that many seconds")
-    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, anew after each result")
-    options.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any"
-    )
-    options.add_argument("--backend", choices=("auto", "cute", "reference"), default="auto")
-    options.add_argument("--ranks", type=int, help="without torchrun: processes (default: one for each GPU; CPU: 2)")
+    add_options(options)
     options.add_argument("--dry-run", action="store_true", help="print what would be measured, and stop")
     return options
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -74,46 +61,15 @@ def preset_of(args: argparse.Namespace) -> Preset:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "auto":
-        args.device = "cuda" if gpus else "cpu"
+        args.device = "cuda" if gpus() else "cpu"
     if args.preset is None:
         args.preset = "quick" if args.device == "cuda" or args.dry_run else "tiny"
-    under_torchrun = "LOCAL_RANK" in os.environ
-    world_size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.ranks or gpus or (4 if args.dry_run else 2)
     if args.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            print(plan_text(preset_of(args), world_size))
+            print(plan_text(preset_of(args), int(os.environ.get("WORLD_SIZE", args.ranks or gpus() or 4))))
         return 0
-    if args.device == "cuda" and not gpus:
-        print("ep-ops bench throughput: torch sees no GPU; try --device cpu or --dry-run", file=sys.stderr)
-        return 2
-    if under_torchrun:
-        rank = int(os.environ["LOCAL_RANK"])
-        device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
-        _join(device)
-        _measure(device, args)
-        dist.barrier()
-        dist.destroy_process_group()
-    else:
-        launch(_process, world_size, args)
-    return 0
-
-
-def _join(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=2 * TIMEOUT),
-        device_id=device if device.type == "cuda" else None,
-    )
-
-
-def _process(rank: int, port: int, world_size: int, args: argparse.Namespace) -> None:
-    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
-    with process_group(rank, port, world_size, device, 2 * TIMEOUT):
-        _measure(device, args)
+    return on_every_rank(_measure, args, 2 * TIMEOUT)
 
 
 def plan_text(preset: Preset, world_size: int) -> str:

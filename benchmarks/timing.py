@@ -3,11 +3,13 @@
 Before each timed call the device reads a buffer larger than its L2 (nothing of earlier calls stays there), idles a
 little (so that the host has enqueued the call before it starts: its own speed is measured apart), and passes a barrier
 with all ranks. Then: event, call, event. The time of a call is the longest over ranks; the result is their median.
+Calls in a row have all that before the first one only, and an event behind each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import torch.distributed as dist
 EVICT_BYTES = 256 * 2**20
 PAUSE_CYCLES = 300_000  # of the GPU's clock: about 0.15 ms
 WARMUP = 3
+LEAD = 10  # calls of a row before the timed ones
 SPIN_UP_CYCLES = 20_000_000  # about 10 ms, so that an idle GPU raises its clock
 
 
@@ -34,6 +37,26 @@ class Timing:
 
     def record(self) -> dict[str, float]:
         return {"us": self.median, "us_min": min(self.calls), "us_max": max(self.calls), "calls": len(self.calls)}
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.calls)
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.calls)[int(0.99 * len(self.calls))]
+
+    def spread(self) -> dict[str, float]:
+        """Mean and tail, where :meth:`record` has the median."""
+        return self.record() | {"us": self.mean, "us_median": self.median, "us_p99": self.p99}
+
+    def each(self, count: int) -> Timing:
+        """Of one of `count` calls that were timed together."""
+        return Timing(tuple(us / count for us in self.calls))
+
+    def less(self, us: float) -> Timing:
+        """Without what takes `us` in every call."""
+        return Timing(tuple(call - us for call in self.calls))
 
 
 class Timer:
@@ -75,6 +98,20 @@ class Timer:
             end.record()
         self.synchronize()
         return self._longest([1e3 * start.elapsed_time(end) / calls for start, end in marks])
+
+    def row(self, call: Callable[[int], Any], iterations: int) -> Timing:
+        """Calls back to back, without a barrier in between: each from the end of the one before it to its own."""
+        self._warm(call, iterations)
+        marks = [self._mark() for _ in range(iterations + 1)]
+        self._line_up()
+        for i in range(LEAD):
+            call(i)
+        marks[0].record()
+        for i, mark in enumerate(marks[1:]):
+            call(i)
+            mark.record()
+        self.synchronize()
+        return self._longest([1e3 * start.elapsed_time(end) for start, end in itertools.pairwise(marks)])
 
     def host(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Time until a call returns, while the device is still busy: what the host pays. Medians of rows of 8 calls."""

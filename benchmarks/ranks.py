@@ -1,0 +1,115 @@
+"""What benchmarks share: a process for each rank, and in it the timer, what was found, and words by rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_ops.launch import launch, process_group
+
+from .machine import describe
+from .report import write
+from .timing import Timer
+
+Measure = Callable[[torch.device, argparse.Namespace], None]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What every benchmark takes."""
+    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, anew after each result")
+    options.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any"
+    )
+    options.add_argument("--backend", choices=("auto", "cute", "reference"), default="auto")
+    options.add_argument("--ranks", type=int, help="without torchrun: processes (default: one for each GPU; CPU: 2)")
+
+
+def gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def on_every_rank(measure: Measure, args: argparse.Namespace, timeout: float) -> int:
+    """Run `measure(device, args)`, a module-level function, on all ranks: torchrun's, or new processes of this host.
+
+    `timeout`: seconds that torch.distributed waits for a rank. Returns the exit code.
+    """
+    if args.device == "cuda" and not gpus():
+        print("ep-ops bench: torch sees no GPU; try --device cpu", file=sys.stderr)
+        return 2
+    if "LOCAL_RANK" not in os.environ:
+        launch(_process, args.ranks or gpus() or 2, measure, args, timeout)
+        return 0
+    device = _device(args, int(os.environ["LOCAL_RANK"]))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=datetime.timedelta(seconds=timeout),
+        device_id=device if on_gpu else None,
+    )
+    measure(device, args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _process(rank: int, port: int, world_size: int, measure: Measure, args: argparse.Namespace, timeout: float) -> None:
+    device = _device(args, rank)
+    with process_group(rank, port, world_size, device, timeout):
+        measure(device, args)
+
+
+def _device(args: argparse.Namespace, rank: int) -> torch.device:
+    return torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+
+
+class Run:
+    """One run of a benchmark, as one rank sees it. `facts` describe it in the file that is written."""
+
+    def __init__(self, device: torch.device, args: argparse.Namespace, **facts: Any) -> None:
+        self.device, self.args = device, args
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.began = time.perf_counter()
+        self.on_link = device.type == "cuda" and self.world_size > 1
+        self.barrier: Any = dist.barrier if self.world_size > 1 else lambda: None
+        if self.on_link:
+            from .link import DeviceBarrier
+
+            self.barrier = DeviceBarrier(device)
+        self.timer = Timer(device, self.barrier)
+        self.found: dict[str, Any] = {
+            "version": 1, "machine": describe(device), "world_size": self.world_size, **facts
+        }  # fmt: skip
+
+    def worst(self, errors: dict[str, float]) -> dict[str, float]:
+        """Over ranks."""
+        worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return dict(zip(errors, worst.tolist(), strict=True))
+
+    def save(self) -> None:
+        if self.rank == 0 and self.args.out is not None:
+            write(self.found, self.args.out)
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
+
+    def close(self) -> None:
+        if self.on_link:
+            self.barrier.free()
