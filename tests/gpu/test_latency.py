@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
@@ -122,8 +122,9 @@ def test_sizes_and_uneven_tokens(hidden, seed, together):
 class Oracle:
     """The same step on latency kernels and on throughput kernels; counts differing numbers on the device."""
 
-    def __init__(self, tokens: int, hidden: int, bound: int | None = None) -> None:
-        self.tokens, self.hidden, self.bound = tokens, hidden, bound or max(tokens, 1)
+    def __init__(self, tokens: int, hidden: int, bound: int | None = None, slots: int = 0) -> None:
+        self.tokens, self.hidden = tokens, hidden
+        self.terms = {"max_tokens": bound or max(tokens, 1), "slots": slots}
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         self.x = torch.empty(tokens, hidden, dtype=BF16, device="cuda")
 
@@ -136,11 +137,11 @@ class Oracle:
     def step(self, fast: ep_ops.Communicator, slow: ep_ops.Communicator, delay=lambda: None) -> None:
         x, idx, weights = self.draw()
         delay()
-        a = fast.dispatch(x, idx, weights, max_tokens=self.bound)
+        a = fast.dispatch(x, idx, weights, **self.terms)
         delay()
         got = fast.combine(a.x, a.route, a.weights)
         delay()
-        b = slow.dispatch(x, idx, weights, max_tokens=self.bound)
+        b = slow.dispatch(x, idx, weights, **self.terms)
         expected = slow.combine(b.x, b.route, b.weights)
         self.wrong += (got != expected).sum() + (a.route.recv_rows != b.route.recv_rows).sum()
         self.wrong += (a.route.send_rows != b.route.send_rows).sum() + (a.route.offs != b.route.offs).sum()
@@ -164,21 +165,26 @@ def both(name: str, hidden: int) -> Iterator[tuple[ep_ops.Communicator, ep_ops.C
         yield fast, slow
 
 
-def test_delays_in_every_role(seed, together):
-    """A rank that sends late, one that receives late, one that runs a step ahead of the others: in turns."""
+def one_is_late(seed: int) -> Callable[[], None]:
+    """To be called on all ranks together: the stream of one of them, drawn anew each time, sleeps."""
     rank, world_size = ranks()
     turns = torch.Generator().manual_seed(seed)
+
+    def delay() -> None:
+        if int(torch.randint(0, world_size, (), generator=turns)) == rank:
+            torch.cuda._sleep(DELAY)
+
+    return delay
+
+
+def test_delays_in_every_role(seed, together):
+    """A rank that sends late, one that receives late, one that runs a step ahead of the others: in turns."""
+    rank, _ = ranks()
+    delay = one_is_late(seed)
     with both("delays", 2880) as (fast, slow):
         torch.manual_seed(seed + rank)
         oracle = Oracle(16, 2880)
         for _ in range(40):
-            late = torch.randint(0, world_size, (3,), generator=turns).tolist()
-            calls = iter(late)
-
-            def delay(calls=calls):
-                if next(calls) == rank:
-                    torch.cuda._sleep(DELAY)
-
             oracle.step(fast, slow, delay)
         oracle.verdict(fast, together)
 
@@ -205,25 +211,29 @@ def test_runs_ahead_without_waiting_for_anybody(seed, together):
 
 
 def test_latency_and_throughput_by_turns(seed, together):
-    """One communicator, calls below and above its bound, and two communicators at once."""
+    """One communicator, calls below and above its bound, one rank late before each of them."""
     rank, _ = ranks()
+    delay = one_is_late(seed)
     bounds = torch.randint(1, 500, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
     with both("turns", 2880) as (fast, slow):
         torch.manual_seed(seed + rank)
         for bound in bounds:
             oracle = Oracle(bound if rank % 2 else bound // 2, 2880, bound)
-            oracle.step(fast, slow)
+            oracle.step(fast, slow, delay)
             oracle.verdict(fast, together)
 
 
 def test_ten_thousand_replays(seed, together):
-    """Graphs with different numbers of tokens take turns; every replay draws its own data and checks itself."""
+    """Graphs of both kinds and layouts, with different numbers of tokens (on some ranks none), in any order.
+
+    Every replay draws its own data and checks itself.
+    """
     rank, _ = ranks()
     with both("graphs", 1024) as (fast, slow):
         torch.manual_seed(seed + rank)
         graphs = []
-        for tokens in (1, 5, 64):
-            oracle = Oracle(tokens, 1024)
+        for bound, slots in ((1, 0), (5, 32), (64, 0), (300, 0)):
+            oracle = Oracle(bound if rank % 2 == 0 else bound // 2, 1024, bound, slots)
             graph = torch.cuda.CUDAGraph()
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
@@ -232,11 +242,13 @@ def test_ten_thousand_replays(seed, together):
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                for _ in range(8):
-                    oracle.step(fast, slow)
+                oracle.step(fast, slow)
+                if bound == 5:  # an odd number of operations: what was in one half of the staging is then in the other
+                    fast.dispatch(*oracle.draw(), max_tokens=bound)
             graphs.append((graph, oracle))
-        for i in range(1250):
-            graphs[i % 3][0].replay()
+        turns = torch.Generator().manual_seed(seed)
+        for i, turn in enumerate(torch.randint(0, len(graphs), (10_000,), generator=turns).tolist()):
+            graphs[turn][0].replay()
             if i % 100 == 99:
                 torch.cuda.synchronize()
         for _, oracle in graphs:
@@ -262,7 +274,7 @@ def in_halves(comm: ep_ops.Communicator, between=lambda: None, **terms: Any):
 @pytest.mark.parametrize("bound", [1, 16, 128, 400])
 def test_halves_are_the_whole(bound, seed, together):
     """Eager, with work and delays in between, and replayed; above the kernels' bound too."""
-    rank, world_size = ranks()
+    rank, _ = ranks()
     with both("halves", 1024) as (fast, slow):
         torch.manual_seed(seed + rank)
         oracle = Oracle(bound, 1024)
@@ -278,10 +290,10 @@ def test_halves_are_the_whole(bound, seed, together):
             oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
             oracle.wrong += (route.recv_rows != d.route.recv_rows).sum()
 
+        delay = one_is_late(seed)
         for turn in range(12):
-            if turn % world_size == rank:
-                torch.cuda._sleep(DELAY // 4)
-            check(in_halves(fast, busy if turn % 2 else lambda: None, max_tokens=bound))
+            delay()
+            check(in_halves(fast, busy if turn % 2 else delay, max_tokens=bound))
         oracle.verdict(fast, together)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -311,23 +323,69 @@ def test_halves_are_not_interrupted(seed):
         comm.check_errors()
 
 
-def test_compiled(seed, together):
+def test_two_communicators_at_once(seed, together):
+    """The halves of two micro-batches in each other: eager with a late rank, compiled, and replayed."""
+    rank, _ = ranks()
+    bounds = 8, 130
+    with both("first", 1024) as (one, slow), latency_comm("second", **size_config(1024)) as two, torch.no_grad():
+        two.warmup()
+        torch.manual_seed(seed + rank)
+        oracles = [Oracle(bound - 5 * (rank % 2), 1024, bound) for bound in bounds]
+
+        def step(a, b):
+            first = one.dispatch_start(*a, max_tokens=bounds[0])
+            second = two.dispatch_start(*b, max_tokens=bounds[1])
+            rows = one.dispatch_wait(first)
+            back = one.combine_start(rows.x, rows.route, rows.weights)
+            more = two.dispatch_wait(second)
+            other = two.combine_start(more.x, more.route, more.weights)
+            return one.combine_wait(back), two.combine_wait(other)
+
+        def check(run) -> None:
+            given = [oracle.draw() for oracle in oracles]
+            for oracle, mine, got in zip(oracles, given, run(*given), strict=True):
+                d = slow.dispatch(*mine, **oracle.terms)
+                oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
+
+        delay = one_is_late(seed)
+        for _ in range(12):
+            delay()
+            check(step)
+        for mode in ("default", "reduce-overhead"):
+            compiled = torch.compile(step, fullgraph=True, mode=mode)
+            for _ in range(6):
+                check(compiled)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            check(step)
+        for _ in range(200):
+            graph.replay()
+        for comm, oracle in zip((one, two), oracles, strict=True):
+            oracle.verdict(comm, together)
+        torch._dynamo.reset()
+        del graph
+
+
+@pytest.mark.parametrize("slots", [0, 32], ids=["grouped", "padded"])
+def test_compiled(slots, seed, together):
     """Whole and halved, compiled into graphs, on every step's fresh data."""
     rank, _ = ranks()
     with both("compiled", 1024) as (fast, slow), torch.no_grad():
         torch.manual_seed(seed + rank)
-        oracle = Oracle(24, 1024)
+        oracle = Oracle(24, 1024, slots=slots)
+        terms = oracle.terms
 
         def whole(x, idx, weights):
-            d = fast.dispatch(x, idx, weights, max_tokens=24)
+            d = fast.dispatch(x, idx, weights, **terms)
             return fast.combine(d.x, d.route, d.weights), d.route
 
-        for step in (whole, in_halves(fast, max_tokens=24)):
+        for step in (whole, in_halves(fast, **terms)):
             compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
             for _ in range(6):
                 x, idx, weights = oracle.draw()
                 got, route = compiled(x, idx, weights)
-                d = slow.dispatch(x, idx, weights, max_tokens=24)
+                d = slow.dispatch(x, idx, weights, **terms)
                 oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
                 oracle.wrong += (route.recv_rows != d.route.recv_rows).sum()
             oracle.verdict(fast, together)

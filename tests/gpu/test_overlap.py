@@ -1,0 +1,188 @@
+"""What stands between the halves of an operation runs while the first half sends: seen on the profiler's timeline.
+
+The device has all of a step before it begins (a sleep in front), so that the order of events is the device's own and
+not the host's. What is asked for is order, never speed: a product runs while rows are being sent, and the half that
+receives begins when the one that sends has ended. `pytest -s` shows the timeline.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_latency import BF16, DELAY, Oracle, both, ranks
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import ep_ops
+
+TOKENS, HIDDEN = 256, 7168  # as much as these kernels send
+PRODUCTS = 4  # between two halves; each reads 100 MB of weights
+STEPS = 8
+SHARE = 0.1
+"""Of the time that a half takes to send, the least for which products must run beside it: more than an accident."""
+
+PRODUCT = re.compile("gemm|nvjet|cutlass|triton.*mm")
+LOST = 64
+"""Kernels that the timeline may lack at its beginning: CUPTI before CUDA 13.1 mistimes one for each earlier profile."""
+
+
+class Kernel(NamedTuple):
+    start: float  # µs
+    end: float
+    name: str
+
+
+class Operation(NamedTuple):
+    """Both halves, and the µs for which products ran beside the first."""
+
+    send: Kernel
+    receive: Kernel
+    beside: float
+
+    @property
+    def share(self) -> float:
+        return self.beside / (self.send.end - self.send.start)
+
+
+def timeline(run: Callable[[], None]) -> list[Kernel]:
+    """What ran on the device, by start."""
+    filler = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(LOST):
+            filler.add_(1)
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
+    return sorted(Kernel(event.time_range.start, event.time_range.end, event.name) for event in events)
+
+
+def operations(kernels: list[Kernel], name: str) -> list[Operation]:
+    """The last ones come first."""
+
+    def last_first(*halves: str) -> Iterator[Kernel]:
+        return (k for k in reversed(kernels) if all(part in k.name for part in (name, *halves)))
+
+    products = [k for k in kernels if PRODUCT.search(k.name) and "ep_" not in k.name]
+    found = []
+    for send, receive in zip(
+        last_first("sendTrue", "receiveFalse"), last_first("sendFalse", "receiveTrue"), strict=False
+    ):
+        beside = sum(max(0.0, min(send.end, p.end) - max(send.start, p.start)) for p in products)
+        found.append(Operation(send, receive, beside))
+    return found
+
+
+def picture(kernels: list[Kernel]) -> str:
+    """The last step, from the first half of its dispatch to the second one of its combine."""
+    halves = [i for i, kernel in enumerate(kernels) if "ep_latency" in kernel.name][-4:]
+    if not halves:
+        return "no half was seen, but " + (", ".join(sorted({kernel.name[:60] for kernel in kernels})) or "nothing")
+    shown = kernels[halves[0] : halves[-1] + 1]
+    zero = shown[0].start
+    return "\n".join(f"{k.start - zero:9.1f} .. {k.end - zero:9.1f} us  {short(k.name)}" for k in shown)
+
+
+def short(name: str) -> str:
+    return " ".join([name[:40], *re.findall("sendTrue|receiveTrue", name)])
+
+
+@pytest.fixture(scope="module")
+def profiler() -> None:
+    """Starts it, which takes seconds, before any graph is captured. All ranks skip if one of them sees nothing."""
+    a = torch.zeros(1024, 1024, dtype=BF16, device="cuda")
+    sees = [bool(timeline(lambda: torch.mm(a, a)))]
+    if dist.is_initialized():
+        own, sees = sees[0], [False] * dist.get_world_size()
+        dist.all_gather_object(sees, own)
+    if not all(sees):
+        pytest.skip(f"torch.profiler sees no kernels on rank {sees.index(False)}: no CUPTI, or no permission to use it")
+
+
+@pytest.fixture(scope="module")
+def comms(profiler) -> Iterator[tuple[ep_ops.Communicator, ep_ops.Communicator]]:
+    with both("overlap", HIDDEN) as pair:
+        yield pair
+
+
+def captured(step: Callable[..., Any], *given: Tensor) -> Callable[..., Any]:
+    """To be called with the same tensors."""
+    step(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(*given)
+
+    def replay(*_: Tensor) -> Any:
+        graph.replay()
+        return results
+
+    return replay
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "compiled", "compiled graph"])
+def test_products_run_while_rows_are_sent(how, comms, seed, together):
+    rank, world_size = ranks()
+    fast, slow = comms
+    torch.manual_seed(seed + rank)
+    oracle = Oracle(TOKENS, HIDDEN)
+    weight = torch.randn(HIDDEN, HIDDEN, dtype=BF16, device="cuda") / HIDDEN**0.5
+
+    def shared(x: Tensor) -> Tensor:
+        for _ in range(PRODUCTS):
+            x = x @ weight
+        return x
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        started = fast.dispatch_start(x, idx, weights, max_tokens=TOKENS)
+        beside = shared(x)
+        rows = fast.dispatch_wait(started)
+        sent = fast.combine_start(rows.x, rows.route, rows.weights)
+        beside = shared(beside)
+        return fast.combine_wait(sent), beside
+
+    given = oracle.draw()
+    runs: dict[str, Callable[[], Callable[..., Any]]] = {
+        "eager": lambda: step,
+        "graph": lambda: captured(step, *given),
+        "compiled": lambda: torch.compile(step, fullgraph=True),
+        "compiled graph": lambda: torch.compile(step, fullgraph=True, mode="reduce-overhead"),
+    }
+    run = runs[how]()
+
+    def steps(number: int) -> None:
+        """On fresh data, each checked against the whole operators."""
+        for _ in range(number):
+            for tensor, fresh in zip(given, oracle.draw(), strict=True):
+                tensor.copy_(fresh)
+            torch.cuda._sleep(DELAY)
+            out, beside = run(*given)
+            rows = slow.dispatch(*given, max_tokens=TOKENS)
+            oracle.wrong += (out != slow.combine(rows.x, rows.route, rows.weights)).sum()
+            oracle.wrong += (~torch.isclose(beside, shared(shared(given[0])), rtol=0.1, atol=0.1)).sum()
+
+    with torch.no_grad():
+        steps(4)  # the first ones compile, warm up, capture
+        oracle.verdict(fast, together)
+        kernels = timeline(lambda: steps(STEPS))
+    oracle.verdict(fast, together)
+    torch._dynamo.reset()
+    if rank == 0:
+        print(f"{how}:\n{picture(kernels)}")
+    with together():
+        for name in ("ep_latency_dispatch", "ep_latency_combine"):
+            found = operations(kernels, name)
+            shares = [operation.share for operation in found]
+            if rank == 0:
+                print(f"{name}: products ran for {', '.join(f'{share:.0%}' for share in shares)} of its sending")
+            assert STEPS // 2 < len(found) <= STEPS, f"{name}: {len(found)} operations\n{picture(kernels)}"
+            assert all(one.send.end <= one.receive.start for one in found), f"{name}:\n{picture(kernels)}"
+            if world_size > 1:  # a single rank sends nothing
+                assert statistics.median(shares) >= SHARE, f"{name}: {shares}\n{picture(kernels)}"
