@@ -8,7 +8,7 @@ from .heap import Problem
 
 def ranks_signature(problem: Problem) -> tuple:
     """Example values of the arguments that all kernels begin with: addresses of all ranks' heaps, this rank, address
-    of the host-visible report, deadline of each wait in ns, kind of operation (index into `sync.KINDS`)."""
+    of the host-visible report, deadline of each wait in ns, terms of the operation (`marks.pack`)."""
     return (tuple(Int64(0) for _ in range(problem.world_size)), Int32(0), Int64(0), Int64(0), Int32(0))
 
 

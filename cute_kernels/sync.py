@@ -1,8 +1,9 @@
 """Every flag, wait and barrier between ranks. One place, so that each order that a kernel relies on can be read here.
 
-A flag is one 8-byte word in the reader's memory with a single writer. Its value says which operation it belongs to:
-epoch × 16 + kind of operation. The epoch is the number of the operation on this communicator, from 1, the same on all
-ranks; it lives in device memory and the last block of an operation advances it, so that captured graphs replay.
+A flag is one 8-byte word in the reader's memory with a single writer. Its value, the mark, says which operation it
+belongs to: its epoch, and what the ranks must agree on (marks.py). The epoch is the number of the operation on this
+communicator, from 1, the same on all ranks; it lives in device memory and the last block of an operation advances it,
+so that captured graphs replay.
 
 Orders that hold:
 - `signal` is a system-scope release: what the calling thread wrote before it, and what other threads of its block
@@ -26,19 +27,14 @@ from cutlass.cute import arch
 from . import ptx
 from .carried import Carried
 from .heap import EPOCH, FAILED, TICKET
-
-KINDS = (
-    "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered",
-)  # fmt: skip
-"""Kinds of operation; a flag carries the index."""
+from .marks import SHIFT
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
 """Kinds of flag, by the name of their place in the heap; a report carries the index."""
 
 REPORT_WORDS = 16
 TIMEOUT, MISMATCH, BAD_EXPERT = 1, 2, 3
-"""Reasons in a report. Its words: done mark, reason, flag, kind, epoch, rank, peer, detail, expected, seen."""
+"""Reasons in a report. Its words: done mark, reason, flag, rank, peer, detail, expected mark, seen."""
 
 POLLS_PER_CHECK = 256
 
@@ -48,7 +44,7 @@ class Ranks(Carried):
 
     carried = ("peers", "rank", "report", "timeout_ns", "own", "epoch", "parity", "mark")
 
-    def __init__(self, heap, peers, rank, report, timeout_ns, kind):
+    def __init__(self, heap, peers, rank, report, timeout_ns, terms):
         self.heap = heap
         self.peers = tuple(peers)
         self.rank = rank
@@ -57,7 +53,7 @@ class Ranks(Carried):
         self.own = select(peers, rank)
         self.epoch = ptx.ld_u64(self.own + EPOCH * 8)
         self.parity = self.epoch & 1
-        self.mark = self.epoch * 16 + kind
+        self.mark = mark_of(self.epoch, terms)
 
     def at(self, base, name: str):
         """Address of the current half of a heap section in the heap at `base`."""
@@ -68,7 +64,7 @@ class Ranks(Carried):
         ptx.st_release_sys(self.at(select(self.peers, peer), flag) + Int64(index) * 8, self.mark)
 
     def wait(self, flag: str, index, peer, detail) -> Boolean:
-        """Acquires flag `index` of its kind, set by `peer`. False when the deadline passed or the kind differs."""
+        """Acquires flag `index` of its kind, set by `peer`. False when the deadline passed or the terms differ."""
         return _wait(
             self.at(self.own, flag) + Int64(index) * 8,
             self.at(self.own, "hello") + Int64(peer) * 8,
@@ -85,6 +81,11 @@ class Ranks(Carried):
     def seen(self, flag: str, index) -> Boolean:
         """Acquires flag `index` of its kind if it is set already."""
         return ptx.ld_acquire_sys(self.at(self.own, flag) + Int64(index) * 8) == self.mark
+
+
+def mark_of(epoch, terms) -> Int64:
+    """See marks.py."""
+    return (epoch << SHIFT) | Int64(terms)
 
 
 @cute.jit
@@ -111,9 +112,9 @@ def _wait(addr, hello, expected, own, report, timeout_ns, rank, peer, detail, fl
                 polls = Int32(0)
                 if ptx.ld_u64(own + FAILED * 8) != 0 or arch.globaltimer() - start > timeout_ns:
                     reason = Int32(TIMEOUT)
-                # The peer is in the same epoch with another kind: the ranks disagree on what they are doing.
+                # The peer is in the same epoch with other terms: the ranks disagree on what they are doing.
                 word = ptx.ld_acquire_sys(hello)
-                if seen != expected and word != expected and (word >> 4) == (expected >> 4):
+                if seen != expected and word != expected and (word >> SHIFT) == (expected >> SHIFT):
                     reason = Int32(MISMATCH)
                     seen = word
         if seen != expected:
@@ -125,7 +126,7 @@ def _wait(addr, hello, expected, own, report, timeout_ns, rank, peer, detail, fl
 @cute.jit
 def write_report(report, reason, flag, mark, rank, peer, detail, seen):
     """Fills the host-visible report; the done mark is released last."""
-    words = (reason, flag, mark & 15, mark >> 4, rank, peer, detail, mark, seen)
+    words = (reason, flag, rank, peer, detail, mark, seen)
     for i in range_constexpr(len(words)):
         ptx.st_u64(report + (i + 1) * 8, Int64(words[i]))
     ptx.st_release_sys(report, Int64(1))

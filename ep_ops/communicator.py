@@ -17,6 +17,7 @@ from .agreement import agree
 from .backends.base import Backend
 from .backends.exchange import Exchange
 from .config import Config, MemoryPlan, even_experts, plan_of, worst_case_rows
+from .operators.eager import call
 
 
 class Route(NamedTuple):
@@ -189,7 +190,7 @@ class Communicator:
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
         terms = self._terms(capacity, slots, max_tokens, alignment)
-        send_rows, recv_rows, offs, counts, dropped = _call(torch.ops.ep.plan, topk_idx, *terms)
+        send_rows, recv_rows, offs, counts, dropped = call("plan", topk_idx, *terms)
         return Route(topk_idx, send_rows, recv_rows, offs, counts), dropped
 
     def dispatch(
@@ -208,7 +209,7 @@ class Communicator:
         ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
         """
         terms = self._terms(capacity, slots, max_tokens, alignment)
-        out = _call(torch.ops.ep.dispatch, x, topk_weights, topk_idx, *terms)
+        out = call("dispatch", x, topk_weights, topk_idx, *terms)
         return _dispatched(out, topk_idx, topk_weights)
 
     def dispatch_dynamic(
@@ -223,8 +224,8 @@ class Communicator:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
-        out = _call(
-            torch.ops.ep.dispatch_dynamic,
+        out = call(
+            "dispatch_dynamic",
             x,
             topk_weights,
             topk_idx,
@@ -247,7 +248,7 @@ class Communicator:
     ) -> tuple[Tensor, Tensor | None]:
         """Send ``x`` along a known route into ``num_rows`` rows (the capacity it was planned with)."""
         align = self.alignment if alignment is None else alignment
-        rows, weights = _call(torch.ops.ep.dispatch_planned, x, topk_weights, *route, num_rows, align, self.name)
+        rows, weights = call("dispatch_planned", x, topk_weights, *route, num_rows, align, self.name)
         return rows, None if topk_weights is None else weights
 
     def combine(
@@ -264,7 +265,7 @@ class Communicator:
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
         align = self.alignment if alignment is None else alignment
-        return _call(torch.ops.ep.combine, y, weights, *route, align, self.name, residual)
+        return call("combine", y, weights, *route, align, self.name, residual)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
@@ -284,7 +285,7 @@ class Communicator:
         Ends when all ranks have fetched theirs. Differentiable.
         """
         align = self.alignment if alignment is None else alignment
-        return _call(torch.ops.ep.combine_gathered, y, *route, align, self.name)
+        return call("combine_gathered", y, *route, align, self.name)
 
     def dispatch_start(
         self,
@@ -303,13 +304,13 @@ class Communicator:
         halves gain nothing (more tokens than the kernels for decode take, the reference backend) the wait does it all.
         """
         terms = self._terms(capacity, slots, max_tokens, alignment)
-        ticket = _call(torch.ops.ep.dispatch_start, x, topk_weights, topk_idx, *terms)
+        ticket = call("dispatch_start", x, topk_weights, topk_idx, *terms)
         return StartedDispatch(ticket, x, topk_weights, topk_idx, terms)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """What :meth:`dispatch` returns. Differentiable."""
         ticket, x, topk_weights, topk_idx, terms = started
-        out = _call(torch.ops.ep.dispatch_wait, ticket, x, topk_weights, topk_idx, *terms)
+        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *terms)
         return _dispatched(out, topk_idx, topk_weights)
 
     def combine_start(
@@ -317,13 +318,13 @@ class Communicator:
     ) -> StartedCombine:
         """The half of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
         align = self.alignment if alignment is None else alignment
-        ticket = _call(torch.ops.ep.combine_start, y, weights, *route, align, self.name)
+        ticket = call("combine_start", y, weights, *route, align, self.name)
         return StartedCombine(ticket, y, weights, route, align)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """What :meth:`combine` returns. Differentiable."""
         ticket, y, weights, route, align = started
-        return _call(torch.ops.ep.combine_wait, ticket, y, weights, *route, align, self.name)
+        return call("combine_wait", ticket, y, weights, *route, align, self.name)
 
     def _terms(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
@@ -401,14 +402,6 @@ class Communicator:
     def __repr__(self) -> str:
         state = "destroyed" if self.destroyed else self.backend.name
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
-
-
-def _call(operator: Any, *args: Any) -> Any:
-    """Call an operator; in eager mode without gradients, not through the Python that would record it for autograd."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return operator(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*args)
 
 
 def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None) -> Dispatched:

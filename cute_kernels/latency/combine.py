@@ -80,7 +80,7 @@ class Combine:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         y: Int64,
         recv_weights: Int64,
         topk_idx: Int64,
@@ -96,7 +96,7 @@ class Combine:
     ):
         self.kernel.set_name_prefix("ep_latency_combine", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, y, recv_weights, topk_idx, send_rows, recv_rows, out, tokens,
+            peers, rank, report, timeout_ns, terms, y, recv_weights, topk_idx, send_rows, recv_rows, out, tokens,
             max_tokens, senders, first_receiver,
         ).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive,
@@ -110,7 +110,7 @@ class Combine:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         y: Int64,
         recv_weights: Int64,
         topk_idx: Int64,
@@ -131,14 +131,14 @@ class Combine:
         # Nothing is read or written before the kernel in front has ended: its epoch, its y.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, kind)
+        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, terms)
 
         if const_expr(self.send):
             if bid == blocks - 1 and warp == WARPS - 1:
                 say_hello(ranks, lane)
             if const_expr(p.world_size > 1):
                 if bid < senders:
-                    self.push(ranks, kind, y, recv_weights, recv_rows, max_tokens, bid, senders, warp, lane)
+                    self.push(ranks, terms, y, recv_weights, recv_rows, max_tokens, bid, senders, warp, lane)
 
         if const_expr(self.receive):
             hold_epoch(ranks)
@@ -160,7 +160,7 @@ class Combine:
                 )  # fmt: skip
 
     @cute.jit
-    def push(self, ranks, kind, y, recv_weights, recv_rows, max_tokens, block, blocks, warp, lane):
+    def push(self, ranks, terms, y, recv_weights, recv_rows, max_tokens, block, blocks, warp, lane):
         p = self.problem
         count = self.row_packets
         others = p.world_size - 1
@@ -172,7 +172,7 @@ class Combine:
             row = Int32(-1)
             if lane < p.top_k:
                 row = ptx.ld_i32(recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
-            now = again(ranks, kind)
+            now = again(ranks, terms)
             if arch.vote_any_sync(row >= 0):
                 words = self.sum_rows(y, recv_weights, row, packet, lane)
                 at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16

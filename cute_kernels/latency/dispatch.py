@@ -88,7 +88,7 @@ class Dispatch:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         x: Int64,
         topk_weights: Int64,
         topk_idx: Int64,
@@ -111,7 +111,7 @@ class Dispatch:
     ):
         self.kernel.set_name_prefix("ep_latency_dispatch", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, x, topk_weights, topk_idx, send_rows, recv_rows, offs, counts,
+            peers, rank, report, timeout_ns, terms, x, topk_weights, topk_idx, send_rows, recv_rows, offs, counts,
             dropped, recv_x, recv_weights, tokens, max_tokens, capacity, alignment, slots, senders, first_receiver,
         ).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive,
@@ -125,7 +125,7 @@ class Dispatch:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         x: Int64,
         topk_weights: Int64,
         topk_idx: Int64,
@@ -153,16 +153,16 @@ class Dispatch:
         # Nothing is read or written before the kernel in front has ended: its epoch, its x.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, kind)
+        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, terms)
 
         if const_expr(self.send):
             if bid < senders:
                 if const_expr(p.world_size > 1):
                     self.push_route(
-                        ranks, kind, topk_idx, tokens, max_tokens, capacity, alignment, slots, senders - 1 - bid,
+                        ranks, terms, topk_idx, tokens, max_tokens, capacity, alignment, slots, senders - 1 - bid,
                         senders, warp, lane,
                     )  # fmt: skip
-                    self.push_rows(ranks, kind, x, topk_weights, topk_idx, tokens, bid, senders, warp, lane)
+                    self.push_rows(ranks, terms, x, topk_weights, topk_idx, tokens, bid, senders, warp, lane)
             if bid == blocks - 1 and warp == WARPS - 1:
                 say_hello(ranks, lane)
 
@@ -209,14 +209,14 @@ class Dispatch:
 
     @cute.jit
     def push_route(
-        self, ranks, kind, topk_idx, tokens, max_tokens, capacity, alignment, slots, block, blocks, warp, lane
+        self, ranks, terms, topk_idx, tokens, max_tokens, capacity, alignment, slots, block, blocks, warp, lane
     ):
         """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
         p = self.problem
         packet = block + warp * blocks
         total = packets(ROUTE_HEADER_BYTES + 2 * max_tokens * p.top_k)
         while packet < total:
-            now = again(ranks, kind)
+            now = again(ranks, terms)
             words = own_route_words(
                 ranks, p, topk_idx, tokens * p.top_k, capacity, alignment, slots, packet, lane, True
             )
@@ -228,7 +228,7 @@ class Dispatch:
             packet += blocks * WARPS
 
     @cute.jit
-    def push_rows(self, ranks, kind, x, topk_weights, topk_idx, tokens, block, blocks, warp, lane):
+    def push_rows(self, ranks, terms, x, topk_weights, topk_idx, tokens, block, blocks, warp, lane):
         """Each row once to every other rank that holds one of its experts, a packet a warp."""
         p = self.problem
         count = self.row_packets
@@ -240,7 +240,7 @@ class Dispatch:
             if lane < p.top_k:
                 expert = ptx.ld_i32(topk_idx + Int64(token * p.top_k + lane) * 4)
             words = self.row_words(x, topk_weights, token, packet, lane)
-            now = again(ranks, kind)
+            now = again(ranks, terms)
             words = seal(words, lane, now.mark)
             wanted = Int32(0)
             if expert >= 0 and expert < p.num_experts:

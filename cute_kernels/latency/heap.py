@@ -2,7 +2,8 @@
 
 What travels is cut into packets: 480 bytes of payload in four 128-byte lines, each of which ends with the 8-byte mark
 of the operation. A line with the current mark is a line that has arrived, because a line's place never holds anything
-but lines of this kind, and their marks grow. Therefore this memory is apart from what the throughput kernels stage.
+but lines of this kind, and no two operations have the same mark. Therefore this memory is apart from what the
+throughput kernels stage.
 """
 
 from ..heap import Heap, Problem

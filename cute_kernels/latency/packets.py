@@ -13,7 +13,8 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..heap import EPOCH, FAILED, TICKET
-from ..sync import FLAGS, MISMATCH, TIMEOUT, Ranks, write_report
+from ..marks import SHIFT
+from ..sync import FLAGS, MISMATCH, TIMEOUT, Ranks, mark_of, write_report
 
 POLLS_PER_CHECK = 256
 
@@ -92,11 +93,11 @@ def overdue(ranks, start, flag: cutlass.Constexpr, peer, detail, w2, w3, lane) -
     `start` is when the wait began, `w2` and `w3` what was read last.
     """
     hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
-    # The same epoch with another kind: the ranks disagree on what they are doing.
+    # The same epoch with other terms: the ranks disagree on what they are doing.
     reason = Int32(0)
     if arch.globaltimer() - start > ranks.timeout_ns:
         reason = Int32(TIMEOUT)
-    if hello != ranks.mark and (hello >> 4) == ranks.epoch:
+    if hello != ranks.mark and (hello >> SHIFT) == (ranks.mark >> SHIFT):
         reason = Int32(MISMATCH)
     seen = hello
     if reason == TIMEOUT:
@@ -164,14 +165,14 @@ def say_hello(ranks, lane):
         )
 
 
-def again(ranks, kind):
+def again(ranks, terms):
     """`ranks` with the epoch read anew: a load that is issued here and used late does not delay the loads before it."""
     new = object.__new__(Ranks)
     new.heap, new.peers, new.rank, new.report = ranks.heap, ranks.peers, ranks.rank, ranks.report
     new.timeout_ns, new.own = ranks.timeout_ns, ranks.own
     new.epoch = ptx.ld_u64(ranks.own + EPOCH * 8)
     new.parity = new.epoch & 1
-    new.mark = new.epoch * 16 + kind
+    new.mark = mark_of(new.epoch, terms)
     return new
 
 

@@ -59,7 +59,7 @@ class Combine:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         y: Int64,
         recv_weights: Int64,
         row_scalars: Int64,
@@ -77,7 +77,7 @@ class Combine:
     ):
         self.kernel.set_name_prefix("ep_combine", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, y, recv_weights, row_scalars, topk_idx, send_rows, recv_rows,
+            peers, rank, report, timeout_ns, terms, y, recv_weights, row_scalars, topk_idx, send_rows, recv_rows,
             residual, out, out_scalars, tokens, max_tokens, pushers,
         ).launch(grid=(blocks, 1, 1), block=(32 * (WARPS + 1), 1, 1), stream=stream)  # fmt: skip
 
@@ -88,7 +88,7 @@ class Combine:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         y: Int64,
         recv_weights: Int64,
         row_scalars: Int64,
@@ -104,7 +104,7 @@ class Combine:
     ):
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        ranks = sync.Ranks(Heap(self.problem), peers, rank, report, timeout_ns, kind)
+        ranks = sync.Ranks(Heap(self.problem), peers, rank, report, timeout_ns, terms)
         sync.say_hello(ranks)
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()

@@ -58,7 +58,7 @@ class Gather:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         bases: tuple,
         topk_idx: Int64,
         send_rows: Int64,
@@ -69,7 +69,7 @@ class Gather:
     ):
         """`bases`: address of row 0 at each rank."""
         self.kernel.set_name_prefix("ep_gather", remove_cutlass_symbol=True)
-        self.kernel(peers, rank, report, timeout_ns, kind, bases, topk_idx, send_rows, out, tokens).launch(
+        self.kernel(peers, rank, report, timeout_ns, terms, bases, topk_idx, send_rows, out, tokens).launch(
             grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
 
@@ -80,7 +80,7 @@ class Gather:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         bases: tuple,
         topk_idx: Int64,
         send_rows: Int64,
@@ -91,7 +91,7 @@ class Gather:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
+        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, terms)
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
         sync.fence_async()
         sync.say_hello(ranks)

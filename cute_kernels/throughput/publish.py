@@ -57,7 +57,7 @@ class Publish:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         x: Int64,
         topk_idx: Int64,
         topk_weights: Int64,
@@ -77,7 +77,7 @@ class Publish:
     ):
         self.kernel.set_name_prefix("ep_publish", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, x, topk_idx, topk_weights, send_rows, recv_rows, offs, counts,
+            peers, rank, report, timeout_ns, terms, x, topk_idx, topk_weights, send_rows, recv_rows, offs, counts,
             dropped, recv_weights, tokens, max_tokens, capacity, alignment, slots,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
 
@@ -88,7 +88,7 @@ class Publish:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         x: Int64,
         topk_idx: Int64,
         topk_weights: Int64,
@@ -108,7 +108,7 @@ class Publish:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
+        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, terms)
         sync.say_hello(ranks)
 
         # Every block runs and has read the epoch: the pull kernel may take the multiprocessors that are left.

@@ -46,7 +46,7 @@ class Pull:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         x: Int64,
         recv_rows: Int64,
         offs: Int64,
@@ -60,7 +60,7 @@ class Pull:
     ):
         self.kernel.set_name_prefix("ep_pull", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, x, recv_rows, offs, counts, recv_x, recv_weights,
+            peers, rank, report, timeout_ns, terms, x, recv_rows, offs, counts, recv_x, recv_weights,
             max_tokens, alignment,
         ).launch(
             grid=(blocks, 1, 1),
@@ -76,7 +76,7 @@ class Pull:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         x: Int64,
         recv_rows: Int64,
         offs: Int64,
@@ -88,7 +88,7 @@ class Pull:
     ):
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()
-        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
+        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, terms)
         if const_expr(self.begins_operation):
             sync.say_hello(ranks)
         smem = cutlass.memory.SmemAllocator()

@@ -51,7 +51,7 @@ class PullScaled:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         grad_out: Int64,
         y: Int64,
         recv_weights: Int64,
@@ -67,7 +67,7 @@ class PullScaled:
     ):
         self.kernel.set_name_prefix("ep_pull_scaled", remove_cutlass_symbol=True)
         self.kernel(
-            peers, rank, report, timeout_ns, kind, grad_out, y, recv_weights, recv_rows, offs, counts, grad_y,
+            peers, rank, report, timeout_ns, terms, grad_out, y, recv_weights, recv_rows, offs, counts, grad_y,
             grad_weights, max_tokens, alignment,
         ).launch(
             grid=(blocks, 1, 1),
@@ -83,7 +83,7 @@ class PullScaled:
         rank: Int32,
         report: Int64,
         timeout_ns: Int64,
-        kind: Int32,
+        terms: Int32,
         grad_out: Int64,
         y: Int64,
         recv_weights: Int64,
@@ -97,7 +97,7 @@ class PullScaled:
     ):
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()
-        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, kind)
+        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, terms)
         if const_expr(self.begins_operation):
             sync.say_hello(ranks)
         smem = cutlass.memory.SmemAllocator()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cute_kernels import jit, sync
+from cute_kernels import jit, marks
 from cute_kernels.heap import BAD_ID, EPOCH, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
@@ -21,6 +21,7 @@ from .. import symmetric
 from . import latency
 from .base import DispatchTensors, RouteTensors
 from .budget import Traffic, default_budget
+from .fresh import allocator
 from .halves import Order, ticket
 from .report import Report
 from .sizes import heap_of, memory_plan, problem_of, rows_bytes, token_bound
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
-
-KIND = {name: index for index, name in enumerate(sync.KINDS)}
 
 
 def kernels_of(problem: Problem) -> list[Any]:
@@ -101,7 +100,20 @@ class CuteBackend:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         self._begin()
         route = self._new_route(topk_idx, max_tokens)
-        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, slots, max_tokens, 0)
+        self._publish(
+            marks.pack("plan", max_tokens, rows=False),
+            True,
+            None,
+            None,
+            topk_idx,
+            route,
+            None,
+            capacity,
+            alignment,
+            slots,
+            max_tokens,
+            0,
+        )
         return route
 
     def dispatch(
@@ -119,11 +131,12 @@ class CuteBackend:
             return self.latency.dispatch(x, topk_weights, topk_idx, capacity, alignment, slots, max_tokens)
         route = self._new_route(topk_idx, max_tokens)
         recv_x, recv_weights = self._new_rows(x, topk_weights, capacity)
+        terms = marks.pack("dispatch", max_tokens, topk_weights is not None)
         self._publish(
-            "dispatch", True, x, topk_weights, topk_idx, route, recv_weights, capacity, alignment, slots, max_tokens,
+            terms, True, x, topk_weights, topk_idx, route, recv_weights, capacity, alignment, slots, max_tokens,
             self.budget.dispatch,
         )  # fmt: skip
-        self._pull("dispatch", x, topk_weights, route[1:4], recv_x, recv_weights, alignment, False, True)
+        self._pull(terms, x, topk_weights, route[1:4], recv_x, recv_weights, alignment, False, True)
         return (recv_x, recv_weights, *route)
 
     def dispatch_dynamic(
@@ -132,7 +145,20 @@ class CuteBackend:
         self._begin()
         capacity = NO_CAPACITY_LIMIT // alignment * alignment
         route = self._new_route(topk_idx, max_tokens)
-        self._publish("plan", True, None, None, topk_idx, route, None, capacity, alignment, 0, max_tokens, 0)
+        self._publish(
+            marks.pack("plan", max_tokens, rows=False),
+            True,
+            None,
+            None,
+            topk_idx,
+            route,
+            None,
+            capacity,
+            alignment,
+            0,
+            max_tokens,
+            0,
+        )
         send_rows, recv_rows, offs, counts, _ = route
         num_rows = int(offs[-1]) if self._local_experts else 0
         if self._report.failed() is not None:
@@ -157,7 +183,9 @@ class CuteBackend:
         self._begin()
         if residual is None and route[2].shape[1] <= self._latency_tokens:
             return self.latency.combine(y, recv_weights, route)
-        return self._combine("combine", y, recv_weights, None, route, residual)[0]
+        out = self._new_tokens(y, route[0].shape[0])
+        self._combine("combine", y, recv_weights, None, route, residual, out, None)
+        return out
 
     def empty_rows(self, num_rows: int) -> Tensor:
         if self._rows is None:
@@ -173,9 +201,17 @@ class CuteBackend:
         if y.numel() and y.data_ptr() != bases[self._rank]:
             raise ValueError("y does not lie in symmetric memory; pass the tensor that empty_rows returned")
         topk_idx, send_rows, _, _, _ = route
-        out = y.new_empty(topk_idx.shape[0], y.shape[1])
+        out = self._new_tokens(y, topk_idx.shape[0])
         self._launch(
-            Gather, (), "combine_gathered", bases, topk_idx, send_rows, out, topk_idx.shape[0], self.budget.gather
+            Gather,
+            (),
+            marks.pack("combine_gathered", route[2].shape[1]),
+            bases,
+            topk_idx,
+            send_rows,
+            out,
+            topk_idx.shape[0],
+            self.budget.gather,
         )
         return out
 
@@ -211,7 +247,12 @@ class CuteBackend:
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
     ) -> tuple[Tensor, Tensor]:
         self._begin()
-        return self._combine("dispatch_backward", grad_recv_x, None, grad_recv_weights, route)
+        topk_idx = route[0]
+        new = functools.partial(torch.empty, dtype=torch.float32, device=self._device)
+        grad_x = new(0) if grad_recv_x is None else self._new_tokens(grad_recv_x, topk_idx.shape[0])
+        grad_weights = new(0 if grad_recv_weights is None else topk_idx.shape)
+        self._combine("dispatch_backward", grad_recv_x, None, grad_recv_weights, route, None, grad_x, grad_weights)
+        return grad_x, grad_weights
 
     def combine_backward(
         self,
@@ -231,12 +272,13 @@ class CuteBackend:
         grad_y = grad_out.new_empty(num_rows, grad_out.shape[1])
         grad_weights = recv_weights.new_empty(num_rows)
         blocks = max(1, min(self.budget.combine, self._all_blocks - 1))
+        terms = marks.pack("combine_backward", max_tokens, scalars=True)
         published = self._publish(
-            "combine_backward", False, grad_out, None, topk_idx, (None,) * 5, None, 0, 1, 0, max_tokens, blocks
+            terms, False, grad_out, None, topk_idx, (None,) * 5, None, 0, 1, 0, max_tokens, blocks
         )
         # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
         self._launch(
-            PullScaled, (not published,), "combine_backward", grad_out, grad_y if y is None else y, recv_weights,
+            PullScaled, (not published,), terms, grad_out, grad_y if y is None else y, recv_weights,
             recv_rows, offs, counts, grad_y, grad_weights, max_tokens, alignment, blocks,
         )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
@@ -251,18 +293,30 @@ class CuteBackend:
     def _new_route(self, topk_idx: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """send_rows, recv_rows, offs, counts, dropped"""
         tokens, top_k = topk_idx.shape
-        new = functools.partial(torch.empty, dtype=torch.int32, device=self._device)
-        local = self._local_experts
-        return new(tokens, top_k), new(self._problem.world_size, max_tokens, top_k), new(local), new(local), new(local)
+        ranks, local, ints = self._problem.world_size, (self._local_experts,), torch.int32
+        new = allocator(self._device)
+        return (
+            new((tokens, top_k), (top_k, 1), ints),
+            new((ranks, max_tokens, top_k), (max(max_tokens, 1) * top_k, top_k, 1), ints),
+            new(local, (1,), ints),
+            new(local, (1,), ints),
+            new(local, (1,), ints),
+        )
 
     def _new_rows(self, x: Tensor, topk_weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
         """recv_x, recv_weights"""
-        weights = x.new_empty(0 if topk_weights is None else num_rows, dtype=torch.float32)
-        return x.new_empty(num_rows, x.shape[1]), weights
+        hidden, new = x.shape[1], allocator(self._device)
+        weights = new((0 if topk_weights is None else num_rows,), (1,), torch.float32)
+        return new((num_rows, hidden), (hidden, 1), x.dtype), weights
+
+    def _new_tokens(self, y: Tensor, tokens: int) -> Tensor:
+        """[tokens, H] for what rows `y` come home as"""
+        hidden = y.shape[1]
+        return allocator(self._device)((tokens, hidden), (hidden, 1), y.dtype)
 
     def _publish(
         self,
-        kind: str,
+        terms: int,
         with_route: bool,
         x: Tensor | None,
         topk_weights: Tensor | None,
@@ -282,11 +336,11 @@ class CuteBackend:
         rows, weights = x is not None and self._problem.world_size > 1, topk_weights is not None
         if not (with_route or rows or weights):
             return False
-        variant = (with_route, rows, weights, kind == "plan")
+        variant = (with_route, rows, weights, x is None)  # a plan alone moves no rows
         tiles = self._problem.tiles if with_route or weights else 0
         blocks = tiles + (max(1, self._all_blocks - tiles - pulling) if rows else 0)
         self._launch(
-            Publish, variant, kind, x, topk_idx, topk_weights, *route, recv_weights, topk_idx.shape[0], max_tokens,
+            Publish, variant, terms, x, topk_idx, topk_weights, *route, recv_weights, topk_idx.shape[0], max_tokens,
             capacity, alignment, slots, blocks,
         )  # fmt: skip
         return True
@@ -298,18 +352,19 @@ class CuteBackend:
         topk_idx, _, recv_rows, offs, counts = route
         recv_x, recv_weights = self._new_rows(x, topk_weights, num_rows)
         placed = (None, recv_rows, None, None, None)
+        terms = marks.pack(kind, recv_rows.shape[1], topk_weights is not None)
         published = self._publish(
-            kind, False, x, topk_weights, topk_idx, placed, recv_weights, 0, 1, 0, recv_rows.shape[1],
+            terms, False, x, topk_weights, topk_idx, placed, recv_weights, 0, 1, 0, recv_rows.shape[1],
             self.budget.dispatch,
         )  # fmt: skip
         self._pull(
-            kind, x, topk_weights, (recv_rows, offs, counts), recv_x, recv_weights, alignment, not published, False
+            terms, x, topk_weights, (recv_rows, offs, counts), recv_x, recv_weights, alignment, not published, False
         )
         return recv_x, recv_weights
 
     def _pull(
         self,
-        kind: str,
+        terms: int,
         x: Tensor,
         topk_weights: Tensor | None,
         route: tuple[Tensor, ...],
@@ -321,7 +376,7 @@ class CuteBackend:
     ) -> None:
         recv_rows, offs, counts = route
         self._launch(
-            Pull, (topk_weights is not None, begins, placed), kind, x, recv_rows, offs, counts, recv_x, recv_weights,
+            Pull, (topk_weights is not None, begins, placed), terms, x, recv_rows, offs, counts, recv_x, recv_weights,
             recv_rows.shape[1], alignment, self.budget.dispatch,
         )  # fmt: skip
 
@@ -332,35 +387,35 @@ class CuteBackend:
         recv_weights: Tensor | None,
         scalars: Tensor | None,
         route: RouteTensors,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        residual: Tensor | None,
+        out: Tensor,
+        out_scalars: Tensor | None,
+    ) -> None:
         topk_idx, send_rows, recv_rows, _, _ = route
-        tokens, top_k = topk_idx.shape
-        new = functools.partial(torch.empty, device=self._device)
-        out = new(0) if y is None else new(tokens, y.shape[1], dtype=y.dtype)
-        out_scalars = new((0,) if scalars is None else (tokens, top_k), dtype=torch.float32)
         variant = (y is not None, recv_weights is not None, scalars is not None, residual is not None)
         blocks = self.budget.combine
+        terms = marks.pack(kind, recv_rows.shape[1], scalars is not None, y is not None)
         self._launch(
-            Combine, variant, kind, y, recv_weights, scalars, topk_idx, send_rows, recv_rows, residual, out,
-            out_scalars, tokens, recv_rows.shape[1], self._traffic.pushers(blocks), blocks,
+            Combine, variant, terms, y, recv_weights, scalars, topk_idx, send_rows, recv_rows, residual, out,
+            out_scalars, topk_idx.shape[0], recv_rows.shape[1], self._traffic.pushers(blocks), blocks,
         )  # fmt: skip
-        return out, out_scalars
 
-    def _launch(self, kernel: type, variant: tuple[int, ...], kind: str, *arguments: Any) -> None:
+    def _launch(self, kernel: type, variant: tuple[int, ...], terms: int, *arguments: Any) -> None:
         """Launch on the current stream. Tensors go as addresses, None as 0, tuples as they are."""
         function = self._functions.get((kernel, variant))
         if function is None:
             function = self._functions[kernel, variant] = jit.get(
                 kernel(self._problem, *variant), self._arch, torch.cuda.is_current_stream_capturing
             )
-        plain = [a if type(a) in (int, tuple) else 0 if a is None else a.data_ptr() for a in arguments]
+        plain = [
+            a if type(a) is int else 0 if a is None else a if type(a) is tuple else a.data_ptr() for a in arguments
+        ]
         index = self._device.index
-        if torch.cuda.current_device() != index:
+        if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                function(*self._ranks, KIND[kind], *plain, torch._C._cuda_getCurrentRawStream(index))
+                function(*self._ranks, terms, *plain, torch._C._cuda_getCurrentRawStream(index))
         else:
-            function(*self._ranks, KIND[kind], *plain, torch._C._cuda_getCurrentRawStream(index))
+            function(*self._ranks, terms, *plain, torch._C._cuda_getCurrentRawStream(index))
 
     # ------------------------------------------------------------------ lifetime
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cute_kernels import marks
 from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
@@ -89,8 +90,7 @@ class LatencyPath:
         max_tokens: int,
     ) -> DispatchTensors:
         route = self._backend._new_route(topk_idx, max_tokens)
-        recv_x = x.new_empty(capacity, x.shape[1])
-        recv_weights = x.new_empty(0 if topk_weights is None else capacity, dtype=torch.float32)
+        recv_x, recv_weights = self._backend._new_rows(x, topk_weights, capacity)
         terms = capacity, alignment, slots, max_tokens
         self._launch_dispatch((send, receive), x, topk_weights, topk_idx, route, recv_x, recv_weights, *terms)
         return (recv_x, recv_weights, *route)
@@ -110,14 +110,15 @@ class LatencyPath:
         max_tokens: int,
     ) -> None:
         self._backend._launch(
-            Dispatch, (self.tokens, topk_weights is not None, *halves), "dispatch", x, topk_weights, topk_idx, *route,
+            Dispatch, (self.tokens, topk_weights is not None, *halves),
+            marks.pack("dispatch", max_tokens, topk_weights is not None, few=True), x, topk_weights, topk_idx, *route,
             recv_x, recv_weights, topk_idx.shape[0], max_tokens, capacity, alignment, slots,
             *self._dispatch_deal(max_tokens, *halves),
         )  # fmt: skip
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
         """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
-        out = y.new_empty(route[0].shape[0], y.shape[1])
+        out = self._backend._new_tokens(y, route[0].shape[0])
         self._launch_combine((True, True), y, recv_weights, route, out)
         return out
 
@@ -130,7 +131,7 @@ class LatencyPath:
     def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
         """Receives and adds up. Complete when it ends, as :meth:`combine`."""
         self._join()
-        out = y.new_empty(route[0].shape[0], y.shape[1])
+        out = self._backend._new_tokens(y, route[0].shape[0])
         self._launch_combine((False, True), y, recv_weights, route, out)
         return out
 
@@ -155,6 +156,7 @@ class LatencyPath:
     ) -> None:
         topk_idx, send_rows, recv_rows, _, _ = route
         self._backend._launch(
-            Combine, (self.tokens, recv_weights is not None, *halves), "combine", y, recv_weights, topk_idx, send_rows,
-            recv_rows, out, topk_idx.shape[0], recv_rows.shape[1], *self._combine_deal(*halves),
+            Combine, (self.tokens, recv_weights is not None, *halves),
+            marks.pack("combine", recv_rows.shape[1], few=True), y, recv_weights, topk_idx, send_rows, recv_rows, out,
+            topk_idx.shape[0], recv_rows.shape[1], *self._combine_deal(*halves),
         )  # fmt: skip

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from cute_kernels import sync
+from cute_kernels import marks, sync
 
 _WORDS = sync.REPORT_WORDS
 
@@ -30,15 +30,15 @@ class Report:
         """Text of the wait that failed; the communicator cannot be used after it."""
         if self._words[0] == 0:
             return None
-        _, reason, flag, kind, epoch, rank, peer, detail, expected, seen = self._words[:10]
-        operation, awaited = sync.KINDS[kind], sync.FLAGS[flag]
+        _, reason, flag, rank, peer, detail, expected, seen = self._words[:8]
+        awaited = sync.FLAGS[flag]
         where = f", token {detail}" if awaited in ("chunk", "token") else ""
-        doing = f"rank {rank}, in ep::{operation} (operation {epoch} of this communicator)"
+        epoch, own = marks.unpack(expected)
+        doing = f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator)"
         if reason == sync.MISMATCH:
-            return (
-                f"{doing}, met rank {peer} in ep::{sync.KINDS[seen & 15]}: the ranks call operators in different orders"
-            )
-        last = "nothing" if seen == 0 else f"ep::{sync.KINDS[seen & 15]}, operation {seen >> 4}"
+            return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen)[1])}"
+        then, met = marks.unpack(seen)
+        last = "nothing" if seen == 0 else f"ep::{met.kind}, operation {then}"
         return (
             f"{doing}, waited {self._timeout:g} s for rank {peer} ({awaited} flag{where}: expected {expected}, "
             f"seen {seen}, that is {last})"
@@ -49,10 +49,24 @@ class Report:
         words = self._words
         if words[_WORDS] == 0:
             return None
-        _, _, _, kind, epoch, rank, _, entry, _, expert = words[_WORDS : _WORDS + 10]
+        _, _, _, rank, _, entry, mark, expert = words[_WORDS : _WORDS + 8]
+        epoch, terms = marks.unpack(mark)
         for i in range(_WORDS):
             words[_WORDS + i] = 0
         return (
-            f"topk_idx holds {expert} at flat index {entry} on rank {rank} (ep::{sync.KINDS[kind]}, operation "
+            f"topk_idx holds {expert} at flat index {entry} on rank {rank} (ep::{terms.kind}, operation "
             f"{epoch}); allowed are expert ids from -1 (none) to {self._num_experts - 1}. Such entries were not sent."
         )
+
+
+def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
+    if other.kind != own.kind:
+        return f" in ep::{other.kind}: the ranks call operators in different orders"
+    if other.max_tokens != own.max_tokens:
+        return f", which passed max_tokens {other.max_tokens}, not {own.max_tokens}: all ranks must pass the same"
+    given = [what for what, a, b in zip(_GIVEN, own[1:4], other[1:4], strict=True) if a != b]
+    return f", but they disagree on whether {' and '.join(given)} given: all ranks must pass the same"
+
+
+_GIVEN = ("weights (or their gradients) are", "rows are", "a residual is")
+"""What `scalars`, `rows` and `few` tell of calls that are alike in all else."""

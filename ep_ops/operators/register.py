@@ -13,6 +13,7 @@ from meta_kernels import FAKES
 
 from .. import checks, communicator
 from . import ordering
+from .eager import IMPLEMENTATIONS
 from .schema import LIBRARY, SCHEMAS
 
 
@@ -195,13 +196,11 @@ def combine_wait(ticket: Tensor, y: Tensor, recv_weights: Tensor | None, *rest: 
     return c.backend.combine_wait(y, recv_weights, tuple(route), alignment)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        plan, dispatch, dispatch_dynamic, dispatch_planned, combine, combine_gathered, dispatch_backward,
-        combine_backward, dispatch_start, dispatch_wait, combine_start, combine_wait,
-    )
-}  # fmt: skip
+for _f in (
+    plan, dispatch, dispatch_dynamic, dispatch_planned, combine, combine_gathered, dispatch_backward,
+    combine_backward, dispatch_start, dispatch_wait, combine_start, combine_wait,
+):  # fmt: skip
+    IMPLEMENTATIONS[_f.__name__] = _f
 
 
 def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,6 +77,55 @@ def test_order_mismatch(together):
     comm.destroy()
 
 
+def disagree(together, message: str, call, **config) -> None:
+    """`call(comm, x, idx, odd)` on all ranks, rank 0 the odd one: all are told at once what differs."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        pytest.skip("needs several ranks")
+    comm = ep_ops.Communicator(timeout=20.0, **{**CONFIG, **config})
+    comm.warmup()
+    call(comm, *inputs(comm.rank), comm.rank == 0)
+    torch.cuda.synchronize()
+    with together():
+        with pytest.raises(RuntimeError, match=message):
+            comm.check_errors()
+    comm.destroy()
+
+
+@pytest.mark.parametrize("few", [0, None])
+def test_token_bounds_differ(few, together):
+    """Throughput kernels cut the route into tiles by the bound, latency kernels send it in packets."""
+
+    def call(comm, x, idx, odd):
+        comm.dispatch(x, idx, max_tokens=64 if odd else 32)
+
+    disagree(together, "which passed max_tokens (32, not 64|64, not 32)", call, latency_max_tokens=few)
+
+
+def test_few_and_many_tokens(together):
+    """One rank's bound is for the latency kernels, the others' is not."""
+
+    def call(comm, x, idx, odd):
+        comm.dispatch(x, idx, max_tokens=64 if odd else 32)
+
+    disagree(together, "which passed max_tokens (32, not 64|64, not 32)", call, latency_max_tokens=32)
+
+
+@pytest.mark.parametrize("few", [0, None])
+def test_weights_on_one_rank(few, together):
+    def call(comm, x, idx, odd):
+        comm.dispatch(x, idx, torch.ones(32, 2, device="cuda") if odd else None)
+
+    disagree(together, "whether weights .* given", call, latency_max_tokens=few)
+
+
+def test_residual_on_one_rank(together):
+    def call(comm, x, idx, odd):
+        sent = comm.dispatch(x, idx)
+        comm.combine(sent.x, sent.route, residual=x if odd else None)
+
+    disagree(together, "whether a residual is given", call, latency_max_tokens=None)
+
+
 def test_compile_during_capture(together, monkeypatch):
     config = dict(CONFIG, hidden_size=88)
     monkeypatch.setenv("EP_OPS_CACHE_DIR", "")

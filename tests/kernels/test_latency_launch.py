@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from cute_kernels import marks
 from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
@@ -32,11 +33,18 @@ class Recorder:
 
         return new(*topk_idx.shape), new(self._problem.world_size, max_tokens, 4), new(8), new(8), new(8)
 
-    def _launch(self, kernel, variant, kind, *arguments):
+    def _new_rows(self, x, topk_weights, num_rows):
+        return x.new_empty(num_rows, x.shape[1]), torch.empty(0 if topk_weights is None else num_rows)
+
+    def _new_tokens(self, y, tokens):
+        return y.new_empty(tokens, y.shape[1])
+
+    def _launch(self, kernel, variant, terms, *arguments):
         made = kernel(self._problem, *variant)
         taken = len(made.signature()) - len(ranks_signature(self._problem)) - 1  # and the stream
         assert len(arguments) == taken
-        assert kind in ("dispatch", "combine")
+        agreed = marks.unpack(terms)[1]
+        assert agreed.kind in ("dispatch", "combine") and agreed.few
         numbers = [a for a in arguments if type(a) is int]
         addresses = arguments[: taken - len(numbers)]
         assert all(a is None or isinstance(a, torch.Tensor) for a in addresses)

@@ -1,0 +1,60 @@
+"""How a communicator's methods call operators.
+
+PyTorch's dispatcher, which hands a call to autograd, to tracers and to the implementation, takes some 20 µs of host
+time for an operator written in Python. That is longer than a decode step's kernels, so where none of these would do
+anything (eager code without gradients) a method calls the implementation itself. ``torch.ops.ep`` always takes the
+long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from .schema import OPERATORS
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+"""Operator name -> what runs on a CPU or a GPU (see register)."""
+
+_TYPES: dict[str, frozenset[type]] = {
+    "Tensor": frozenset({Tensor, torch.nn.Parameter}),
+    "Optional[Tensor]": frozenset({Tensor, torch.nn.Parameter, NoneType}),
+    "int": frozenset({int}),
+    "str": frozenset({str}),
+}
+_ARGUMENTS = {
+    op._schema.name.removeprefix("ep::"): tuple(_TYPES[str(a.type)] for a in op._schema.arguments) for op in OPERATORS
+}
+"""Operator name -> the types that each of its arguments plainly has. Subclasses of Tensor may mean something else."""
+
+
+def call(name: str, *args: Any) -> Any:
+    """``torch.ops.ep.<name>(*args)``, with all arguments."""
+    if _heeded() or not _plain(_ARGUMENTS[name], args):
+        return getattr(torch.ops.ep, name)(*args)
+    return IMPLEMENTATIONS[name](*args)
+
+
+def _heeded() -> bool:
+    """Whether somebody wants to hear of operators: a tracer, autograd, a mode, a transform, a profiler."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or get_eval_frame_callback() is not None  # Dynamo would trace into what it is not told to leave alone
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def _plain(kinds: tuple[frozenset[type], ...], args: tuple[Any, ...]) -> bool:
+    for kind, arg in zip(kinds, args, strict=True):
+        if type(arg) not in kind:
+            return False
+    return not args[0].is_meta
