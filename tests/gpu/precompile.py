@@ -1,4 +1,4 @@
-"""Compiles the kernels of test_throughput.py into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`.
+"""Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`.
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -11,32 +11,71 @@ import multiprocessing
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
-def problems(world_sizes: list[int], seed: int) -> list:
+class Wanted:
+    """Kernels by the configurations of communicators, each once."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.kernels: dict[Any, None] = {}
+
+    def add(self, config: dict[str, Any], bound: int = 0, only: tuple[str, ...] = (), halves: bool = True) -> None:
+        """All kernels, or those of the named classes; latency kernels for at most `bound` tokens, whole or halves."""
+        import torch
+
+        from cute_kernels.heap import Problem
+        from ep_ops.backends import cute, latency, sizes
+        from ep_ops.config import even_experts
+
+        experts = config.get("experts_per_rank") or even_experts(config["num_experts"], self.world_size)
+        dtype = sizes.DTYPES[config.get("dtype", torch.bfloat16)]
+        tokens = config["max_tokens_per_rank"]
+        problem = Problem(self.world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)
+        found = [k for k in cute.kernels_of(problem) if not only or type(k).__name__ in only]
+        if bound:
+            few = latency.kernels_of(problem, min(bound, sizes.most_tokens(problem)))
+            found += [k for k in few if halves or (k.send and k.receive)]
+        self.kernels.update(dict.fromkeys(found))
+
+
+def kernels(world_size: int, seed: int) -> list[Any]:
+    """What every test launches."""
     import cases
-    from test_throughput import CASES, SIZES, WIDEST, case_config, size_config
+    import test_failures
+    import test_gather
+    import test_latency
+    import test_steps
+    import test_throughput
 
-    from cute_kernels.heap import Problem
-    from ep_ops.backends.sizes import DTYPES
-    from ep_ops.config import even_experts
+    from ep_ops.backends.sizes import DEFAULT_TOKENS
 
-    found = {}
-    for world_size in world_sizes:
-        configs = [case_config(cases.route_cases(world_size, seed)[name], dtype) for name, dtype in CASES]
-        for config in [*configs, *(size_config(hidden) for hidden in SIZES), WIDEST]:
-            experts = config.get("experts_per_rank") or even_experts(config["num_experts"], world_size)
-            dtype = DTYPES[config["dtype"]] if "dtype" in config else "bf16"
-            problem = Problem(
-                world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, config["max_tokens_per_rank"]
-            )
-            found[problem] = None
-    return list(found)
+    routes = cases.route_cases(world_size, seed)
+    want = Wanted(world_size)
+    for name, dtype in test_throughput.CASES:
+        want.add(test_throughput.case_config(routes[name], dtype))
+    for config in (*map(test_throughput.size_config, test_throughput.SIZES), test_throughput.WIDEST):
+        want.add(config)
+    for name, dtype in test_latency.CASES:
+        config = test_latency.case_config(routes[name], dtype)
+        want.add(config, DEFAULT_TOKENS, only=("Combine",), halves=False)  # and a combine with a residual
+    for hidden in (*test_latency.SIZES, 1024):
+        want.add(test_latency.size_config(hidden), DEFAULT_TOKENS)
+    for name, dtype in test_gather.CASES:
+        want.add(test_gather.case_config(routes[name], dtype), only=("Gather", "Combine", "Publish"))
+    for tokens in test_gather.TOKENS:
+        want.add(test_gather.by_rank_config(world_size, tokens), only=("Gather", "Combine", "Publish"))
+    want.add(test_gather.steps_config(world_size))
+    want.add(test_steps.CONFIG)
+    for bound in (32, 64):
+        want.add(test_failures.CONFIG, bound)
+    return list(want.kernels)
 
 
-def build(kernel, arch: str) -> None:
+def build(kernel: Any, arch: str) -> None:
     from cute_kernels import jit
 
     jit.get(kernel, arch, lambda: False)
@@ -45,15 +84,13 @@ def build(kernel, arch: str) -> None:
 def main() -> None:
     import torch
 
-    from ep_ops.backends.cute import kernels_of
-
     major, minor = torch.cuda.get_device_capability()
     seed = int(os.environ["EP_OPS_TEST_SEED"])
-    kernels = [k for problem in problems([int(a) for a in sys.argv[1:]], seed) for k in kernels_of(problem)]
+    wanted = [kernel for world_size in sys.argv[1:] for kernel in kernels(int(world_size), seed)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        list(pool.map(build, kernels, [f"sm_{major}{minor}a"] * len(kernels), chunksize=4))
-    print(f"{len(kernels)} kernels compiled")
+        list(pool.map(build, wanted, [f"sm_{major}{minor}a"] * len(wanted)))
+    print(f"{len(wanted)} kernels compiled")
 
 
 if __name__ == "__main__":

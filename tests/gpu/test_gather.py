@@ -18,6 +18,7 @@ HIDDEN = {BF16: 24, torch.float16: 1032, torch.float32: 8200}
 """Rows below 512 bytes, of an odd number of vectors, and of several pieces."""
 CASES = [(name, BF16) for name in cases.CASE_NAMES]
 CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != BF16]
+TOKENS = (1, 7, 512, 4096)
 STEPS = 100
 DELAY = 3_000_000  # cycles, more than a millisecond: several operations
 
@@ -44,15 +45,19 @@ def bits(rows: Tensor) -> Tensor:
     return rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_same_bits_as_combine(name, dtype, seed, together):
-    rank, world_size = ranks()
-    case = cases.route_cases(world_size, seed)[name]
-    config: dict[str, Any] = dict(
+def case_config(case: cases.RouteCase, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
         num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN[dtype],
         top_k=case.top_k, max_tokens_per_rank=48, dtype=dtype, alignment=case.alignment,
         symmetric_rows=max(1, *case.capacity),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_same_bits_as_combine(name, dtype, seed, together):
+    rank, world_size = ranks()
+    case = cases.route_cases(world_size, seed)[name]
+    config = case_config(case, dtype)
     rows, topk_idx = case.capacity[rank], case.topk_idx[rank].cuda()
     with make_comm("cute", name, **config) as comm, make_comm("reference", name, **config) as ref:
         route, _ = comm.plan(topk_idx, capacity=rows, slots=case.slots[rank], max_tokens=case.max_tokens)
@@ -68,22 +73,27 @@ def test_same_bits_as_combine(name, dtype, seed, together):
             assert torch.equal(bits(got), bits(pushed)) and torch.equal(bits(got), bits(expected))
 
 
+def by_rank_config(world_size: int, tokens: int) -> dict[str, Any]:
+    """Expert r stands for rank r."""
+    return dict(
+        num_experts=world_size, hidden_size=7168, top_k=world_size, max_tokens_per_rank=tokens, alignment=1,
+        symmetric_rows=world_size * tokens,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("sms", [1, 24, 132])
-@pytest.mark.parametrize("tokens", [1, 7, 512, 4096])
+@pytest.mark.parametrize("tokens", TOKENS)
 def test_one_row_per_token_and_rank(tokens, sms, seed, together):
-    """Expert r stands for rank r: what the gathering combine is for."""
+    """What the gathering combine is for."""
     rank, world_size = ranks()
     if sms == 1 and tokens > 512:
         pytest.skip("slow")
     capacity = world_size * tokens
-    config: dict[str, Any] = dict(
-        num_experts=world_size, hidden_size=7168, top_k=world_size, max_tokens_per_rank=tokens, alignment=1,
-        combine_sms=sms, symmetric_rows=capacity,
-    )  # fmt: skip
+    config = by_rank_config(world_size, tokens)
     mine = tokens if rank % 2 == 0 else tokens // 2 + tokens % 2
     idx = every_rank(mine)
     idx[torch.rand(idx.shape, generator=generator(seed), device="cuda") < 0.1] = -1
-    with make_comm("cute", "by rank", **config) as comm:
+    with make_comm("cute", "by rank", combine_sms=sms, **config) as comm:
         route, dropped = comm.plan(idx, capacity=capacity)
         given = rows_of(route, 1, capacity, 7168, BF16, seed)
         y = comm.empty_rows(capacity).copy_(given)
@@ -95,8 +105,7 @@ def test_one_row_per_token_and_rank(tokens, sms, seed, together):
             assert not dropped.any() and torch.equal(bits(got), bits(pushed))
 
 
-def steps_config() -> dict[str, Any]:
-    world_size = ranks()[1]
+def steps_config(world_size: int) -> dict[str, Any]:
     return dict(
         num_experts=world_size, hidden_size=1024, top_k=world_size, max_tokens_per_rank=256, alignment=1,
         symmetric_rows=world_size * 256,
@@ -125,7 +134,7 @@ def test_rows_are_overwritten_at_once(slow, seed, together):
     rows late, or fetches with a single block."""
     rank, world_size = ranks()
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    with make_comm("cute", "overwrite", **steps_config()) as comm:
+    with make_comm("cute", "overwrite", **steps_config(ranks()[1])) as comm:
         comm.warmup()
         y = comm.empty_rows(comm.symmetric_rows)
         stamped(comm, y, 0)
@@ -152,7 +161,7 @@ def test_rows_are_overwritten_at_once(slow, seed, together):
 
 def test_graph_replay(together):
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    with make_comm("cute", "replay", **steps_config()) as comm:
+    with make_comm("cute", "replay", **steps_config(ranks()[1])) as comm:
         comm.warmup()
         idx = every_rank(256)
         route, _ = comm.plan(idx, capacity=comm.symmetric_rows)
@@ -185,7 +194,7 @@ def test_graph_replay(together):
 
 
 def test_gradients(seed, together):
-    with make_comm("cute", "gradients", **steps_config()) as comm:
+    with make_comm("cute", "gradients", **steps_config(ranks()[1])) as comm:
         idx = every_rank(100)
         x = torch.randn(100, 1024, generator=generator(seed), device="cuda").to(BF16)
         results = []
@@ -206,7 +215,7 @@ def test_gradients(seed, together):
 
 
 def test_refusals(together):
-    with make_comm("cute", "refusals", **steps_config()) as comm:
+    with make_comm("cute", "refusals", **steps_config(ranks()[1])) as comm:
         idx = torch.zeros(4, comm.world_size, dtype=torch.int32, device="cuda")
         route, _ = comm.plan(idx, capacity=16)
         y = comm.empty_rows(16)
@@ -216,7 +225,7 @@ def test_refusals(together):
                     comm.combine_gathered(elsewhere, route)
             with pytest.raises(ValueError, match="the symmetric_rows of"):
                 comm.empty_rows(comm.symmetric_rows + 1)
-    with make_comm("cute", "without", **steps_config() | {"symmetric_rows": 0}) as comm:
+    with make_comm("cute", "without", **steps_config(ranks()[1]) | {"symmetric_rows": 0}) as comm:
         route, _ = comm.plan(idx, capacity=16)
         with together(), pytest.raises(ValueError, match="symmetric_rows is 0"):
             comm.combine_gathered(torch.zeros_like(y), route)
@@ -226,7 +235,7 @@ def test_all_ranks_must_gather(together):
     rank, world_size = ranks()
     if world_size == 1:
         pytest.skip("needs several ranks")
-    comm = make_comm("cute", "mixed", **steps_config())
+    comm = make_comm("cute", "mixed", **steps_config(ranks()[1]))
     comm.warmup()
     idx = torch.zeros(4, world_size, dtype=torch.int32, device="cuda")
     route, _ = comm.plan(idx, capacity=comm.symmetric_rows)

@@ -21,11 +21,11 @@ def ranks() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def draw(seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh tokens of this rank, a random number of them: x, topk_idx (some -1, some skewed), topk_weights."""
+def draw(seed: int, step: int, most: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh tokens of this rank, a random number up to `most`: x, topk_idx (some -1, some skewed), topk_weights."""
     gen = torch.Generator(device="cuda").manual_seed(seed + 7919 * step + ranks()[0])
     host = torch.Generator().manual_seed(seed + 104729 * step + ranks()[0])
-    tokens = int(torch.randint(0, TOKENS + 1, (), generator=host))
+    tokens = int(torch.randint(0, most + 1, (), generator=host))
     x = torch.randn(tokens, HIDDEN, generator=gen, device="cuda").bfloat16()
     scores = torch.rand(tokens, EXPERTS, generator=gen, device="cuda")
     scores[:, : step % EXPERTS] *= 0.5
@@ -34,17 +34,33 @@ def draw(seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, idx, torch.rand(idx.shape, generator=gen, device="cuda")
 
 
-def expected(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor | None) -> Tensor:
-    """combine(dispatch(x)) in plain PyTorch on this rank alone, to the bit: rank by rank, k by k."""
-    total = torch.zeros(x.shape, device=x.device)
-    for first, held in zip(comm.first_expert, comm.experts_per_rank, strict=True):
-        partial = torch.zeros_like(total)
-        for k in range(idx.shape[1]):
-            here = ((idx[:, k] >= first) & (idx[:, k] < first + held))[:, None]
-            term = x.float() if weights is None else x.float() * weights[:, k, None]
-            partial = partial + torch.where(here, term, 0.0)
-        total = total + partial.to(x.dtype).float()
-    return total.to(x.dtype)
+def added(terms: Tensor, idx: Tensor, residual: Tensor | None = None) -> Tensor:
+    """What a combine makes of a row for each (token, k), float32 `terms` [T, K, H], in plain PyTorch on this rank
+    alone, to the bit: rank by rank, k by k."""
+    world_size = ranks()[1]
+    owner = idx.div(EXPERTS // world_size, rounding_mode="floor")  # below 0 where there is none
+    here = owner == torch.arange(world_size, device=idx.device)[:, None, None]  # [W, T, K]
+    partial = terms.new_zeros(world_size, idx.shape[0], HIDDEN)
+    for k in range(TOP_K):
+        partial = partial + torch.where(here[:, :, k, None], terms[:, k], 0.0)
+    total = torch.zeros_like(partial[0])
+    for pushed in partial.bfloat16():
+        total = total + pushed.float()
+    return (total if residual is None else total + residual.float()).bfloat16()
+
+
+def expected(x: Tensor, idx: Tensor, weights: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """combine(dispatch(x)), to the bit."""
+    scale = torch.ones(idx.shape, device=idx.device) if weights is None else weights
+    return added(x.float()[:, None] * scale[..., None], idx, residual)
+
+
+def wrong_gradients(grads: tuple[Tensor, ...], x: Tensor, idx: Tensor, weights: Tensor, grad_out: Tensor) -> Tensor:
+    """How many elements of the gradients of x (to the bit) and of the weights (sums in any order) are wrong."""
+    rows = (grad_out.float()[:, None] * weights[..., None]).bfloat16().float()
+    dots = (x.float() * grad_out.float()).sum(1, keepdim=True)
+    near = (grads[1] - torch.where(idx >= 0, dots, 0.0)).abs() < 1e-2
+    return wrong(grads[0], added(rows, idx)) + (~near).sum()
 
 
 def wrong(out: Tensor, want: Tensor) -> Tensor:
@@ -52,16 +68,26 @@ def wrong(out: Tensor, want: Tensor) -> Tensor:
 
 
 def test_back_to_back(seed, together):
+    """Dispatches, combines and both backwards; tokens and their bound change from step to step."""
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     with make_comm("cute", "steps", **CONFIG) as comm:
         for step in range(STEPS):
-            x, idx, weights = draw(seed, step)
-            sent = comm.dispatch(x, idx, weights if step % 2 else None)
-            out = comm.combine(sent.x, sent.route, sent.weights)
-            bad += wrong(out, expected(comm, x, idx, weights if step % 2 else None)) + sent.dropped.sum()
+            bound = 9 if step % 3 == 2 else TOKENS
+            x, idx, drawn = draw(seed, step, bound)
+            weights = drawn if step % 2 else None
+            residual = x.flip(0) if step % 7 == 3 else None
+            sent = comm.dispatch(x, idx, weights, max_tokens=bound)
+            out = comm.combine(sent.x, sent.route, sent.weights, residual=residual)
+            bad += wrong(out, expected(x, idx, weights, residual)) + sent.dropped.sum()
             if step % 5 == 0:
                 again, _ = comm.dispatch_planned(x, sent.route, num_rows=sent.x.shape[0])
-                bad += wrong(comm.combine(again, sent.route), expected(comm, x, idx, None))
+                bad += wrong(comm.combine(again, sent.route), expected(x, idx, None))
+            if step % 5 == 2:
+                leaf, scale = x.detach().requires_grad_(), drawn.detach().requires_grad_()
+                sent = comm.dispatch(leaf, idx, scale, max_tokens=bound)
+                out = comm.combine(sent.x, sent.route, sent.weights)
+                grads = torch.autograd.grad(out, (leaf, scale), x.flip(0))
+                bad += wrong_gradients(grads, x, idx, drawn, x.flip(0))
         torch.cuda.synchronize()
         comm.check_errors()
         with together():
@@ -100,7 +126,7 @@ def test_graph_replay(seed, together):
         for number in range(STEPS):
             fill(number)
             graph.replay()
-            bad += wrong(results[0], expected(comm, x, idx, weights))
+            bad += wrong(results[0], expected(x, idx, weights))
             if number % 10 == 0:
                 replayed = [result.clone() for result in results]
                 for one, other in zip(replayed, step(), strict=True):

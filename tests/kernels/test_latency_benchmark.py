@@ -1,0 +1,142 @@
+"""`ep-ops bench latency` without a GPU: kernels compile, it runs on CPU processes, its report reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import latency, latency_report, report
+from benchmarks.timing import Timing
+from ep_ops import Communicator
+
+ROOT = Path(report.__file__).parent.parent
+SMALL = ["--tokens", "1,3", "--hidden", "64", "--experts", "8", "--top-k", "2", "--pairs", "2", "--replays", "3"]
+
+
+def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *launcher, "-m", "ep_ops.cli", "bench", "latency", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT)
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_flags_go_there_and_back(arch: str, world_size: int) -> None:
+    pytest.importorskip("cutlass")
+    from benchmarks.link import RoundTrips
+    from cute_kernels.jit import compile_kernel
+
+    ptx = compile_kernel(RoundTrips(world_size), arch, keep_ptx=True).__ptx__
+    assert "st.relaxed.sys.global" in ptx and "ld.acquire.sys.global" in ptx
+    assert "st.release" not in ptx and "local" not in ptx
+
+
+def test_kernels_of_both_communicators_are_known_beforehand() -> None:
+    pytest.importorskip("cutlass")
+    from benchmarks.kernels import kernels_of_communicator
+    from cute_kernels.latency.dispatch import Dispatch
+    from ep_ops.backends import cute
+
+    def kernels(latency_max_tokens: int | None) -> list:
+        with Communicator(
+            num_experts=8, hidden_size=64, top_k=2, max_tokens_per_rank=256, device="cpu",
+            latency_max_tokens=latency_max_tokens,
+        ) as comm:  # fmt: skip
+            return kernels_of_communicator(comm.config)
+
+    fast, slow = kernels(None), kernels(0)
+    assert slow == cute.kernels_of(slow[0].problem)
+    assert set(slow) < set(fast) and any(isinstance(kernel, Dispatch) for kernel in set(fast) - set(slow))
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def test_spread_of_a_timing() -> None:
+    timing = Timing(tuple(float(us) for us in range(1, 201))).each(2).less(0.5)
+    spread = timing.spread()
+    assert (spread["us_min"], spread["us"], spread["us_median"], spread["us_max"]) == (0.0, 49.75, 49.75, 99.5)
+    assert spread["us_p99"] == 99.0 - 0.5 + 0.0
+    assert Timing((3.0,)).p99 == 3.0
+
+
+# ---------------------------------------------------------------------- the command and its report
+
+
+def test_run_on_two_cpu_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "latency.json"
+    done = bench("--device", "cpu", *SMALL, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    run = json.loads(out.read_text())
+    assert run["world_size"] == 2 and run["machine"]["backend"] == "reference" and run["few"] == 1
+    ops = {name for name in latency.DEFAULT if name not in ("flag", "host")}
+    assert {(result["op"], result["tokens"]) for result in run["results"]} == {(op, t) for op in ops for t in (1, 3)}
+    assert all(result.get("correct", True) for result in run["results"])
+    assert {result["op"]: result["calls"] for result in run["results"]}["pair"] == 3
+    assert [(entry["op"], entry["layer"]) for entry in run["host"]] == [
+        (op, layer) for op in ("dispatch", "combine") for layer in ("call", "operator", "backend", "outputs")
+    ]
+    assert report.main(["--no-plots", str(out)]) == 0
+    assert f"| {latency_report.NAMES['pair_padded']} |" in capsys.readouterr().out
+
+
+def test_one_rank_under_torchrun_measures_what_was_asked_for() -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    done = bench("--device", "cpu", *SMALL, "--only", "pair,pair_nccl,work,work_pair,work_halves", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    names = [latency_report.NAMES[op] for op in ("pair", "work", "work_pair", "work_halves")]
+    assert [line.split("  ")[0] for line in lines[-4:]] == names  # alone, there is nobody to exchange with
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert latency.main([]) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        latency.main(["--only", "pair,pear"])
+    assert "unknown: pear" in capsys.readouterr().err
+
+
+def made_up_run() -> dict:
+    """What a run on GPUs writes, one deal of blocks given at one size."""
+
+    def result(op: str, tokens: int, deal: list[int] | None = None) -> dict:
+        us = 8.0 + 0.25 * tokens
+        return {"op": op, "tokens": tokens, "deal": deal, "us": us, "us_p99": 1.1 * us, "correct": tokens != 2}
+
+    ops = [op for op in latency.DEFAULT if op not in ("flag", "host")]
+    machine = {"device": "GPU", "torch": "2", "cuda": "13", "nccl": "2", "driver": "5", "backend": "cute"}
+    return {
+        "benchmark": "latency", "world_size": 4, "machine": machine, "dtype": "bf16", "hidden": 7168, "experts": 256,
+        "top_k": 8, "pairs": 16, "replays": 2000, "few": 200, "flag": {"us": 2.5, "us_p99": 2.75},
+        "host": [{"op": "dispatch", "layer": layer, "us": 9.0} for layer in ("call", "backend")],
+        "results": [result(op, t) for t in (1, 2, 64) for op in reversed(ops)] + [result("pair", 64, [40, 40, 132])],
+    }  # fmt: skip
+
+
+def test_table_has_a_row_for_each_measurement() -> None:
+    text = latency_report.table(made_up_run()).splitlines()
+    assert text[2].split() == ["µs,", "mean", "(p99),", "at", "T", "=", "1", "2", "64"]
+    assert text[3].startswith("dispatch + combine WRONG  ") and text[3].endswith("24.0 (26.4)")
+    assert text[4].startswith("dispatch + combine, blocks 40,40,132  ")
+    assert len({len(line) for line in text[2:-2]}) == 1
+    assert text[-2:] == [
+        "round trip of a bare flag: 2.50 µs (p99 2.75)", "host time of an eager dispatch: 9.0 µs (backend 9.0)"
+    ]  # fmt: skip
+
+
+def test_report_plots_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (written,) = latency_report.plot(made_up_run(), tmp_path / "latency-4")
+    assert written.name == "latency-4-tokens.svg" and 10_000 < written.stat().st_size < 300_000
+    assert latency_report.plot(made_up_run() | {"results": []}, tmp_path / "none") == []
