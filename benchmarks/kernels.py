@@ -1,7 +1,16 @@
-"""Compiles what a run will launch, shared out between the ranks: all of them load it from the disk cache afterwards."""
+"""Compiles what a run will launch, shared out between the ranks: all of them load it from the disk cache afterwards.
+
+python -m benchmarks.kernels --preset full 4 2      # beforehand, with all cores: for runs of 4 and of 2 ranks
+"""
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +18,16 @@ import torch.distributed as dist
 
 from cute_kernels import jit
 from cute_kernels.heap import Problem
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.gather import Gather
+from cute_kernels.throughput.publish import Publish
 from ep_ops.backends import latency
 from ep_ops.backends.cute import kernels_of
 from ep_ops.backends.sizes import problem_of, token_bound
 from ep_ops.config import Config, even_experts
 
-from .link import LinkCopy, arch_of
-from .presets import Preset
+from .link import Barrier, LinkCopy, arch_of
+from .presets import PRESETS, Preset
 
 
 def kernels(preset: Preset, world_size: int) -> list[Any]:
@@ -26,6 +38,12 @@ def kernels(preset: Preset, world_size: int) -> list[Any]:
         max_tokens = max(case.workload.tokens for case in cases)
         experts = even_experts(w.experts, world_size)
         found |= dict.fromkeys(kernels_of(Problem(world_size, experts, w.top_k, w.hidden, w.dtype, max_tokens)))
+        if any("gathered" in case.measure for case in cases):
+            by_rank = Problem(world_size, (1,) * world_size, world_size, w.hidden, w.dtype, max_tokens)
+            plan, push = Publish(by_rank, True, False, False, True), Combine(by_rank, True, False, False)
+            found |= dict.fromkeys((plan, push, Gather(by_rank)))
+    if world_size > 1:
+        found[Barrier(world_size)] = None
     if preset.link_sms and world_size > 1:
         for row_bytes in preset.row_bytes:
             found |= dict.fromkeys(LinkCopy(world_size, row_bytes, push) for push in (True, False))
@@ -47,3 +65,30 @@ def compile_together(wanted: list[Any], device: torch.device) -> int:
         jit.get(kernel, arch_of(device), lambda: False)
     dist.barrier()
     return len(wanted)
+
+
+def compile_beforehand(wanted: Sequence[Any], arch: str) -> None:
+    """Into the disk cache, by as many processes as there are cores."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), mp_context=context) as pool:
+        list(pool.map(_compile, wanted, [arch] * len(wanted)))
+
+
+def _compile(kernel: Any, arch: str) -> None:
+    jit.get(kernel, arch, lambda: False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    options.add_argument("ranks", nargs="+", type=int, help="numbers of ranks")
+    options.add_argument("--preset", choices=PRESETS, default="full")
+    options.add_argument("--arch", help="such as sm_90a (default: this machine's GPU's)")
+    args = options.parse_args(argv)
+    wanted = [kernel for ranks in args.ranks for kernel in kernels(PRESETS[args.preset](), ranks)]
+    compile_beforehand(wanted, args.arch or arch_of(torch.device("cuda", 0)))
+    print(f"{len(wanted)} kernels are compiled")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,12 +11,9 @@ from torch import Tensor
 from ep_ops import Communicator, Route
 
 from .baselines import eager_combine, eager_dispatch
-from .workloads import Traffic, Workload, draw_route, goes_to, measure_traffic
+from .workloads import Traffic, Workload, draw_route, measure_traffic
 
 SETS = 4
-GATHER_SMS = 24
-"""For rows that are gathered, where the case leaves it to the backend."""
-
 MAX_ERROR = 0.02
 """Of a combined token, relative to the norm of what it should be: bf16 sums are two orders better than wrong rows."""
 
@@ -83,6 +80,10 @@ class Calls:
         s = self._set(i)
         self.comm.combine(s.y, s.route)
 
+    def combine_residual(self, i: int) -> None:
+        s = self._set(i)
+        self.comm.combine(s.y, s.route, s.recv_weights, residual=s.x)
+
     def dispatch_backward(self, i: int) -> None:
         s = self._set(i)
         torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route, self.comm.alignment, self.comm.name)
@@ -120,45 +121,6 @@ class Calls:
 
         return forward, forward_backward
 
-    # ------------------------------------------------------------------ rows in symmetric memory
-
-    def gathered(self) -> tuple[Communicator, Callable[[int], None], dict[str, float]]:
-        """Combine of one row for each token and rank that holds an expert of it, in symmetric memory.
-
-        As many bytes over NVLink as :meth:`combine`. Returns the communicator, in which an expert stands for a rank,
-        the call, and its error.
-        """
-        given, tokens, ranks = self.comm, self.workload.tokens, self.comm.world_size
-        comm = Communicator(
-            given.group,
-            num_experts=ranks,
-            hidden_size=given.hidden_size,
-            top_k=ranks,
-            max_tokens_per_rank=tokens,
-            alignment=1,
-            dtype=given.dtype,
-            device=given.device,
-            backend=given.backend.name,
-            timeout=given.timeout,
-            combine_sms=given.combine_sms or GATHER_SMS,
-            latency_max_tokens=0,
-            symmetric_rows=ranks * tokens,
-        )
-        rank = torch.arange(ranks, dtype=torch.int32, device=given.device)
-        routes = []
-        for s in self.sets:
-            there = goes_to(s.topk_idx, self.workload.experts, ranks).T
-            topk_idx = torch.where(there, rank, -1).contiguous()
-            routes.append(comm.plan(topk_idx, capacity=ranks * tokens)[0])
-        rows = comm.empty_rows(ranks * tokens)
-        rows.copy_(torch.randn(rows.shape, dtype=rows.dtype, device=rows.device))
-        error = _relative_error(comm.combine_gathered(rows, routes[0]), comm.combine(rows.clone(), routes[0]))
-
-        def call(i: int) -> None:
-            comm.combine_gathered(rows, routes[i % SETS])
-
-        return comm, call, {"combine_gathered": error}
-
     # ------------------------------------------------------------------ torch.distributed alone
 
     def eager(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
@@ -195,18 +157,20 @@ class Calls:
         grad_y, _ = self.combine_backward(0)
         grad_rows, _ = comm.dispatch_planned(s.grad_out, s.route, num_rows=self.capacity)
         held = s.route.recv_rows[s.route.recv_rows >= 0].long()
+        with_residual = comm.combine(got.x, got.route, got.weights, residual=s.grad_out)
         found = {
             "dispatch": (comm.combine(got.x, got.route, got.weights), s.x * weight_sum),
             "dispatch_planned": (comm.combine(planned, s.route, weights), s.x * weight_sum),
             "combine_unweighted": (comm.combine(got.x, got.route), s.x * self.workload.top_k),
+            "combine_residual": (with_residual, s.x * weight_sum + s.grad_out),
             "dispatch_backward": (back, comm.combine(s.y, s.route)),
             "combine_backward": (grad_y[held], grad_rows[held] * s.recv_weights[held, None]),
         }
         found["combine"] = found["dispatch"]
-        return {name: _relative_error(out, expected) for name, (out, expected) in found.items()}
+        return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 
 
-def _relative_error(out: Tensor, expected: Tensor) -> float:
+def relative_error(out: Tensor, expected: Tensor) -> float:
     """The largest over rows; not a number counts as infinite."""
     distance = (out.float() - expected.float()).norm(dim=1)
     worst = float((distance / expected.float().norm(dim=1)).max()) if out.numel() else 0.0

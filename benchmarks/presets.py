@@ -9,18 +9,19 @@ from collections.abc import Callable
 from .workloads import ROUTINGS, Workload
 
 FORWARD = ("dispatch", "dispatch_planned", "combine", "combine_unweighted")
-OPERATORS = (*FORWARD, "dispatch_backward", "combine_backward")
+BACKWARD = ("dispatch_backward", "combine_backward")
+OPERATORS = (*FORWARD, "combine_residual", *BACKWARD)
 """All of them weighted, but for `combine_unweighted`."""
 
 BASELINES = ("nccl", "eager")
 MEASURABLE = (*OPERATORS, "gathered", "pair", "host", *BASELINES)
-"""`gathered`: combine of rows in symmetric memory. `pair`: dispatch and combine compiled together, forward and forward
-+ backward. `host`: host time of a dispatch."""
+"""`gathered`: combine of one row per (token, rank), gathered from symmetric memory and pushed from an ordinary tensor.
+`pair`: dispatch and combine compiled together, forward and forward + backward. `host`: host time of a dispatch."""
 
 WORKLOAD_A = Workload()
 TINY = Workload(tokens=48, hidden=64, experts=8, top_k=2)
 
-SMS = (8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
+SMS = (8, 12, 16, 20, 22, 24, 28, 32, 48, 64, 96, 132)
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN = (2048, 4096, 7168, 8192)
 TOP_K = (1, 2, 4, 8)
@@ -39,7 +40,7 @@ class Case:
     def communicator(self) -> tuple:
         """Cases in which this is equal, and which follow each other, share a communicator."""
         w = self.workload
-        return w.hidden, w.experts, w.top_k, w.dtype, self.dispatch_sms, self.combine_sms
+        return w.hidden, w.experts, w.top_k, w.dtype
 
     def __str__(self) -> str:
         budget = f"{self.dispatch_sms or 'default'}/{self.combine_sms or 'default'} SMs"
@@ -89,11 +90,19 @@ def over_sms(sms: tuple[int, ...] = SMS) -> Preset:
 def over_sizes() -> Preset:
     """Tokens, hidden size, top-k and routing, each varied from workload A, with the default budgets."""
     a = WORKLOAD_A
-    workloads = [dataclasses.replace(a, tokens=t, routing=r) for r in ROUTINGS for t in TOKENS]
-    workloads += [dataclasses.replace(a, hidden=h, routing=r) for h in HIDDEN if h != a.hidden for r in ROUTINGS]
-    workloads += [dataclasses.replace(a, top_k=k, routing=r) for k in TOP_K if k != a.top_k for r in ROUTINGS]
-    small = ("host",)  # where host time may matter
-    return Preset(tuple(Case(w, OPERATORS + (small if w.tokens == 128 else ())) for w in workloads), (24, 64, 132))
+    operators = ("dispatch", "dispatch_planned", "combine", *BACKWARD, "gathered")
+
+    def cases(workloads: list[Workload]) -> list[Case]:
+        return [Case(dataclasses.replace(w, routing=r), operators) for w in workloads for r in ROUTINGS]
+
+    # Tokens in between: what surrounds this in `full` is then not measured with a communicator for more tokens.
+    made = cases([dataclasses.replace(a, hidden=h) for h in HIDDEN if h != a.hidden])
+    for case in cases([dataclasses.replace(a, tokens=t) for t in TOKENS]):
+        compared = BASELINES if case.workload.routing == "balanced" else ()
+        host = ("host",) if case.workload.tokens == 128 else ()  # where it may matter
+        made.append(dataclasses.replace(case, measure=(*operators, *host, *compared)))
+    made += cases([dataclasses.replace(a, top_k=k) for k in TOP_K if k != a.top_k])
+    return Preset(tuple(made), (24, 64, 132))
 
 
 def tiny() -> Preset:
@@ -103,8 +112,8 @@ def tiny() -> Preset:
 
 
 def full() -> Preset:
-    """All of quick, sms and sizes: what is recorded."""
-    parts = (quick(), over_sms(), over_sizes())
+    """All of quick, sms and sizes: what is recorded. What is compiled by torch takes longest and comes last."""
+    parts = (quick().without({"pair"}), over_sms(), over_sizes(), quick().without({*MEASURABLE} - {"pair"}))
     return Preset(tuple(case for part in parts for case in part.cases), SMS)
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 Result = dict[str, Any]
 
-COLUMNS = ("what", "T", "H", "K", "routing", "SMs", "µs", "steady µs", "GB/s", "of link")
+COLUMNS = ("what", "T", "H", "K", "routing", "SMs", "µs", "steady µs", "graph µs", "GB/s", "of link")
 
 NAMES = {
     "dispatch": "dispatch",
     "dispatch_planned": "dispatch, reused route",
     "combine": "combine, weighted",
     "combine_unweighted": "combine, unweighted",
-    "combine_gathered": "combine, gathered from symmetric memory",
+    "combine_residual": "combine, weighted, with a residual",
+    "combine_gathered": "combine of a row per rank, gathered",
+    "combine_pushed": "combine of a row per rank, pushed",
     "dispatch_backward": "dispatch, backward",
     "combine_backward": "combine, backward",
     "pair_forward": "both, forward, compiled",
@@ -36,7 +38,9 @@ BUDGETS = {
     "combine_backward": "combine_sms",
     "combine": "combine_sms",
     "combine_unweighted": "combine_sms",
+    "combine_residual": "combine_sms",
     "combine_gathered": "combine_sms",
+    "combine_pushed": "combine_sms",
     "dispatch_backward": "combine_sms",
 }
 """Backwards move rows the other way."""
@@ -47,18 +51,22 @@ def best_link(run: dict[str, Any]) -> float | None:
     return max((entry["gbs"] for entry in run["link"]), default=None)
 
 
+def taken(result: Result) -> float:
+    """µs of a call: in a graph, else back to back, else by itself, as far as that was measured."""
+    us: float = next(result[key] for key in ("graph_us", "steady_us", "us") if key in result)
+    return us
+
+
 def complete(run: dict[str, Any]) -> dict[str, Any]:
     """Fills in the time that the bytes take at the link's speed, and its ratio to the time taken."""
     speed = best_link(run)
     for result in run["results"]:
         nbytes = result.get("nvlink_bytes")
-        if nbytes and result["us"]:
-            result["gbs"] = nbytes / result["us"] / 1e3
+        if nbytes and taken(result):
+            result["gbs"] = nbytes / taken(result) / 1e3
             if speed:
                 result["limit_us"] = nbytes / speed / 1e3
-                result["ratio"] = result["limit_us"] / result["us"]
-                if "steady_us" in result:
-                    result["steady_ratio"] = result["limit_us"] / result["steady_us"]
+                result["ratio"] = result["limit_us"] / taken(result)
     return run
 
 
@@ -94,8 +102,7 @@ def cells(result: Result) -> list[str]:
         str(result["top_k"]),
         result["routing"],
         str(budget or ""),
-        f"{result['us']:.1f}",
-        f"{result['steady_us']:.1f}" if "steady_us" in result else "",
+        *(f"{result[key]:.1f}" if key in result else "" for key in ("us", "steady_us", "graph_us")),
         f"{result['gbs']:.0f}" if "gbs" in result else "",
         f"{100 * result['ratio']:.0f} %" if "ratio" in result else "",
     ]
@@ -131,7 +138,7 @@ def table(run: dict[str, Any]) -> str:
 def summary(run: dict[str, Any]) -> dict[str, Any]:
     """The run with nothing but each operator's first result on the workload that sweeps start from."""
     swept = [result for result in run["results"] if result["op"] in SWEPT]
-    centre = _centre(swept) | {"routing": "balanced", "given_sms": None} if swept else {}
+    centre = centre_of(swept) | {"routing": "balanced", "given_sms": None} if swept else {}
     firsts: dict[str, Result] = {}
     for result in run["results"]:
         if all(result[key] == value for key, value in centre.items()):
@@ -154,22 +161,25 @@ COLOURS = {
     "combine": "#c0392b",
     "combine_unweighted": "#e08e79",
     "combine_gathered": "#7d3c98",
+    "combine_pushed": "#c39bd3",
     "push": "#777777",
     "pull": "#333333",
 }
-SWEPT = tuple(COLOURS)[:5]
+SWEPT = tuple(COLOURS)[:6]
 
 
-def _varied(results: Iterable[Result], axis: str, **fixed: Any) -> dict[str, list[tuple[Any, Result]]]:
+def varied(
+    results: Iterable[Result], axis: str, ops: Sequence[str] = SWEPT, **fixed: Any
+) -> dict[str, list[tuple[Any, Result]]]:
     """By operator: results that agree with `fixed`, sorted by `axis`, one for each of its values."""
     lines: dict[str, dict[Any, Result]] = {}
     for result in results:
-        if result["op"] in SWEPT and all(result[key] == value for key, value in fixed.items()):
+        if result["op"] in ops and all(result[key] == value for key, value in fixed.items()):
             lines.setdefault(result["op"], {})[result[axis]] = result
     return {op: sorted(points.items()) for op, points in lines.items() if len(points) > 1}
 
 
-def _centre(results: Sequence[Result]) -> dict[str, Any]:
+def centre_of(results: Sequence[Result]) -> dict[str, Any]:
     """The workload that sweeps start from: hidden size, top-k and tokens that occur most often."""
     values = {key: [result[key] for result in results] for key in ("hidden", "top_k", "tokens")}
     return {key: max(set(seen), key=seen.count) for key, seen in values.items()}
@@ -186,7 +196,7 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
     swept = [result for result in run["results"] if result["op"] in SWEPT]
     if not swept:
         return []
-    centre = _centre(swept)
+    centre = centre_of(swept)
     written = []
 
     def save(figure: Any, name: str) -> None:
@@ -199,13 +209,13 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
 
     defaults = [result for result in swept if result["given_sms"] is None]
     sizes = {key: centre[key] for key in ("hidden", "top_k")}
-    routings = [r for r in ("balanced", "skewed") if _varied(defaults, "tokens", routing=r, **sizes)]
+    routings = [r for r in ("balanced", "skewed") if varied(defaults, "tokens", routing=r, **sizes)]
     if routings:
         figure, axes = plt.subplots(1, len(routings), figsize=(5.5 * len(routings), 4.2), sharey=True, squeeze=False)
         for axis, routing in zip(axes[0], routings, strict=True):
-            lines = _varied(defaults, "tokens", routing=routing, **sizes)
+            lines = varied(defaults, "tokens", routing=routing, **sizes)
             for op, points in lines.items():
-                xs, ys = [x for x, _ in points], [r["us"] for _, r in points]
+                xs, ys = [x for x, _ in points], [taken(r) for _, r in points]
                 axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
             points = [(x, r["limit_us"]) for x, r in next(iter(lines.values())) if "limit_us" in r]
             if points:
@@ -214,11 +224,11 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
             axis.set_xticks([x for x, _ in next(iter(lines.values()))])
             axis.xaxis.set_major_formatter("{x:.0f}")
             axis.xaxis.minorticks_off()
-        axes[0][0].set_ylabel("µs, whole call")
+        axes[0][0].set_ylabel("µs, whole call in steady state")
         axes[0][0].legend()
         save(figure, "tokens")
 
-    budgets = _varied([r for r in swept if r["given_sms"]], "given_sms", routing="balanced", **centre)
+    budgets = varied([r for r in swept if r["given_sms"]], "given_sms", routing="balanced", **centre)
     if budgets and best_link(run):
         figure, axis = plt.subplots(figsize=(7, 4.4))
         for op, points in budgets.items():
@@ -237,7 +247,7 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
 
     shapes = [(key, label) for key, label in (("hidden", "hidden size"), ("top_k", "top-k"))]
     found = [
-        (label, _varied(defaults, key, routing="balanced", **{k: v for k, v in centre.items() if k != key}))
+        (label, varied(defaults, key, routing="balanced", **{k: v for k, v in centre.items() if k != key}))
         for key, label in shapes
     ]
     found = [(label, lines) for label, lines in found if lines and best_link(run)]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from ep_ops import Communicator
 
 from .baselines import SameBytes
+from .by_rank import ROW_OPERATORS, RankCalls, by_rank
 from .operators import MAX_ERROR, Calls
 from .presets import OPERATORS, Case, Preset
 from .ranks import Run
@@ -40,12 +45,15 @@ class Session(Run):
         for cases in preset.groups():
             if self.out_of_time():
                 break
-            with self.communicator(cases) as comm:
-                for case in cases:
+            with contextlib.ExitStack() as stack:
+                comm = stack.enter_context(self.communicator(cases))
+                rows_comm = None
+                if any("gathered" in case.measure for case in cases):
+                    rows_comm = stack.enter_context(by_rank(comm))
+                for workload, same in itertools.groupby(cases, key=lambda case: case.workload):
                     if self.out_of_time():
                         break
-                    self.say(str(case))
-                    self.case(comm, case)
+                    self.workload(comm, rows_comm, workload, list(same))
         self.say(f"done after {time.perf_counter() - self.began:.1f} s")
 
     # ------------------------------------------------------------------ what is measured
@@ -73,51 +81,60 @@ class Session(Run):
         link.free()
         self.save()
 
-    def case(self, comm: Communicator, case: Case) -> None:
-        calls = Calls(comm, case.workload)
-        errors = self.errors(calls)
+    def workload(
+        self, comm: Communicator, rows_comm: Communicator | None, workload: Workload, cases: list[Case]
+    ) -> None:
+        """Cases that differ in budgets only: on the same inputs."""
+        calls = Calls(comm, workload)
+        rows = None if rows_comm is None else RankCalls(rows_comm, calls)
+        with torch.no_grad():
+            self.errors = self.worst(calls.errors() | ({} if rows is None else rows.errors()))
+        for case in cases:
+            self.say(str(case))
+            with budget(comm, case):
+                self.case(calls, case)
+            if rows is not None and "gathered" in case.measure:
+                with budget(rows.comm, case), torch.no_grad():
+                    for op in ROW_OPERATORS:
+                        self.operator(case, calls, op, getattr(rows, op), rows.comm)
+
+    def case(self, calls: Calls, case: Case) -> None:
         iterations = self.args.iterations
         with torch.no_grad():
             for op in OPERATORS:
                 if op in case.measure:
-                    call = getattr(calls, op)
-                    steady = self.timer.steady(call, iterations)
-                    timing = self.timer.whole(call, iterations)
-                    self.add(case, calls, op, timing, steady_us=steady.median, error=errors[op])
-            if "gathered" in case.measure:
-                by_rank, call, found = calls.gathered()
-                with by_rank:
-                    steady, timing = self.timer.steady(call, iterations), self.timer.whole(call, iterations)
-                    error = self.worst(found)["combine_gathered"]
-                    self.add(
-                        case, calls, "combine_gathered", timing, steady_us=steady.median, error=error, comm=by_rank
-                    )
-                del by_rank, call
+                    self.operator(case, calls, op, getattr(calls, op), calls.comm)
             if "host" in case.measure:
-                timing = self.timer.host(calls.dispatch, iterations)
-                self.add(case, calls, "host_dispatch", timing, crossings=0)
+                self.add(case, calls, "host_dispatch", self.timer.host(calls.dispatch, iterations), crossings=0)
             if "nccl" in case.measure and self.world_size > 1:
                 same = SameBytes(case.workload, calls.traffic, self.rank, self.device)
                 for direction in ("dispatch", "combine"):
-                    timing = self.timer.whole(getattr(same, direction), iterations)
-                    rows = calls.traffic.crossing
-                    self.add(case, calls, f"nccl_{direction}", timing, rows=rows)
+                    call = getattr(same, direction)
+                    timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
+                    self.add(case, calls, f"nccl_{direction}", timing, steady, rows=calls.traffic.crossing)
                 del same
             if "eager" in case.measure and self.world_size > 1 and case.workload.experts % self.world_size == 0:
-                dispatch, combine = calls.eager()
-                self.add(case, calls, "eager_dispatch", self.timer.whole(dispatch, max(1, iterations // 2)))
-                self.add(case, calls, "eager_combine", self.timer.whole(combine, max(1, iterations // 2)))
-
+                for op, call in zip(("eager_dispatch", "eager_combine"), calls.eager(), strict=True):
+                    self.add(case, calls, op, self.timer.whole(call, max(1, iterations // 2)))
         if "pair" in case.measure:
             forward, forward_backward = calls.compiled()
-            self.add(case, calls, "pair_forward", self.timer.whole(forward, iterations), crossings=2)
-            timing = self.timer.whole(forward_backward, iterations)
-            self.add(case, calls, "pair_forward_backward", timing, crossings=4)
+            self.operator(case, calls, "pair_forward", forward, calls.comm, crossings=2)
+            self.operator(case, calls, "pair_forward_backward", forward_backward, calls.comm, crossings=4)
 
-    def errors(self, calls: Calls) -> dict[str, float]:
-        """Of each operator, the worst over ranks."""
-        with torch.no_grad():
-            return self.worst(calls.errors())
+    def operator(
+        self,
+        case: Case,
+        calls: Calls,
+        op: str,
+        call: Callable[[int], Any],
+        comm: Communicator,
+        crossings: int = 1,
+    ) -> None:
+        """Time calls one by one, back to back, and from a graph where the device and the backend have them."""
+        iterations = self.args.iterations
+        timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
+        graph = self.timer.graph(call, iterations) if comm.backend.name == "cute" else None
+        self.add(case, calls, op, timing, steady, graph, crossings=crossings, comm=comm)
 
     def add(
         self,
@@ -125,17 +142,17 @@ class Session(Run):
         calls: Calls,
         op: str,
         timing: Timing,
+        steady: Timing | None = None,
+        graph: Timing | None = None,
         *,
         crossings: int = 1,
         rows: float | None = None,
-        error: float = 0.0,
-        steady_us: float | None = None,
         comm: Communicator | None = None,
     ) -> None:
-        """Record a timing. `crossings`: how often the bytes of a dispatch cross in a call. `comm`: not the case's."""
+        """Record timings. `crossings`: how often the bytes of a dispatch cross in a call. `comm`: not the case's."""
         workload = case.workload
         rows = calls.crossing if rows is None else rows
-        dispatch_sms, combine_sms = budgets(comm or calls.comm)
+        dispatch_sms, combine_sms = budgets(comm or calls.comm, op)
         result = {
             "op": op,
             "tokens": workload.tokens,
@@ -152,16 +169,21 @@ class Session(Run):
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
         }
-        if steady_us is not None:
-            result |= {"steady_us": steady_us, "error": error, "correct": error <= MAX_ERROR}
+        if steady is not None:
+            result["steady_us"] = steady.median
+        if graph is not None:
+            result["graph_us"] = graph.median
+        if op in self.errors:
+            result |= {"error": self.errors[op], "correct": self.errors[op] <= MAX_ERROR}
         self.found["results"].append(result)
         self.save()
-        self.say(f"    {op}: {timing.median:.1f} µs")
+        others = [f"{how} {t.median:.1f}" for how, t in (("back to back", steady), ("in a graph", graph)) if t]
+        self.say(f"    {op}: {', '.join([f'{timing.median:.1f} µs', *others])}")
 
     # ------------------------------------------------------------------ around it
 
     def communicator(self, cases: list[Case]) -> Communicator:
-        """For cases that differ in tokens and routing only."""
+        """For cases that differ in tokens, routing and budgets only."""
         workload = cases[0].workload
         comm = Communicator(
             num_experts=workload.experts,
@@ -173,8 +195,7 @@ class Session(Run):
             device=self.device,
             backend=self.args.backend,
             timeout=TIMEOUT,
-            dispatch_sms=cases[0].dispatch_sms,
-            combine_sms=cases[0].combine_sms,
+            latency_max_tokens=0,  # the kernels for few tokens have a benchmark of their own
         )
         self.found["machine"]["backend"] = comm.backend.name
         comm.warmup()
@@ -196,8 +217,17 @@ class Session(Run):
         super().save()
 
 
-def budgets(comm: Communicator) -> tuple[int | None, int | None]:
-    """Multiprocessors for dispatch and combine: what was asked for, or what the backend chose."""
+def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[None]:
+    """What a case asks for, as far as the GPU has it."""
+    most = comm.backend.budget
+    dispatch = case.dispatch_sms and min(case.dispatch_sms, most.most_dispatch)
+    combine = case.combine_sms and min(case.combine_sms, most.most_combine)
+    return comm.sm_budget(dispatch=dispatch, combine=combine)
+
+
+def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
+    """Multiprocessors that dispatches and combines take now; the reference backend knows none."""
+    now = comm.backend.budget
     if comm.backend.name == "reference":
-        return comm.dispatch_sms, comm.combine_sms
-    return comm.backend.budget.dispatch, comm.backend.budget.combine
+        return None, None
+    return now.dispatch, now.gather if op == "combine_gathered" else now.combine

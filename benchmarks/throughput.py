@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import sweeps
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import add_options, gpus, numbers, on_every_rank
 from .report import complete, summary, table
@@ -93,7 +94,7 @@ def _measure(device: torch.device, args: argparse.Namespace) -> None:
             found = complete(session.found)
             print(table(found))
             if len(found["results"]) > SHORT:
-                print("\nin short:", table(summary(found)), sep="\n")
+                print("\nin short:", table(summary(found)), *sweeps.lines(found), sep="\n")
             sys.stdout.flush()
     session.close()
 

@@ -4,6 +4,7 @@ Before each timed call the device reads a buffer larger than its L2 (nothing of 
 little (so that the host has enqueued the call before it starts: its own speed is measured apart), and passes a barrier
 with all ranks. Then: event, call, event. The time of a call is the longest over ranks; the result is their median.
 Calls in a row have all that before the first one only, and an event behind each.
+Calls in steady state, eager or from a CUDA graph, are timed in rows that are prepared in the same way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ EVICT_BYTES = 256 * 2**20
 PAUSE_CYCLES = 300_000  # of the GPU's clock: about 0.15 ms
 WARMUP = 3
 LEAD = 10  # calls of a row before the timed ones
+ROW = 8  # eager calls back to back
+CHAIN = 10  # calls in a graph
 SPIN_UP_CYCLES = 20_000_000  # about 10 ms, so that an idle GPU raises its clock
 
 
@@ -88,16 +91,23 @@ class Timer:
     def steady(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Calls back to back, 8 at a time, without a barrier in between: µs of each, one figure for each such row."""
         self._warm(call, iterations)
-        calls = min(8, iterations)
-        marks = [(self._mark(), self._mark()) for _ in range(max(1, iterations // 4))]
-        for start, end in marks:
-            self._line_up()
-            start.record()
+        calls = min(ROW, iterations)
+
+        def row() -> None:
             for i in range(calls):
                 call(i)
-            end.record()
-        self.synchronize()
-        return self._longest([1e3 * start.elapsed_time(end) / calls for start, end in marks])
+
+        return self._rows(row, calls, iterations)
+
+    def graph(self, call: Callable[[int], Any], iterations: int) -> Timing:
+        """Replays of a CUDA graph of 10 calls: µs of each call, one figure for each replay."""
+        self._warm(call, iterations)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(CHAIN):
+                call(i)
+        graph.replay()  # the first one loads it
+        return self._rows(graph.replay, CHAIN, iterations)
 
     def row(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Calls back to back, without a barrier in between: each from the end of the one before it to its own."""
@@ -120,13 +130,24 @@ class Timer:
         for _ in range(max(1, iterations // 4)):
             self._line_up()
             took = []
-            for i in range(min(8, iterations)):
+            for i in range(min(ROW, iterations)):
                 begin = time.perf_counter()
                 call(i)
                 took.append(1e6 * (time.perf_counter() - begin))
             self.synchronize()
             medians.append(statistics.median(took))
         return self._longest(medians)
+
+    def _rows(self, row: Callable[[], None], calls: int, iterations: int) -> Timing:
+        """Time of `row()`, which makes `calls` calls, divided by them."""
+        marks = [(self._mark(), self._mark()) for _ in range(max(1, iterations // 4))]
+        for start, end in marks:
+            self._line_up()
+            start.record()
+            row()
+            end.record()
+        self.synchronize()
+        return self._longest([1e3 * start.elapsed_time(end) / calls for start, end in marks])
 
     def synchronize(self) -> None:
         if self.cuda:

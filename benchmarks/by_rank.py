@@ -1,0 +1,64 @@
+"""Combine of one row for each (token, rank that holds an expert of it): experts as many as ranks, or added up already.
+
+As many bytes cross as in a combine of expert-grouped rows. The owners gather the rows from symmetric memory, or
+the ranks that hold them push them from an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_ops import Communicator
+
+from .operators import Calls, relative_error
+from .workloads import goes_to
+
+ROW_OPERATORS = ("combine_gathered", "combine_pushed")
+
+
+def by_rank(given: Communicator) -> Communicator:
+    """A communicator like `given` in which an expert stands for a rank. Collective."""
+    ranks = given.world_size
+    return Communicator(
+        given.group,
+        num_experts=ranks,
+        hidden_size=given.hidden_size,
+        top_k=ranks,
+        max_tokens_per_rank=given.max_tokens_per_rank,
+        alignment=1,
+        dtype=given.dtype,
+        device=given.device,
+        backend=given.backend.name,
+        timeout=given.timeout,
+        latency_max_tokens=0,
+        symmetric_rows=ranks * given.max_tokens_per_rank,
+    )
+
+
+class RankCalls:
+    """Everything of it that is timed of one workload, along the routes of `calls`; method `f(i)` uses route i.
+    Collective."""
+
+    def __init__(self, comm: Communicator, calls: Calls) -> None:
+        self.comm = comm
+        ranks, experts, tokens = comm.world_size, calls.workload.experts, calls.workload.tokens
+        rank = torch.arange(ranks, dtype=torch.int32, device=comm.device)
+        self.routes = []
+        for s in calls.sets:
+            there = goes_to(s.topk_idx, experts, ranks).T
+            topk_idx = torch.where(there, rank, -1).contiguous()
+            self.routes.append(comm.plan(topk_idx, capacity=ranks * tokens, max_tokens=tokens)[0])
+        self.rows = comm.empty_rows(ranks * tokens)
+        self.rows.copy_(torch.randn(self.rows.shape, dtype=self.rows.dtype, device=comm.device))
+        self.plain: Tensor = self.rows.clone()
+
+    def combine_gathered(self, i: int) -> Tensor:
+        return self.comm.combine_gathered(self.rows, self.routes[i % len(self.routes)])
+
+    def combine_pushed(self, i: int) -> Tensor:
+        return self.comm.combine(self.plain, self.routes[i % len(self.routes)])
+
+    def errors(self) -> dict[str, float]:
+        """How far gathered and pushed sums are apart, relative to the latter: the worst row."""
+        return dict.fromkeys(ROW_OPERATORS, relative_error(self.combine_gathered(0), self.combine_pushed(0)))
