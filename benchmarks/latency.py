@@ -1,341 +1,252 @@
 """Latency of dispatch and combine at decode sizes: `ep-ops bench latency`, on all GPUs of this host or under torchrun.
 
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
-torchrun --nproc-per-node 4 -m ep_ops.cli bench latency --tokens 1,8,128 --out results.json
-ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132   # blocks: senders,first receiver,all
+torchrun --nproc-per-node 4 -m ep_ops.cli bench latency --out results.json
+python -m benchmarks.report results.json                       # the table as Markdown, and the plots
+ep-ops bench latency --tokens 64 --only work,work_pair,work_halves      # beside matrix products
+ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all
+ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself
 
-Each figure is of whole operations inside a CUDA graph that holds `--pairs` of them, every one with its own random rows
-and route: µs for one, the longest over ranks, mean and 99th percentile over replays. Beside it, in the same run, the
-same graph on the throughput kernels, NCCL's all_to_all_single of T rows for every rank there and back, and a barrier
-of flags, which is the least that any exchange takes. `work` is a matrix product as of a shared expert, `work_and_pair`
-one behind a dispatch and one behind a combine, `work_in_halves` the same between their halves.
+Operations are captured in CUDA graphs of `--pairs` of them, every one with its own random rows and route, and replayed
+back to back with an event between replays. A figure is µs of one operation in one replay, the longest over ranks; shown
+are mean and 99th percentile. benchmarks/results/README.md says how each of them is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import json
-import os
-import statistics
+import functools
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ep_ops import Communicator
-from ep_ops.launch import launch, process_group
 
-from .machine import describe
+from .baselines import SameBytes
+from .latency_report import NAMES, table
+from .operators import MAX_ERROR
+from .ranks import Run, add_options, numbers, on_every_rank
+from .steps import Idle, Product, Steps, host_layers
+from .timing import Timing
+from .workloads import Workload, measure_traffic
 
 TIMEOUT = 20.0  # seconds that a rank waits for another
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-COLUMNS = (
-    "pair", "dispatch", "combine", "padded_pair", "aligned_pair", "throughput_pair", "nccl_pair",
-    "work", "work_and_pair", "work_in_halves",
-)  # fmt: skip
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+BESIDE = ("work", "work_pair", "work_halves")
+DEFAULT = tuple(name for name in NAMES if name not in BESIDE)
+ROUNDS = 100  # round trips of a flag in one kernel
 
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="ep-ops bench latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--tokens", type=_numbers, default=TOKENS, metavar="N,N", help="of each rank")
+    options.add_argument("--tokens", type=numbers, default=TOKENS, metavar="N,N", help="of each rank")
     options.add_argument("--hidden", type=int, default=7168)
     options.add_argument("--experts", type=int, default=256)
     options.add_argument("--top-k", type=int, default=8)
     options.add_argument("--pairs", type=int, default=16, help="operations in a graph (default: %(default)s)")
-    options.add_argument("--replays", type=int, default=200, help="timed replays (default: %(default)s)")
-    options.add_argument("--only", type=lambda text: text.split(","), metavar="NAME,NAME", help=" ".join(COLUMNS))
     options.add_argument(
-        "--deal", type=_numbers, action="append", help="senders,first receiver,blocks; may be repeated"
+        "--replays", type=int, default=2000, help="timed; a tenth of it for comparisons (default: %(default)s)"
     )
-    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON")
-    options.add_argument("--ranks", type=int, help="without torchrun: processes (default: one for each GPU)")
+    options.add_argument("--only", type=_names, default=DEFAULT, metavar="NAME,NAME", help=" ".join(NAMES))
+    options.add_argument(
+        "--deal", type=numbers, action="append", metavar="N,N,N", help="of blocks, not the library's choice; repeatable"
+    )
+    add_options(options)
     return options
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(NAMES):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
-        print("ep-ops bench latency: torch sees no GPU", file=sys.stderr)
-        return 2
-    if "LOCAL_RANK" in os.environ:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=120), device_id=device)
-        measure(device, args)
-        dist.barrier()
-        dist.destroy_process_group()
-    else:
-        launch(_process, args.ranks or gpus, args)
-    return 0
-
-
-def _process(rank: int, port: int, world_size: int, args: argparse.Namespace) -> None:
-    device = torch.device("cuda", rank)
-    with process_group(rank, port, world_size, device, 120.0):
-        measure(device, args)
-
-
-class Steps:
-    """`count` operations of one kind, each with data of its own."""
-
-    def __init__(self, comm: Communicator, tokens: int, count: int, *, alignment: int = 1, slots: int = 0) -> None:
-        self.comm, self.count, self.tokens = comm, count, tokens
-        self.terms = {"alignment": alignment, "slots": slots, "max_tokens": tokens}
-        draw = torch.Generator(device=comm.device).manual_seed(1000 * tokens + comm.rank)
-        shape = (count, tokens)
-        self.x = torch.randn(*shape, comm.hidden_size, generator=draw, device=comm.device).to(comm.dtype)
-        noise = torch.rand(*shape, comm.num_experts, generator=draw, device=comm.device)
-        self.idx = noise.argsort(-1)[..., : comm.top_k].int().contiguous()
-        self.weights = torch.rand(*shape, comm.top_k, generator=draw, device=comm.device)
-        if not slots:
-            routed = comm.world_size * tokens * min(comm.top_k, comm.num_local_experts)
-            rows = routed + min(routed, comm.num_local_experts) * (alignment - 1)
-            self.terms["capacity"] = -(-rows // alignment) * alignment
-
-    def dispatch(self, i: int) -> Any:
-        return self.comm.dispatch(self.x[i], self.idx[i], self.weights[i], **self.terms)
-
-    def prepare(self) -> None:
-        """What combine alone needs."""
-        self.dispatched = [self.dispatch(i) for i in range(self.count)]
-
-    def combine(self, i: int) -> torch.Tensor:
-        d = self.dispatched[i]
-        return self.comm.combine(d.x, d.route, d.weights, alignment=self.terms["alignment"])
-
-    def pair(self, i: int) -> torch.Tensor:
-        d = self.dispatch(i)
-        return self.comm.combine(d.x, d.route, d.weights, alignment=self.terms["alignment"])
-
-
-class Beside:
-    """Work that needs nothing from the dispatch or combine beside it."""
-
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
-        new: dict[str, Any] = {"device": steps.comm.device, "dtype": steps.comm.dtype}
-        self.a, self.b = torch.randn(256, 7168, **new), torch.randn(7168, 4096, **new)
-        self.out = torch.empty(256, 4096, **new)
-
-    def one(self) -> None:
-        torch.mm(self.a, self.b, out=self.out)
-
-    def work(self, i: int) -> None:
-        self.one()
-        self.one()
-
-    def work_and_pair(self, i: int) -> torch.Tensor:
-        d = self.steps.dispatch(i)
-        self.one()
-        out = self.steps.comm.combine(d.x, d.route, d.weights, alignment=self.steps.terms["alignment"])
-        self.one()
-        return out
-
-    def work_in_halves(self, i: int) -> torch.Tensor:
-        steps, comm = self.steps, self.steps.comm
-        started = comm.dispatch_start(steps.x[i], steps.idx[i], steps.weights[i], **steps.terms)
-        self.one()
-        d = comm.dispatch_wait(started)
-        sent = comm.combine_start(d.x, d.route, d.weights, alignment=steps.terms["alignment"])
-        self.one()
-        return comm.combine_wait(sent)
-
-
-def expected_pair(steps: Steps, i: int) -> torch.Tensor:
-    """What every expert being the identity gives, in fp32: the tokens times the sum of their weights."""
-    return steps.x[i].float() * steps.weights[i].sum(1, keepdim=True)
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.float() - expected).norm() / expected.norm())
-
-
-def replay_times(device: torch.device, call: Callable[[int], Any], count: int, replays: int) -> list[float]:
-    """µs of one of `count` captured calls, for each replay the longest over ranks."""
-    for i in range(count):
-        call(i)
-    torch.cuda.synchronize(device)
-    dist.barrier()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i)
-    for _ in range(10):
-        graph.replay()
-    torch.cuda.synchronize(device)
-    dist.barrier()
-    torch.cuda.synchronize(device)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize(device)
-    took = [1e3 * a.elapsed_time(b) / count for a, b in zip(marks[:-1], marks[1:], strict=True)]
-    longest = torch.tensor(took, dtype=torch.float64, device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    torch.cuda.synchronize(device)
-    return longest.tolist()
-
-
-def summary(took: list[float]) -> dict[str, float]:
-    ordered = sorted(took)
-    return {
-        "us": statistics.fmean(ordered),
-        "us_median": statistics.median(ordered),
-        "us_p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "us_min": ordered[0],
-        "us_max": ordered[-1],
-        "replays": len(ordered),
-    }
-
-
-def host_time(call: Callable[[int], Any], count: int) -> float:
-    """µs until an eager call returns, median."""
-    took = []
-    for _ in range(3):
-        for i in range(count):
-            begin = time.perf_counter()
-            call(i)
-            took.append(1e6 * (time.perf_counter() - begin))
-        torch.cuda.synchronize()
-    return statistics.median(took)
-
-
-@contextlib.contextmanager
-def communicators(device: torch.device, args: argparse.Namespace) -> Iterator[tuple[Communicator, Communicator]]:
-    """One whose calls all run on the latency kernels, one whose calls never do."""
-    common: dict[str, Any] = dict(
-        num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=max(args.tokens),
-        device=device, backend="cute", timeout=TIMEOUT,
-    )  # fmt: skip
-    with (
-        Communicator(latency_max_tokens=max(args.tokens), **common) as fast,
-        Communicator(latency_max_tokens=0, **common) as slow,
-    ):
-        fast.warmup()
-        slow.warmup()
-        yield fast, slow
+    if args.device == "auto":
+        args.device = "cuda"
+    return on_every_rank(measure, args, 120.0)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    found: dict[str, Any] = {
-        "version": 1, "machine": describe(device), "world_size": world_size, "results": [],
-        **{name: getattr(args, name) for name in ("hidden", "experts", "top_k", "pairs")},
-    }  # fmt: skip
-    wanted = args.only or COLUMNS
-    with torch.no_grad(), communicators(device, args) as (fast, slow):
-        if world_size > 1:
-            found["barrier"] = summary(barrier_times(device, args))
-        for tokens in args.tokens:
-            for deal in args.deal or (None,):
-                fast.backend.latency.deal = deal  # type: ignore[attr-defined]
-                result: dict[str, Any] = {"tokens": tokens, "deal": deal}
-                for name, call in calls(fast, slow, tokens, args, wanted, result):
-                    result[name] = summary(replay_times(device, call, args.pairs, args.replays))
-                found["results"].append(result)
-                if rank == 0:
-                    shown = "  ".join(
-                        f"{name} {result[name]['us']:.1f} ({result[name]['us_p99']:.1f})"
-                        for name in COLUMNS
-                        if name in result
-                    )
-                    print(f"T={tokens} {deal or ''} {shown}", flush=True)
-        fast.check_errors()
-        slow.check_errors()
-    if rank == 0:
-        print(table(found))
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+    run = Latency(device, args)
+    try:
+        with torch.no_grad():
+            run.everything()
+    finally:  # after an error, what was found until then
+        if run.rank == 0:
+            print(table(run.found), flush=True)
+    run.close()
 
 
-def calls(
-    fast: Communicator, slow: Communicator, tokens: int, args: argparse.Namespace, wanted: Sequence[str], result: dict
-) -> Iterator[tuple[str, Callable[[int], Any]]]:
-    """What is measured at one size; each is freed before the next."""
-    count = args.pairs
-    if {"pair", "dispatch", "combine"} & set(wanted):
-        steps = Steps(fast, tokens, count)
-        result["error"] = max(relative_error(steps.pair(i), expected_pair(steps, i)) for i in range(count))
-        result["host_dispatch_us"] = host_time(steps.dispatch, count)
-        if "pair" in wanted:
-            yield "pair", steps.pair
-        if "dispatch" in wanted:
-            yield "dispatch", steps.dispatch
-        if "combine" in wanted:
-            steps.prepare()
-            yield "combine", steps.combine
-        del steps
-    if "padded_pair" in wanted:
-        mean = fast.world_size * tokens * fast.top_k / fast.num_experts
-        yield "padded_pair", Steps(fast, tokens, count, slots=int(4 * mean) + 16).pair
-    if "aligned_pair" in wanted:
-        yield "aligned_pair", Steps(fast, tokens, count, alignment=16).pair
-    if "throughput_pair" in wanted:
-        yield "throughput_pair", Steps(slow, tokens, count).pair
-    if {"work", "work_and_pair", "work_in_halves"} & set(wanted):
-        beside = Beside(Steps(fast, tokens, count))
-        for name in ("work", "work_and_pair", "work_in_halves"):
-            if name in wanted:
-                yield name, getattr(beside, name)
-        del beside
-    if "nccl_pair" in wanted and fast.world_size > 1:
-        there = torch.randn(fast.world_size * tokens, fast.hidden_size, device=fast.device).to(fast.dtype)
-        back = torch.empty_like(there)
+class Latency(Run):
+    """Measures all sizes, one after the other."""
 
-        def nccl_pair(i: int) -> None:
-            dist.all_to_all_single(back, there)
-            dist.all_to_all_single(there, back)
+    def __init__(self, device: torch.device, args: argparse.Namespace) -> None:
+        self.few = max(1, args.replays // 10)
+        facts = {key: getattr(args, key) for key in ("hidden", "experts", "top_k", "pairs", "replays")}
+        facts |= {"benchmark": "latency", "dtype": "bf16", "few": self.few}
+        super().__init__(device, args, **facts, flag=None, host=[], results=[])
+        self.now: dict[str, Any] = {}
 
-        yield "nccl_pair", nccl_pair
+    def everything(self) -> None:
+        with self.communicator(None) as fast, self.communicator(0) as slow:
+            self.found["machine"]["backend"] = fast.backend.name
+            if fast.backend.name == "cute":
+                self.compile(fast, slow)
+            fast.warmup()
+            slow.warmup()
+            self.say(f"{self.world_size} ranks on {self.found['machine']['device']}, ready")
+            if self.on_link and self.wants("flag"):
+                self.found["flag"] = self.flag().spread()
+            for tokens in self.args.tokens:
+                workload = Workload(tokens, self.args.hidden, self.args.experts, self.args.top_k)
+                for deal in self.args.deal or (None,):
+                    self.now = {"tokens": tokens, "deal": deal}
+                    if deal is not None:
+                        fast.backend.latency.deal = deal  # type: ignore[attr-defined]
+                    self.size(fast, slow, workload)
+                self.save()
+            fast.check_errors()
+            slow.check_errors()
+        self.say("done")
 
-
-def barrier_times(device: torch.device, args: argparse.Namespace) -> list[float]:
-    """µs of one barrier in a row of them. Its marks come from the host, so it cannot be replayed."""
-    from .link import DeviceBarrier
-
-    barrier = DeviceBarrier(device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(5_000_000)  # until the host has enqueued them all
-    barrier()
-    start.record()
-    for _ in range(args.replays):
-        barrier()
-    end.record()
-    torch.cuda.synchronize(device)
-    longest = torch.tensor([1e3 * start.elapsed_time(end) / args.replays], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    barrier.free()
-    return longest.tolist()
-
-
-def table(found: dict[str, Any]) -> str:
-    lines = [f"{found['world_size']} × {found['machine']['device']}; µs, mean (p99)"]
-    if "barrier" in found:
-        lines.append(f"a barrier of flags: {found['barrier']['us']:.1f} ({found['barrier']['us_p99']:.1f})")
-    lines.append("  T  deal        host  error " + "".join(f"{name:>17}" for name in COLUMNS))
-    for result in found["results"]:
-        cells = (
-            f"{result[name]['us']:.1f} ({result[name]['us_p99']:.1f})" if name in result else "-" for name in COLUMNS
+    def communicator(self, latency_max_tokens: int | None) -> Communicator:
+        """None: which kernels run is the library's choice; 0: those for many tokens."""
+        args = self.args
+        return Communicator(
+            num_experts=args.experts,
+            hidden_size=args.hidden,
+            top_k=args.top_k,
+            max_tokens_per_rank=max(args.tokens),
+            device=self.device,
+            backend=args.backend,
+            timeout=TIMEOUT,
+            latency_max_tokens=latency_max_tokens,
         )
-        deal = ",".join(map(str, result["deal"] or ()))
-        host, error = result.get("host_dispatch_us", 0.0), result.get("error", 0.0)
-        lines.append(
-            f"{result['tokens']:>3}  {deal:<10} {host:5.1f} {error:6.3f} " + "".join(f"{c:>17}" for c in cells)
+
+    def compile(self, *comms: Communicator) -> None:
+        """So that no rank waits in a kernel for one that still compiles."""
+        from .kernels import compile_together, kernels_of_communicator
+
+        wanted = dict.fromkeys(kernel for comm in comms for kernel in kernels_of_communicator(comm.config))
+        self.say(f"{compile_together(list(wanted), self.device)} kernels are compiled")
+
+    # ------------------------------------------------------------------ what is measured
+
+    def flag(self) -> Timing:
+        """Round trip of a bare flag between two ranks: an exchange takes at least half of it, a pair all of it."""
+        from .link import Flags
+
+        flags = Flags(self.device)
+        timing = flags.measure(self.timer, ROUNDS, self.few)
+        flags.free()
+        return timing
+
+    def size(self, fast: Communicator, slow: Communicator, workload: Workload) -> None:
+        """Everything of one number of tokens."""
+        self.grouped(Steps(fast, workload, self.args.pairs))
+        mean = fast.world_size * workload.tokens * fast.top_k / fast.num_experts  # rows of an expert
+        others: tuple[tuple[str, Communicator, int, dict[str, int]], ...] = (
+            ("pair_padded", fast, self.args.replays, {"slots": int(4 * mean) + 16}),
+            ("pair_aligned", fast, self.few, {"alignment": fast.alignment}),
+            ("pair_throughput", slow, self.few, {}),
         )
-    return "\n".join(lines)
+        for op, comm, replays, layout in others:
+            if self.wants(op):
+                steps = Steps(comm, workload, self.args.pairs, **layout)
+                error = self.error(steps)
+                self.add(op, self.graph(steps.pair, replays), error)
+
+    def grouped(self, steps: Steps) -> None:
+        """Rows grouped by expert, in as few of them as there can be, and what that is compared with."""
+        many, few = self.args.replays, self.few
+        error = self.error(steps)
+        if self.wants("pair"):
+            self.add("pair", self.graph(steps.pair, many), error)
+        if self.wants("pair_single"):
+            self.add("pair_single", self.graph(steps.pair, many, count=1))
+        if self.wants("pair_eager"):
+            self.add("pair_eager", self.timer.row(steps.pair, many))
+        for op in ("dispatch", "combine"):
+            if self.wants(op):
+                self.add(op, self.graph(getattr(steps, op), many))
+            if self.wants(f"{op}_start", f"{op}_wait"):
+                start, wait = self.halves(getattr(steps, f"{op}_halves"), steps.workload.tokens)
+                self.add(f"{op}_start", start)
+                self.add(f"{op}_wait", wait)
+        if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1:
+            same = self.same_bytes(steps)
+            self.add("dispatch_nccl", self.graph(same.dispatch, few))
+            self.add("pair_nccl", self.graph(in_turn(same.dispatch, same.combine), few))
+        if self.wants(*BESIDE):
+            product = Product(self.device, self.args.hidden, steps.comm.dtype)
+            self.add("work", self.graph(in_turn(product, product), few))
+            self.add("work_pair", self.graph(functools.partial(steps.pair, behind=product), few))
+            self.add("work_halves", self.graph(functools.partial(steps.pair_halves, between=product), few))
+        if self.wants("host") and not self.found["host"]:
+            self.found["host"] = self.host(steps)
+
+    def graph(self, call: Callable[[int], Any], replays: int, count: int | None = None) -> Timing:
+        """Of one of `count` calls in a graph (default: `--pairs`), one figure for each replay."""
+        count = count or self.args.pairs
+        return self.timer.row(self.timer.captured(call, count), replays).each(count)
+
+    def halves(self, call: Callable[..., Any], tokens: int) -> tuple[Timing, Timing]:
+        """Start and wait.
+
+        The wait is what both halves add to an idle kernel between them that is so long that everything has arrived.
+        The start is the rest of what they take together without it: what work between the halves can hide.
+        """
+        idle = Idle(self.device, tokens)
+        alone = self.graph(idle, self.few)
+        wait = self.graph(functools.partial(call, between=idle), self.few).less(alone.mean)
+        together = self.graph(call, self.few)
+        return together.less(wait.mean), wait
+
+    def same_bytes(self, steps: Steps) -> SameBytes:
+        """As the first step's."""
+        _, topk_idx, _ = steps.given(0)
+        traffic = measure_traffic(topk_idx, steps.workload.experts, self.world_size)
+        return SameBytes(steps.workload, traffic, self.rank, self.device)
+
+    def host(self, steps: Steps) -> list[dict[str, Any]]:
+        """Host time of eager calls and of what lies inside them."""
+        return [
+            {"op": op, "layer": layer, **self.timer.host(call, self.few).record()}
+            for op, layers in host_layers(steps).items()
+            for layer, call in layers.items()
+        ]
+
+    # ------------------------------------------------------------------ around it
+
+    def wants(self, *ops: str) -> bool:
+        return not set(ops).isdisjoint(self.args.only)
+
+    def error(self, steps: Steps) -> float:
+        return self.worst({"error": steps.error()})["error"]
+
+    def add(self, op: str, timing: Timing, error: float | None = None) -> None:
+        """Record a timing."""
+        result = {"op": op, **self.now, **timing.spread()}
+        if error is not None:
+            result |= {"error": error, "correct": error <= MAX_ERROR}
+        self.found["results"].append(result)
+        self.say(f"T={result['tokens']} {op}: {result['us']:.1f} µs, p99 {result['us_p99']:.1f}")
+
+
+def in_turn(*calls: Callable[[int], Any]) -> Callable[[int], None]:
+    def all_of_them(i: int) -> None:
+        for call in calls:
+            call(i)
+
+    return all_of_them
+
+
+if __name__ == "__main__":
+    sys.exit(main())

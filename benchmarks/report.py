@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .figures import markdown_table, over_tokens, pyplot, text_table
+from .figures import save as save_figure
+
 Result = dict[str, Any]
 
 COLUMNS = ("what", "T", "H", "K", "routing", "SMs", "µs", "steady µs", "graph µs", "GB/s", "of link")
@@ -130,9 +133,7 @@ def machine_line(run: dict[str, Any]) -> str:
 def table(run: dict[str, Any]) -> str:
     """For a terminal."""
     rows = [list(COLUMNS), *map(cells, run["results"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join([machine_line(run), *link_lines(run), *text])
+    return "\n".join([machine_line(run), *link_lines(run), *text_table(rows)])
 
 
 def summary(run: dict[str, Any]) -> dict[str, Any]:
@@ -148,9 +149,7 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
 
 def markdown(run: dict[str, Any]) -> str:
     lines = [machine_line(run) + ".", "", *(line + "." for line in link_lines(run)), ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    lines += ["| " + " | ".join(cells(result)) + " |" for result in run["results"]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *markdown_table([list(COLUMNS), *map(cells, run["results"])])])
 
 
 # ---------------------------------------------------------------------- plots
@@ -187,12 +186,7 @@ def centre_of(results: Sequence[Result]) -> dict[str, Any]:
 
 def plot(run: dict[str, Any], stem: Path) -> list[Path]:
     """Writes what the run has data for: `stem`-tokens.svg, `stem`-sms.svg and `stem`-shapes.svg."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.fonttype": "none", "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    plt = pyplot()
     swept = [result for result in run["results"] if result["op"] in SWEPT]
     if not swept:
         return []
@@ -200,12 +194,7 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
     written = []
 
     def save(figure: Any, name: str) -> None:
-        figure.suptitle(f"{run['world_size']} x {run['machine']['device']}, {swept[0]['dtype']}")
-        figure.tight_layout()
-        path = stem.with_name(f"{stem.name}-{name}.svg")
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
-        written.append(path)
+        written.append(save_figure(figure, run, swept[0]["dtype"], stem, name))
 
     defaults = [result for result in swept if result["given_sms"] is None]
     sizes = {key: centre[key] for key in ("hidden", "top_k")}
@@ -220,10 +209,8 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
             points = [(x, r["limit_us"]) for x, r in next(iter(lines.values())) if "limit_us" in r]
             if points:
                 axis.plot(*zip(*points, strict=True), "k--", label="the link", linewidth=1)
-            axis.set(xscale="log", yscale="log", xlabel="tokens a rank", title=f"{routing} routing")
-            axis.set_xticks([x for x, _ in next(iter(lines.values()))])
-            axis.xaxis.set_major_formatter("{x:.0f}")
-            axis.xaxis.minorticks_off()
+            axis.set_title(f"{routing} routing")
+            over_tokens(axis, [x for x, _ in next(iter(lines.values()))])
         axes[0][0].set_ylabel("µs, whole call in steady state")
         axes[0][0].legend()
         save(figure, "tokens")
@@ -266,18 +253,28 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench throughput --out` wrote")
+    options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench ... --out` wrote")
     options.add_argument("--plots", type=Path, help="folder for the plots (default: beside each file)")
     options.add_argument("--no-plots", action="store_true")
-    options.add_argument("--summary", action="store_true", help="of the middle workload only, with default budgets")
+    options.add_argument(
+        "--summary", action="store_true", help="throughput: of the middle workload only, with default budgets"
+    )
     args = options.parse_args(argv)
     for path in args.results:
-        run = complete(json.loads(path.read_text()))
-        print(markdown(summary(run) if args.summary else run), end="\n\n")
+        run = json.loads(path.read_text())
+        draw = plot
+        if run.get("benchmark") == "latency":
+            from . import latency_report
+
+            draw = latency_report.plot
+            print(latency_report.markdown(run), end="\n\n")
+        else:
+            complete(run)
+            print(markdown(summary(run) if args.summary else run), end="\n\n")
         if args.no_plots:
             continue
         try:
-            written = plot(run, (args.plots or path.parent) / path.stem)
+            written = draw(run, (args.plots or path.parent) / path.stem)
         except ImportError:
             print("matplotlib is not installed: no plots", file=sys.stderr)
         else:

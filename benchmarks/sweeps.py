@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .figures import pyplot
 from .report import BUDGETS, COLOURS, NAMES, Result, centre_of, complete, taken, varied
 
 AXES = {"given_sms": "SMs", "tokens": "tokens", "hidden": "hidden size", "top_k": "top-k"}
@@ -39,12 +40,7 @@ def lines(run: dict[str, Any]) -> Iterator[str]:
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Ratio to the link over tokens; each run has its number of ranks. A level line: time in proportion to bytes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.fonttype": "none", "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    plt = pyplot()
     shape = (len(ROUTINGS), len(runs))
     figure, axes = plt.subplots(*shape, figsize=(5.5 * shape[1], 4 * shape[0]), sharex=True, sharey=True, squeeze=False)
     for row, routing in zip(axes, ROUTINGS, strict=True):

@@ -3,8 +3,8 @@
 Before each timed call the device reads a buffer larger than its L2 (nothing of earlier calls stays there), idles a
 little (so that the host has enqueued the call before it starts: its own speed is measured apart), and passes a barrier
 with all ranks. Then: event, call, event. The time of a call is the longest over ranks; the result is their median.
-Calls in a row have all that before the first one only, and an event behind each.
-Calls in steady state, eager or from a CUDA graph, are timed in rows that are prepared in the same way.
+Calls in steady state, eager or from a CUDA graph, are timed in rows that are prepared in the same way: a row as a
+whole, or (`row`) each of its calls by an event behind it.
 """
 
 from __future__ import annotations
@@ -102,12 +102,25 @@ class Timer:
     def graph(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Replays of a CUDA graph of 10 calls: µs of each call, one figure for each replay."""
         self._warm(call, iterations)
+        replay = self.captured(call, CHAIN)
+        replay(0)  # the first one loads it
+        return self._rows(lambda: replay(0), CHAIN, iterations)
+
+    def captured(self, call: Callable[[int], Any], count: int) -> Callable[[int], None]:
+        """A replay of a CUDA graph of `count` calls, whatever its argument; on a CPU, these calls."""
+
+        def all_calls(i: int) -> None:
+            for j in range(count):
+                call(j)
+
+        if not self.cuda:
+            return all_calls
+        all_calls(0)
+        self.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for i in range(CHAIN):
-                call(i)
-        graph.replay()  # the first one loads it
-        return self._rows(graph.replay, CHAIN, iterations)
+            all_calls(0)
+        return lambda i: graph.replay()
 
     def row(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Calls back to back, without a barrier in between: each from the end of the one before it to its own."""

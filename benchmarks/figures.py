@@ -1,0 +1,48 @@
+"""How tables and plots of every benchmark look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines for a terminal; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown; the first row is the heading."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "|" + " --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:]]
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, set up to write SVG files; ImportError where it is not installed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "font.size": 10, "axes.grid": True, "grid.alpha": 0.3})
+    return plt
+
+
+def over_tokens(axis: Any, tokens: Sequence[int]) -> None:
+    """Both axes logarithmic, the sizes that were measured named below."""
+    axis.set(xscale="log", yscale="log", xlabel="tokens a rank")
+    axis.set_xticks(tokens)
+    axis.xaxis.set_major_formatter("{x:.0f}")
+    axis.xaxis.minorticks_off()
+
+
+def save(figure: Any, run: dict[str, Any], dtype: str, stem: Path, name: str) -> Path:
+    """As `stem`-`name`.svg, the machine as its heading."""
+    figure.suptitle(f"{run['world_size']} x {run['machine']['device']}, {dtype}")
+    figure.tight_layout()
+    path = stem.with_name(f"{stem.name}-{name}.svg")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot().close(figure)
+    return path

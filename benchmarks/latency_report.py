@@ -1,0 +1,123 @@
+"""What a run of the latency benchmark found, as a table, as Markdown and as a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .figures import markdown_table, over_tokens, pyplot, save, text_table
+from .report import machine_line
+
+NAMES = {
+    "pair": "dispatch + combine",
+    "pair_padded": "dispatch + combine, [experts, slots] rows",
+    "pair_aligned": "dispatch + combine, padded to 16 rows",
+    "pair_single": "dispatch + combine, a graph of one pair",
+    "pair_eager": "dispatch + combine, eager",
+    "pair_throughput": "dispatch + combine, throughput kernels",
+    "pair_nccl": "all_to_all_single of the bytes, both ways",
+    "dispatch": "dispatch",
+    "dispatch_start": "dispatch_start, can be hidden",
+    "dispatch_wait": "dispatch_wait, all having arrived",
+    "dispatch_nccl": "all_to_all_single of dispatch's bytes",
+    "combine": "combine",
+    "combine_start": "combine_start, can be hidden",
+    "combine_wait": "combine_wait, all having arrived",
+    "work": "two matrix products",
+    "work_pair": "the same behind dispatch and combine",
+    "work_halves": "the same between their halves",
+    "flag": "round trip of a bare flag",
+    "host": "host time of an eager call",
+}
+"""What is measured, in the order of the table. The last two do not depend on the number of tokens."""
+
+PANELS = {
+    "dispatch + combine": {
+        "pair": "#1b6ca8",
+        "pair_padded": "#57a0d3",
+        "pair_throughput": "#c0392b",
+        "pair_eager": "#7d3c98",
+        "pair_nccl": "#777777",
+    },
+    "one way": {
+        "dispatch": "#1b6ca8",
+        "dispatch_wait": "#57a0d3",
+        "combine": "#c0392b",
+        "combine_wait": "#e08e79",
+        "dispatch_nccl": "#777777",
+    },
+}
+
+
+def lines_of(run: dict[str, Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
+    """(what, deal of blocks if it was given) -> tokens -> result, in the order of NAMES."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for result in sorted(run["results"], key=lambda result: list(NAMES).index(result["op"])):
+        deal = ",".join(map(str, result["deal"] or ()))
+        found.setdefault((result["op"], deal), {})[result["tokens"]] = result
+    return found
+
+
+def rows_of(run: dict[str, Any]) -> list[list[str]]:
+    """Heading, then a row for each measurement: mean (99th percentile) at each number of tokens."""
+    lines = lines_of(run)
+    sizes = sorted({tokens for points in lines.values() for tokens in points})
+    rows = [["µs, mean (p99), at T =", *map(str, sizes)]]
+    for (op, deal), points in lines.items():
+        wrong = "" if all(result.get("correct", True) for result in points.values()) else " WRONG"
+        cells = [f"{points[t]['us']:.1f} ({points[t]['us_p99']:.1f})" if t in points else "" for t in sizes]
+        rows.append([NAMES[op] + (f", blocks {deal}" if deal else "") + wrong, *cells])
+    return rows
+
+
+def remarks(run: dict[str, Any]) -> list[str]:
+    """What does not depend on the number of tokens."""
+    lines = []
+    if run["flag"]:
+        lines.append(f"{NAMES['flag']}: {run['flag']['us']:.2f} µs (p99 {run['flag']['us_p99']:.2f})")
+    for op in ("dispatch", "combine"):
+        if found := {entry["layer"]: entry["us"] for entry in run["host"] if entry["op"] == op}:
+            inside = ", ".join(f"{layer} {us:.1f}" for layer, us in found.items() if layer != "call")
+            lines.append(f"host time of an eager {op}: {found['call']:.1f} µs ({inside})")
+    return lines
+
+
+def setting(run: dict[str, Any]) -> str:
+    return (
+        f"hidden {run['hidden']}, {run['experts']} experts, top-{run['top_k']}, {run['dtype']};"
+        f" graphs of {run['pairs']}, {run['replays']} replays ({run['few']} in comparisons), slowest rank"
+    )
+
+
+def table(run: dict[str, Any]) -> str:
+    """For a terminal."""
+    return "\n".join([machine_line(run), setting(run), *text_table(rows_of(run)), *remarks(run)])
+
+
+def markdown(run: dict[str, Any]) -> str:
+    lines = [machine_line(run) + ".", setting(run) + ".", "", *markdown_table(rows_of(run)), ""]
+    return "\n".join([*lines, *(f"- {remark}" for remark in remarks(run))])
+
+
+def plot(run: dict[str, Any], stem: Path) -> list[Path]:
+    """Writes `stem`-tokens.svg: means as lines, up to the 99th percentile shaded."""
+    lines = {op: sorted(points.items()) for (op, deal), points in lines_of(run).items() if not deal and len(points) > 1}
+    panels = {title: {op: c for op, c in ops.items() if op in lines} for title, ops in PANELS.items()}
+    panels = {title: ops for title, ops in panels.items() if ops}
+    if not panels:
+        return []
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 5), sharey=True, squeeze=False)
+    for axis, (title, ops) in zip(axes[0], panels.items(), strict=True):
+        for op, colour in ops.items():
+            tokens = [t for t, _ in lines[op]]
+            mean, p99 = ([result[key] for _, result in lines[op]] for key in ("us", "us_p99"))
+            axis.plot(tokens, mean, "o-", color=colour, label=NAMES[op], markersize=4)
+            axis.fill_between(tokens, mean, p99, color=colour, alpha=0.2, linewidth=0)
+        over_tokens(axis, [t for t, _ in lines[next(iter(ops))]])
+        if run["flag"]:
+            axis.axhline(run["flag"]["us"], color="k", linestyle="--", linewidth=1, label=NAMES["flag"])
+        axis.set_title(title)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
+    axes[0][0].set_ylabel("µs, mean and 99th percentile")
+    return [save(figure, run, run["dtype"], stem, "tokens")]

@@ -1,0 +1,152 @@
+"""Dispatch and combine of few tokens, as many steps as a graph holds, each on rows and a route of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_ops import Communicator
+
+from .workloads import Workload, draw_route
+
+
+def nothing() -> None:
+    pass
+
+
+class Steps:
+    """`count` steps of one layout; the methods that take `i` use the data of step `i % count`."""
+
+    def __init__(self, comm: Communicator, workload: Workload, count: int, *, alignment: int = 1, slots: int = 0):
+        self.comm, self.workload, self.count = comm, workload, count
+        tokens, device = workload.tokens, comm.device
+        self.terms: dict[str, Any] = {"alignment": alignment, "slots": slots, "max_tokens": tokens}
+        if not slots:  # the least that holds every route
+            routed = comm.world_size * tokens * min(comm.top_k, comm.num_local_experts)
+            rows = routed + min(routed, comm.num_local_experts) * (alignment - 1)
+            self.terms["capacity"] = -(-rows // alignment) * alignment
+        draw = torch.Generator(device).manual_seed(1000 * tokens + comm.rank)
+        shape = (count, tokens)
+        x = torch.randn(*shape, comm.hidden_size, generator=draw, device=device).to(comm.dtype)
+        weights = torch.rand(*shape, comm.top_k, generator=draw, device=device)
+        routes = [draw_route(workload, comm.rank, seed, device) for seed in range(count)]
+        self.inputs = list(zip(x.unbind(), routes, weights.unbind(), strict=True))
+        self._dispatched: list[Any] = []
+
+    def given(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, expert ids and weights."""
+        return self.inputs[i % self.count]
+
+    def dispatched(self, i: int) -> Any:
+        """What combine alone needs."""
+        if not self._dispatched:
+            self._dispatched = [self.dispatch(i) for i in range(self.count)]
+        return self._dispatched[i % self.count]
+
+    def dispatch(self, i: int) -> Any:
+        return self.comm.dispatch(*self.given(i), **self.terms)
+
+    def combine(self, i: int) -> Tensor:
+        return self._combine(self.dispatched(i))
+
+    def pair(self, i: int, behind: Callable[[], None] = nothing) -> Tensor:
+        """`behind` runs after the dispatch and after the combine."""
+        d = self.dispatch(i)
+        behind()
+        out = self._combine(d)
+        behind()
+        return out
+
+    def _combine(self, d: Any) -> Tensor:
+        return self.comm.combine(d.x, d.route, d.weights, alignment=self.terms["alignment"])
+
+    # ------------------------------------------------------------------ in halves
+
+    def dispatch_halves(self, i: int, between: Callable[[], None] = nothing) -> Any:
+        started = self.comm.dispatch_start(*self.given(i), **self.terms)
+        between()
+        return self.comm.dispatch_wait(started)
+
+    def combine_halves(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
+        return self._combine_halves(self.dispatched(i), between)
+
+    def pair_halves(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
+        return self._combine_halves(self.dispatch_halves(i, between), between)
+
+    def _combine_halves(self, d: Any, between: Callable[[], None]) -> Tensor:
+        started = self.comm.combine_start(d.x, d.route, d.weights, alignment=self.terms["alignment"])
+        between()
+        return self.comm.combine_wait(started)
+
+    # ------------------------------------------------------------------ is it right?
+
+    def error(self) -> float:
+        """Every expert being the identity, a token comes back as itself times the sum of its weights: the worst
+        step's relative error; not a number counts as infinite."""
+        worst = 0.0
+        for i in range(self.count):
+            x, _, weights = self.given(i)
+            expected = x.float() * weights.sum(1, keepdim=True)
+            error = float((self.pair(i).float() - expected).norm() / expected.norm())
+            worst = max(worst, error if error == error else float("inf"))
+        return worst
+
+
+class Idle:
+    """A kernel that keeps the stream busy, but one multiprocessor at most."""
+
+    def __init__(self, device: torch.device, tokens: int) -> None:
+        self.cuda = device.type == "cuda"
+        self.cycles = 40_000 + 400 * tokens  # of the GPU's clock: some 20 µs, and 0.2 µs a token
+
+    def __call__(self, i: int = 0) -> None:
+        if self.cuda:
+            torch.cuda._sleep(self.cycles)
+        else:
+            time.sleep(1e-9 * self.cycles)
+
+
+class Product:
+    """A matrix product as of a shared expert: needs nothing from the dispatch or combine beside it."""
+
+    def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
+        new: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.a, self.b = torch.randn(256, hidden, **new), torch.randn(hidden, 4096, **new)
+        self.out = torch.empty(256, 4096, **new)
+
+    def __call__(self, i: int = 0) -> None:
+        torch.mm(self.a, self.b, out=self.out)
+
+
+def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
+    """Of a dispatch and of a combine: the communicator's method (`call`) and torch.ops.ep's operator, which both check
+    what they are given and call the `backend`; it allocates the `outputs` and launches the kernel."""
+    comm, ops = steps.comm, torch.ops.ep
+    x, idx, weights = steps.given(0)
+    d = steps.dispatched(0)
+    terms = (d.x.shape[0], *(steps.terms[key] for key in ("alignment", "slots", "max_tokens")))
+    sizes = (comm.num_local_experts, comm.world_size, comm.name)
+    alignment = steps.terms["alignment"]
+    out = steps.combine(0)
+
+    def outputs(*tensors: Tensor) -> Callable[[int], Any]:
+        return lambda i: [torch.empty_like(tensor) for tensor in tensors]
+
+    return {
+        "dispatch": {
+            "call": steps.dispatch,
+            "operator": lambda i: ops.dispatch(x, weights, idx, *terms, *sizes),
+            "backend": lambda i: comm.backend.dispatch(x, weights, idx, *terms),
+            "outputs": outputs(d.x, d.weights, *d.route[1:], d.dropped),
+        },
+        "combine": {
+            "call": steps.combine,
+            "operator": lambda i: ops.combine(d.x, d.weights, *d.route, alignment, comm.name),
+            "backend": lambda i: comm.backend.combine(d.x, d.weights, tuple(d.route), alignment),
+            "outputs": outputs(out),
+        },
+    }
