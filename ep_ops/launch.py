@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -24,7 +25,7 @@ def launch(function: Callable[..., None], world_size: int, *args: object) -> Non
     # The store lives here and picks its own port, so that no other process can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.start_processes(
-        function, (store.port, world_size, *args), nprocs=world_size, join=False, start_method="spawn"
+        _run, (function, store.port, world_size, *args), nprocs=world_size, join=False, start_method="spawn"
     )
     try:
         while not context.join(timeout=1.0, grace_period=GRACE):
@@ -37,6 +38,18 @@ def launch(function: Callable[..., None], world_size: int, *args: object) -> Non
             process.join(GRACE)
             if process.is_alive():
                 process.kill()
+
+
+def _run(rank: int, function: Callable[..., None], *args: object) -> None:
+    """Call it, and end this process at once, without Python's finalization.
+
+    Where anything still refers to a process group, gloo's threads live on behind destroy_process_group; one that frees
+    a tensor while Python is finalized aborts the process (github.com/pytorch/pytorch/pull/179291).
+    """
+    function(rank, *args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextlib.contextmanager

@@ -91,6 +91,19 @@ def test_a_failing_rank_ends_the_waiting_one() -> None:
     assert time.monotonic() - began < 60  # the barrier alone would wait for 300 s
 
 
+def leave_work_behind(rank: int, port: int, world_size: int) -> None:
+    global still_held
+    with process_group(rank, port, world_size, torch.device("cpu")):
+        still_held = torch.distributed.group.WORLD
+    for _ in range(200):
+        still_held.allgather([[torch.empty(200_000) for _ in range(world_size)]], [torch.zeros(200_000)])
+
+
+def test_a_group_that_somebody_holds_does_not_spoil_the_end() -> None:
+    """Its threads live on, and must not free tensors while Python is finalized: that aborts the process."""
+    launch(leave_work_behind, 2)
+
+
 def self_check(spoil: str) -> float:
     """The demo's self-check after adding 1 % to the parameter ``spoil`` of the expert-parallel model on one rank."""
     with ep_ops.Communicator(
