@@ -8,14 +8,15 @@ operation e - 1 (the hello flag, see sync.py) and an operation does not end befo
 from dataclasses import dataclass
 from functools import cached_property
 
-CHUNK_TOKENS = 8
-"""Tokens of x that are staged, and announced to the peers, together."""
+CHUNK_TOKENS = 2
+"""Tokens of x that are staged, and announced to the peers, together: few, since peers wait for the first."""
 
 HEADER_INTS = 16
 """Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
 EPOCH, FAILED, TICKET, STAGED_TICKET, BAD_ID = 0, 1, 2, 3, 4
+CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 
 

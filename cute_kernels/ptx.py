@@ -89,6 +89,12 @@ def atom_inc_acq_rel(addr) -> Int32:
     )
 
 
+def atom_inc(addr) -> Int32:
+    return arch.inline_ptx(
+        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[addr]
+    )
+
+
 def atom_claim(addr) -> Int64:
     """Sets the word to 1; returns what it held."""
     return arch.inline_ptx(

@@ -26,7 +26,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import EPOCH, FAILED, TICKET
+from .heap import CLAIMS, EPOCH, FAILED, TICKET
 from .marks import SHIFT
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
@@ -168,8 +168,28 @@ def finish(ranks, fetched: cutlass.Constexpr = False):
                 ranks.wait("hello", tid, tid, 0)
             arch.sync_warp()
             if tid == 0:
+                ptx.st_u64(ranks.own + CLAIMS * 8, Int64(0))
                 ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
                 ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+
+
+@cute.jit
+def claim(own) -> Int32:
+    """By a whole warp: claims the next item of the operation that no warp has. The answer, in lane 0, is how many were
+    claimed before; it is used late (`granted`), so that nobody waits for it.
+
+    SMs are not equally fast (they share ways to the link), so items that were dealt out beforehand would leave some of
+    them waiting for others at the end.
+    """
+    ticket = Int32(0)
+    if arch.lane_idx() == 0:
+        ticket = ptx.atom_inc(own + CLAIMS * 8)
+    return ticket
+
+
+def granted(ticket) -> Int32:
+    """The answer to a claim, for the whole warp."""
+    return arch.shuffle_sync(ticket, 0)
 
 
 def fence_async() -> None:

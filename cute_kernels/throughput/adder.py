@@ -32,10 +32,11 @@ class Notes(Carried):
 @cute.jit
 def add_items(
     ring, notes, slices: cutlass.Constexpr, weighted: cutlass.Constexpr, peek: cutlass.Constexpr,
-    fetch: cutlass.Constexpr, item, step, total, base, context, outbox: cutlass.Constexpr, box, warp,
+    fetch: cutlass.Constexpr, claims, item, step, total, base, context, outbox: cutlass.Constexpr, box, warp,
     apart: cutlass.Constexpr = None, apart_base=None,
 ):  # fmt: skip
-    """One warp: all its items from `item` in steps of `step` up to `total`.
+    """One warp: items up to `total`; `item` and `item + step` are its first ones. Then it claims what none of the
+    `step` warps has, `claims` being this rank's heap, or, if that is None, goes on in steps.
 
     `fetch(context, item, peeked)` gives, for a whole warp, the bit mask of lanes that hold a row, the lane's row
     (counted from address `base`), its weight, the address of the sum, and the code to post when it is stored; an empty
@@ -51,6 +52,10 @@ def add_items(
     held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
     row, weight, place, code = Int32(0), Float32(1.0), Int64(0), Int32(0)
     peeked = peek(context, item)
+    upcoming = item + step
+    ticket = Int32(0)
+    if const_expr(claims is not None):
+        ticket = sync.claim(claims)
     more = Int32(1)
     while more != 0:
         # All stages are to be under way.
@@ -58,13 +63,18 @@ def add_items(
             if left == 0:
                 piece += 1
                 if piece >= shape.pieces:
-                    ahead = peek(context, item + step)
+                    ahead = peek(context, upcoming)
                     held, row, weight, place, code = fetch(context, item, peeked)
                     peeked = ahead
                     piece = Int32(0)
                     if held == 0:
                         piece = Int32(shape.pieces)
-                    item += step
+                    item = upcoming
+                    if const_expr(claims is None):
+                        upcoming += step
+                    else:
+                        upcoming = 2 * step + sync.granted(ticket)
+                        ticket = sync.claim(claims)
                 left = held
             if left != 0:
                 k = arch.popc((left & -left) - 1)

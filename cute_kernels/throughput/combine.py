@@ -126,8 +126,8 @@ class Combine:
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 add_items(
-                    ring, notes, self.slices, self.weighted, self.peek_push, self.fetch_push, item, step, total, y,
-                    context, True, outbox, warp,
+                    ring, notes, self.slices, self.weighted, self.peek_push, self.fetch_push, ranks.own, item, step,
+                    total, y, context, True, outbox, warp,
                 )  # fmt: skip
             else:
                 count = Int32(0)
@@ -145,7 +145,7 @@ class Combine:
                 ring = Ring(shape, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
                 add_items(
-                    ring, notes, self.slices, False, self.peek_sum, self.fetch_sum, item, step, tokens, staging,
+                    ring, notes, self.slices, False, self.peek_sum, self.fetch_sum, None, item, step, tokens, staging,
                     context, False, outbox, warp, p.world_size if self.residual else None, residual,
                 )  # fmt: skip
             else:

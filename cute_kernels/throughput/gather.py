@@ -41,7 +41,7 @@ class Gather:
 
     def signature(self):
         bases = tuple(Int64(0) for _ in range(self.problem.world_size))
-        return (*ranks_signature(self.problem), bases, *[Int64(0)] * 3, *[Int32(0)] * 2, example_stream())
+        return (*ranks_signature(self.problem), *[Int64(0)] * 3, *[Int32(0)] * 2, bases, example_stream())
 
     @property
     def slices(self) -> Slices:
@@ -59,12 +59,12 @@ class Gather:
         report: Int64,
         timeout_ns: Int64,
         terms: Int32,
-        bases: tuple,
         topk_idx: Int64,
         send_rows: Int64,
         out: Int64,
         tokens: Int32,
         blocks: Int32,
+        bases: tuple,
         stream: cuda.CUstream,
     ):
         """`bases`: address of row 0 at each rank."""
@@ -120,12 +120,12 @@ class Gather:
             notes = (order + warp * 32, marks + first, places + first)
             ring = Ring(shape, buffers, barriers, warp)
             context = (bases, topk_idx, send_rows, out, tokens * shape.pieces)
-            self.add_items(ring, notes, context, warp * blocks + bid, blocks * WARPS)
+            self.add_items(ring, notes, context, ranks.own, warp * blocks + bid, blocks * WARPS)
         sync.finish(ranks, fetched=True)
 
     @cute.jit
-    def add_items(self, ring, notes, context, item, step):
-        """One warp: its items from `item` in steps of `step`."""
+    def add_items(self, ring, notes, context, own, item, step):
+        """One warp: `item`, `item + step`, and what it claims behind these."""
         shape, slices = ring.shape, self.slices
         order, marks, places = notes
         items = context[-1]
@@ -140,16 +140,20 @@ class Gather:
         held, row = Int32(0), Int32(0)
         place, piece = Int64(0), Int32(0)
         chosen, sent = self.peek(context, item)
+        upcoming = item + step
+        ticket = sync.claim(own)
         more = Int32(1)
         while more != 0:
             # All stages are to be under way.
             while loaded - added < shape.stages and (row < held or item < items):
                 if row >= held:
-                    ahead_chosen, ahead_sent = self.peek(context, item + step)
+                    ahead_chosen, ahead_sent = self.peek(context, upcoming)
                     held, place, piece = self.order_rows(context, item, chosen, sent, order)
                     chosen, sent = ahead_chosen, ahead_sent
                     row = Int32(0)
-                    item += step
+                    item = upcoming
+                    upcoming = 2 * step + sync.granted(ticket)
+                    ticket = sync.claim(own)
                 if row < held:
                     if lane == 0:
                         stage = loaded % shape.stages

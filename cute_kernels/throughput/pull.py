@@ -123,17 +123,18 @@ class Pull:
 
     @cute.jit
     def move_rows(self, ranks, ring, places, warp, x, recv_rows, recv_x, max_tokens):
-        """One warp's share: every blocks × warps-th item, an item being a piece of the row of (source rank, token)."""
+        """One warp's items, one dealt out, others claimed. An item is a piece of the row of (source rank, token)."""
         p, shape = self.problem, self.ring
         lane = arch.lane_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
         step = blocks * shape.warps
-        total = max_tokens * (p.world_size * shape.pieces)
+        total = Int32(max_tokens * (p.world_size * shape.pieces))
         item = warp * blocks + bid
         loaded = Int32(0)
         stored = Int32(0)
         known = Int32(1) << ranks.rank
+        ticket = sync.claim(ranks.own)
         more = Int32(1)
         while more != 0:
             # Start loads until all stages are under way.
@@ -145,8 +146,8 @@ class Pull:
                 if arch.vote_any_sync(place >= 0):
                     ready, known = await_rows(ranks, known, source, token)
                     if ready == 0:
-                        item = total  # reported: leave the rest
-                    if item < total:
+                        total = Int32(0)  # reported: leave the rest
+                    else:
                         stage = loaded % shape.stages
                         piece = item % shape.pieces
                         if place >= 0:
@@ -156,7 +157,8 @@ class Pull:
                             at = source_row(p, ranks, x, source, token) + piece * shape.piece_bytes
                             ring.load(stage, at, shape.bytes_of(piece))
                         loaded += 1
-                item += step
+                item = step + sync.granted(ticket)
+                ticket = sync.claim(ranks.own)
             if stored < loaded:
                 stage = stored % shape.stages
                 ring.wait(stage, (stored // shape.stages) & 1)

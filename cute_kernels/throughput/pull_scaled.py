@@ -120,7 +120,7 @@ class PullScaled:
 
     @cute.jit
     def move(self, ranks, ring, notes, warp, grad_out, y, recv_weights, recv_rows, grad_y, grad_weights, max_tokens):
-        """One warp's share: every blocks × warps-th item, an item being the rows here of (source rank, token)."""
+        """One warp's items, one dealt out, the others claimed: an item is the rows here of (source rank, token)."""
         p, shape, slices = self.problem, ring.shape, self.slices
         lane = arch.lane_idx()
         bid, _, _ = arch.block_idx()
@@ -134,6 +134,7 @@ class PullScaled:
         held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
         row, weight, gradient = Int32(0), Float32(0.0), Int64(0)
         known = Int32(1) << ranks.rank
+        ticket = sync.claim(ranks.own)
         more = Int32(1)
         while more != 0:
             # All stages are to be under way.
@@ -162,13 +163,14 @@ class PullScaled:
                             row = ptx.ld_i32(recv_rows + (Int64(source * max_tokens + token) * p.top_k + lane) * 4)
                         held = arch.vote_ballot_sync(row >= 0)
                         piece = Int32(shape.pieces)
-                        item += step
+                        item = step + sync.granted(ticket)
+                        ticket = sync.claim(ranks.own)
                         if held != 0:
                             ready, known = await_rows(ranks, known, source, token)
                             if ready == 0:
                                 # Reported: leave the rest.
                                 held = Int32(0)
-                                item = total
+                                total = Int32(0)
                             else:
                                 piece = Int32(0)
                                 if row >= 0:

@@ -34,11 +34,13 @@ MEMORY = 3.7e12
 """Bytes a second read and written, as x is copied into staging."""
 COPY_SM = 80e9
 """Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
-ADD_SM = 48e9
-"""Bytes a second that a pushing SM of a combine reads and sends."""
-SUM_SM = 36e9
-"""Bytes a second that a summing SM reads and writes. A byte costs a third more than one that is pushed, since flags
-are waited for: two thirds of the SMs pushing was the fastest split. Both together are 45 GB/s an SM."""
+ADD_SM = 70e9
+"""Bytes a second that a pushing SM of a combine reads and sends (with up to 24 SMs)."""
+SUM_SM = 56e9
+"""Bytes a second that a summing SM reads and writes: flags are waited for. Two thirds of the SMs pushing was the
+fastest split."""
+GATHER_SM = 68e9
+"""Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 HEADROOM = 4 / 3
 
 ANY = 2**31
@@ -78,7 +80,7 @@ class Traffic:
         """For a GPU of `sms`: they fetch a row for each rank reached, and write its sums."""
         moved = self.reached + 1
         seconds = max(self.crossing / PULL, moved / MEMORY)
-        return self._enough(moved / SUM_SM / seconds, sms)
+        return self._enough(moved / GATHER_SM / seconds, sms)
 
     def pushers(self, blocks: int) -> int:
         """How many of a combine's blocks (at least 2) push; the others sum."""

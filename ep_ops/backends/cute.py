@@ -68,7 +68,7 @@ class CuteBackend:
         self._config = comm.config
         self._rank = comm.rank
         self._problem = problem = problem_of(comm.config)
-        self._device = comm.device
+        self._device, self._index = comm.device, comm.device.index
         self._local_experts = comm.num_local_experts
         properties = torch.cuda.get_device_properties(comm.device)
         self._arch = f"sm_{properties.major}{properties.minor}a"
@@ -203,16 +203,9 @@ class CuteBackend:
         topk_idx, send_rows, _, _, _ = route
         out = self._new_tokens(y, topk_idx.shape[0])
         self._launch(
-            Gather,
-            (),
-            marks.pack("combine_gathered", route[2].shape[1]),
-            bases,
-            topk_idx,
-            send_rows,
-            out,
-            topk_idx.shape[0],
-            self.budget.gather,
-        )
+            Gather, (), marks.pack("combine_gathered", route[2].shape[1]), (topk_idx, send_rows, out),
+            (topk_idx.shape[0], self.budget.gather, bases),
+        )  # fmt: skip
         return out
 
     def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
@@ -278,8 +271,9 @@ class CuteBackend:
         )
         # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
         self._launch(
-            PullScaled, (not published,), terms, grad_out, grad_y if y is None else y, recv_weights,
-            recv_rows, offs, counts, grad_y, grad_weights, max_tokens, alignment, blocks,
+            PullScaled, (not published,), terms,
+            (grad_out, grad_y if y is None else y, recv_weights, recv_rows, offs, counts, grad_y, grad_weights),
+            (max_tokens, alignment, blocks),
         )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
@@ -340,8 +334,8 @@ class CuteBackend:
         tiles = self._problem.tiles if with_route or weights else 0
         blocks = tiles + (max(1, self._all_blocks - tiles - pulling) if rows else 0)
         self._launch(
-            Publish, variant, terms, x, topk_idx, topk_weights, *route, recv_weights, topk_idx.shape[0], max_tokens,
-            capacity, alignment, slots, blocks,
+            Publish, variant, terms, (x, topk_idx, topk_weights, *route, recv_weights),
+            (topk_idx.shape[0], max_tokens, capacity, alignment, slots, blocks),
         )  # fmt: skip
         return True
 
@@ -376,8 +370,8 @@ class CuteBackend:
     ) -> None:
         recv_rows, offs, counts = route
         self._launch(
-            Pull, (topk_weights is not None, begins, placed), terms, x, recv_rows, offs, counts, recv_x, recv_weights,
-            recv_rows.shape[1], alignment, self.budget.dispatch,
+            Pull, (topk_weights is not None, begins, placed), terms,
+            (x, recv_rows, offs, counts, recv_x, recv_weights), (recv_rows.shape[1], alignment, self.budget.dispatch),
         )  # fmt: skip
 
     def _combine(
@@ -396,26 +390,32 @@ class CuteBackend:
         blocks = self.budget.combine
         terms = marks.pack(kind, recv_rows.shape[1], scalars is not None, y is not None)
         self._launch(
-            Combine, variant, terms, y, recv_weights, scalars, topk_idx, send_rows, recv_rows, residual, out,
-            out_scalars, topk_idx.shape[0], recv_rows.shape[1], self._traffic.pushers(blocks), blocks,
+            Combine, variant, terms,
+            (y, recv_weights, scalars, topk_idx, send_rows, recv_rows, residual, out, out_scalars),
+            (topk_idx.shape[0], recv_rows.shape[1], self._traffic.pushers(blocks), blocks),
         )  # fmt: skip
 
-    def _launch(self, kernel: type, variant: tuple[int, ...], terms: int, *arguments: Any) -> None:
-        """Launch on the current stream. Tensors go as addresses, None as 0, tuples as they are."""
+    def _launch(
+        self,
+        kernel: type,
+        variant: tuple[int, ...],
+        terms: int,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[int | tuple[int, ...], ...],
+    ) -> None:
+        """Launch on the current stream. Tensors go as addresses, None as 0, numbers behind them as they are."""
         function = self._functions.get((kernel, variant))
         if function is None:
             function = self._functions[kernel, variant] = jit.get(
                 kernel(self._problem, *variant), self._arch, torch.cuda.is_current_stream_capturing
             )
-        plain = [
-            a if type(a) is int else 0 if a is None else a if type(a) is tuple else a.data_ptr() for a in arguments
-        ]
-        index = self._device.index
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        index = self._index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                function(*self._ranks, terms, *plain, torch._C._cuda_getCurrentRawStream(index))
+                function(*self._ranks, terms, *addresses, *numbers, torch._C._cuda_getCurrentRawStream(index))
         else:
-            function(*self._ranks, terms, *plain, torch._C._cuda_getCurrentRawStream(index))
+            function(*self._ranks, terms, *addresses, *numbers, torch._C._cuda_getCurrentRawStream(index))
 
     # ------------------------------------------------------------------ lifetime
 

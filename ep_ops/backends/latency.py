@@ -43,7 +43,7 @@ class LatencyPath:
         self._backend = backend
         self._device = backend._device
         self._multiprocessors = multiprocessors
-        self._side = torch.cuda.Stream(backend._device)
+        self._side = torch.cuda.Stream(backend._device, priority=-1)  # sends begin before what stands between halves
         self._alone = backend._problem.world_size == 1
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
@@ -58,8 +58,8 @@ class LatencyPath:
     def _combine_deal(self, send: bool, receive: bool) -> Deal:
         sms = self._multiprocessors
         senders = 0 if self._alone else sms // 2
-        if not receive:
-            return sms, 0, sms
+        if not receive:  # leaves the rest to what runs beside it
+            return senders, 0, max(senders, 1)
         return self.deal or (senders, senders if send else 0, sms)
 
     def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> DispatchTensors:
@@ -111,9 +111,9 @@ class LatencyPath:
     ) -> None:
         self._backend._launch(
             Dispatch, (self.tokens, topk_weights is not None, *halves),
-            marks.pack("dispatch", max_tokens, topk_weights is not None, few=True), x, topk_weights, topk_idx, *route,
-            recv_x, recv_weights, topk_idx.shape[0], max_tokens, capacity, alignment, slots,
-            *self._dispatch_deal(max_tokens, *halves),
+            marks.pack("dispatch", max_tokens, topk_weights is not None, few=True),
+            (x, topk_weights, topk_idx, *route, recv_x, recv_weights),
+            (topk_idx.shape[0], max_tokens, capacity, alignment, slots, *self._dispatch_deal(max_tokens, *halves)),
         )  # fmt: skip
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
@@ -157,6 +157,7 @@ class LatencyPath:
         topk_idx, send_rows, recv_rows, _, _ = route
         self._backend._launch(
             Combine, (self.tokens, recv_weights is not None, *halves),
-            marks.pack("combine", recv_rows.shape[1], few=True), y, recv_weights, topk_idx, send_rows, recv_rows, out,
-            topk_idx.shape[0], recv_rows.shape[1], *self._combine_deal(*halves),
+            marks.pack("combine", recv_rows.shape[1], few=True),
+            (y, recv_weights, topk_idx, send_rows, recv_rows, out),
+            (topk_idx.shape[0], recv_rows.shape[1], *self._combine_deal(*halves)),
         )  # fmt: skip

@@ -54,7 +54,7 @@ def _heeded() -> bool:
 
 
 def _plain(kinds: tuple[frozenset[type], ...], args: tuple[Any, ...]) -> bool:
-    for kind, arg in zip(kinds, args, strict=True):
-        if type(arg) not in kind:
+    for kind, given in zip(kinds, map(type, args), strict=False):
+        if given not in kind:
             return False
     return not args[0].is_meta

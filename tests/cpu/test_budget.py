@@ -25,10 +25,11 @@ def test_rows_of_a_token():
 
 
 def test_what_was_measured_to_be_enough():
-    """4 ranks, 256 experts, 8 a token: 24 SMs fill the link in a dispatch, 64 (42 of them pushing) in a combine."""
+    """4 ranks, 256 experts, 8 a token: 24 SMs fill the link in a dispatch, 44 in a combine, two thirds of them pushing,
+    and 12 in a gathering combine."""
     traffic = EVEN[4]
-    assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200)) == (24, 64)
-    assert traffic.pushers(64) == 42 and traffic.pushers(32) == 21
+    assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (24, 44, 12)
+    assert traffic.pushers(64) == 43 and traffic.pushers(32) == 21
 
 
 def test_more_ranks_need_fewer():

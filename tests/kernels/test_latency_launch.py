@@ -39,22 +39,20 @@ class Recorder:
     def _new_tokens(self, y, tokens):
         return y.new_empty(tokens, y.shape[1])
 
-    def _launch(self, kernel, variant, terms, *arguments):
+    def _launch(self, kernel, variant, terms, tensors, numbers):
         made = kernel(self._problem, *variant)
         taken = len(made.signature()) - len(ranks_signature(self._problem)) - 1  # and the stream
-        assert len(arguments) == taken
+        assert len(tensors) + len(numbers) == taken
         agreed = marks.unpack(terms)[1]
         assert agreed.kind in ("dispatch", "combine") and agreed.few
-        numbers = [a for a in arguments if type(a) is int]
-        addresses = arguments[: taken - len(numbers)]
-        assert all(a is None or isinstance(a, torch.Tensor) for a in addresses)
-        assert arguments[taken - len(numbers) :] == tuple(numbers)
+        assert all(t is None or isinstance(t, torch.Tensor) for t in tensors)
+        assert all(type(n) is int for n in numbers)
         self.launched.append((made, numbers[-3:]))
 
 
 @pytest.fixture(params=[1, 4])
 def path(request, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: None)
     made = latency.LatencyPath(Recorder(request.param), 256, SMS)
     monkeypatch.setattr(made, "_beside", contextlib.nullcontext)
     monkeypatch.setattr(made, "_join", lambda: None)
