@@ -24,6 +24,7 @@ PAUSE_CYCLES = 300_000  # of the GPU's clock: about 0.15 ms
 WARMUP = 3
 LEAD = 10  # calls of a row before the timed ones
 ROW = 8  # eager calls back to back
+HOST_ROW = 50  # eager calls whose host time is taken together
 CHAIN = 10  # calls in a graph
 SPIN_UP_CYCLES = 20_000_000  # about 10 ms, so that an idle GPU raises its clock
 
@@ -137,19 +138,20 @@ class Timer:
         return self._longest([1e3 * start.elapsed_time(end) for start, end in itertools.pairwise(marks)])
 
     def host(self, call: Callable[[int], Any], iterations: int) -> Timing:
-        """Time until a call returns, while the device is still busy: what the host pays. Medians of rows of 8 calls."""
+        """Time until a call returns, while the device is still busy: what the host pays. Means of rows of 50 calls."""
         self._warm(call, iterations)
-        medians = []
+        calls = min(HOST_ROW, iterations * ROW)
+        means = []
         for _ in range(max(1, iterations // 4)):
             self._line_up()
-            took = []
-            for i in range(min(ROW, iterations)):
-                begin = time.perf_counter()
+            for i in range(min(LEAD, iterations)):
                 call(i)
-                took.append(1e6 * (time.perf_counter() - begin))
+            begin = time.perf_counter()
+            for i in range(calls):
+                call(i)
+            means.append(1e6 * (time.perf_counter() - begin) / calls)
             self.synchronize()
-            medians.append(statistics.median(took))
-        return self._longest(medians)
+        return self._longest(means)
 
     def _rows(self, row: Callable[[], None], calls: int, iterations: int) -> Timing:
         """Time of `row()`, which makes `calls` calls, divided by them."""

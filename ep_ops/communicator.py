@@ -357,6 +357,8 @@ class Communicator:
 
     def warmup(self) -> None:
         """Compile and load every kernel. Collective; call it before capturing a CUDA graph."""
+        self.backend.compile()
+        self._exchange.barrier()  # compiling takes ranks unequally long, and kernels wait for each other
         self.backend.warmup()
         self._exchange.barrier()
 

@@ -107,8 +107,11 @@ class Backend(Protocol):
     def memory_plan(self) -> dict[str, int]:
         """Bytes held, by purpose."""
 
+    def compile(self) -> None:
+        """Compile and load whatever the operators need, so that later calls do not. Takes each rank its own time."""
+
     def warmup(self) -> None:
-        """Compile and load whatever the operators need, so that later calls do not."""
+        """Run everything once, all ranks together."""
 
     def check_errors(self) -> None:
         """RuntimeError with the report that kernels left behind, if any."""

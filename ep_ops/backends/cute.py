@@ -422,6 +422,13 @@ class CuteBackend:
     def memory_plan(self) -> dict[str, int]:
         return memory_plan(self._config, self._rank)
 
+    def compile(self) -> None:
+        kernels = kernels_of(self._problem)
+        if self.latency.tokens:
+            kernels += latency.kernels_of(self._problem, self.latency.tokens)
+        for kernel in kernels:
+            jit.get(kernel, self._arch, torch.cuda.is_current_stream_capturing)
+
     def warmup(self) -> None:
         """Runs every kernel once, on no tokens."""
         config = self._config

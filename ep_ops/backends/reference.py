@@ -389,6 +389,9 @@ class ReferenceBackend:
         """Nothing is held."""
         return {}
 
+    def compile(self) -> None:
+        """Nothing to do."""
+
     def warmup(self) -> None:
         """Nothing to do."""
 
