@@ -8,8 +8,8 @@ operation e - 1 (the hello flag, see sync.py) and an operation does not end befo
 from dataclasses import dataclass
 from functools import cached_property
 
-CHUNK_TOKENS = 2
-"""Tokens of x that are staged, and announced to the peers, together: few, since peers wait for the first."""
+CHUNK_BYTES = 28 * 1024
+MOST_CHUNK_TOKENS = 8
 
 HEADER_INTS = 16
 """Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
@@ -41,6 +41,12 @@ class Problem:
         return max(1, min(16, 2**15 // (self.world_size * self.num_experts)))
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens of x that are staged, and announced to the peers, together: few, since peers wait for the first, but
+        not of so few bytes that a block spends its time on announcing."""
+        return max(1, min(MOST_CHUNK_TOKENS, CHUNK_BYTES // self.row_bytes))
+
+    @property
     def num_experts(self) -> int:
         return sum(self.experts_per_rank)
 
@@ -70,7 +76,7 @@ class Heap:
 
     def __init__(self, p: Problem):
         w, t = p.world_size, p.max_tokens
-        self.chunks = (t + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+        self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         entries = t * p.top_k
         self._end = STATE_BYTES
         # Flags: 8 bytes each, one writer each (the source rank), read by this rank alone.

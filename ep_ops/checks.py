@@ -249,7 +249,7 @@ def _rows_asked(comm: Communicator, capacity: int, alignment: int, slots: int) -
 def _tokens(comm: Communicator, topk_idx: Tensor, max_tokens: int) -> None:
     if not 0 <= max_tokens <= comm.max_tokens_per_rank:
         raise ValueError(f"max_tokens is {max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
-    shape = topk_idx.shape
+    shape = _shape("topk_idx", topk_idx)
     if len(shape) != 2 or shape[1] != comm.top_k:
         raise ValueError(f"topk_idx has shape {tuple(shape)}; allowed: [T, {comm.top_k}] (top_k of {comm.name!r})")
     if shape[0] > max_tokens:
@@ -260,7 +260,7 @@ def _tokens(comm: Communicator, topk_idx: Tensor, max_tokens: int) -> None:
 def _route(
     comm: Communicator, topk_idx: Tensor, send_rows: Tensor, recv_rows: Tensor, offs: Tensor, counts: Tensor
 ) -> None:
-    came = recv_rows.shape
+    came = _shape("recv_rows", recv_rows)
     if len(came) != 3 or came[0] != comm.world_size or came[2] != comm.top_k or came[1] > comm.max_tokens_per_rank:
         raise ValueError(
             f"recv_rows has shape {tuple(came)}; allowed: [world_size {comm.world_size}, max_tokens"
@@ -276,13 +276,20 @@ def _route(
 
 def _rows(comm: Communicator, name: str, rows: Tensor, count: int | None, why: str) -> None:
     """``rows`` [count, H] of the communicator's dtype, each at a multiple of 16 bytes; any count if None."""
-    shape = rows.shape
+    shape = _shape(name, rows)
     if len(shape) != 2 or shape[1] != comm.hidden_size or (count is not None and shape[0] != count):
         length = "rows" if count is None else f"{count} ({why})"
         raise ValueError(f"{name} has shape {tuple(shape)}; allowed: [{length}, hidden_size {comm.hidden_size}]")
     _tensor(comm, name, rows, comm.dtype, shape, "")
     if rows.data_ptr() % _ROW_BYTES:
         raise ValueError(f"{name} begins at address {rows.data_ptr():#x}; allowed: multiples of {_ROW_BYTES} bytes")
+
+
+def _shape(name: str, tensor: Tensor) -> torch.Size:
+    try:
+        return tensor.shape
+    except AttributeError:  # PyTorch takes None where a schema says Tensor
+        raise TypeError(f"{name} is {tensor!r}; allowed: a tensor") from None
 
 
 def _row_weights(comm: Communicator, name: str, weights: Tensor, count: int) -> None:
@@ -293,7 +300,12 @@ def _row_weights(comm: Communicator, name: str, weights: Tensor, count: int) -> 
 def _tensor(
     comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
 ) -> None:
-    if tensor.dtype is dtype and tensor.shape == shape and tensor.device == comm.device and tensor.is_contiguous():
+    if (
+        _shape(name, tensor) == shape
+        and tensor.dtype is dtype
+        and tensor.device == comm.device
+        and tensor.is_contiguous()
+    ):
         return
     _refuse(comm, name, tensor, dtype, shape, why)
 

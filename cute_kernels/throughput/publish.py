@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import CHUNK_TOKENS, STAGED_TICKET, Heap, Problem
+from ..heap import STAGED_TICKET, Heap, Problem
 from ..launch import example_stream, ranks_signature
 from ..route import place_tile, place_weights, publish_positions
 
@@ -203,9 +203,10 @@ class Publish:
             staging = ranks.at(ranks.own, "rows")
             count = Int32(0)
             chunk = copier
-            while chunk * CHUNK_TOKENS < tokens:
-                begin = Int64(chunk) * (CHUNK_TOKENS * p.row_bytes)
-                end = cutlass.min(begin + CHUNK_TOKENS * p.row_bytes, Int64(tokens) * p.row_bytes)
+            chunk_bytes = p.chunk_tokens * p.row_bytes
+            while chunk * p.chunk_tokens < tokens:
+                begin = Int64(chunk) * chunk_bytes
+                end = cutlass.min(begin + chunk_bytes, Int64(tokens) * p.row_bytes)
                 at = begin + tid * 16
                 while at < end:
                     words = []

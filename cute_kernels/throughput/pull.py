@@ -144,7 +144,7 @@ class Pull:
                 if lane < p.top_k:
                     place = ptx.ld_i32(recv_rows + (Int64(source * max_tokens + token) * p.top_k + lane) * 4)
                 if arch.vote_any_sync(place >= 0):
-                    ready, known = await_rows(ranks, known, source, token)
+                    ready, known = await_rows(p, ranks, known, source, token)
                     if ready == 0:
                         total = Int32(0)  # reported: leave the rest
                     else:

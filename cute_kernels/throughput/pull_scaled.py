@@ -166,7 +166,7 @@ class PullScaled:
                         item = step + sync.granted(ticket)
                         ticket = sync.claim(ranks.own)
                         if held != 0:
-                            ready, known = await_rows(ranks, known, source, token)
+                            ready, known = await_rows(p, ranks, known, source, token)
                             if ready == 0:
                                 # Reported: leave the rest.
                                 held = Int32(0)

@@ -6,7 +6,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import CHUNK_TOKENS
 from ..route import local_range
 from ..rows import zero_row
 
@@ -20,7 +19,7 @@ def token_of(problem: cutlass.Constexpr, rank, item):
 
 
 @cute.jit
-def await_rows(ranks, known, source, token):
+def await_rows(problem: cutlass.Constexpr, ranks, known, source, token):
     """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported), and the updated `known`, the
     bit mask of the ranks whose rows are all staged."""
     ready = Int32(1)
@@ -29,7 +28,7 @@ def await_rows(ranks, known, source, token):
         if arch.lane_idx() == 0:
             if ranks.seen("staged", source):
                 ready = Int32(2)
-            elif ranks.wait("chunk", source * ranks.heap.chunks + token // CHUNK_TOKENS, source, token):
+            elif ranks.wait("chunk", source * ranks.heap.chunks + token // problem.chunk_tokens, source, token):
                 ready = Int32(1)
             # Bulk copies come after what was acquired.
             sync.fence_async()

@@ -7,8 +7,8 @@ The model. Routing is taken to be even, so of the rows that belong to one token 
     top_k     into or out of expert-grouped rows
 
 An operation lasts until its rows have crossed the link, or until all it reads and writes has passed the memory, if
-that takes longer. It needs as many SMs as move its bytes in that time, and a third more (`HEADROOM`): with exactly
-as many, SMs and link would wait for each other by turns. That leaves the rest of the GPU to computation; more SMs than
+that takes longer. It needs as many SMs as move its bytes in that time, and some more (`*_HEADROOM`): with exactly as
+many, SMs and link would wait for each other by turns. That leaves the rest of the GPU to computation; more SMs than
 half of it are taken on one rank alone only, where there is no link to wait for.
 
 Rates were measured on H200s (18 links of NVLink 4, 132 SMs). On other GPUs they are a start: measure, and say what
@@ -41,7 +41,10 @@ SUM_SM = 56e9
 fastest split."""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
-HEADROOM = 4 / 3
+PULL_HEADROOM = 6 / 5
+"""Of kernels that fetch: more SMs than they need would be slower, since rows are staged by the others."""
+PUSH_HEADROOM = 8 / 5
+"""Of a combine: the more, the earlier its last sums are done; from here on it is nearly level."""
 
 ANY = 2**31
 """Limit of a budget that nothing uses."""
@@ -69,18 +72,18 @@ class Traffic:
         moved = self.reached + self.top_k
         staged = 2 if self.crossing else 0  # read and written, by the other SMs
         seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
-        return self._enough(moved / COPY_SM / seconds, sms)
+        return self._enough(PULL_HEADROOM * moved / COPY_SM / seconds, sms)
 
     def combine_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums."""
         seconds = max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
-        return self._enough((self._pushing + self._summing) / seconds, sms)
+        return self._enough(PUSH_HEADROOM * (self._pushing + self._summing) / seconds, sms)
 
     def gather_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and write its sums."""
         moved = self.reached + 1
         seconds = max(self.crossing / PULL, moved / MEMORY)
-        return self._enough(moved / GATHER_SM / seconds, sms)
+        return self._enough(PULL_HEADROOM * moved / GATHER_SM / seconds, sms)
 
     def pushers(self, blocks: int) -> int:
         """How many of a combine's blocks (at least 2) push; the others sum."""
@@ -98,7 +101,7 @@ class Traffic:
 
     def _enough(self, needed: float, sms: int) -> int:
         """Whole pairs, as GPUs are built of them."""
-        return min(2 * math.ceil(needed * HEADROOM / 2), sms // 2 if self.crossing else sms)
+        return min(2 * math.ceil(needed / 2), sms // 2 if self.crossing else sms)
 
 
 class Budget:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
 
+STAGING_BLOCKS = 16
+"""Multiprocessors that a budget leaves to staging: it would take longer than the rest with fewer."""
+
 
 def kernels_of(problem: Problem) -> list[Any]:
     """Every kernel that the operators of such a communicator launch."""
@@ -75,9 +78,9 @@ class CuteBackend:
         sms = properties.multi_processor_count
         self._all_blocks = sms
         self._traffic = Traffic.of(problem.experts_per_rank, problem.top_k)
-        # Beside a pull run the blocks that place the route and at least one that stages rows.
+        # Beside a pull run the blocks that place the route and some that stage rows.
         self.budget = default_budget(
-            self._traffic, sms, sms - problem.tiles - 1, comm.config.dispatch_sms, comm.config.combine_sms
+            self._traffic, sms, sms - problem.tiles - STAGING_BLOCKS, comm.config.dispatch_sms, comm.config.combine_sms
         )
         self._buffer = symmetric.allocate(heap_of(comm.config).nbytes, comm.group, comm.device)
         self._rows: symmetric.SymmetricBuffer | None = None
@@ -264,7 +267,7 @@ class CuteBackend:
         max_tokens = recv_rows.shape[1]
         grad_y = grad_out.new_empty(num_rows, grad_out.shape[1])
         grad_weights = recv_weights.new_empty(num_rows)
-        blocks = max(1, min(self.budget.combine, self._all_blocks - 1))
+        blocks = min(self.budget.combine, self.budget.most_dispatch)
         terms = marks.pack("combine_backward", max_tokens, scalars=True)
         published = self._publish(
             terms, False, grad_out, None, topk_idx, (None,) * 5, None, 0, 1, 0, max_tokens, blocks

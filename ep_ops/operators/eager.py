@@ -8,6 +8,7 @@ long way.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import NoneType
 from typing import Any
@@ -35,7 +36,7 @@ _ARGUMENTS = {
 
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
-    if _heeded() or not _plain(_ARGUMENTS[name], args):
+    if _heeded() or not _plain(name, tuple(map(type, args))) or args[0].is_meta:
         return getattr(torch.ops.ep, name)(*args)
     return IMPLEMENTATIONS[name](*args)
 
@@ -53,8 +54,6 @@ def _heeded() -> bool:
     )
 
 
-def _plain(kinds: tuple[frozenset[type], ...], args: tuple[Any, ...]) -> bool:
-    for kind, given in zip(kinds, map(type, args), strict=False):
-        if given not in kind:
-            return False
-    return not args[0].is_meta
+@functools.lru_cache(maxsize=1024)
+def _plain(name: str, types: tuple[type, ...]) -> bool:
+    return all(given in allowed for given, allowed in zip(types, _ARGUMENTS[name], strict=True))

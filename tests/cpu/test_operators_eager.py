@@ -1,0 +1,137 @@
+"""Methods of a communicator call the implementation itself only where nobody wants to hear of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ep_ops
+from ep_ops.operators import eager
+
+
+@pytest.fixture
+def comm() -> Iterator[ep_ops.Communicator]:
+    with ep_ops.Communicator(
+        num_experts=4, hidden_size=8, top_k=2, max_tokens_per_rank=6, device="cpu", dtype=torch.float32
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """Implementations that were called directly."""
+    made: list[str] = []
+    for name, run in list(eager.IMPLEMENTATIONS.items()):
+
+        def counted(*args, name=name, run=run):
+            made.append(name)
+            return run(*args)
+
+        monkeypatch.setitem(eager.IMPLEMENTATIONS, name, counted)
+    return made
+
+
+def given(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    idx = torch.tensor([[0, 1], [2, 3], [1, -1]], dtype=torch.int32, device=device)
+    return torch.randn(3, 8, device=device), idx, torch.rand(3, 2, device=device)
+
+
+class Hears(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.heard.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_directly_without_gradients(comm, calls, off):
+    x, idx, weights = given()
+    expected = comm.combine(*(lambda d: (d.x, d.route, d.weights))(comm.dispatch(x, idx, weights)))
+    assert calls == []  # gradients were on
+    with off():
+        sent = comm.dispatch(torch.nn.Parameter(x), idx, weights)
+        assert torch.equal(comm.combine(sent.x, sent.route, sent.weights), expected)
+        started = comm.dispatch_start(x, idx, weights)
+        halved = comm.dispatch_wait(started)
+        assert torch.equal(comm.combine_wait(comm.combine_start(halved.x, halved.route, halved.weights)), expected)
+        comm.plan(idx)
+        comm.dispatch_dynamic(x, idx)
+        comm.dispatch_planned(x, sent.route, num_rows=sent.x.shape[0])
+    assert calls == [
+        "dispatch", "combine", "dispatch_start", "dispatch_wait", "combine_start", "combine_wait", "plan",
+        "dispatch_dynamic", "dispatch_planned",
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_modes_hear_of_it(comm, calls):
+    with Hears() as mode:
+        comm.dispatch(*given())
+    assert "ep.dispatch.default" in mode.heard and calls == []
+
+
+@torch.no_grad()
+def test_profilers_see_it(comm, calls):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        comm.dispatch(*given())
+    assert any(event.name == "ep::dispatch" for event in seen.events() or ()) and calls == []
+
+
+@torch.no_grad()
+def test_meta_tensors_have_shapes_alone(comm, calls):
+    sent = comm.dispatch(*given("meta"))
+    assert sent.x.is_meta and sent.x.shape == (comm.capacity(), 8) and calls == []
+
+
+@torch.no_grad()
+def test_subclasses_are_heard_of(comm, calls):
+    class Own(torch.Tensor):
+        pass
+
+    x, idx, weights = given()
+    comm.dispatch(x.as_subclass(Own), idx, weights)
+    assert calls == []
+
+
+@torch.no_grad()
+def test_transforms_are_the_dispatchers(comm, calls):
+    x, idx, _ = given()
+    route, _ = comm.plan(idx)
+    calls.clear()
+    both = torch.func.vmap(lambda rows: comm.dispatch_planned(rows, route, num_rows=comm.capacity())[0])
+    held = route.recv_rows[route.recv_rows >= 0].long()
+    assert torch.equal(both(torch.stack([x, 2 * x]))[1, held], 2 * both(x[None])[0, held])
+    assert calls == []
+
+
+@torch.no_grad()
+def test_while_something_is_compiled(comm, calls):
+    """Code that a broken graph left outside is run with Dynamo looking on: it goes the long way."""
+    x, idx, weights = given()
+
+    def step(x):
+        torch._dynamo.graph_break()
+        return comm.dispatch(x, idx, weights).x * 2
+
+    sent = comm.dispatch(x, idx, weights)
+    held = sent.route.recv_rows[sent.route.recv_rows >= 0].long()
+    calls.clear()
+    assert torch.equal(torch.compile(step, backend="eager")(x)[held], sent.x[held] * 2)
+    assert calls == []
+
+
+@torch.no_grad()
+def test_what_is_no_tensor(comm, calls):
+    _, idx, _ = given()
+    with pytest.raises(RuntimeError, match="argument 'x'"):
+        comm.dispatch([[1.0]], idx)
+    with pytest.raises(TypeError, match="x is None; allowed: a tensor"):
+        comm.dispatch(None, idx)
+    assert calls == []
