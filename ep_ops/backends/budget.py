@@ -43,8 +43,8 @@ GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 PULL_HEADROOM = 6 / 5
 """Of kernels that fetch: more SMs than they need would be slower, since rows are staged by the others."""
-PUSH_HEADROOM = 8 / 5
-"""Of a combine: the more, the earlier its last sums are done; from here on it is nearly level."""
+PUSH_HEADROOM = 4 / 3
+"""Of a combine, whose last sums are done the earlier, the more there are; from here on it is level."""
 
 ANY = 2**31
 """Limit of a budget that nothing uses."""
