@@ -399,7 +399,8 @@ class ReferenceBackend:
         """Errors are raised at once."""
 
     def destroy(self) -> None:
-        """Nothing is held."""
+        """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""
+        self.exchange.group = None
 
 
 def _pad(count: Tensor, alignment: int) -> Tensor:
