@@ -8,7 +8,7 @@ Values inside tensors are not looked at here: that would wait for the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -254,7 +254,7 @@ def _tokens(comm: Communicator, topk_idx: Tensor, max_tokens: int) -> None:
         raise ValueError(f"topk_idx has shape {tuple(shape)}; allowed: [T, {comm.top_k}] (top_k of {comm.name!r})")
     if shape[0] > max_tokens:
         raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most max_tokens {max_tokens}")
-    _tensor(comm, "topk_idx", topk_idx, _INT32, shape, "")
+    _kind(comm, "topk_idx", topk_idx, _INT32)
 
 
 def _route(
@@ -266,7 +266,7 @@ def _route(
             f"recv_rows has shape {tuple(came)}; allowed: [world_size {comm.world_size}, max_tokens"
             f" 0..{comm.max_tokens_per_rank}, top_k {comm.top_k}]"
         )
-    _tensor(comm, "recv_rows", recv_rows, _INT32, came, "")
+    _kind(comm, "recv_rows", recv_rows, _INT32)
     _tokens(comm, topk_idx, came[1])
     _tensor(comm, "send_rows", send_rows, _INT32, topk_idx.shape, "the shape of topk_idx")
     per_expert = (comm.num_local_experts,)
@@ -280,7 +280,7 @@ def _rows(comm: Communicator, name: str, rows: Tensor, count: int | None, why: s
     if len(shape) != 2 or shape[1] != comm.hidden_size or (count is not None and shape[0] != count):
         length = "rows" if count is None else f"{count} ({why})"
         raise ValueError(f"{name} has shape {tuple(shape)}; allowed: [{length}, hidden_size {comm.hidden_size}]")
-    _tensor(comm, name, rows, comm.dtype, shape, "")
+    _kind(comm, name, rows, comm.dtype)
     if rows.data_ptr() % _ROW_BYTES:
         raise ValueError(f"{name} begins at address {rows.data_ptr():#x}; allowed: multiples of {_ROW_BYTES} bytes")
 
@@ -300,23 +300,18 @@ def _row_weights(comm: Communicator, name: str, weights: Tensor, count: int) -> 
 def _tensor(
     comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
 ) -> None:
-    if (
-        _shape(name, tensor) == shape
-        and tensor.dtype is dtype
-        and tensor.device == comm.device
-        and tensor.is_contiguous()
-    ):
+    given = _shape(name, tensor)
+    if tensor.dtype is dtype and given != shape:
+        raise ValueError(f"{name} has shape {tuple(given)}; allowed: {list(shape)} ({why})")
+    _kind(comm, name, tensor, dtype)
+
+
+def _kind(comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Everything but the shape."""
+    if tensor.dtype is dtype and tensor.device == comm.device and tensor.is_contiguous():
         return
-    _refuse(comm, name, tensor, dtype, shape, why)
-
-
-def _refuse(
-    comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
-) -> NoReturn:
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {list(shape)}{f' ({why})' if why else ''}")
     if tensor.device != comm.device:
         raise ValueError(f"{name} is on {tensor.device}; communicator {comm.name!r} is on {comm.device}")
     raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")
