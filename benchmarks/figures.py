@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 
+def machine_line(run: dict[str, Any]) -> str:
+    m = run["machine"]
+    return (
+        f"{run['world_size']} x {m['device']}, torch {m['torch']}, CUDA {m['cuda']}, NCCL {m['nccl']}, driver "
+        f"{m['driver']}, backend {m['backend']}"
+    )
+
+
 def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines for a terminal; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

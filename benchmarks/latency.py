@@ -131,7 +131,7 @@ class Latency(Run):
         )
 
     def compile(self, *comms: Communicator) -> None:
-        """So that no rank waits in a kernel for one that still compiles."""
+        """Shared out between the ranks: each would compile all of it in its warmup."""
         from .kernels import compile_together, kernels_of_communicator
 
         wanted = dict.fromkeys(kernel for comm in comms for kernel in kernels_of_communicator(comm.config))
@@ -159,16 +159,13 @@ class Latency(Run):
         )
         for op, comm, replays, layout in others:
             if self.wants(op):
-                steps = Steps(comm, workload, self.args.pairs, **layout)
-                error = self.error(steps)
-                self.add(op, self.graph(steps.pair, replays), error)
+                self.pair(op, Steps(comm, workload, self.args.pairs, **layout), replays)
 
     def grouped(self, steps: Steps) -> None:
         """Rows grouped by expert, in as few of them as there can be, and what that is compared with."""
         many, few = self.args.replays, self.few
-        error = self.error(steps)
         if self.wants("pair"):
-            self.add("pair", self.graph(steps.pair, many), error)
+            self.pair("pair", steps, many)
         if self.wants("pair_single"):
             self.add("pair_single", self.graph(steps.pair, many, count=1))
         if self.wants("pair_eager"):
@@ -191,6 +188,12 @@ class Latency(Run):
             self.add("work_halves", self.graph(functools.partial(steps.pair_halves, between=product), few))
         if self.wants("host") and not self.found["host"]:
             self.found["host"] = self.host(steps)
+
+    def pair(self, op: str, steps: Steps, replays: int) -> None:
+        """Dispatch and combine in a graph, and whether a replay of it is right."""
+        replay = self.timer.captured(steps.pair, steps.count)
+        error = self.worst({"error": steps.error(lambda: replay(0))})["error"]
+        self.add(op, self.timer.row(replay, replays).each(steps.count), error)
 
     def graph(self, call: Callable[[int], Any], replays: int, count: int | None = None) -> Timing:
         """Of one of `count` calls in a graph (default: `--pairs`), one figure for each replay."""
@@ -227,9 +230,6 @@ class Latency(Run):
 
     def wants(self, *ops: str) -> bool:
         return not set(ops).isdisjoint(self.args.only)
-
-    def error(self, steps: Steps) -> float:
-        return self.worst({"error": steps.error()})["error"]
 
     def add(self, op: str, timing: Timing, error: float | None = None) -> None:
         """Record a timing."""

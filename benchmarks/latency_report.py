@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .figures import markdown_table, over_tokens, pyplot, save, text_table
-from .report import machine_line
+from .figures import machine_line, markdown_table, over_tokens, pyplot, save, text_table
 
 NAMES = {
     "pair": "dispatch + combine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import sys
 import time
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from ep_ops.launch import launch, process_group
 
 from .machine import describe
-from .report import write
 from .timing import Timer
 
 Measure = Callable[[torch.device, argparse.Namespace], None]
@@ -113,3 +113,20 @@ class Run:
     def close(self) -> None:
         if self.on_link:
             self.barrier.free()
+
+
+def write(run: dict[str, Any], path: Path) -> None:
+    """As JSON, one line for each measurement."""
+    parts = []
+    for key, value in run.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list):
+            text = "[\n  " + ",\n  ".join(json.dumps(_rounded(entry), ensure_ascii=False) for entry in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _rounded(entry: dict[str, Any]) -> dict[str, Any]:
+    """Five digits: far more than is measured."""
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in entry.items()}

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .figures import markdown_table, over_tokens, pyplot, text_table
+from . import latency_report
+from .figures import machine_line, markdown_table, over_tokens, pyplot, text_table
 from .figures import save as save_figure
 
 Result = dict[str, Any]
@@ -73,23 +74,6 @@ def complete(run: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-def write(run: dict[str, Any], path: Path) -> None:
-    """As JSON, one line for each measurement."""
-    parts = []
-    for key, value in run.items():
-        text = json.dumps(value, ensure_ascii=False)
-        if isinstance(value, list):
-            text = "[\n  " + ",\n  ".join(json.dumps(_rounded(entry), ensure_ascii=False) for entry in value) + "\n ]"
-        parts.append(f" {json.dumps(key)}: {text}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-
-
-def _rounded(entry: Result) -> Result:
-    """Five digits: far more than is measured."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in entry.items()}
-
-
 # ---------------------------------------------------------------------- text
 
 
@@ -120,14 +104,6 @@ def link_lines(run: dict[str, Any]) -> list[str]:
         f"link {direction}, rows of {row_bytes} bytes, GB/s (SMs): {', '.join(speeds)}"
         for (direction, row_bytes), speeds in by_kind.items()
     ]
-
-
-def machine_line(run: dict[str, Any]) -> str:
-    m = run["machine"]
-    return (
-        f"{run['world_size']} x {m['device']}, torch {m['torch']}, CUDA {m['cuda']}, NCCL {m['nccl']}, driver "
-        f"{m['driver']}, backend {m['backend']}"
-    )
 
 
 def table(run: dict[str, Any]) -> str:
@@ -164,7 +140,7 @@ COLOURS = {
     "push": "#777777",
     "pull": "#333333",
 }
-SWEPT = tuple(COLOURS)[:6]
+SWEPT = ("dispatch", "dispatch_planned", "combine", "combine_unweighted", "combine_gathered", "combine_pushed")
 
 
 def varied(
@@ -264,8 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = json.loads(path.read_text())
         draw = plot
         if run.get("benchmark") == "latency":
-            from . import latency_report
-
             draw = latency_report.plot
             print(latency_report.markdown(run), end="\n\n")
         else:

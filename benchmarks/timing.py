@@ -138,7 +138,7 @@ class Timer:
         return self._longest([1e3 * start.elapsed_time(end) for start, end in itertools.pairwise(marks)])
 
     def host(self, call: Callable[[int], Any], iterations: int) -> Timing:
-        """Time until a call returns, while the device is still busy: what the host pays. Means of rows of 50 calls."""
+        """Time until a call returns: what the host pays. Means of rows of 50 calls, behind 10 that are not timed."""
         self._warm(call, iterations)
         calls = min(HOST_ROW, iterations * ROW)
         means = []

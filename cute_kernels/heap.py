@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 CHUNK_BYTES = 28 * 1024
-MOST_CHUNK_TOKENS = 8
+LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
 
 HEADER_INTS = 16
 """Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
@@ -44,7 +44,7 @@ class Problem:
     def chunk_tokens(self) -> int:
         """Tokens of x that are staged, and announced to the peers, together: few, since peers wait for the first, but
         not of so few bytes that a block spends its time on announcing."""
-        return max(1, min(MOST_CHUNK_TOKENS, CHUNK_BYTES // self.row_bytes))
+        return max(LEAST_CHUNK_TOKENS, min(MOST_CHUNK_TOKENS, CHUNK_BYTES // self.row_bytes))
 
     @property
     def num_experts(self) -> int:

@@ -94,8 +94,9 @@ class Communicator:
         backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain), or "auto": cute where it can run.
         timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
             reference backend follow their process group's timeout instead.
-        dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them; None: what a
-            model of the bytes says (``ep_ops.backends.budget``). :meth:`sm_budget` changes them for a while.
+        dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them (a dispatch
+            leaves some to the blocks that work beside it); None: what a model of the bytes says
+            (``ep_ops.backends.budget``). :meth:`sm_budget` changes them for a while.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the kernels for decode (same results to
             the bit; cute backend); 0: never; None: the backend's choice.
         symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
@@ -204,9 +205,13 @@ class Communicator:
         max_tokens: int | None = None,
         alignment: int | None = None,
     ) -> Dispatched:
-        """Send every row of ``x`` [T, H] (and its weights, float32 [T, K]) to the experts that ``topk_idx`` names.
+        """Send every row of ``x`` [T, H] (and its weights, [T, K]) to the experts that ``topk_idx`` names.
+
+        Weights are float32, float64 where the rows are.
 
         ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
+        Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
+        is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
         """
         terms = self._terms(capacity, slots, max_tokens, alignment)
         out = call("dispatch", x, topk_weights, topk_idx, *terms)
@@ -224,17 +229,8 @@ class Communicator:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
-        out = call(
-            "dispatch_dynamic",
-            x,
-            topk_weights,
-            topk_idx,
-            align,
-            tokens,
-            self.num_local_experts,
-            self.world_size,
-            self.name,
-        )
+        sizes = align, tokens, self.num_local_experts, self.world_size
+        out = call("dispatch_dynamic", x, topk_weights, topk_idx, *sizes, self.name)
         return _dispatched(out, topk_idx, topk_weights)
 
     def dispatch_planned(
@@ -345,7 +341,8 @@ class Communicator:
         state of this process, not part of the program: ranks may differ, a compiled function reads it when it runs
         (so put the block around the call; inside a function that is compiled with ``fullgraph=True`` it is an error),
         and a captured CUDA graph replays with what held during the capture. The kernels for decode follow no budget,
-        the reference backend ignores it. ValueError where the GPU has not that many.
+        the reference backend ignores it. ValueError for less than 1 (dispatch) or 2 (combine), and for more than the
+        GPU has to give.
         """
         return self.backend.budget.changed(dispatch, combine)
 
@@ -363,7 +360,10 @@ class Communicator:
         self._exchange.barrier()
 
     def check_errors(self) -> None:
-        """RuntimeError if a kernel has reported one. Does not wait for running kernels."""
+        """Raises what kernels have reported; does not wait for running ones.
+
+        RuntimeError: a wait that failed (destroy the communicator then). ValueError: an expert id out of range.
+        """
         self.backend.check_errors()
 
     def destroy(self) -> None:

@@ -114,7 +114,7 @@ class Backend(Protocol):
         """Run everything once, all ranks together."""
 
     def check_errors(self) -> None:
-        """RuntimeError with the report that kernels left behind, if any."""
+        """RuntimeError or ValueError with what kernels have reported, if anything."""
 
     def destroy(self) -> None:
         """Free everything held. The ranks have met before this is called."""

@@ -102,22 +102,7 @@ class CuteBackend:
         self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         self._begin()
-        route = self._new_route(topk_idx, max_tokens)
-        self._publish(
-            marks.pack("plan", max_tokens, rows=False),
-            True,
-            None,
-            None,
-            topk_idx,
-            route,
-            None,
-            capacity,
-            alignment,
-            slots,
-            max_tokens,
-            0,
-        )
-        return route
+        return self._plan(topk_idx, capacity, alignment, slots, max_tokens)
 
     def dispatch(
         self,
@@ -147,21 +132,7 @@ class CuteBackend:
     ) -> DispatchTensors:
         self._begin()
         capacity = NO_CAPACITY_LIMIT // alignment * alignment
-        route = self._new_route(topk_idx, max_tokens)
-        self._publish(
-            marks.pack("plan", max_tokens, rows=False),
-            True,
-            None,
-            None,
-            topk_idx,
-            route,
-            None,
-            capacity,
-            alignment,
-            0,
-            max_tokens,
-            0,
-        )
+        route = self._plan(topk_idx, capacity, alignment, 0, max_tokens)
         send_rows, recv_rows, offs, counts, _ = route
         num_rows = int(offs[-1]) if self._local_experts else 0
         if self._report.failed() is not None:
@@ -212,11 +183,11 @@ class CuteBackend:
         return out
 
     def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
-        self.check_errors()
-        self._order.start("dispatch")
-        if terms[-1] <= self._latency_tokens:
-            return self.latency.dispatch_start(x, topk_weights, topk_idx, *terms)
-        return ticket(x)
+        self._begin()
+        few = terms[-1] <= self._latency_tokens
+        sent = self.latency.dispatch_start(x, topk_weights, topk_idx, *terms) if few else ticket(x)
+        self._order.start("dispatch")  # it has not, where that raises
+        return sent
 
     def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> DispatchTensors:
         self.check_errors()
@@ -226,11 +197,11 @@ class CuteBackend:
         return self.dispatch(x, topk_weights, topk_idx, *terms)
 
     def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
-        self.check_errors()
-        self._order.start("combine")
-        if route[2].shape[1] <= self._latency_tokens:
-            return self.latency.combine_start(y, recv_weights, route)
-        return ticket(y)
+        self._begin()
+        few = route[2].shape[1] <= self._latency_tokens
+        sent = self.latency.combine_start(y, recv_weights, route) if few else ticket(y)
+        self._order.start("combine")  # it has not, where that raises
+        return sent
 
     def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
         self.check_errors()
@@ -265,8 +236,7 @@ class CuteBackend:
             return grad_y, grad_out.new_empty(0, dtype=torch.float32)
         topk_idx, _, recv_rows, offs, counts = route
         max_tokens = recv_rows.shape[1]
-        grad_y = grad_out.new_empty(num_rows, grad_out.shape[1])
-        grad_weights = recv_weights.new_empty(num_rows)
+        grad_y, grad_weights = self._new_rows(grad_out, recv_weights, num_rows)
         blocks = min(self.budget.combine, self.budget.most_dispatch)
         terms = marks.pack("combine_backward", max_tokens, scalars=True)
         published = self._publish(
@@ -283,7 +253,7 @@ class CuteBackend:
     # ------------------------------------------------------------------ launches
 
     def _begin(self) -> None:
-        """By every whole operator: what kernels reported is raised, and halves are not interrupted."""
+        """By every whole operator and every first half: what kernels reported is raised, halves are not interrupted."""
         self.check_errors()
         self._order.check()
 
@@ -341,6 +311,14 @@ class CuteBackend:
             (topk_idx.shape[0], max_tokens, capacity, alignment, slots, blocks),
         )  # fmt: skip
         return True
+
+    def _plan(
+        self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The route alone."""
+        route, terms = self._new_route(topk_idx, max_tokens), marks.pack("plan", max_tokens, rows=False)
+        self._publish(terms, True, None, None, topk_idx, route, None, capacity, alignment, slots, max_tokens, 0)
+        return route
 
     def _along(
         self, kind: str, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int

@@ -19,7 +19,7 @@ class Order:
         self.started: str | None = None
 
     def start(self, operator: str) -> None:
-        self.check()
+        """When it has been checked and the first half runs."""
         self.started = operator
 
     def wait(self, operator: str) -> None:
@@ -29,7 +29,7 @@ class Order:
         self.started = None
 
     def check(self) -> None:
-        """By every other operator."""
+        """Before every operator that is no second half."""
         if self.started is not None:
             raise RuntimeError(
                 f"communicator {self._name!r}: ep::{self.started}_start must be followed by ep::{self.started}_wait;"

@@ -5,8 +5,9 @@ state lives behind that name, and each int that sets the size of an output is an
 caches and exported programs depend on nothing else.
 
 T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts. x, y, out and their gradients are
-[., H] of the communicator's dtype, as is the residual, weights and their gradients float32, everything else int32 (see
-``ep_ops.backends.reference`` for what the values mean). Optional results that were not asked for have shape [0].
+[., H] of the communicator's dtype, as is the residual, weights and their gradients float32 (float64 with float64
+rows), everything else int32 (see ``ep_ops.backends.reference`` for what the values mean). Optional results that were
+not asked for have shape [0].
 
 ``*_start`` and ``*_wait``, called with the same arguments, are dispatch and combine in two halves. The ticket between
 them holds nothing (int64 [0]): it tells whoever orders operators that one half follows the other.

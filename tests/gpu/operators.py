@@ -6,9 +6,15 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ep_ops
+
+
+def ranks() -> tuple[int, int]:
+    """This rank and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def make_comm(backend: str, name: str, latency_max_tokens: int | None = 0, **config: Any) -> ep_ops.Communicator:
@@ -79,7 +85,7 @@ def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y
 
 
 def compare(got: dict, expected: dict, call: Call) -> None:
-    """Everything equal to the bit, but dot products, whose order over the hidden size is free."""
+    """Every number equal, but dot products, whose order over the hidden size is free."""
     for name, values in expected.items():
         for i, (mine, theirs) in enumerate(
             zip(got[name], values, strict=True) if isinstance(values, (tuple, list)) else [(got[name], values)]

@@ -61,7 +61,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
         want.add(config)
     for name, dtype in test_latency.CASES:
         config = test_latency.case_config(routes[name], dtype)
-        want.add(config, DEFAULT_TOKENS, only=("Combine",), halves=False)  # and a combine with a residual
+        want.add(config, DEFAULT_TOKENS, only=("Combine",), halves=False)  # with a residual, and dispatch's backward
     for hidden in (*test_latency.SIZES, 1024):
         want.add(test_latency.size_config(hidden), DEFAULT_TOKENS)
     for name, dtype in test_gather.CASES:

@@ -34,7 +34,7 @@ def test_bad_expert(together):
         torch.cuda.synchronize()
         comm.check_errors()
         with together():
-            assert not out.isnan().any()
+            assert torch.equal(out, 2 * x)  # two unweighted rows of each token
 
 
 def test_absent_rank(together):

@@ -7,8 +7,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-import torch.distributed as dist
-from operators import covered, make_comm
+from operators import covered, make_comm, ranks
 from torch import Tensor
 
 import ep_ops
@@ -21,10 +20,6 @@ CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over"
 TOKENS = (1, 7, 512, 4096)
 STEPS = 100
 DELAY = 3_000_000  # cycles, more than a millisecond: several operations
-
-
-def ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def generator(seed: int) -> torch.Generator:

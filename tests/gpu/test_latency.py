@@ -10,7 +10,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from operators import Call, compare, covered, make_comm
+from operators import Call, compare, covered, make_comm, ranks
 
 import ep_ops
 
@@ -20,10 +20,6 @@ CASES = [(name, BF16) for name in cases.CASE_NAMES]
 CASES += [(name, dtype) for name in ("random", "repeated_experts", "padded_over") for dtype in HIDDEN if dtype != BF16]
 SIZES = (120, 2880, 7168)
 DELAY = 3_000_000  # cycles, more than a millisecond: hundreds of operations
-
-
-def ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def case_config(case: cases.RouteCase, dtype: torch.dtype) -> dict[str, Any]:
@@ -72,6 +68,7 @@ def run(comm: ep_ops.Communicator, call: Call, x, weights, y, row_weights) -> di
     out["combine"] = ops.combine(y, None, *route, call.alignment, comm.name)
     out["dispatch backward x"] = ops.dispatch_backward(y, None, *route, call.alignment, comm.name)
     out["combine weighted"] = ops.combine(y, row_weights, *route, call.alignment, comm.name)
+    out["combine residual"] = ops.combine(y, row_weights, *route, call.alignment, comm.name, x)
     return out
 
 
@@ -87,10 +84,6 @@ def check(comm: ep_ops.Communicator, ref: ep_ops.Communicator, call: Call, given
 def random_route(seed: int, tokens: int, experts: int = 256, top_k: int = 8) -> torch.Tensor:
     draw = torch.Generator(device="cuda").manual_seed(seed + 31 * ranks()[0])
     return torch.rand(tokens, experts, generator=draw, device="cuda").argsort(1)[:, :top_k].int()
-
-
-def roomy(comm: ep_ops.Communicator, tokens: int) -> int:
-    return comm.capacity(tokens)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -113,7 +106,7 @@ def test_sizes_and_uneven_tokens(hidden, seed, together):
             mine = tokens if rank % 2 == 0 else tokens // 3
             idx = random_route(seed + tokens, mine)
             slots = 32 if tokens in (7, 128) else 0
-            capacity = comm.num_local_experts * slots if slots else roomy(comm, max(tokens, 1))
+            capacity = comm.num_local_experts * slots if slots else comm.capacity(max(tokens, 1))
             call = Call(idx, capacity, 16, slots, max(tokens, 1))
             given = draw_inputs(seed, mine, hidden, 8, capacity)
             check(comm, ref, call, given, together)
@@ -126,7 +119,6 @@ class Oracle:
         self.tokens, self.hidden = tokens, hidden
         self.terms = {"max_tokens": bound or max(tokens, 1), "slots": slots}
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.x = torch.empty(tokens, hidden, dtype=BF16, device="cuda")
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = torch.randn(self.tokens, self.hidden, dtype=BF16, device="cuda")
@@ -394,12 +386,12 @@ def test_compiled(slots, seed, together):
 
 
 def test_bad_expert_ids_are_reported_and_not_sent(seed, together):
-    rank, world_size = ranks()
+    rank, _ = ranks()
     with latency_comm("bad", **size_config(120)) as comm:
         idx = random_route(seed, 3)
         idx[1, 2] = 1000 if rank == 0 else 5
         x, weights, *_ = draw_inputs(seed, 3, 120, 8, 1)
-        comm.dispatch(x, idx, weights, max_tokens=3)
+        d = comm.dispatch(x, idx, weights, max_tokens=3)
         torch.cuda.synchronize()
         with together():
             if rank == 0:
@@ -407,6 +399,58 @@ def test_bad_expert_ids_are_reported_and_not_sent(seed, together):
                     comm.check_errors()
             else:
                 comm.check_errors()
+            assert ((d.route.send_rows == -1) == (idx == 1000)).all()
+        came = d.route.counts.sum()  # of 24 rows of each rank one is not sent
+        if dist.is_initialized():
+            dist.all_reduce(came)
+        with together():
+            assert int(came) == 24 * ranks()[1] - 1
+
+
+@contextlib.contextmanager
+def unfilled() -> Iterator[None]:
+    """Memory as users get it: no kernel that fills results stands between two operations."""
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def test_kernels_next_to_each_other(seed, together):
+    """16 steps as users run them, each kernel launched while the one before it ends, eager and from a graph."""
+    with both("adjacent", 1024) as (fast, slow):
+        torch.manual_seed(seed + ranks()[0])
+        oracle = Oracle(8, 1024)
+        inputs = [oracle.draw() for _ in range(16)]
+        expected = []
+        for x, idx, weights in inputs:
+            d = slow.dispatch(x, idx, weights, **oracle.terms)
+            expected.append(slow.combine(d.x, d.route, d.weights))
+
+        def steps() -> list[torch.Tensor]:
+            made = []
+            for x, idx, weights in inputs:
+                d = fast.dispatch(x, idx, weights, **oracle.terms)
+                made.append(fast.combine(d.x, d.route, d.weights))
+            return made
+
+        with unfilled(), torch.no_grad():
+            outs = steps()
+            for got, want in zip(outs, expected, strict=True):
+                oracle.wrong += (got != want).sum()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs = steps()
+            for _ in range(100):
+                for out in outs:
+                    out.fill_(torch.nan)
+                graph.replay()
+                for got, want in zip(outs, expected, strict=True):
+                    oracle.wrong += (got != want).sum()
+        oracle.verdict(fast, together)
+        del graph
 
 
 @pytest.mark.parametrize("missing", ["dispatch", "combine"])

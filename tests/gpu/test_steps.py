@@ -6,8 +6,7 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
-from operators import make_comm
+from operators import make_comm, ranks
 from torch import Tensor
 
 import ep_ops
@@ -15,10 +14,6 @@ import ep_ops
 STEPS = int(os.environ.get("EP_OPS_TEST_STEPS", 500))
 HIDDEN, EXPERTS, TOP_K, TOKENS = 1024, 64, 8, 256
 CONFIG = dict(num_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS, latency_max_tokens=0)
-
-
-def ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def draw(seed: int, step: int, most: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:

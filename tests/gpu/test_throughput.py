@@ -5,12 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-import torch.distributed as dist
-from operators import Call, compare, make_comm, run_all
-
-
-def ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+from operators import Call, compare, make_comm, ranks, run_all
 
 
 def inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtype: torch.dtype):
@@ -70,23 +65,22 @@ def test_every_operator(name, dtype, seed, together):
 @pytest.mark.parametrize("hidden", SIZES)
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 512, 4096])
 def test_sizes(tokens, hidden, seed, together):
-    rank, world_size = ranks()
-    bound = max(tokens, 1)
-    check_size(size_config(hidden), tokens, bound, rank, world_size, seed, together)
+    check_size(size_config(hidden), tokens, max(tokens, 1), seed, together)
 
 
 def test_most_experts(seed, together):
     """The widest route: 1024 experts, 32 of them for each token."""
-    check_size(WIDEST, 40, 48, *ranks(), seed, together)
+    check_size(WIDEST, 40, 48, seed, together)
 
 
-def check_size(config, tokens, bound, rank, world_size, seed, together):
+def check_size(config, tokens, bound, seed, together):
+    rank, _ = ranks()
     experts, top_k, hidden = config["num_experts"], config["top_k"], config["hidden_size"]
     draw = torch.Generator(device="cuda").manual_seed(seed + rank)
     mine = tokens if rank % 2 == 0 else tokens // 2 + tokens % 2
     idx = torch.rand(mine, experts, generator=draw, device="cuda").argsort(1)[:, :top_k].int()
     with make_comm("cute", "sizes", **config) as comm, make_comm("reference", "sizes", **config) as ref:
-        capacity = (world_size * bound * top_k // world_size * 5 // 4 + experts * 16) // 16 * 16
+        capacity = (bound * top_k * 5 // 4 + experts * 16) // 16 * 16
         call = Call(idx, capacity, 16, 0, bound)
         given = inputs(seed, mine, hidden, top_k, capacity, torch.bfloat16)
         got = run_all(comm, call, *given)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, sweeps, workloads
+from benchmarks import ranks, report, sweeps, workloads
 from benchmarks.by_rank import ROW_OPERATORS
 from benchmarks.presets import MEASURABLE, OPERATORS, PRESETS
 from benchmarks.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
@@ -209,7 +209,7 @@ def test_report_compares_with_the_link() -> None:
 
 def test_results_are_written_one_a_line(tmp_path: Path) -> None:
     run = made_up_run()
-    report.write(run, tmp_path / "new" / "run.json")
+    ranks.write(run, tmp_path / "new" / "run.json")
     text = (tmp_path / "new" / "run.json").read_text()
     assert text.count("\n") == len(run["results"]) + len(run["link"]) + 2 + 2 + 4
     read = json.loads(text)
@@ -219,7 +219,7 @@ def test_results_are_written_one_a_line(tmp_path: Path) -> None:
 
 
 def test_report_command_prints_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report.write(made_up_run(), tmp_path / "run.json")
+    ranks.write(made_up_run(), tmp_path / "run.json")
     assert report.main(["--no-plots", str(tmp_path / "run.json")]) == 0
     line = "| dispatch, reused route | 4096 | 7168 | 8 | balanced |  | 596.9 | 547.2 | 497.4 | 320 | 80 % |"
     assert line in capsys.readouterr().out
@@ -237,7 +237,7 @@ def test_report_plots_every_sweep(tmp_path: Path) -> None:
 
 def test_sweeps_show_whether_time_follows_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
-    report.write(made_up_run(), path)
+    ranks.write(made_up_run(), path)
     assert sweeps.main([str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "4 ranks"
@@ -252,7 +252,7 @@ def test_sweeps_show_whether_time_follows_bytes(tmp_path: Path, capsys: pytest.C
 def test_sweeps_plot_runs_side_by_side(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one.json", "two.json"):
-        report.write(made_up_run(), tmp_path / name)
+        ranks.write(made_up_run(), tmp_path / name)
     plot = tmp_path / "ratio.svg"
     assert sweeps.main([str(tmp_path / "one.json"), str(tmp_path / "two.json"), "--plot", str(plot)]) == 0
     assert 10_000 < plot.stat().st_size < 300_000
