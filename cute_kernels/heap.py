@@ -15,7 +15,7 @@ HEADER_INTS = 16
 """Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
-EPOCH, FAILED, TICKET, STAGED_TICKET, BAD_ID = 0, 1, 2, 3, 4
+EPOCH, FAILED, TICKET, BAD_ID = 0, 1, 2, 3
 CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 

@@ -65,6 +65,14 @@ def st_relaxed_sys(addr, value) -> None:
     arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
+def ld_acquire_gpu(addr) -> Int64:
+    return arch.inline_ptx("ld.acquire.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
+
+
+def st_release_gpu(addr, value) -> None:
+    arch.inline_ptx("st.release.gpu.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
 def ld_acquire_shared(ptr) -> Int32:
     return arch.inline_ptx(
         "ld.acquire.cta.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(ptr.toint())]
@@ -99,6 +107,15 @@ def atom_claim(addr) -> Int64:
     """Sets the word to 1; returns what it held."""
     return arch.inline_ptx(
         "atom.relaxed.gpu.global.exch.b64 {$w0}, [{$r0}], 1;", write_only_types=[Int64], read_only_args=[addr]
+    )
+
+
+def barrier_count(value) -> Int32:
+    """A barrier of the whole block: the number of its threads whose value is not 0."""
+    return arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0; barrier.cta.red.popc.aligned.u32 {$w0}, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[value],
     )
 
 

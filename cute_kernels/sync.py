@@ -9,9 +9,11 @@ Orders that hold:
 - `signal` is a system-scope release: what the calling thread wrote before it, and what other threads of its block
   wrote before a block barrier that precedes it, is visible to whoever sees the flag.
 - `wait` is a system-scope acquire by the calling thread; a block or warp barrier behind it passes the order on.
-- Rows staged with ordinary stores and fetched with bulk copies change proxy: `fence_async` on both sides.
+- Rows staged with ordinary stores and fetched with bulk copies change proxy: `fence_async` by the reader, between what
+  it acquired and its copies.
 - A fence at system scope waits for everything that its SM has sent over the link, and an SM does one at a time. Where
-  many flags are due, warps hand them to an `Outbox`: one warp of the block fences once for all that are due by then.
+  many flags are due, one thread fences once for all that are due by then: warps of a combine hand theirs to another one
+  of their block (`Outbox`), staging blocks of a dispatch to a block that does nothing else (throughput/stage.py).
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 
@@ -234,8 +236,7 @@ def new_outbox(smem, workers: cutlass.Constexpr):
 @cute.jit
 def post(outbox, worker, count, code):
     """By a whole warp: its `count`-th flag (from 0) is due."""
-    # What was stored for a bulk copy to read changes proxy here, by its writers.
-    fence_async()
+    # The stores of the whole warp come before lane 0's release.
     arch.sync_warp()
     if arch.lane_idx() == 0:
         while count - ptx.ld_acquire_shared(outbox.taken + worker) >= Outbox.DEPTH:
@@ -253,11 +254,9 @@ def close(outbox, worker, count):
 
 
 @cute.jit
-def deliver(outbox, ranks, flag: cutlass.Constexpr, index, per_peer: cutlass.Constexpr = None):
-    """By one warp: sets the flag of each code posted, until all workers have closed.
-
-    With `per_peer` that is flag `index + code % per_peer` at rank `code // per_peer`, else `index + code` at all ranks.
-    """
+def deliver(outbox, ranks, flag: cutlass.Constexpr, index, per_peer: cutlass.Constexpr):
+    """By one warp: sets the flag of each code posted, `index + code % per_peer` at rank `code // per_peer`, until all
+    workers have closed."""
     lane = arch.lane_idx()
     taken = Int32(0)
     more = Int32(1)
@@ -272,12 +271,8 @@ def deliver(outbox, ranks, flag: cutlass.Constexpr, index, per_peer: cutlass.Con
             arch.fence_acq_rel_sys()
             while taken < due:
                 code = outbox.queue[lane * Outbox.DEPTH + taken % Outbox.DEPTH]
-                if const_expr(per_peer is None):
-                    for r in range_constexpr(len(ranks.peers)):
-                        ptx.st_relaxed_sys(ranks.at(ranks.peers[r], flag) + Int64(index + code) * 8, ranks.mark)
-                else:
-                    heap = select(ranks.peers, code // per_peer)
-                    ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(index + code % per_peer) * 8, ranks.mark)
+                heap = select(ranks.peers, code // per_peer)
+                ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(index + code % per_peer) * 8, ranks.mark)
                 taken += 1
             if lane < outbox.workers:
                 ptx.st_release_shared(outbox.taken + lane, taken)

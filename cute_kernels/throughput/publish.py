@@ -1,11 +1,13 @@
 """First kernel of a throughput dispatch: publish the route, place every row, stage the rows.
 
-Two kinds of block work side by side:
-  tile blocks     (the first `problem.tiles`) write expert ids, positions, counts and weights of a tile of their own
-                  tokens where peers read them, wait for the tiles of all ranks, and turn them into rows
-  copying blocks  copy x into staging, chunk by chunk, and announce each chunk to all peers
-Each tile block publishes before it waits, and copying blocks wait for nobody. So all waits end, provided that all tile
-blocks run at once: they are the first of the grid, and fewer than any supported GPU has multiprocessors.
+Blocks that work side by side:
+  tile blocks       (the first `problem.tiles`) write expert ids, positions, counts and weights of a tile of their own
+                    tokens where peers read them, wait for the tiles of all ranks, and turn them into rows
+  staging blocks    copy x into staging, chunk by chunk (stage.py)
+  announcing block  (the last) tells the peers of each chunk
+Each tile block publishes before it waits, staging blocks wait for nobody, the announcing block for staging blocks that
+run already. So all waits end, provided that all tile blocks run at once: they are the first of the grid, and fewer than
+any supported GPU has multiprocessors.
 
 The pull kernel is launched while this one runs (programmatic dependent launch) and takes the multiprocessors that this
 grid leaves free; the `placed` flags tell it when the route is there, the chunk flags when rows are.
@@ -20,13 +22,13 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import STAGED_TICKET, Heap, Problem
+from ..heap import Heap, Problem
 from ..launch import example_stream, ranks_signature
 from ..route import place_tile, place_weights, publish_positions
+from ..rows import SHARED_BYTES, RingShape
+from .stage import announce, ring_shape, stage
 
 THREADS = 1024
-COPY_THREADS = THREADS - 32
-COPIES_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,19 @@ class Publish:
 
     @property
     def tile_blocks(self) -> int:
-        """Blocks before the copying ones."""
+        """Blocks before the staging ones."""
         return self.problem.tiles if self.route or self.weights else 0
+
+    @property
+    def table_entries(self) -> int:
+        """Counting takes [warps, E], placing [W, E] twice: one after the other in the same memory."""
+        return max(THREADS // 32, 2 * self.problem.world_size) * self.problem.num_experts
+
+    @property
+    def ring(self) -> RingShape:
+        """Of staging blocks, beside what tile blocks have of shared memory."""
+        tables = (self.table_entries + 2 * self.problem.num_experts + 4 * self.problem.world_size) * 4 + 1024
+        return ring_shape(self.problem, SHARED_BYTES - tables)
 
     @cute.jit
     def __call__(
@@ -121,7 +134,11 @@ class Publish:
                 tokens, max_tokens, capacity, alignment, slots,
             )  # fmt: skip
         elif const_expr(self.rows):
-            self.stage(ranks, smem, x, tokens, bid - self.tile_blocks, blocks - self.tile_blocks)
+            copiers = blocks - 1 - self.tile_blocks
+            if bid < blocks - 1:
+                stage(self.ring, p, ranks, smem, x, tokens, bid - self.tile_blocks, copiers)
+            else:
+                announce(p, ranks, tokens, THREADS)
         if const_expr(self.ends_operation):
             sync.finish(ranks)
 
@@ -153,8 +170,7 @@ class Publish:
         if tid == 0:
             failed[0] = 0
         if const_expr(self.route):
-            # Counting takes [warps, E], placing [W, E] twice: one after the other in the same memory.
-            table = smem.allocate_tensor(Int32, cute.make_layout(max(THREADS // 32, 2 * p.world_size) * p.num_experts))
+            table = smem.allocate_tensor(Int32, cute.make_layout(self.table_entries))
             start = smem.allocate_tensor(Int32, cute.make_layout(2 * p.num_experts))
             header = smem.allocate_tensor(Int32, cute.make_layout(4 * p.world_size))
             publish_positions(ranks, p, topk_idx, tile, first, end, THREADS // 32, table, start)
@@ -190,44 +206,3 @@ class Publish:
         arch.sync_threads()
         if tid == 0:
             ranks.signal("placed", ranks.rank, tile)
-
-    @cute.jit
-    def stage(self, ranks, smem, x, tokens, copier, copiers):
-        """Copies x into staging. A chunk is announced as soon as it lies there, the whole by the last block."""
-        p = self.problem
-        tid, _, _ = arch.thread_idx()
-        outbox = sync.new_outbox(smem, 1)
-        if tid >= COPY_THREADS:
-            sync.deliver(outbox, ranks, "chunk", ranks.rank * ranks.heap.chunks)
-        else:
-            staging = ranks.at(ranks.own, "rows")
-            count = Int32(0)
-            chunk = copier
-            chunk_bytes = p.chunk_tokens * p.row_bytes
-            while chunk * p.chunk_tokens < tokens:
-                begin = Int64(chunk) * chunk_bytes
-                end = cutlass.min(begin + chunk_bytes, Int64(tokens) * p.row_bytes)
-                at = begin + tid * 16
-                while at < end:
-                    words = []
-                    for i in range_constexpr(COPIES_IN_FLIGHT):
-                        # Beyond the end the last vector is copied again, by a thread that has it too.
-                        words.append(ptx.ld_v4(x + cutlass.min(at + i * COPY_THREADS * 16, end - 16)))
-                    for i in range_constexpr(COPIES_IN_FLIGHT):
-                        ptx.st_v4(staging + cutlass.min(at + i * COPY_THREADS * 16, end - 16), words[i])
-                    at += COPIES_IN_FLIGHT * COPY_THREADS * 16
-                # Peers fetch with bulk copies what ordinary stores wrote.
-                sync.fence_async()
-                arch.barrier(barrier_id=1, number_of_threads=COPY_THREADS)
-                if tid < 32:
-                    sync.post(outbox, 0, count, chunk)
-                count += 1
-                chunk += copiers
-            if tid < 32:
-                sync.close(outbox, 0, count)
-        arch.sync_threads()
-        if tid == 0:
-            if ptx.atom_inc_acq_rel(ranks.own + STAGED_TICKET * 8) == copiers - 1:
-                ptx.st_u64(ranks.own + STAGED_TICKET * 8, Int64(0))
-                for peer in range_constexpr(p.world_size):
-                    ranks.signal("staged", peer, ranks.rank)

@@ -18,6 +18,7 @@ to take (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,23 +29,25 @@ from ..config import is_int
 
 PULL = 320e9
 """Bytes a second that a rank fetches from its peers by bulk copies of rows, in one direction."""
-PUSH = 349e9
-"""The same for rows sent to the peers."""
+PUSH = 331e9
+"""The same for rows that a combine sends to its peers, from its start to the last sum, with 4096 tokens a rank."""
 MEMORY = 3.7e12
 """Bytes a second read and written, as x is copied into staging."""
 COPY_SM = 80e9
 """Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
-ADD_SM = 70e9
-"""Bytes a second that a pushing SM of a combine reads and sends (with up to 24 SMs)."""
-SUM_SM = 56e9
-"""Bytes a second that a summing SM reads and writes: flags are waited for. Two thirds of the SMs pushing was the
-fastest split."""
+ADD_ROW = 62e-9
+ADD_SM = 89e9
+SEND = 0.45
+"""An SM of a combine takes `ADD_ROW` seconds, and one for each `ADD_SM` bytes, for each row that it adds up, and
+`SEND` times as long for each sum that it sends (with fewer SMs than fill the link, rows of 4 and 14 KiB)."""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 PULL_HEADROOM = 6 / 5
 """Of kernels that fetch: more SMs than they need would be slower, since rows are staged by the others."""
-PUSH_HEADROOM = 4 / 3
-"""Of a combine, whose last sums are done the earlier, the more there are; from here on it is level."""
+PUSH_HEADROOM = 1.08
+"""Of the pushing SMs of a combine. With more of them fences wait for more rows under way, and sums start later."""
+SUM_HEADROOM = 1.3
+"""Of its summing SMs, which wait for flags."""
 
 ANY = 2**31
 """Limit of a budget that nothing uses."""
@@ -52,20 +55,21 @@ ANY = 2**31
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows that a rank moves for each token of a rank, on average."""
+    """Rows that a rank moves for each token of a rank, on average, and their size."""
 
     reached: float
     crossing: float
     top_k: float
+    row_bytes: int
 
     @staticmethod
-    def of(experts_per_rank: Sequence[int], top_k: int) -> Traffic:
+    def of(experts_per_rank: Sequence[int], top_k: int, row_bytes: int) -> Traffic:
         """Of tokens that each choose `top_k` different experts, all of them equally likely."""
         experts = sum(experts_per_rank)
         chosen = min(top_k, experts)
         missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
         reached = len(missed) - sum(missed)
-        return Traffic(reached, reached * (1 - 1 / len(missed)), chosen)
+        return Traffic(reached, reached * (1 - 1 / len(missed)), chosen, row_bytes)
 
     def dispatch_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
@@ -76,8 +80,7 @@ class Traffic:
 
     def combine_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums."""
-        seconds = max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
-        return self._enough(PUSH_HEADROOM * (self._pushing + self._summing) / seconds, sms)
+        return self._enough(self._pushing + self._summing, sms)
 
     def gather_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and write its sums."""
@@ -86,18 +89,25 @@ class Traffic:
         return self._enough(PULL_HEADROOM * moved / GATHER_SM / seconds, sms)
 
     def pushers(self, blocks: int) -> int:
-        """How many of a combine's blocks (at least 2) push; the others sum."""
+        """How many of a combine's blocks (at least 2) push, as many as fill the link if there are; the others sum."""
         share = self._pushing / (self._pushing + self._summing)
-        return max(1, min(blocks - 1, round(blocks * share)))
+        return max(1, min(blocks - 1, round(blocks * share), math.ceil(self._pushing)))
 
-    @property
+    @functools.cached_property
     def _pushing(self) -> float:
-        """SM seconds for each byte of a row."""
-        return (self.top_k + self.reached) / ADD_SM
+        """SMs that it takes to add and send a combine's rows."""
+        return PUSH_HEADROOM * (self.top_k + SEND * self.reached) * self._adding
+
+    @functools.cached_property
+    def _summing(self) -> float:
+        """SMs that it takes to sum what arrives."""
+        return SUM_HEADROOM * (self.reached + 1) * self._adding
 
     @property
-    def _summing(self) -> float:
-        return (self.reached + 1) / SUM_SM
+    def _adding(self) -> float:
+        """SMs for each row that they add for a token."""
+        seconds = self.row_bytes * max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
+        return (ADD_ROW + self.row_bytes / ADD_SM) / seconds
 
     def _enough(self, needed: float, sms: int) -> int:
         """Whole pairs, as GPUs are built of them."""

@@ -21,7 +21,7 @@ from .. import symmetric
 from . import latency
 from .base import DispatchTensors, RouteTensors
 from .budget import Traffic, default_budget
-from .fresh import allocator
+from .fresh import New, allocator
 from .halves import Order, ticket
 from .report import Report
 from .sizes import heap_of, memory_plan, problem_of, rows_bytes, token_bound
@@ -77,7 +77,7 @@ class CuteBackend:
         self._arch = f"sm_{properties.major}{properties.minor}a"
         sms = properties.multi_processor_count
         self._all_blocks = sms
-        self._traffic = Traffic.of(problem.experts_per_rank, problem.top_k)
+        self._traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes)
         # Beside a pull run the blocks that place the route and some that stage rows.
         self.budget = default_budget(
             self._traffic, sms, sms - problem.tiles - STAGING_BLOCKS, comm.config.dispatch_sms, comm.config.combine_sms
@@ -117,8 +117,9 @@ class CuteBackend:
         self._begin()
         if max_tokens <= self._latency_tokens:
             return self.latency.dispatch(x, topk_weights, topk_idx, capacity, alignment, slots, max_tokens)
-        route = self._new_route(topk_idx, max_tokens)
-        recv_x, recv_weights = self._new_rows(x, topk_weights, capacity)
+        new = allocator(self._device)
+        route = self._new_route(new, topk_idx, max_tokens)
+        recv_x, recv_weights = self._new_rows(new, x, topk_weights, capacity)
         terms = marks.pack("dispatch", max_tokens, topk_weights is not None)
         self._publish(
             terms, True, x, topk_weights, topk_idx, route, recv_weights, capacity, alignment, slots, max_tokens,
@@ -236,7 +237,7 @@ class CuteBackend:
             return grad_y, grad_out.new_empty(0, dtype=torch.float32)
         topk_idx, _, recv_rows, offs, counts = route
         max_tokens = recv_rows.shape[1]
-        grad_y, grad_weights = self._new_rows(grad_out, recv_weights, num_rows)
+        grad_y, grad_weights = self._new_rows(allocator(self._device), grad_out, recv_weights, num_rows)
         blocks = min(self.budget.combine, self.budget.most_dispatch)
         terms = marks.pack("combine_backward", max_tokens, scalars=True)
         published = self._publish(
@@ -257,11 +258,10 @@ class CuteBackend:
         self.check_errors()
         self._order.check()
 
-    def _new_route(self, topk_idx: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _new_route(self, new: New, topk_idx: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """send_rows, recv_rows, offs, counts, dropped"""
         tokens, top_k = topk_idx.shape
         ranks, local, ints = self._problem.world_size, (self._local_experts,), torch.int32
-        new = allocator(self._device)
         return (
             new((tokens, top_k), (top_k, 1), ints),
             new((ranks, max_tokens, top_k), (max(max_tokens, 1) * top_k, top_k, 1), ints),
@@ -270,9 +270,9 @@ class CuteBackend:
             new(local, (1,), ints),
         )
 
-    def _new_rows(self, x: Tensor, topk_weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+    def _new_rows(self, new: New, x: Tensor, topk_weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
         """recv_x, recv_weights"""
-        hidden, new = x.shape[1], allocator(self._device)
+        hidden = x.shape[1]
         weights = new((0 if topk_weights is None else num_rows,), (1,), torch.float32)
         return new((num_rows, hidden), (hidden, 1), x.dtype), weights
 
@@ -305,7 +305,8 @@ class CuteBackend:
             return False
         variant = (with_route, rows, weights, x is None)  # a plan alone moves no rows
         tiles = self._problem.tiles if with_route or weights else 0
-        blocks = tiles + (max(1, self._all_blocks - tiles - pulling) if rows else 0)
+        # Staging takes one block that announces, and all others that there are.
+        blocks = tiles + (1 + max(1, self._all_blocks - tiles - pulling - 1) if rows else 0)
         self._launch(
             Publish, variant, terms, (x, topk_idx, topk_weights, *route, recv_weights),
             (topk_idx.shape[0], max_tokens, capacity, alignment, slots, blocks),
@@ -316,7 +317,8 @@ class CuteBackend:
         self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The route alone."""
-        route, terms = self._new_route(topk_idx, max_tokens), marks.pack("plan", max_tokens, rows=False)
+        route = self._new_route(allocator(self._device), topk_idx, max_tokens)
+        terms = marks.pack("plan", max_tokens, rows=False)
         self._publish(terms, True, None, None, topk_idx, route, None, capacity, alignment, slots, max_tokens, 0)
         return route
 
@@ -325,7 +327,7 @@ class CuteBackend:
     ) -> tuple[Tensor, Tensor]:
         """Dispatch along a known route."""
         topk_idx, _, recv_rows, offs, counts = route
-        recv_x, recv_weights = self._new_rows(x, topk_weights, num_rows)
+        recv_x, recv_weights = self._new_rows(allocator(self._device), x, topk_weights, num_rows)
         placed = (None, recv_rows, None, None, None)
         terms = marks.pack(kind, recv_rows.shape[1], topk_weights is not None)
         published = self._publish(

@@ -14,6 +14,7 @@ from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 
 from .base import DispatchTensors, RouteTensors
+from .fresh import allocator
 from .halves import ticket
 
 if TYPE_CHECKING:
@@ -62,9 +63,26 @@ class LatencyPath:
             return senders, 0, max(senders, 1)
         return self.deal or (senders, senders if send else 0, sms)
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> DispatchTensors:
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        capacity: int,
+        alignment: int,
+        slots: int,
+        max_tokens: int,
+        *,
+        send: bool = True,
+    ) -> DispatchTensors:
         """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
-        return self._dispatch(True, True, x, topk_weights, topk_idx, *terms)
+        backend = self._backend
+        new = allocator(self._device)
+        route = backend._new_route(new, topk_idx, max_tokens)
+        recv_x, recv_weights = backend._new_rows(new, x, topk_weights, capacity)
+        terms = capacity, alignment, slots, max_tokens
+        self._launch_dispatch((send, True), x, topk_weights, topk_idx, route, recv_x, recv_weights, *terms)
+        return (recv_x, recv_weights, *route)
 
     def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
         """Sends, beside what follows on the current stream."""
@@ -75,25 +93,7 @@ class LatencyPath:
     def dispatch_wait(self, *args: Any) -> DispatchTensors:
         """Receives. Complete when it ends, as :meth:`dispatch`."""
         self._join()
-        return self._dispatch(False, True, *args)
-
-    def _dispatch(
-        self,
-        send: bool,
-        receive: bool,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
-    ) -> DispatchTensors:
-        route = self._backend._new_route(topk_idx, max_tokens)
-        recv_x, recv_weights = self._backend._new_rows(x, topk_weights, capacity)
-        terms = capacity, alignment, slots, max_tokens
-        self._launch_dispatch((send, receive), x, topk_weights, topk_idx, route, recv_x, recv_weights, *terms)
-        return (recv_x, recv_weights, *route)
+        return self.dispatch(*args, send=False)
 
     def _launch_dispatch(
         self,

@@ -1,0 +1,99 @@
+"""Staging: x is copied to where peers fetch its rows, chunk by chunk, and each chunk is announced to them.
+
+Two kinds of block share the work. Staging blocks copy with bulk copies and mark a chunk in this rank's own memory
+(release, device scope). One announcing block looks for these marks and sets the flags at the peers. For a release to a
+peer waits for all that its multiprocessor has sent over the link, many microseconds where that is busy fetching rows:
+blocks that announced their own chunks would do little else. The announcing block fences once for all chunks that have
+been staged since.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..heap import CHUNK_BYTES
+from ..rows import Ring, RingShape, init_ring_barriers
+
+MOST_WARPS = 16
+BYTES_UNDER_WAY = 5 * 2**19
+"""What all staging blocks together copy at a time, at least: enough to be well ahead of the peers. With more the route,
+which is placed meanwhile, and the first chunks would be ready later."""
+
+
+def ring_shape(problem, shared_bytes: int) -> RingShape:
+    """One piece for each copying warp of a block: a chunk, or part of one of large rows."""
+    chunk = problem.chunk_tokens * problem.row_bytes
+    piece = min(chunk, CHUNK_BYTES)
+    warps = max(1, min(MOST_WARPS, shared_bytes // (-(-piece // 128) * 128 + 8)))
+    return RingShape(chunk, warps, 1, piece)
+
+
+@cute.jit
+def stage(shape: cutlass.Constexpr, problem: cutlass.Constexpr, ranks, smem, x, tokens, copier, copiers):
+    """By block `copier` of `copiers`: copies its chunks of x into staging and marks each."""
+    tid, _, _ = arch.thread_idx()
+    warp = arch.make_warp_uniform(tid // 32)
+    barriers = smem.allocate_array(Int64, shape.warps)
+    buffers = smem.allocate_array(Uint8, shape.warps * shape.stride, byte_alignment=128)
+    if tid < 32:
+        init_ring_barriers(barriers, shape.warps)
+    arch.sync_threads()
+    share = BYTES_UNDER_WAY // shape.piece_bytes
+    warps = cutlass.max(1, cutlass.min(shape.warps, (share + copiers - 1) // copiers))
+    if warp < warps and arch.lane_idx() == 0:
+        ring = Ring(shape, buffers, barriers, warp)
+        staging = ranks.at(ranks.own, "rows")
+        marks = ranks.at(ranks.own, "chunk") + Int64(ranks.rank * ranks.heap.chunks) * 8
+        phase = Int32(0)
+        chunk = warp * copiers + copier
+        while chunk * problem.chunk_tokens < tokens:
+            at = Int64(chunk) * shape.row_bytes
+            end = cutlass.min(at + shape.row_bytes, Int64(tokens) * problem.row_bytes)
+            while at < end:
+                nbytes = Int32(cutlass.min(end - at, Int64(shape.piece_bytes)))
+                ring.load(0, x + at, nbytes)
+                ring.wait(0, phase)
+                phase = phase ^ 1
+                ring.store(0, staging + at, nbytes)
+                arch.cp_async_bulk_commit_group()
+                # The piece has left shared memory, which may be filled again.
+                arch.cp_async_bulk_wait_group(0, read=True)
+                at += shape.piece_bytes
+            # All of the chunk lies in memory before its mark is released.
+            arch.cp_async_bulk_wait_group(0)
+            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.mark)
+            chunk += warps * copiers
+
+
+@cute.jit
+def announce(problem: cutlass.Constexpr, ranks, tokens, threads: cutlass.Constexpr):
+    """By one block, the last of the grid: the blocks that it waits for run before it."""
+    tid, _, _ = arch.thread_idx()
+    chunks = (tokens + problem.chunk_tokens - 1) // problem.chunk_tokens
+    first = Int64(ranks.rank * ranks.heap.chunks)
+    marks = ranks.at(ranks.own, "chunk") + first * 8
+    chunk = Int32(tid)
+    announced = Int32(0)
+    while announced < chunks:
+        ready = Int32(0)
+        if chunk < chunks:
+            ready = Int32(ptx.ld_acquire_gpu(marks + Int64(chunk) * 8) == ranks.mark)
+        # Hands what every thread acquired to the one that fences.
+        found = ptx.barrier_count(ready)
+        if found != 0:
+            if tid == 0:
+                arch.fence_acq_rel_sys()
+            # The fence comes before all flags.
+            arch.sync_threads()
+            if ready != 0:
+                for r in range_constexpr(1, problem.world_size):
+                    peer = (ranks.rank + r) % problem.world_size
+                    flags = ranks.at(sync.select(ranks.peers, peer), "chunk") + first * 8
+                    ptx.st_relaxed_sys(flags + Int64(chunk) * 8, ranks.mark)
+                chunk += threads
+            announced += found
+    if tid > 0 and tid < problem.world_size:
+        peer = (ranks.rank + tid) % problem.world_size
+        ranks.signal("staged", peer, ranks.rank)
