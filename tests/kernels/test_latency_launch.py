@@ -27,13 +27,13 @@ class Recorder:
         self._device = torch.device("cpu")
         self.launched: list = []
 
-    def _new_route(self, topk_idx, max_tokens):
-        def new(*shape):
+    def _new_route(self, new, topk_idx, max_tokens):
+        def ints(*shape):
             return torch.empty(shape, dtype=torch.int32)
 
-        return new(*topk_idx.shape), new(self._problem.world_size, max_tokens, 4), new(8), new(8), new(8)
+        return ints(*topk_idx.shape), ints(self._problem.world_size, max_tokens, 4), ints(8), ints(8), ints(8)
 
-    def _new_rows(self, x, topk_weights, num_rows):
+    def _new_rows(self, new, x, topk_weights, num_rows):
         return x.new_empty(num_rows, x.shape[1]), torch.empty(0 if topk_weights is None else num_rows)
 
     def _new_tokens(self, y, tokens):
@@ -54,6 +54,7 @@ class Recorder:
 def path(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: None)
     made = latency.LatencyPath(Recorder(request.param), 256, SMS)
+    monkeypatch.setattr(latency, "allocator", lambda device: None)
     monkeypatch.setattr(made, "_beside", contextlib.nullcontext)
     monkeypatch.setattr(made, "_join", lambda: None)
     return made
