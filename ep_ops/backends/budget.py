@@ -35,11 +35,10 @@ MEMORY = 3.7e12
 """Bytes a second read and written, as x is copied into staging."""
 COPY_SM = 80e9
 """Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
-ADD_ROW = 62e-9
-ADD_SM = 89e9
+ADD_SLICE = 55e-9
 SEND = 0.45
-"""An SM of a combine takes `ADD_ROW` seconds, and one for each `ADD_SM` bytes, for each row that it adds up, and
-`SEND` times as long for each sum that it sends (with fewer SMs than fill the link, rows of 4 and 14 KiB)."""
+"""An SM of a combine takes `ADD_SLICE` seconds for each slice of a row that it adds up, whether that has 2 or 3.5 KiB,
+and `SEND` times as long for each that it sends (with fewer SMs than fill the link, rows of 4, 8, 14 and 16 KiB)."""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 PULL_HEADROOM = 6 / 5
@@ -55,21 +54,23 @@ ANY = 2**31
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows that a rank moves for each token of a rank, on average, and their size."""
+    """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
+    them."""
 
     reached: float
     crossing: float
     top_k: float
     row_bytes: int
+    slices: int
 
     @staticmethod
-    def of(experts_per_rank: Sequence[int], top_k: int, row_bytes: int) -> Traffic:
+    def of(experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int) -> Traffic:
         """Of tokens that each choose `top_k` different experts, all of them equally likely."""
         experts = sum(experts_per_rank)
         chosen = min(top_k, experts)
         missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
         reached = len(missed) - sum(missed)
-        return Traffic(reached, reached * (1 - 1 / len(missed)), chosen, row_bytes)
+        return Traffic(reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices)
 
     def dispatch_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
@@ -107,7 +108,7 @@ class Traffic:
     def _adding(self) -> float:
         """SMs for each row that they add for a token."""
         seconds = self.row_bytes * max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
-        return (ADD_ROW + self.row_bytes / ADD_SM) / seconds
+        return ADD_SLICE * self.slices / seconds
 
     def _enough(self, needed: float, sms: int) -> int:
         """Whole pairs, as GPUs are built of them."""

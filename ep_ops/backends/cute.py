@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_kernels import jit, marks
 from cute_kernels.heap import BAD_ID, EPOCH, Problem
+from cute_kernels.rows import Slices
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
@@ -77,7 +78,8 @@ class CuteBackend:
         self._arch = f"sm_{properties.major}{properties.minor}a"
         sms = properties.multi_processor_count
         self._all_blocks = sms
-        self._traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes)
+        slices = Slices(problem.row_bytes, problem.dtype).slices
+        self._traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices)
         # Beside a pull run the blocks that place the route and some that stage rows.
         self.budget = default_budget(
             self._traffic, sms, sms - problem.tiles - STAGING_BLOCKS, comm.config.dispatch_sms, comm.config.combine_sms

@@ -12,17 +12,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ep_ops.backends.budget import ANY, Budget, Traffic, default_budget
 
 H200 = 132
-ROW = 14336
-EVEN = {world_size: Traffic.of((256 // world_size,) * world_size, 8, ROW) for world_size in (1, 2, 4, 8, 16)}
+ROW = 14336, 4  # bytes, slices
+EVEN = {world_size: Traffic.of((256 // world_size,) * world_size, 8, *ROW) for world_size in (1, 2, 4, 8, 16)}
 
 
 def test_rows_of_a_token():
-    assert Traffic.of((8,), 2, 16) == Traffic(1, 0, 2, 16)
-    assert Traffic.of((1, 1, 1, 1), 1, 32) == Traffic(1, 0.75, 1, 32)
-    two = Traffic.of((2, 2), 2, 16)  # of 6 pairs 2 stay on one rank
+    assert Traffic.of((8,), 2, 16, 1) == Traffic(1, 0, 2, 16, 1)
+    assert Traffic.of((1, 1, 1, 1), 1, 32, 3) == Traffic(1, 0.75, 1, 32, 3)
+    two = Traffic.of((2, 2), 2, 16, 1)  # of 6 pairs 2 stay on one rank
     assert math.isclose(two.reached, 5 / 3) and math.isclose(two.crossing, 5 / 6)
     # Every token reaches every rank that has experts; more names than experts name no others.
-    assert Traffic.of((3, 0, 2), 5, 16).reached == Traffic.of((3, 0, 2), 32, 16).reached == 2
+    assert Traffic.of((3, 0, 2), 5, *ROW).reached == Traffic.of((3, 0, 2), 32, *ROW).reached == 2
 
 
 def test_what_was_measured_to_be_enough():
@@ -32,7 +32,7 @@ def test_what_was_measured_to_be_enough():
     assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (22, 32, 10)
     assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
     assert traffic.pushers(64) == traffic.pushers(32) == 20 and 42 <= EVEN[2].pushers(66) <= 46
-    short = Traffic.of((64,) * 4, 8, 4096)
+    short = Traffic.of((64,) * 4, 8, 4096, 2)
     assert 52 <= short.combine_sms(H200) <= 60 and 34 <= short.pushers(66) <= 38
 
 
@@ -47,7 +47,7 @@ def test_more_ranks_need_fewer():
 @pytest.mark.parametrize("top_k", [1, 8, 32])
 @pytest.mark.parametrize("sms", [1, 8, 16, 20, 78, 132, 160])
 def test_every_gpu_has_blocks_for_everything(experts, top_k, sms):
-    traffic = Traffic.of(experts, top_k, ROW)
+    traffic = Traffic.of(experts, top_k, *ROW)
     for asked in (None, 1, 1000):
         budget = default_budget(traffic, sms, sms - 17, asked, asked)
         assert 1 <= budget.dispatch <= max(1, sms - 17) and 2 <= budget.combine <= max(2, sms)
