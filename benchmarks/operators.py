@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ep_ops import Communicator, Route
 
 from .baselines import eager_combine, eager_dispatch
+from .timing import leaves
 from .workloads import Traffic, Workload, draw_route, measure_traffic
 
 SETS = 4
@@ -64,29 +66,31 @@ class Calls:
 
     # ------------------------------------------------------------------ operators
 
-    def dispatch(self, i: int) -> None:
-        s = self._set(i)
-        self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=self.workload.tokens)
+    def dispatch(self, i: int) -> tuple[Tensor | None, ...]:
+        """All but the expert ids that it was given."""
+        s, tokens = self._set(i), self.workload.tokens
+        got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
+        return got.x, got.weights, *got.route[1:], got.dropped
 
-    def dispatch_planned(self, i: int) -> None:
+    def dispatch_planned(self, i: int) -> tuple[Tensor, Tensor | None]:
         s = self._set(i)
-        self.comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
+        return self.comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
 
-    def combine(self, i: int) -> None:
+    def combine(self, i: int) -> Tensor:
         s = self._set(i)
-        self.comm.combine(s.y, s.route, s.recv_weights)
+        return self.comm.combine(s.y, s.route, s.recv_weights)
 
-    def combine_unweighted(self, i: int) -> None:
+    def combine_unweighted(self, i: int) -> Tensor:
         s = self._set(i)
-        self.comm.combine(s.y, s.route)
+        return self.comm.combine(s.y, s.route)
 
-    def combine_residual(self, i: int) -> None:
+    def combine_residual(self, i: int) -> Tensor:
         s = self._set(i)
-        self.comm.combine(s.y, s.route, s.recv_weights, residual=s.x)
+        return self.comm.combine(s.y, s.route, s.recv_weights, residual=s.x)
 
-    def dispatch_backward(self, i: int) -> None:
+    def dispatch_backward(self, i: int) -> tuple[Tensor, Tensor]:
         s = self._set(i)
-        torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route, self.comm.alignment, self.comm.name)
+        return torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route, self.comm.alignment, self.comm.name)
 
     def combine_backward(self, i: int) -> tuple[Tensor, Tensor]:
         s, comm = self._set(i), self.comm
@@ -96,7 +100,7 @@ class Calls:
 
     # ------------------------------------------------------------------ compiled, with gradients
 
-    def compiled(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
+    def compiled(self) -> tuple[Callable[[int], Tensor], Callable[[int], tuple[Tensor, ...]]]:
         """Dispatch and combine as one compiled graph: forward, and forward + backward."""
         comm, capacity, tokens = self.comm, self.capacity, self.workload.tokens
 
@@ -106,18 +110,18 @@ class Calls:
 
         run = torch.compile(there_and_back, fullgraph=True, dynamic=False)
 
-        def forward(i: int) -> None:
+        def forward(i: int) -> Tensor:
             s = self._set(i)
             with torch.no_grad():
-                run(s.x, s.topk_idx, s.topk_weights)
+                return run(s.x, s.topk_idx, s.topk_weights)
 
         leaves = [(s.x.detach().requires_grad_(), s.topk_weights.detach().requires_grad_()) for s in self.sets]
 
-        def forward_backward(i: int) -> None:
+        def forward_backward(i: int) -> tuple[Tensor, ...]:
             s, (x, topk_weights) = self._set(i), leaves[i % SETS]
             with torch.enable_grad():
                 out = run(x, s.topk_idx, topk_weights)
-                torch.autograd.grad(out, (x, topk_weights), s.grad_out)
+                return torch.autograd.grad(out, (x, topk_weights), s.grad_out)
 
         return forward, forward_backward
 
@@ -168,6 +172,18 @@ class Calls:
         }
         found["combine"] = found["dispatch"]
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
+
+    def same(self, i: int, one: Any, other: Any) -> bool:
+        """Whether two results of a call with set `i` are equal, bit by bit, where they are defined: of rows of the
+        receive buffer's size, those that the set's route fills."""
+        rows = self._set(i).route.recv_rows
+        held = rows[rows >= 0].long()
+
+        def defined(results: Any) -> list[Tensor]:
+            return [t[held] if t.shape[:1] == (self.capacity,) else t for t in leaves(results)]
+
+        pairs = zip(defined(one), defined(other), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

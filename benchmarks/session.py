@@ -20,7 +20,7 @@ from .operators import MAX_ERROR, Calls
 from .presets import OPERATORS, Case, Preset
 from .ranks import Run
 from .report import complete
-from .timing import Timing
+from .timing import CHAIN, Timing
 from .workloads import ALIGNMENT, Workload, expected_traffic
 
 TIMEOUT = 60.0  # seconds that a rank waits for another
@@ -133,8 +133,12 @@ class Session(Run):
         """Time calls one by one, back to back, and from a graph where the device and the backend have them."""
         iterations = self.args.iterations
         timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
-        graph = self.timer.graph(call, iterations) if comm.backend.name == "cute" else None
-        self.add(case, calls, op, timing, steady, graph, crossings=crossings, comm=comm)
+        graph = same = None
+        if comm.backend.name == "cute":
+            graph, left = self.timer.graph(call, iterations)
+            differs = not calls.same(CHAIN - 1, left, call(CHAIN - 1))
+            same = self.worst({op: float(differs)})[op] == 0
+        self.add(case, calls, op, timing, steady, graph, crossings=crossings, comm=comm, same=same)
 
     def add(
         self,
@@ -148,8 +152,10 @@ class Session(Run):
         crossings: int = 1,
         rows: float | None = None,
         comm: Communicator | None = None,
+        same: bool | None = None,
     ) -> None:
-        """Record timings. `crossings`: how often the bytes of a dispatch cross in a call. `comm`: not the case's."""
+        """Record timings. `crossings`: how often the bytes of a dispatch cross in a call. `comm`: not the case's.
+        `same`: whether a graph's replay returned what an eager call does."""
         workload = case.workload
         rows = calls.crossing if rows is None else rows
         dispatch_sms, combine_sms = budgets(comm or calls.comm, op)
@@ -175,6 +181,8 @@ class Session(Run):
             result["graph_us"] = graph.median
         if op in self.errors:
             result |= {"error": self.errors[op], "correct": self.errors[op] <= MAX_ERROR}
+        if same is not None:
+            result |= {"graph_same": same, "correct": result.get("correct", True) and same}
         self.found["results"].append(result)
         self.save()
         others = [f"{how} {t.median:.1f}" for how, t in (("back to back", steady), ("in a graph", graph)) if t]

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 EVICT_BYTES = 256 * 2**20
 PAUSE_CYCLES = 300_000  # of the GPU's clock: about 0.15 ms
@@ -100,12 +102,27 @@ class Timer:
 
         return self._rows(row, calls, iterations)
 
-    def graph(self, call: Callable[[int], Any], iterations: int) -> Timing:
-        """Replays of a CUDA graph of 10 calls: µs of each call, one figure for each replay."""
+    def graph(self, call: Callable[[int], Any], iterations: int) -> tuple[Timing, Any]:
+        """Replays of a CUDA graph of 10 calls: µs of each call, one figure for each replay.
+
+        And what `call(9)`, the last of them, returned (nothing that it was given): as one more replay writes it into
+        memory that was cleared.
+        """
         self._warm(call, iterations)
-        replay = self.captured(call, CHAIN)
+        last: list[Any] = [None]
+
+        def kept(i: int) -> None:
+            last[0] = None  # its memory serves the next call
+            last[0] = call(i)
+
+        replay = self.captured(kept, CHAIN)
         replay(0)  # the first one loads it
-        return self._rows(lambda: replay(0), CHAIN, iterations)
+        timing = self._rows(lambda: replay(0), CHAIN, iterations)
+        for tensor in leaves(last[0]):
+            tensor.zero_()
+        replay(0)
+        self.synchronize()
+        return timing, last[0]
 
     def captured(self, call: Callable[[int], Any], count: int) -> Callable[[int], None]:
         """A replay of a CUDA graph of `count` calls, whatever its argument; on a CPU, these calls."""
@@ -192,6 +209,11 @@ class Timer:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return Timing(tuple(longest.tolist()))
+
+
+def leaves(results: Any) -> list[Tensor]:
+    """The tensors of nested tuples."""
+    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
 
 
 class HostMark:

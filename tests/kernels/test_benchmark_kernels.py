@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from benchmarks import ranks, report, sweeps, workloads
-from benchmarks.by_rank import ROW_OPERATORS
+from benchmarks.by_rank import ROW_OPERATORS, RankCalls, by_rank
+from benchmarks.operators import Calls
 from benchmarks.presets import MEASURABLE, OPERATORS, PRESETS
+from benchmarks.timing import CHAIN, Timer, leaves
 from benchmarks.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
+from ep_ops import Communicator
 
 ROOT = Path(report.__file__).parent.parent
 CPU = torch.device("cpu")
@@ -167,6 +171,40 @@ def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
     assert found == [(op, "balanced") for op in (*operators, *others)] + [(op, "skewed") for op in operators]
     assert all(result["us"] > 0 and result.get("correct", True) for result in run["results"])
     assert done.stdout.splitlines()[-1].startswith("combine, backward")
+
+
+@pytest.mark.parametrize("op", [*OPERATORS, *ROW_OPERATORS, "pair_forward", "pair_forward_backward"])
+def test_what_a_replay_leaves_is_compared_with_an_eager_call(op: str) -> None:
+    """In it: everything that is defined, nothing that was given."""
+    workload = Workload(tokens=24, hidden=16, experts=8, top_k=2, dtype="fp32")
+    shape = dict(num_experts=8, hidden_size=16, top_k=2, max_tokens_per_rank=24, dtype=torch.float32)
+    with Communicator(**shape, device="cpu", backend="reference", alignment=4) as comm:
+        comm.backend.unused = float("nan")
+        calls = Calls(comm, workload)
+        given = [t.clone() for s in calls.sets for t in leaves(dataclasses.astuple(s))]
+        if op in ROW_OPERATORS:
+            with by_rank(comm) as rows_comm:
+                found_on_replay(calls, getattr(RankCalls(rows_comm, calls), op))
+        elif op in OPERATORS:
+            with torch.no_grad():
+                found_on_replay(calls, getattr(calls, op))
+        else:
+            found_on_replay(calls, calls.compiled()[op == "pair_forward_backward"])
+        for tensor, before in zip(leaves([dataclasses.astuple(s) for s in calls.sets]), given, strict=True):
+            assert torch.equal(tensor.nan_to_num(), before.nan_to_num())
+
+
+def found_on_replay(calls: Calls, call) -> None:
+    _, left = Timer(CPU, lambda: None).graph(call, 1)
+    again = call(CHAIN - 1)
+    assert leaves(left) and calls.same(CHAIN - 1, left, again)
+    for tensor in leaves(left):
+        where = (tensor == tensor) & (tensor != 0)  # neither undefined nor empty
+        if where.any():
+            kept = tensor.clone()
+            tensor[where] += 1
+            assert not calls.same(CHAIN - 1, left, again)
+            tensor.copy_(kept)
 
 
 def made_up_run() -> dict:
