@@ -115,10 +115,10 @@ class Calls:
             with torch.no_grad():
                 return run(s.x, s.topk_idx, s.topk_weights)
 
-        leaves = [(s.x.detach().requires_grad_(), s.topk_weights.detach().requires_grad_()) for s in self.sets]
+        inputs = [(s.x.detach().requires_grad_(), s.topk_weights.detach().requires_grad_()) for s in self.sets]
 
         def forward_backward(i: int) -> tuple[Tensor, ...]:
-            s, (x, topk_weights) = self._set(i), leaves[i % SETS]
+            s, (x, topk_weights) = self._set(i), inputs[i % SETS]
             with torch.enable_grad():
                 out = run(x, s.topk_idx, topk_weights)
                 return torch.autograd.grad(out, (x, topk_weights), s.grad_out)
@@ -174,13 +174,13 @@ class Calls:
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 
     def same(self, i: int, one: Any, other: Any) -> bool:
-        """Whether two results of a call with set `i` are equal, bit by bit, where they are defined: of rows of the
-        receive buffer's size, those that the set's route fills."""
-        rows = self._set(i).route.recv_rows
-        held = rows[rows >= 0].long()
+        """Whether two results of a call with set `i` are equal, bit by bit, where they are defined: of what has the
+        receive buffer's size, the rows of the experts' segments."""
+        offs = self._set(i).route.offs
+        rows = int(offs[-1]) if offs.numel() else 0
 
         def defined(results: Any) -> list[Tensor]:
-            return [t[held] if t.shape[:1] == (self.capacity,) else t for t in leaves(results)]
+            return [t[:rows] if t.shape[:1] == (self.capacity,) else t for t in leaves(results)]
 
         pairs = zip(defined(one), defined(other), strict=True)
         return all(torch.equal(a, b) for a, b in pairs)

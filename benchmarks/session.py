@@ -238,4 +238,5 @@ def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
     now = comm.backend.budget
     if comm.backend.name == "reference":
         return None, None
-    return now.dispatch, now.gather if op == "combine_gathered" else now.combine
+    own = {"combine_gathered": now.gather, "combine_backward": now.scaled}
+    return now.dispatch, own.get(op, now.combine)

@@ -11,6 +11,10 @@ from functools import cached_property
 CHUNK_BYTES = 28 * 1024
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
 
+SHARED_BYTES = 226 * 1024
+"""Of a block, as far as kernels plan with it."""
+PLACING_WARPS = 32
+
 HEADER_INTS = 16
 """Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
 
@@ -39,6 +43,22 @@ class Problem:
         """Into how many tiles of consecutive tokens a rank cuts its route, one block each. What a block reads of all
         ranks' counts (world_size × tiles × experts) stays below 128 KiB."""
         return max(1, min(16, 2**15 // (self.world_size * self.num_experts)))
+
+    @property
+    def table_entries(self) -> int:
+        """Ints that a block has for the route: counting takes [warps, E], placing [W, E] twice, one after the other."""
+        return max(PLACING_WARPS, 2 * self.world_size) * self.num_experts
+
+    @property
+    def placing_bytes(self) -> int:
+        """Shared memory of a block that places the route: the tables, two ints for each expert, four for each rank."""
+        return (self.table_entries + 2 * self.num_experts + 4 * self.world_size) * 4 + 1024
+
+    @property
+    def most_experts(self) -> int:
+        """As many as leave a kilobyte to the blocks that stage, which have the same shared memory."""
+        each = 4 * (self.table_entries // self.num_experts + 2)
+        return (SHARED_BYTES - 1024 - self.placing_bytes) // each + self.num_experts
 
     @property
     def chunk_tokens(self) -> int:

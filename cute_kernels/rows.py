@@ -13,8 +13,8 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
+from .heap import SHARED_BYTES
 
-SHARED_BYTES = 226 * 1024
 MAX_PIECE = 16 * 1024
 BOOKKEEPING = 32 * 4 + 8
 """Shared memory of a stage besides its piece: an int32 for each lane and a barrier."""

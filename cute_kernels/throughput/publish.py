@@ -22,13 +22,13 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import Heap, Problem
+from ..heap import PLACING_WARPS, SHARED_BYTES, Heap, Problem
 from ..launch import example_stream, ranks_signature
 from ..route import place_tile, place_weights, publish_positions
-from ..rows import SHARED_BYTES, RingShape
+from ..rows import RingShape
 from .stage import announce, ring_shape, stage
 
-THREADS = 1024
+THREADS = 32 * PLACING_WARPS
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,9 @@ class Publish:
         return self.problem.tiles if self.route or self.weights else 0
 
     @property
-    def table_entries(self) -> int:
-        """Counting takes [warps, E], placing [W, E] twice: one after the other in the same memory."""
-        return max(THREADS // 32, 2 * self.problem.world_size) * self.problem.num_experts
-
-    @property
     def ring(self) -> RingShape:
         """Of staging blocks, beside what tile blocks have of shared memory."""
-        tables = (self.table_entries + 2 * self.problem.num_experts + 4 * self.problem.world_size) * 4 + 1024
-        return ring_shape(self.problem, SHARED_BYTES - tables)
+        return ring_shape(self.problem, SHARED_BYTES - self.problem.placing_bytes)
 
     @cute.jit
     def __call__(
@@ -170,7 +164,7 @@ class Publish:
         if tid == 0:
             failed[0] = 0
         if const_expr(self.route):
-            table = smem.allocate_tensor(Int32, cute.make_layout(self.table_entries))
+            table = smem.allocate_tensor(Int32, cute.make_layout(p.table_entries))
             start = smem.allocate_tensor(Int32, cute.make_layout(2 * p.num_experts))
             header = smem.allocate_tensor(Int32, cute.make_layout(4 * p.world_size))
             publish_positions(ranks, p, topk_idx, tile, first, end, THREADS // 32, table, start)

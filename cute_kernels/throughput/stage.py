@@ -17,16 +17,18 @@ from ..heap import CHUNK_BYTES
 from ..rows import Ring, RingShape, init_ring_barriers
 
 MOST_WARPS = 16
+BARRIER = 8
+LEAST_PIECE = 128
 BYTES_UNDER_WAY = 5 * 2**19
-"""What all staging blocks together copy at a time, at least: enough to be well ahead of the peers. With more the route,
-which is placed meanwhile, and the first chunks would be ready later."""
+"""What all staging blocks together copy at a time, rounded up to whole warps of each block, as far as these have shared
+memory: enough to be well ahead of the peers. With more the route, which is placed meanwhile, would be ready later."""
 
 
 def ring_shape(problem, shared_bytes: int) -> RingShape:
-    """One piece for each copying warp of a block: a chunk, or part of one of large rows."""
+    """One piece for each copying warp of a block: a chunk, or part of one, of large rows or with little memory."""
     chunk = problem.chunk_tokens * problem.row_bytes
-    piece = min(chunk, CHUNK_BYTES)
-    warps = max(1, min(MOST_WARPS, shared_bytes // (-(-piece // 128) * 128 + 8)))
+    piece = min(chunk, CHUNK_BYTES, max(LEAST_PIECE, (shared_bytes - BARRIER) // 128 * 128))
+    warps = max(1, min(MOST_WARPS, shared_bytes // (-(-piece // 128) * 128 + BARRIER)))
     return RingShape(chunk, warps, 1, piece)
 
 
@@ -40,8 +42,8 @@ def stage(shape: cutlass.Constexpr, problem: cutlass.Constexpr, ranks, smem, x, 
     if tid < 32:
         init_ring_barriers(barriers, shape.warps)
     arch.sync_threads()
-    share = BYTES_UNDER_WAY // shape.piece_bytes
-    warps = cutlass.max(1, cutlass.min(shape.warps, (share + copiers - 1) // copiers))
+    pieces = BYTES_UNDER_WAY // shape.piece_bytes
+    warps = cutlass.max(1, cutlass.min(shape.warps, (pieces + copiers - 1) // copiers))
     if warp < warps and arch.lane_idx() == 0:
         ring = Ring(shape, buffers, barriers, warp)
         staging = ranks.at(ranks.own, "rows")
@@ -85,7 +87,8 @@ def announce(problem: cutlass.Constexpr, ranks, tokens, threads: cutlass.Constex
         if found != 0:
             if tid == 0:
                 arch.fence_acq_rel_sys()
-            # The fence comes before all flags.
+            # The fence comes before all flags. (Written by other threads than the one that fences: PTX does not promise
+            # that as it does for one thread. GPUs do, since the barrier waits for the fence.)
             arch.sync_threads()
             if ready != 0:
                 for r in range_constexpr(1, problem.world_size):

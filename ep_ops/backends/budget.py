@@ -41,6 +41,11 @@ SEND = 0.45
 and `SEND` times as long for each that it sends (with fewer SMs than fill the link, rows of 4, 8, 14 and 16 KiB)."""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
+SCALE_SLICE = 90e-9
+"""Seconds that an SM takes for a slice of a row, of a row for each expert and half a one for each rank reached, in the
+backward of a weighted combine (32 SMs, rows of 4 and 16 KiB)."""
+SCALE_HEADROOM = 1.5
+"""Of these, since skewed routing gives the busiest rank more."""
 PULL_HEADROOM = 6 / 5
 """Of kernels that fetch: more SMs than they need would be slower, since rows are staged by the others."""
 PUSH_HEADROOM = 1.08
@@ -89,10 +94,20 @@ class Traffic:
         seconds = max(self.crossing / PULL, moved / MEMORY)
         return self._enough(PULL_HEADROOM * moved / GATHER_SM / seconds, sms)
 
+    def scaled_sms(self, sms: int) -> int:
+        """For a GPU of `sms`, in the backward of a weighted combine: they fetch a row for each rank reached, read one
+        for each expert and write one for each."""
+        moved = 2 * (self.reached + self.top_k) + (2 if self.crossing else 0)
+        seconds = self.row_bytes * max(self.crossing / PULL, moved / MEMORY)
+        busy = (self.top_k + self.reached / 2) * self.slices * SCALE_SLICE
+        return self._enough(SCALE_HEADROOM * busy / seconds, sms)
+
     def pushers(self, blocks: int) -> int:
-        """How many of a combine's blocks (at least 2) push, as many as fill the link if there are; the others sum."""
-        share = self._pushing / (self._pushing + self._summing)
-        return max(1, min(blocks - 1, round(blocks * share), math.ceil(self._pushing)))
+        """How many of a combine's blocks (at least 2) push; the others sum. Of blocks beyond those that it takes a
+        quarter push, in case that this GPU's link is faster than the model's, or more crosses it."""
+        enough, beyond = math.ceil(self._pushing), blocks - math.ceil(self._pushing + self._summing)
+        share = round(blocks * self._pushing / (self._pushing + self._summing))
+        return max(1, min(blocks - 1, share, enough + max(0, beyond) // 4))
 
     @functools.cached_property
     def _pushing(self) -> float:
@@ -119,16 +134,24 @@ class Budget:
     """SMs that the kernels of a communicator may take. Operators read it when they run, so it is state of the host
     alone: ranks may differ, and what a captured graph launches stays as it was captured.
 
-    `gather`: of a combine that gathers; it follows `combine` where that is set.
+    `gather`: of a combine that gathers; `scaled`: of the backward of a weighted combine, which is a dispatch. They
+    follow `combine` where that is set.
     """
 
     def __init__(
-        self, dispatch: int, combine: int, gather: int | None = None, most_dispatch: int = ANY, most_combine: int = ANY
+        self,
+        dispatch: int,
+        combine: int,
+        gather: int | None = None,
+        scaled: int | None = None,
+        most_dispatch: int = ANY,
+        most_combine: int = ANY,
     ) -> None:
         self.most_dispatch, self.most_combine = max(1, most_dispatch), max(2, most_combine)
         self.dispatch = max(1, min(dispatch, self.most_dispatch))
         self.combine = max(2, min(combine, self.most_combine))
         self.gather = max(1, min(gather or self.combine, self.most_combine))
+        self.scaled = max(1, min(scaled or self.combine, self.most_dispatch))
 
     @contextlib.contextmanager
     def changed(self, dispatch: int | None, combine: int | None) -> Iterator[None]:
@@ -138,15 +161,16 @@ class Budget:
             raise RuntimeError("sm_budget goes around the call of a compiled function, not into it")
         _check("dispatch", dispatch, 1, self.most_dispatch)
         _check("combine", combine, 2, self.most_combine)
-        before = self.dispatch, self.combine, self.gather
+        before = self.dispatch, self.combine, self.gather, self.scaled
         if dispatch is not None:
             self.dispatch = dispatch
         if combine is not None:
             self.combine = self.gather = combine
+            self.scaled = min(combine, self.most_dispatch)
         try:
             yield
         finally:
-            self.dispatch, self.combine, self.gather = before
+            self.dispatch, self.combine, self.gather, self.scaled = before
 
 
 def _check(name: str, value: int | None, least: int, most: int) -> None:
@@ -160,5 +184,5 @@ def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int
     """What is asked for, as far as the GPU has it; else what the model says."""
     return Budget(
         dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
-        most_dispatch, sms,
+        combine or traffic.scaled_sms(sms), most_dispatch, sms,
     )  # fmt: skip

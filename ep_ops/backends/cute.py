@@ -34,7 +34,7 @@ NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
 
 STAGING_BLOCKS = 16
-"""Multiprocessors that a budget leaves to staging: it would take longer than the rest with fewer."""
+"""Multiprocessors that a budget leaves to staging and announcing: it would take longer than the rest with fewer."""
 
 
 def kernels_of(problem: Problem) -> list[Any]:
@@ -240,7 +240,7 @@ class CuteBackend:
         topk_idx, _, recv_rows, offs, counts = route
         max_tokens = recv_rows.shape[1]
         grad_y, grad_weights = self._new_rows(allocator(self._device), grad_out, recv_weights, num_rows)
-        blocks = min(self.budget.combine, self.budget.most_dispatch)
+        blocks = self.budget.scaled
         terms = marks.pack("combine_backward", max_tokens, scalars=True)
         published = self._publish(
             terms, False, grad_out, None, topk_idx, (None,) * 5, None, 0, 1, 0, max_tokens, blocks

@@ -31,14 +31,15 @@ def test_what_was_measured_to_be_enough():
     traffic = EVEN[4]
     assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (22, 32, 10)
     assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
-    assert traffic.pushers(64) == traffic.pushers(32) == 20 and 42 <= EVEN[2].pushers(66) <= 46
+    assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 42 <= EVEN[2].pushers(66) <= 46
+    assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
     short = Traffic.of((64,) * 4, 8, 4096, 2)
     assert 52 <= short.combine_sms(H200) <= 60 and 34 <= short.pushers(66) <= 38
 
 
 def test_more_ranks_need_fewer():
     """More of what is moved waits for the link."""
-    for choose in (Traffic.dispatch_sms, Traffic.combine_sms, Traffic.gather_sms):
+    for choose in (Traffic.dispatch_sms, Traffic.combine_sms, Traffic.gather_sms, Traffic.scaled_sms):
         chosen = [choose(EVEN[world_size], H200) for world_size in EVEN]
         assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[2] > chosen[-1]
 
@@ -51,7 +52,7 @@ def test_every_gpu_has_blocks_for_everything(experts, top_k, sms):
     for asked in (None, 1, 1000):
         budget = default_budget(traffic, sms, sms - 17, asked, asked)
         assert 1 <= budget.dispatch <= max(1, sms - 17) and 2 <= budget.combine <= max(2, sms)
-        assert 1 <= budget.gather <= max(2, sms)
+        assert 1 <= budget.gather <= max(2, sms) and 1 <= budget.scaled <= max(1, sms - 17)
     assert traffic.dispatch_sms(sms) <= sms and traffic.combine_sms(sms) <= sms
     if len(experts) > 1:
         assert max(traffic.dispatch_sms(sms), traffic.combine_sms(sms)) <= sms // 2, "the rest is for computation"
@@ -64,17 +65,17 @@ def now(budget: Budget) -> tuple[int, int]:
 
 
 def test_blocks_nest_and_restore():
-    budget = Budget(24, 64, 22, 100, 132)
+    budget = Budget(24, 64, 22, 44, 100, 132)
     with budget.changed(dispatch=16, combine=None):
-        assert now(budget) == (16, 64) and budget.gather == 22
+        assert now(budget) == (16, 64) and (budget.gather, budget.scaled) == (22, 44)
         with budget.changed(dispatch=None, combine=32):
-            assert now(budget) == (16, 32) and budget.gather == 32
+            assert now(budget) == (16, 32) and (budget.gather, budget.scaled) == (32, 32)
             with pytest.raises(KeyError), budget.changed(dispatch=1, combine=2):
                 assert now(budget) == (1, 2)
                 raise KeyError
             assert now(budget) == (16, 32)
         assert now(budget) == (16, 64)
-    assert now(budget) == (24, 64) and budget.gather == 22
+    assert now(budget) == (24, 64) and (budget.gather, budget.scaled) == (22, 44)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_blocks_nest_and_restore():
     ],
 )
 def test_out_of_range(given, text):
-    budget = Budget(24, 64, 22, 100, 132)
+    budget = Budget(24, 64, 22, 44, 100, 132)
     with pytest.raises(ValueError, match=text), budget.changed(**{"dispatch": None, "combine": None} | given):
         pass
     assert now(budget) == (24, 64)

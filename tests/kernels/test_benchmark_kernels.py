@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ import torch
 from benchmarks import ranks, report, sweeps, workloads
 from benchmarks.by_rank import ROW_OPERATORS, RankCalls, by_rank
 from benchmarks.operators import Calls
-from benchmarks.presets import MEASURABLE, OPERATORS, PRESETS
+from benchmarks.presets import MEASURABLE, OPERATORS, PRESETS, Case
+from benchmarks.session import Session
 from benchmarks.timing import CHAIN, Timer, leaves
 from benchmarks.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
 from ep_ops import Communicator
@@ -199,12 +201,35 @@ def found_on_replay(calls: Calls, call) -> None:
     again = call(CHAIN - 1)
     assert leaves(left) and calls.same(CHAIN - 1, left, again)
     for tensor in leaves(left):
-        where = (tensor == tensor) & (tensor != 0)  # neither undefined nor empty
-        if where.any():
-            kept = tensor.clone()
-            tensor[where] += 1
+        kept = tensor.clone()
+        for row in (tensor == tensor).nonzero():  # what is not undefined
+            tensor[tuple(row)] += 1
             assert not calls.same(CHAIN - 1, left, again)
             tensor.copy_(kept)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_graph_that_does_nothing_is_called_wrong(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = Workload(tokens=24, hidden=16, experts=8, top_k=2, dtype="fp32")
+    shape = dict(num_experts=8, hidden_size=16, top_k=2, max_tokens_per_rank=24, dtype=torch.float32)
+    captured = Timer.captured
+
+    def captured_once(self, call, count):
+        captured(self, call, count)(0)
+        return lambda i: None
+
+    if not works:
+        monkeypatch.setattr(Timer, "captured", captured_once)
+    run = object.__new__(Session)
+    run.args, run.world_size, run.rank, run.device = SimpleNamespace(iterations=1, out=None), 1, 1, CPU
+    run.timer, run.found, run.errors = Timer(CPU, lambda: None), {"results": [], "link": []}, {"combine": 0.0}
+    with Communicator(**shape, device="cpu", backend="reference", alignment=4) as comm, torch.no_grad():
+        calls = Calls(comm, workload)
+        monkeypatch.setattr(comm.backend, "name", "cute")
+        for op in ("dispatch", "combine"):
+            run.operator(Case(workload, (op,)), calls, op, getattr(calls, op), comm)
+    assert [result["graph_same"] for result in run.found["results"]] == [works, works]
+    assert [result["correct"] for result in run.found["results"]] == [works, works]
 
 
 def made_up_run() -> dict:

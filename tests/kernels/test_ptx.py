@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -17,7 +18,9 @@ from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
+from ep_ops.backends import sizes
 from ep_ops.backends.cute import kernels_of
+from ep_ops.config import Config, even_experts
 
 ARCHS = ("sm_90a", "sm_100a")
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
@@ -100,7 +103,47 @@ def test_publish(arch: str) -> None:
     assert count(ptx, "griddepcontrol.launch_dependents") == 1
     assert count(ptx, "st.release.sys.global") >= 3  # hello, route, placed, staged
     assert count(ptx, "match.any.sync") >= 1
-    assert count(ptx, "red.") == count(ptx, "barrier.cta.red."), "no position comes from an atomic"
+    assert ptx.count("barrier.cta.red.popc.aligned.u32") == 1  # who has a chunk to announce
+    assert count(ptx, "red.") == 0, "no position comes from an atomic"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+@pytest.mark.parametrize("hidden_size", [8, 7168, 2**18])
+def test_tables_and_staging_share_a_block(world_size: int, hidden_size: int) -> None:
+    """Up to the most experts that are taken; one more is refused."""
+
+    def problem(num_experts: int) -> Problem:
+        return sizes.problem_of(
+            Config(
+                "x",
+                world_size,
+                num_experts,
+                hidden_size,
+                1,
+                8,
+                torch.bfloat16,
+                even_experts(num_experts, world_size),
+                1,
+                "cute",
+                "cuda",
+                1.0,
+                None,
+                None,
+                None,
+                0,
+                "",
+            )  # fmt: skip
+        )
+
+    most = problem(world_size).most_experts
+    assert most >= 400
+    for num_experts in (world_size, most // 2, most):
+        made = problem(num_experts)
+        ring = Publish(made, True, True, True, False).ring
+        assert ring.warps >= 1 and ring.piece_bytes >= 16 and ring.piece_bytes % 16 == 0
+        assert made.placing_bytes + ring.warps * (ring.stride + 8) <= 227 * 1024
+    with pytest.raises(ValueError, match=f"num_experts is {most + 1}; backend 'cute' takes at most {most} on"):
+        problem(most + 1)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -110,6 +153,7 @@ def test_combine(arch: str, residual: bool) -> None:
     assert count(ptx, BULK_IN) == 2  # pushing and summing
     assert count(ptx, BULK_OUT) == 0 and count(ptx, "st.global.L1::no_allocate.v4") >= 14  # sums leave from registers
     assert count(ptx, "fence.acq_rel.sys") >= 1 and count(ptx, "st.relaxed.sys.global") >= 1  # the outbox
+    assert count(ptx, "fence.proxy.async") == 1  # pushed rows are fetched by bulk copies
     assert count(ptx, "fma.rn") == 0, "products are rounded before they are added"
     assert count(ptx, "mul.rn.f32") > 0 and count(ptx, "add.rn.f32") > 0
 
