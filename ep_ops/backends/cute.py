@@ -34,7 +34,7 @@ NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
 
 STAGING_BLOCKS = 16
-"""Multiprocessors that a budget leaves to staging and announcing: it would take longer than the rest with fewer."""
+"""Multiprocessors that a budget leaves to staging and announcing: with fewer these would take longer than the rest."""
 
 
 def kernels_of(problem: Problem) -> list[Any]:
