@@ -8,7 +8,7 @@ Values inside tensors are not looked at here: that would wait for the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -249,24 +249,30 @@ def _rows_asked(comm: Communicator, capacity: int, alignment: int, slots: int) -
 def _tokens(comm: Communicator, topk_idx: Tensor, max_tokens: int) -> None:
     if not 0 <= max_tokens <= comm.max_tokens_per_rank:
         raise ValueError(f"max_tokens is {max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
-    shape = _shape("topk_idx", topk_idx)
+    if topk_idx is None:
+        _no_tensor("topk_idx")
+    shape = topk_idx.shape
     if len(shape) != 2 or shape[1] != comm.top_k:
         raise ValueError(f"topk_idx has shape {tuple(shape)}; allowed: [T, {comm.top_k}] (top_k of {comm.name!r})")
     if shape[0] > max_tokens:
         raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most max_tokens {max_tokens}")
-    _kind(comm, "topk_idx", topk_idx, _INT32)
+    if topk_idx.dtype is not _INT32 or topk_idx.device != comm.device or not topk_idx.is_contiguous():
+        _wrong_kind(comm, "topk_idx", topk_idx, _INT32)
 
 
 def _route(
     comm: Communicator, topk_idx: Tensor, send_rows: Tensor, recv_rows: Tensor, offs: Tensor, counts: Tensor
 ) -> None:
-    came = _shape("recv_rows", recv_rows)
+    if recv_rows is None:
+        _no_tensor("recv_rows")
+    came = recv_rows.shape
     if len(came) != 3 or came[0] != comm.world_size or came[2] != comm.top_k or came[1] > comm.max_tokens_per_rank:
         raise ValueError(
             f"recv_rows has shape {tuple(came)}; allowed: [world_size {comm.world_size}, max_tokens"
             f" 0..{comm.max_tokens_per_rank}, top_k {comm.top_k}]"
         )
-    _kind(comm, "recv_rows", recv_rows, _INT32)
+    if recv_rows.dtype is not _INT32 or recv_rows.device != comm.device or not recv_rows.is_contiguous():
+        _wrong_kind(comm, "recv_rows", recv_rows, _INT32)
     _tokens(comm, topk_idx, came[1])
     _tensor(comm, "send_rows", send_rows, _INT32, topk_idx.shape, "the shape of topk_idx")
     per_expert = (comm.num_local_experts,)
@@ -276,20 +282,21 @@ def _route(
 
 def _rows(comm: Communicator, name: str, rows: Tensor, count: int | None, why: str) -> None:
     """``rows`` [count, H] of the communicator's dtype, each at a multiple of 16 bytes; any count if None."""
-    shape = _shape(name, rows)
+    if rows is None:
+        _no_tensor(name)
+    shape = rows.shape
     if len(shape) != 2 or shape[1] != comm.hidden_size or (count is not None and shape[0] != count):
         length = "rows" if count is None else f"{count} ({why})"
         raise ValueError(f"{name} has shape {tuple(shape)}; allowed: [{length}, hidden_size {comm.hidden_size}]")
-    _kind(comm, name, rows, comm.dtype)
+    if rows.dtype is not comm.dtype or rows.device != comm.device or not rows.is_contiguous():
+        _wrong_kind(comm, name, rows, comm.dtype)
     if rows.data_ptr() % _ROW_BYTES:
         raise ValueError(f"{name} begins at address {rows.data_ptr():#x}; allowed: multiples of {_ROW_BYTES} bytes")
 
 
-def _shape(name: str, tensor: Tensor) -> torch.Size:
-    try:
-        return tensor.shape
-    except AttributeError:  # PyTorch takes None where a schema says Tensor
-        raise TypeError(f"{name} is {tensor!r}; allowed: a tensor") from None
+def _no_tensor(name: str) -> NoReturn:
+    """PyTorch takes None where a schema says Tensor."""
+    raise TypeError(f"{name} is None; allowed: a tensor")
 
 
 def _row_weights(comm: Communicator, name: str, weights: Tensor, count: int) -> None:
@@ -300,16 +307,16 @@ def _row_weights(comm: Communicator, name: str, weights: Tensor, count: int) -> 
 def _tensor(
     comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
 ) -> None:
-    given = _shape(name, tensor)
-    if tensor.dtype is dtype and given != shape:
-        raise ValueError(f"{name} has shape {tuple(given)}; allowed: {list(shape)} ({why})")
-    _kind(comm, name, tensor, dtype)
+    if tensor is None:
+        _no_tensor(name)
+    if tensor.shape != shape and tensor.dtype is dtype:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {list(shape)} ({why})")
+    if tensor.dtype is not dtype or tensor.device != comm.device or not tensor.is_contiguous():
+        _wrong_kind(comm, name, tensor, dtype)
 
 
-def _kind(comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Everything but the shape."""
-    if tensor.dtype is dtype and tensor.device == comm.device and tensor.is_contiguous():
-        return
+def _wrong_kind(comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
+    """Says what is wrong besides the shape."""
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
     if tensor.device != comm.device:
