@@ -27,7 +27,7 @@ from ep_ops import Communicator
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .ranks import Run, add_options, numbers, on_every_rank
+from .ranks import Run, add_options, names_of, numbers, on_every_rank
 from .steps import Idle, Product, Steps, host_layers
 from .timing import Timing
 from .workloads import Workload, measure_traffic
@@ -51,19 +51,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--replays", type=int, default=2000, help="timed; a tenth of it for comparisons (default: %(default)s)"
     )
-    options.add_argument("--only", type=_names, default=DEFAULT, metavar="NAME,NAME", help=" ".join(NAMES))
+    options.add_argument("--only", type=names_of(NAMES), default=DEFAULT, metavar="NAME,NAME", help=" ".join(NAMES))
     options.add_argument(
         "--deal", type=numbers, action="append", metavar="N,N,N", help="of blocks, not the library's choice; repeatable"
     )
     add_options(options)
     return options
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := set(names) - set(NAMES):
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
-    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:

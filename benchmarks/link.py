@@ -204,15 +204,27 @@ def _stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-class DeviceBarrier:
-    """A barrier of all ranks on the current stream. Collective; does not block the host."""
+class Signals:
+    """Words that ranks set at each other, and the kernel that does. Collective; `free` it when done."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernel: Barrier | RoundTrips) -> None:
         self.device = device
         self.rank = dist.get_rank()
         self.buffer = symmetric.allocate(BARRIER_BYTES, dist.group.WORLD, device)
-        self.function = jit.get(Barrier(dist.get_world_size()), arch_of(device), lambda: False)
+        self.function = jit.get(kernel, arch_of(device), lambda: False)
         self.mark = 0
+
+    def free(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        self.buffer.free()
+
+
+class DeviceBarrier(Signals):
+    """A barrier of all ranks on the current stream; does not block the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, Barrier(dist.get_world_size()))
         self()  # loaded before anything waits in it
         torch.cuda.synchronize(device)
 
@@ -221,20 +233,12 @@ class DeviceBarrier:
         nanoseconds = int(BARRIER_SECONDS * 1e9)
         self.function(self.buffer.addresses, self.rank, self.mark, nanoseconds, _stream(self.device))
 
-    def free(self) -> None:
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
-        self.buffer.free()
 
-
-class Flags:
-    """Round trips of a flag between two ranks. Collective; `free` it when done."""
+class Flags(Signals):
+    """Round trips of a flag between two ranks."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rank = dist.get_rank()
-        self.buffer = symmetric.allocate(BARRIER_BYTES, dist.group.WORLD, device)
-        self.function = jit.get(RoundTrips(dist.get_world_size()), arch_of(device), lambda: False)
+        super().__init__(device, RoundTrips(dist.get_world_size()))
         self.mark = 1
 
     def measure(self, timer: Timer, rounds: int, iterations: int) -> Timing:
@@ -245,11 +249,6 @@ class Flags:
             self.mark += rounds
 
         return timer.row(trips, iterations).each(rounds)
-
-    def free(self) -> None:
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
-        self.buffer.free()
 
 
 class Link:

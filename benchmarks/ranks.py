@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,18 @@ Measure = Callable[[torch.device, argparse.Namespace], None]
 
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """For options that take some of `known`, separated by commas."""
+
+    def names(text: str) -> tuple[str, ...]:
+        given = tuple(text.split(","))
+        if unknown := set(given) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+        return given
+
+    return names
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from . import sweeps
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
-from .ranks import add_options, gpus, numbers, on_every_rank
+from .ranks import add_options, gpus, names_of, numbers, on_every_rank
 from .report import complete, summary, table
 from .session import TIMEOUT, Session
 from .workloads import expected_traffic
@@ -35,22 +35,16 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--combine-sms", type=int, metavar="N", help="likewise")
     everything = ("link", *MEASURABLE)
     options.add_argument(
-        "--only", type=_names, metavar="NAME,NAME", help=f"measure nothing but: {' '.join(everything)}"
+        "--only", type=names_of(everything), metavar="NAME,NAME", help=f"measure nothing but: {' '.join(everything)}"
     )
-    options.add_argument("--skip", type=_names, default=(), metavar="NAME,NAME", help="measure all but these")
+    options.add_argument(
+        "--skip", type=names_of(everything), default=(), metavar="NAME,NAME", help="measure all but these"
+    )
     options.add_argument("--iterations", type=int, default=20, help="timed calls of each (default: %(default)s)")
     options.add_argument("--seconds", type=float, help="start no further workload after that many seconds")
     add_options(options)
     options.add_argument("--dry-run", action="store_true", help="print what would be measured, and stop")
     return options
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    unknown = set(names) - {"link", *MEASURABLE}
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
-    return names
 
 
 def preset_of(args: argparse.Namespace) -> Preset:

@@ -51,7 +51,8 @@ class Problem:
 
     @property
     def placing_bytes(self) -> int:
-        """Shared memory of a block that places the route: the tables, two ints for each expert, four for each rank."""
+        """Shared memory of a block that places the route: the tables, two ints for each expert, four for each rank, and
+        a kilobyte for the rest."""
         return (self.table_entries + 2 * self.num_experts + 4 * self.world_size) * 4 + 1024
 
     @property
@@ -63,7 +64,7 @@ class Problem:
     @property
     def chunk_tokens(self) -> int:
         """Tokens of x that are staged, and announced to the peers, together: few, since peers wait for the first, but
-        not of so few bytes that a block spends its time on announcing."""
+        enough bytes for a bulk copy."""
         return max(LEAST_CHUNK_TOKENS, min(MOST_CHUNK_TOKENS, CHUNK_BYTES // self.row_bytes))
 
     @property

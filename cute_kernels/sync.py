@@ -9,8 +9,8 @@ Orders that hold:
 - `signal` is a system-scope release: what the calling thread wrote before it, and what other threads of its block
   wrote before a block barrier that precedes it, is visible to whoever sees the flag.
 - `wait` is a system-scope acquire by the calling thread; a block or warp barrier behind it passes the order on.
-- Rows staged with ordinary stores and fetched with bulk copies change proxy: `fence_async` by the reader, between what
-  it acquired and its copies.
+- Rows written with ordinary stores and fetched with bulk copies change proxy: `fence_async` by the reader, between
+  what it acquired and its copies (in a gather also on the rows' side, whose writer is a kernel of the user).
 - A fence at system scope waits for everything that its SM has sent over the link, and an SM does one at a time. Where
   many flags are due, one thread fences once for all that are due by then: warps of a combine hand theirs to another one
   of their block (`Outbox`), staging blocks of a dispatch to a block that does nothing else (throughput/stage.py).

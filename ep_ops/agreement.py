@@ -41,7 +41,8 @@ def agree(exchange: Exchange, own: Config, taken: bool) -> Config:
         raise ValueError(difference)
     if own.backend != "auto":
         return own
-    return dataclasses.replace(own, backend=choose_backend([facts for _, _, facts in words], own.dtype))
+    backend = "reference" if own.beyond_cute() else choose_backend([facts for _, _, facts in words])
+    return dataclasses.replace(own, backend=backend)
 
 
 def disagreement(configs: Sequence[Config]) -> str | None:
@@ -57,9 +58,10 @@ def disagreement(configs: Sequence[Config]) -> str | None:
     return None
 
 
-def choose_backend(facts: Sequence[GpuFacts | None], dtype: torch.dtype) -> str:
-    """What "auto" means, given the facts of all ranks: cute where every rank has a GPU of its own on one host."""
-    if dtype == torch.float64 or None in facts or len(set(facts)) < len(facts):
+def choose_backend(facts: Sequence[GpuFacts | None]) -> str:
+    """What "auto" means for values that both take, given the facts of all ranks: cute where every rank has a GPU of its
+    own on one host."""
+    if None in facts or len(set(facts)) < len(facts):
         return "reference"
     hosts = {fact[0] for fact in facts if fact is not None}
     return "cute" if len(hosts) == 1 else "reference"

@@ -316,7 +316,7 @@ def _tensor(
 
 
 def _wrong_kind(comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
-    """Says what is wrong besides the shape."""
+    """Says what is wrong besides the shape. Callers look first whether anything is: each call costs host time."""
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
     if tensor.device != comm.device:

@@ -83,7 +83,7 @@ class Communicator:
 
     Args:
         group: process group. None: the default group, or this process alone if torch.distributed is not initialised.
-        num_experts: experts of all ranks together.
+        num_experts: experts of all ranks together (cute: at most some 1680, fewer on more than 16 ranks).
         hidden_size: elements of a row; its bytes must be a multiple of 16.
         top_k: experts that a token names, at most 32.
         max_tokens_per_rank: the most tokens that any rank passes in one call.

@@ -92,13 +92,24 @@ class Config:
             )
         return None
 
+    def beyond_cute(self) -> str | None:
+        """What of these values, right in themselves, only the reference backend takes, or None."""
+        if self.dtype == torch.float64:
+            return "dtype torch.float64 is supported by backend 'reference' only"
+        from .backends.sizes import problem_of
+
+        most = problem_of(self).most_experts
+        if self.num_experts > most:
+            return f"num_experts is {self.num_experts}; backend 'cute' takes at most {most} on {self.world_size} ranks"
+        return None
+
     def _resources_problem(self) -> str | None:
         if self.backend not in BACKENDS:
             return f"backend is {self.backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}"
         if self.backend == "cute" and self.device_type != "cuda":
             return f"backend 'cute' runs on CUDA devices; the device is {self.device_type!r}"
-        if self.backend == "cute" and self.dtype == torch.float64:
-            return "dtype torch.float64 is supported by backend 'reference' only"
+        if self.backend == "cute" and (problem := self.beyond_cute()):
+            return problem
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < math.inf:
             return f"timeout is {self.timeout!r}; it must be a positive number of seconds"
         for field in ("dispatch_sms", "combine_sms"):

@@ -119,7 +119,7 @@ def backend() -> list[str]:
     count = gpu_count()
     if count == 0:
         return ["reference, because torch sees no GPU"]
-    chosen = choose_backend([gpu_facts(torch.device("cuda", i)) for i in range(count)], torch.bfloat16)
+    chosen = choose_backend([gpu_facts(torch.device("cuda", i)) for i in range(count)])
     if chosen == "cute":
         return [f"cute: {count} GPU(s) of capability 9.0 or newer, each of which maps the memory of all others"]
     lines = ["reference, because:"]

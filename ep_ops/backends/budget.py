@@ -47,7 +47,7 @@ backward of a weighted combine (32 SMs, rows of 4 and 16 KiB)."""
 SCALE_HEADROOM = 1.5
 """Of these, since skewed routing gives the busiest rank more."""
 PULL_HEADROOM = 6 / 5
-"""Of kernels that fetch: more SMs than they need would be slower, since rows are staged by the others."""
+"""Of kernels that fetch. More SMs than these make them no faster."""
 PUSH_HEADROOM = 1.08
 """Of the pushing SMs of a combine. With more of them fences wait for more rows under way, and sums start later."""
 SUM_HEADROOM = 1.3

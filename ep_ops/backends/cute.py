@@ -34,7 +34,8 @@ NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
 
 STAGING_BLOCKS = 16
-"""Multiprocessors that a budget leaves to staging and announcing: with fewer these would take longer than the rest."""
+"""Multiprocessors that a budget leaves to staging and announcing. Fewer have not been tried, but for a single one that
+staged and announced, which took 3.9 ms for 59 MB."""
 
 
 def kernels_of(problem: Problem) -> list[Any]:

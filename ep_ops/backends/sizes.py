@@ -19,8 +19,8 @@ DEFAULT_TOKENS = 256
 
 
 def problem_of(config: Config) -> Problem:
-    """What the kernels of such a communicator are compiled for; ValueError for more experts than they can place."""
-    problem = Problem(
+    """What the kernels of such a communicator are compiled for."""
+    return Problem(
         world_size=config.world_size,
         experts_per_rank=config.experts_per_rank,
         top_k=config.top_k,
@@ -28,12 +28,6 @@ def problem_of(config: Config) -> Problem:
         dtype=DTYPES[config.dtype],
         max_tokens=config.max_tokens_per_rank,
     )
-    if problem.num_experts > problem.most_experts:
-        raise ValueError(
-            f"num_experts is {problem.num_experts}; backend 'cute' takes at most {problem.most_experts} on"
-            f" {problem.world_size} ranks"
-        )
-    return problem
 
 
 def token_bound(config: Config, problem: Problem) -> int:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import communicator, symmetric
+from ep_ops import agreement, communicator, symmetric
 from ep_ops.agreement import choose_backend, gpu_facts
+from ep_ops.backends.reference import ReferenceBackend
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
@@ -168,13 +169,39 @@ def test_memory_plan() -> None:
 
 def test_choice_of_backend() -> None:
     two = [("host", "gpu 0"), ("host", "gpu 1")]
-    assert choose_backend(two, torch.bfloat16) == "cute"
-    assert choose_backend(two[:1], torch.float32) == "cute"
-    assert choose_backend(two, torch.float64) == "reference"
-    assert choose_backend([*two, None], torch.bfloat16) == "reference"
-    assert choose_backend([*two, ("other host", "gpu 2")], torch.bfloat16) == "reference"
-    assert choose_backend([two[0], two[0]], torch.bfloat16) == "reference"  # two ranks on one GPU
+    assert choose_backend(two) == "cute"
+    assert choose_backend(two[:1]) == "cute"
+    assert choose_backend([*two, None]) == "reference"
+    assert choose_backend([*two, ("other host", "gpu 2")]) == "reference"
+    assert choose_backend([two[0], two[0]]) == "reference"  # two ranks on one GPU
     assert gpu_facts(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 2000}])
+def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "choose_backend", lambda facts: "cute")  # as on a host of GPUs
+    chosen = []
+
+    def chose(kind: str, comm: ep_ops.Communicator) -> Any:
+        chosen.append(kind)
+        return ReferenceBackend(comm)
+
+    monkeypatch.setattr(communicator, "_make_backend", chose)
+    for values in ({}, beyond):
+        with make(**values):
+            pass
+    assert chosen == ["cute", "reference"]
+
+
+def test_as_many_experts_as_the_kernels_place() -> None:
+    sizes: dict[str, Any] = dict(world_size=2, hidden_size=64, top_k=2, max_tokens_per_rank=8)
+    with pytest.raises(ValueError, match="num_experts is 2000; backend 'cute' takes at most [0-9]+ on 2 ranks") as told:
+        ep_ops.memory_plan(num_experts=2000, backend="cute", **sizes)
+    most = int(str(told.value).split()[-4])
+    assert ep_ops.memory_plan(num_experts=most, backend="cute", **sizes)
+    with pytest.raises(ValueError, match=f"num_experts is {most + 1};"):
+        ep_ops.memory_plan(num_experts=most + 1, backend="cute", **sizes)
+    assert ep_ops.memory_plan(num_experts=2000, backend="reference", **sizes)
 
 
 def test_symmetric_memory_of_one_rank() -> None:
