@@ -20,6 +20,7 @@ from cutlass.cute import arch
 from cutlass.cute.runtime import make_fake_stream
 
 from cute_kernels import jit, ptx, sync
+from cute_kernels.heap import SHARED_BYTES
 from cute_kernels.rows import Ring, RingShape, init_ring_barriers
 from ep_ops import symmetric
 
@@ -60,7 +61,7 @@ class LinkCopy:
 
     @property
     def ring(self) -> RingShape:
-        return RingShape.of(self.row_bytes)
+        return RingShape.of(self.row_bytes, SHARED_BYTES)
 
     @cute.jit
     def __call__(self, peers: tuple, rank: Int32, local: Int64, rows: Int32, blocks: Int32, stream: cuda.CUstream):

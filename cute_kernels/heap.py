@@ -8,6 +8,9 @@ operation e - 1 (the hello flag, see sync.py) and an operation does not end befo
 from dataclasses import dataclass
 from functools import cached_property
 
+MOST_RANKS = 32
+"""A lane of a warp looks after each."""
+
 CHUNK_BYTES = 28 * 1024
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
 

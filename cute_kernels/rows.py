@@ -46,11 +46,11 @@ class RingShape:
         return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
 
     @staticmethod
-    def of(row_bytes: int) -> "RingShape":
+    def of(row_bytes: int, ring_bytes: int) -> "RingShape":
         """Whole rows up to 16 KiB, else equal pieces; at least two stages for each warp, at most 16 warps."""
         pieces = -(-row_bytes // MAX_PIECE)
         piece = -(-row_bytes // (16 * pieces)) * 16
-        slots = SHARED_BYTES // (-(-piece // 128) * 128 + BOOKKEEPING)
+        slots = ring_bytes // (-(-piece // 128) * 128 + BOOKKEEPING)
         warps = max(1, min(16, slots // 2))
         return RingShape(row_bytes, warps, min(8, slots // warps), piece)
 
@@ -114,8 +114,8 @@ class Slices:
 
     @property
     def vectors(self) -> int:
-        """At most 7: enough bytes in flight, few enough registers. The split that wastes least."""
-        return min(range(1, 8), key=lambda u: (-(-self.lane_vectors // u) * u, -u))
+        """At most 8, which registers hold: as few slices as possible, each of which takes a time of its own."""
+        return min(range(1, 9), key=lambda u: (-(-self.lane_vectors // u), u))
 
     @property
     def slices(self) -> int:

@@ -96,8 +96,12 @@ class Config:
         """What of these values, right in themselves, only the reference backend takes, or None."""
         if self.dtype == torch.float64:
             return "dtype torch.float64 is supported by backend 'reference' only"
+        from cute_kernels.heap import MOST_RANKS
+
         from .backends.sizes import problem_of
 
+        if self.world_size > MOST_RANKS:
+            return f"world_size is {self.world_size}; backend 'cute' takes at most {MOST_RANKS} ranks"
         most = problem_of(self).most_experts
         if self.num_experts > most:
             return f"num_experts is {self.num_experts}; backend 'cute' takes at most {most} on {self.world_size} ranks"

@@ -22,6 +22,11 @@ from ..rows import Ring, RingShape, init_ring_barriers
 from .staged import await_rows, clear_padding, source_row, token_of
 
 
+RING_BYTES = 150 * 1024
+"""What all blocks have asked for queues up at the links, and flags behind it. A larger ring moves no more and lets
+every flag come later."""
+
+
 @dataclass(frozen=True)
 class Pull:
     """`weights`: recv_weights has padding to clear too. `begins_operation`: no publish kernel goes before.
@@ -37,7 +42,7 @@ class Pull:
 
     @property
     def ring(self) -> RingShape:
-        return RingShape.of(self.problem.row_bytes)
+        return RingShape.of(self.problem.row_bytes, RING_BYTES)
 
     @cute.jit
     def __call__(

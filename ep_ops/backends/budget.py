@@ -31,14 +31,18 @@ PULL = 320e9
 """Bytes a second that a rank fetches from its peers by bulk copies of rows, in one direction."""
 PUSH = 331e9
 """The same for rows that a combine sends to its peers, from its start to the last sum, with 4096 tokens a rank."""
-MEMORY = 3.7e12
-"""Bytes a second read and written, as x is copied into staging."""
+MEMORY = 4.1e12
+"""Bytes a second read and written, as in the backward of a weighted combine on 2 ranks. (A copy reaches 3.7: what was
+written just now is in part read from the cache.)"""
 COPY_SM = 80e9
 """Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
-ADD_SLICE = 55e-9
+ADD_ITEM = 24e-9
+ADD_SLICE = 29e-9
+ADD = 146e9
 SEND = 0.45
-"""An SM of a combine takes `ADD_SLICE` seconds for each slice of a row that it adds up, whether that has 2 or 3.5 KiB,
-and `SEND` times as long for each that it sends (with fewer SMs than fill the link, rows of 4, 8, 14 and 16 KiB)."""
+"""An SM of a combine takes `ADD_SLICE` seconds for each slice of a row that it adds up and one for every `ADD` bytes of
+it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows (with fewer SMs
+than fill the link; rows of 4, 8, 14 and 16 KiB in slices of 2 to 4 KiB, 2 and 4 ranks, within 6 %)."""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 SCALE_SLICE = 90e-9
@@ -62,6 +66,7 @@ class Traffic:
     """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
     them."""
 
+    ranks: int
     reached: float
     crossing: float
     top_k: float
@@ -75,7 +80,7 @@ class Traffic:
         chosen = min(top_k, experts)
         missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
         reached = len(missed) - sum(missed)
-        return Traffic(reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices)
+        return Traffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices)
 
     def dispatch_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
@@ -112,18 +117,17 @@ class Traffic:
     @functools.cached_property
     def _pushing(self) -> float:
         """SMs that it takes to add and send a combine's rows."""
-        return PUSH_HEADROOM * (self.top_k + SEND * self.reached) * self._adding
+        return PUSH_HEADROOM * self._adding(self.ranks, self.top_k + SEND * self.reached)
 
     @functools.cached_property
     def _summing(self) -> float:
         """SMs that it takes to sum what arrives."""
-        return SUM_HEADROOM * (self.reached + 1) * self._adding
+        return SUM_HEADROOM * self._adding(1, self.reached + 1)
 
-    @property
-    def _adding(self) -> float:
-        """SMs for each row that they add for a token."""
+    def _adding(self, items: int, rows: float) -> float:
+        """SMs that, while a combine lasts, look at so many items and add so many rows for each token."""
         seconds = self.row_bytes * max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
-        return ADD_SLICE * self.slices / seconds
+        return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
 
     def _enough(self, needed: float, sms: int) -> int:
         """Whole pairs, as GPUs are built of them."""

@@ -17,8 +17,8 @@ EVEN = {world_size: Traffic.of((256 // world_size,) * world_size, 8, *ROW) for w
 
 
 def test_rows_of_a_token():
-    assert Traffic.of((8,), 2, 16, 1) == Traffic(1, 0, 2, 16, 1)
-    assert Traffic.of((1, 1, 1, 1), 1, 32, 3) == Traffic(1, 0.75, 1, 32, 3)
+    assert Traffic.of((8,), 2, 16, 1) == Traffic(1, 1, 0, 2, 16, 1)
+    assert Traffic.of((1, 1, 1, 1), 1, 32, 3) == Traffic(4, 1, 0.75, 1, 32, 3)
     two = Traffic.of((2, 2), 2, 16, 1)  # of 6 pairs 2 stay on one rank
     assert math.isclose(two.reached, 5 / 3) and math.isclose(two.crossing, 5 / 6)
     # Every token reaches every rank that has experts; more names than experts name no others.
@@ -27,14 +27,14 @@ def test_rows_of_a_token():
 
 def test_what_was_measured_to_be_enough():
     """4 ranks, 256 experts, 8 a token: 22 SMs fill the link in a dispatch, 10 in a gathering combine, and 20 that push
-    and 12 that sum in a combine; on 2 ranks 48, and some 44 that push. Short rows take more."""
+    and 12 that sum in a combine; on 2 ranks some 50, and as many that push. Short rows take more."""
     traffic = EVEN[4]
     assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (22, 32, 10)
-    assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
-    assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 42 <= EVEN[2].pushers(66) <= 46
+    assert 48 <= EVEN[2].dispatch_sms(H200) <= 52 and 58 <= EVEN[2].combine_sms(H200) <= 66
+    assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 43 <= EVEN[2].pushers(66) <= 47
     assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
-    short = Traffic.of((64,) * 4, 8, 4096, 2)
-    assert 52 <= short.combine_sms(H200) <= 60 and 34 <= short.pushers(66) <= 38
+    short = Traffic.of((64,) * 4, 8, 4096, 1)
+    assert 32 <= short.combine_sms(H200) <= 36 and 20 <= short.pushers(36) <= 22
 
 
 def test_more_ranks_need_fewer():

@@ -29,7 +29,7 @@ CASES += [
     for dtype in HIDDEN
     if dtype != torch.bfloat16
 ]
-SIZES = (128, 2880, 7168)
+SIZES = (128, 2880, 7168, 8192)
 
 
 def case_config(case, dtype):
