@@ -16,6 +16,9 @@ LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
 
 SHARED_BYTES = 226 * 1024
 """Of a block, as far as kernels plan with it."""
+RING_BYTES = 150 * 1024
+"""Of a pulling block's ring of rows. What all blocks have asked for queues up at the links, and flags behind it: a
+larger ring moves no more and lets every flag come later."""
 PLACING_WARPS = 32
 
 HEADER_INTS = 16

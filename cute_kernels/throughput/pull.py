@@ -16,15 +16,10 @@ from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import Heap, Problem
+from ..heap import RING_BYTES, Heap, Problem
 from ..launch import example_stream, ranks_signature
 from ..rows import Ring, RingShape, init_ring_barriers
 from .staged import await_rows, clear_padding, source_row, token_of
-
-
-RING_BYTES = 150 * 1024
-"""What all blocks have asked for queues up at the links, and flags behind it. A larger ring moves no more and lets
-every flag come later."""
 
 
 @dataclass(frozen=True)

@@ -25,24 +25,27 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_kernels.heap import RING_BYTES
+
 from ..config import is_int
 
 PULL = 320e9
 """Bytes a second that a rank fetches from its peers by bulk copies of rows, in one direction."""
 PUSH = 331e9
 """The same for rows that a combine sends to its peers, from its start to the last sum, with 4096 tokens a rank."""
-MEMORY = 4.1e12
-"""Bytes a second read and written, as in the backward of a weighted combine on 2 ranks. (A copy reaches 3.7: what was
-written just now is in part read from the cache.)"""
+MEMORY = 3.7e12
+"""Bytes a second read and written, as x is copied into staging."""
 COPY_SM = 80e9
 """Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
+UNDER_WAY = 2.3e6
+"""Bytes that a rank must have asked for of its peers in order to fill the link."""
 ADD_ITEM = 24e-9
 ADD_SLICE = 29e-9
 ADD = 146e9
 SEND = 0.45
 """An SM of a combine takes `ADD_SLICE` seconds for each slice of a row that it adds up and one for every `ADD` bytes of
-it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows (with fewer SMs
-than fill the link; rows of 4, 8, 14 and 16 KiB in slices of 2 to 4 KiB, 2 and 4 ranks, within 6 %)."""
+it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows. (With fewer
+SMs than fill the link; rows of 4, 8, 14 and 16 KiB in slices of 2 to 4 KiB, 2 and 4 ranks; within 6 %.)"""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 SCALE_SLICE = 90e-9
@@ -87,7 +90,8 @@ class Traffic:
         moved = self.reached + self.top_k
         staged = 2 if self.crossing else 0  # read and written, by the other SMs
         seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
-        return self._enough(PULL_HEADROOM * moved / COPY_SM / seconds, sms)
+        asking = UNDER_WAY / RING_BYTES * self.reached / self.crossing if self.crossing else 0.0
+        return self._enough(max(PULL_HEADROOM * moved / COPY_SM / seconds, asking), sms)
 
     def combine_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums."""

@@ -33,6 +33,7 @@ def test_what_was_measured_to_be_enough():
     assert 48 <= EVEN[2].dispatch_sms(H200) <= 52 and 58 <= EVEN[2].combine_sms(H200) <= 66
     assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 43 <= EVEN[2].pushers(66) <= 47
     assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
+    assert Traffic.of((64,) * 4, 1, *ROW).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
     short = Traffic.of((64,) * 4, 8, 4096, 1)
     assert 32 <= short.combine_sms(H200) <= 36 and 20 <= short.pushers(36) <= 22
 
