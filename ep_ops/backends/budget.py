@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_kernels.heap import RING_BYTES
-
 from ..config import is_int
 
 PULL = 320e9
@@ -90,6 +88,8 @@ class Traffic:
         moved = self.reached + self.top_k
         staged = 2 if self.crossing else 0  # read and written, by the other SMs
         seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
+        from cute_kernels.heap import RING_BYTES
+
         asking = UNDER_WAY / RING_BYTES * self.reached / self.crossing if self.crossing else 0.0
         return self._enough(max(PULL_HEADROOM * moved / COPY_SM / seconds, asking), sms)
 
