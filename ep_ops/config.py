@@ -94,12 +94,12 @@ class Config:
 
     def beyond_cute(self) -> str | None:
         """What of these values, right in themselves, only the reference backend takes, or None."""
-        if self.dtype == torch.float64:
-            return "dtype torch.float64 is supported by backend 'reference' only"
         from cute_kernels.heap import MOST_RANKS
 
         from .backends.sizes import problem_of
 
+        if self.dtype == torch.float64:
+            return "dtype torch.float64 is supported by backend 'reference' only"
         if self.world_size > MOST_RANKS:
             return f"world_size is {self.world_size}; backend 'cute' takes at most {MOST_RANKS} ranks"
         most = problem_of(self).most_experts
