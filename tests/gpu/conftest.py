@@ -1,6 +1,9 @@
 """GPU tests run on every rank in lockstep: `torchrun --nproc-per-node N -m pytest tests/gpu`, or plain pytest for one.
 
 A test that fails on one rank fails on all (see `together`), so that no rank is left waiting for another.
+
+With more ranks than GPUs, several share one. Their kernels are time-sliced, so every interleaving is extreme; timings
+mean nothing there, and what orders memory between GPUs is not tested.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from sharing import SHARING
 
 REASON = "needs an NVIDIA GPU of compute capability 9.0 or higher, and the CuTe DSL"
 
@@ -42,9 +46,13 @@ def group() -> Iterator[None]:
     if not _usable():
         yield
         return
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    if SHARING > 1:  # NCCL refuses two ranks on a GPU, symmetric memory unless it is told
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "RANK" in os.environ:
-        dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=120))
+        wait = datetime.timedelta(seconds=120 * SHARING)
+        dist.init_process_group("nccl" if SHARING == 1 else "gloo", timeout=wait)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sharing import SHARING
 from torch import Tensor
 
 import ep_ops
@@ -20,8 +21,8 @@ def ranks() -> tuple[int, int]:
 def make_comm(backend: str, name: str, latency_max_tokens: int | None = 0, **config: Any) -> ep_ops.Communicator:
     """Throughput kernels, unless it is said otherwise."""
     return ep_ops.Communicator(
-        backend=backend, name=f"{name}/{backend}", device="cuda", timeout=10.0, latency_max_tokens=latency_max_tokens,
-        **config,
+        backend=backend, name=f"{name}/{backend}", device="cuda", timeout=10.0 * SHARING,
+        latency_max_tokens=latency_max_tokens, **config,
     )  # fmt: skip
 
 

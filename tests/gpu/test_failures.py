@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from sharing import SHARING
 
 import ep_ops
 from cute_kernels import jit
@@ -41,7 +42,7 @@ def test_absent_rank(together):
     """A rank that does not come is named by all that waited for it, and their kernels end."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    comm = ep_ops.Communicator(timeout=1.0, **CONFIG)
+    comm = ep_ops.Communicator(timeout=float(SHARING), **CONFIG)
     comm.warmup()
     absent = dist.get_world_size() - 1
     x, idx = inputs(comm.rank)
@@ -51,7 +52,7 @@ def test_absent_rank(together):
         torch.cuda.synchronize()
     with together():
         if comm.rank != absent:
-            with pytest.raises(RuntimeError, match=rf"waited 1 s for rank {absent} "):
+            with pytest.raises(RuntimeError, match=rf"waited {SHARING} s for rank {absent} "):
                 comm.dispatch(x, idx)
     comm.destroy()
 
@@ -60,7 +61,7 @@ def test_order_mismatch(together):
     """Ranks that call different operators are told so, long before the deadline."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    comm = ep_ops.Communicator(timeout=20.0, **CONFIG)
+    comm = ep_ops.Communicator(timeout=20.0 * SHARING, **CONFIG)
     comm.warmup()
     x, idx = inputs(comm.rank)
     sent = comm.dispatch(x, idx)
@@ -81,7 +82,7 @@ def disagree(together, message: str, call, **config) -> None:
     """`call(comm, x, idx, odd)` on all ranks, rank 0 the odd one: all are told at once what differs."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    comm = ep_ops.Communicator(timeout=20.0, **{**CONFIG, **config})
+    comm = ep_ops.Communicator(timeout=20.0 * SHARING, **{**CONFIG, **config})
     comm.warmup()
     call(comm, *inputs(comm.rank), comm.rank == 0)
     torch.cuda.synchronize()

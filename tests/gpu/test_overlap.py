@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from sharing import own_gpu
 from test_latency import BF16, DELAY, Oracle, both, ranks
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ep_ops
 
+pytestmark = own_gpu
 TOKENS, HIDDEN = 256, 7168  # as much as these kernels send
 PRODUCTS = 4  # between two halves; each reads 100 MB of weights
 STEPS = 8

@@ -7,11 +7,12 @@ import os
 import pytest
 import torch
 from operators import make_comm, ranks
+from sharing import few_processes, fewer
 from torch import Tensor
 
 import ep_ops
 
-STEPS = int(os.environ.get("EP_OPS_TEST_STEPS", 500))
+STEPS = int(os.environ.get("EP_OPS_TEST_STEPS", fewer(500, 24)))
 HIDDEN, EXPERTS, TOP_K, TOKENS = 1024, 64, 8, 256
 CONFIG = dict(num_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS, latency_max_tokens=0)
 
@@ -133,6 +134,7 @@ def test_graph_replay(seed, together):
         del graph
 
 
+@few_processes
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_layer(mode, seed, together):
     """Forward and backward of the compiled layer equal eager ones, on changing inputs."""
