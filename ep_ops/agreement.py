@@ -13,26 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .backends.exchange import Exchange
 from .config import Config
+from .exchange import Exchange
 
 GpuFacts = tuple[str, str]  # host, GPU
 
 
-def agree(exchange: Exchange, own: Config, taken: bool) -> Config:
+def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool) -> Config:
     """The configuration of all ranks, with "auto" resolved. Collective.
 
-    ValueError on every rank if one is wrong, if they differ, or if the name is ``taken`` on some rank.
+    ``problem``: what is wrong with this rank's; ``cute``: whether that backend takes the values. ValueError on every
+    rank if one has a problem or if they differ.
     """
-    problem = own.problem()
-    if problem is None and taken:
-        problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
     word = (own, problem, gpu_facts(exchange.device) if own.backend == "auto" else None)
     words: list[Any] = [word]
     if exchange.world_size > 1:
         words = [None] * exchange.world_size
-        cuda = exchange.device.type == "cuda"
-        with torch.cuda.device(exchange.device) if cuda else contextlib.nullcontext():
+        on_gpu = exchange.device.type == "cuda"
+        with torch.cuda.device(exchange.device) if on_gpu else contextlib.nullcontext():
             dist.all_gather_object(words, word, group=exchange.group)
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(words) if problem]
     if problems:
@@ -41,7 +39,7 @@ def agree(exchange: Exchange, own: Config, taken: bool) -> Config:
         raise ValueError(difference)
     if own.backend != "auto":
         return own
-    backend = "reference" if own.beyond_cute() else choose_backend([facts for _, _, facts in words])
+    backend = choose_backend([facts for _, _, facts in words]) if cute else "reference"
     return dataclasses.replace(own, backend=backend)
 
 

@@ -1,16 +1,16 @@
-"""What all ranks of a communicator have to agree on, and the memory that follows from it."""
+"""What all ranks of a communicator have to agree on."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
+from .records import INT32_LIMIT, MAX_ALIGNMENT
+
 MAX_TOP_K = 32
-MAX_ALIGNMENT = 1024
-INT32_LIMIT = 2**31
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "reference", "cute")
 
@@ -92,28 +92,11 @@ class Config:
             )
         return None
 
-    def beyond_cute(self) -> str | None:
-        """What of these values, right in themselves, only the reference backend takes, or None."""
-        from cute_kernels.heap import MOST_RANKS
-
-        from .backends.sizes import problem_of
-
-        if self.dtype == torch.float64:
-            return "dtype torch.float64 is supported by backend 'reference' only"
-        if self.world_size > MOST_RANKS:
-            return f"world_size is {self.world_size}; backend 'cute' takes at most {MOST_RANKS} ranks"
-        most = problem_of(self).most_experts
-        if self.num_experts > most:
-            return f"num_experts is {self.num_experts}; backend 'cute' takes at most {most} on {self.world_size} ranks"
-        return None
-
     def _resources_problem(self) -> str | None:
         if self.backend not in BACKENDS:
             return f"backend is {self.backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}"
         if self.backend == "cute" and self.device_type != "cuda":
             return f"backend 'cute' runs on CUDA devices; the device is {self.device_type!r}"
-        if self.backend == "cute" and (problem := self.beyond_cute()):
-            return problem
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < math.inf:
             return f"timeout is {self.timeout!r}; it must be a positive number of seconds"
         for field in ("dispatch_sms", "combine_sms"):
@@ -128,78 +111,22 @@ class Config:
         return None
 
 
-class MemoryPlan(dict[str, int]):
-    """Bytes by purpose; prints as a table."""
+class Member(Protocol):
+    """What checks and backends know of a communicator: its configuration, and this rank's place in it."""
 
-    def __str__(self) -> str:
-        width = max(map(len, self), default=5)
-        lines = [f"{purpose:<{width}} {_readable(size):>12}" for purpose, size in self.items()]
-        return "\n".join(lines)
-
-
-def _readable(size: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size} B"
-
-
-def memory_plan(
-    *,
-    world_size: int,
-    num_experts: int,
-    hidden_size: int,
-    top_k: int,
-    max_tokens_per_rank: int,
-    dtype: torch.dtype = torch.bfloat16,
-    experts_per_rank: Sequence[int] | None = None,
-    alignment: int = 16,
-    backend: str = "cute",
-    capacity: int | None = None,
-    dispatch_sms: int | None = None,
-    combine_sms: int | None = None,
-    latency_max_tokens: int | None = None,
-    symmetric_rows: int = 0,
-    rank: int = 0,
-) -> MemoryPlan:
-    """Bytes that ``rank`` of such a communicator takes; nothing is allocated and no GPU is needed.
-
-    Entries named ``call: ...`` are the fresh outputs of one ``dispatch`` and one ``combine`` of ``max_tokens_per_rank``
-    tokens into ``capacity`` rows (default: the worst case without drops); all others are held by the communicator.
-    Raises ValueError for values that no communicator accepts.
-    """
-    experts = even_experts(num_experts, world_size) if experts_per_rank is None else tuple(experts_per_rank)
-    device_type = "cpu" if backend == "reference" else "cuda"
-    config = Config(
-        "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
-        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows,
-        "",
-    )  # fmt: skip
-    if problem := config.problem():
-        raise ValueError(problem)
-    return plan_of(config, rank, capacity)
-
-
-def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPlan:
-    """:func:`memory_plan` of a checked configuration."""
-    local = config.experts_per_rank[rank]
-    tokens, top_k = config.max_tokens_per_rank, config.top_k
-    if capacity is None:
-        capacity = worst_case_rows(config.world_size, tokens, top_k, local, config.alignment)
-    row = config.hidden_size * config.dtype.itemsize
-    weight = 8 if config.dtype == torch.float64 else 4
-    plan = MemoryPlan(held_bytes(config, rank))
-    plan["call: recv_x"] = capacity * row
-    plan["call: recv_weights"] = capacity * weight
-    plan["call: route"] = 4 * (tokens * top_k + config.world_size * tokens * top_k + 3 * local)
-    plan["call: combined out"] = tokens * row
-    return plan
-
-
-def held_bytes(config: Config, rank: int) -> dict[str, int]:
-    """Bytes by purpose that the backend holds for the communicator's whole life."""
-    if config.backend == "reference":
-        return {}
-    from .backends import sizes
-
-    return dict(sizes.memory_plan(config, rank))
+    config: Config
+    group: Any  # process group; None: this process alone
+    rank: int
+    device: torch.device
+    name: str
+    world_size: int
+    num_experts: int
+    experts_per_rank: tuple[int, ...]
+    num_local_experts: int
+    hidden_size: int
+    top_k: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype  # of rows
+    weights_dtype: torch.dtype
+    symmetric_rows: int
+    strict: bool

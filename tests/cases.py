@@ -121,7 +121,7 @@ def route_cases(world_size: int, seed: int) -> dict[str, RouteCase]:
         case("random_with_none", even, some, 4, none=0.4, alignment=8),
         case("uneven_experts", uneven, some, 2, alignment=3),
         case("top_1", even, some, 1, alignment=1),
-        case("top_8_wide", [8] * world_size, [40 - 3 * rank for rank in ranks], 8, distinct=True, alignment=16),
+        case("top_8_wide", [8] * world_size, [40 - 3 * (rank % 8) for rank in ranks], 8, distinct=True, alignment=16),
         case("all_to_one_expert", even, some, 2, to=(last + 1, last + 2), alignment=5),
         case("all_to_one_rank", even, some, 3, to=(last, total)),
         case("nothing_to_last_rank", even, some, 3, to=(0, max(last, 1))),

@@ -1,1 +1,45 @@
-"""What runs the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs."""
+"""What runs the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs.
+
+Backends are loaded when they are first asked for: importing ep_ops loads no kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..config import Config, Member
+from .base import Backend
+
+
+def make(kind: str, member: Member) -> Backend:
+    """The backend of that name for one rank of a communicator. Collective."""
+    if kind == "cute":
+        from .cute import CuteBackend
+
+        return CuteBackend(member)
+    from .reference import ReferenceBackend
+
+    return ReferenceBackend(member)
+
+
+def problem(config: Config) -> str | None:
+    """What of these values, right in themselves, the backend that they name does not take; None if it takes all."""
+    if config.backend != "cute":
+        return None
+    from .cute.memory import problem_with
+
+    return problem_with(config)
+
+
+def held_bytes(config: Config, rank: int) -> dict[str, int]:
+    """Bytes by purpose that the backend holds for the communicator's whole life."""
+    if config.backend != "cute":
+        return {}
+    from .cute.memory import memory_plan
+
+    return memory_plan(config, rank)
+
+
+def takes(kind: str, config: Config) -> bool:
+    """Whether backend ``kind`` takes these values."""
+    return problem(dataclasses.replace(config, backend=kind)) is None

@@ -1,111 +1,83 @@
-"""What a backend offers. Arguments have passed :mod:`ep_ops.checks`; every result is a fresh tensor."""
+"""What a backend offers. Arguments have passed :mod:`ep_ops.checks`; every result is a fresh tensor.
+
+W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden size.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
-from .budget import Budget
+from ..records import Placed, Route, Sizes
 
-# topk_idx, send_rows, recv_rows, offs, counts: see ep_ops.backends.reference
-RouteTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-# recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped
 DispatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""recv_x [R, H], recv_weights [R] or [0], and what :class:`Placed` names."""
 
 
 class Backend(Protocol):
-    """Constructed as ``Backend(comm)``. A module that holds one which keeps memory also has a function
-    ``memory_plan(config, rank) -> dict[str, int]`` that tells the bytes before anything is allocated."""
+    """Made of a :class:`ep_ops.config.Member` by ``ep_ops.backends.make``."""
 
     name: str
-    budget: Budget
 
-    def plan(
-        self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """-> send_rows, recv_rows, offs, counts, dropped"""
+    # ------------------------------------------------------------------ operators
+
+    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed: ...
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
     ) -> DispatchTensors: ...
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
     ) -> DispatchTensors: ...
 
-    def dispatch_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
-    ) -> tuple[Tensor, Tensor]:
-        """-> recv_x, recv_weights"""
+    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+        """-> recv_x [route.num_rows, H], recv_weights [route.num_rows] or [0]"""
 
     def combine(
-        self,
-        y: Tensor,
-        recv_weights: Tensor | None,
-        route: RouteTensors,
-        alignment: int,
-        residual: Tensor | None = None,
-    ) -> Tensor: ...
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None
+    ) -> Tensor:
+        """-> out [T, H]"""
+
+    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
+        """-> out [T, H]"""
+
+    def dispatch_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
+
+    def combine_backward(
+        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        """-> grad_y [R, H], grad_recv_weights [R], or [0] unless y and recv_weights are given"""
+
+    # The halves of split operations. Between a start and its wait, which takes the same arguments, no other operator
+    # of the communicator may run; a ticket is int64 [0].
+
+    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor: ...
+
+    def dispatch_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+    ) -> DispatchTensors: ...
+
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+
+    def refuse(self, operator: str, reason: str) -> None:
+        """This rank does not run ``operator``, which its peers do: that operation ends on all ranks, and the others
+        raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured)."""
+
+    # ------------------------------------------------------------------ the rest
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] for combine_gathered; at most ``symmetric_rows`` of the configuration."""
 
-    def combine_gathered(self, y: Tensor, route: RouteTensors, alignment: int) -> Tensor: ...
-
-    def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
-    ) -> tuple[Tensor, Tensor]:
-        """-> grad_x, grad_topk_weights"""
-
-    def combine_backward(
-        self,
-        grad_out: Tensor,
-        y: Tensor | None,
-        recv_weights: Tensor | None,
-        route: RouteTensors,
-        num_rows: int,
-        alignment: int,
-    ) -> tuple[Tensor, Tensor]:
-        """-> grad_y, grad_recv_weights"""
-
-    def dispatch_start(
-        self,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
-    ) -> Tensor:
-        """-> ticket [0]. No other operator of the communicator may run before dispatch_wait with the same arguments."""
-
-    def dispatch_wait(
-        self,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
-    ) -> DispatchTensors: ...
-
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor:
-        """-> ticket [0]. No other operator of the communicator may run before combine_wait with the same arguments."""
-
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, alignment: int) -> Tensor: ...
-
-    def memory_plan(self) -> dict[str, int]:
-        """Bytes held, by purpose."""
+    def sm_budget(self, dispatch: int | None, combine: int | None) -> AbstractContextManager[None]:
+        """Multiprocessors for the operators that run inside; None leaves that one as it is."""
 
     def compile(self) -> None:
         """Compile and load whatever the operators need, so that later calls do not. Takes each rank its own time."""
@@ -114,7 +86,7 @@ class Backend(Protocol):
         """Run everything once, all ranks together."""
 
     def check_errors(self) -> None:
-        """RuntimeError or ValueError with what kernels have reported, if anything."""
+        """RuntimeError or ValueError with what kernels or other ranks have reported, if anything."""
 
     def destroy(self) -> None:
         """Free everything held. The ranks have met before this is called."""

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
+from ..exchange import Exchange
 from . import SymmetricBuffer
 
 
 def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
     """See :func:`ep_ops.symmetric.allocate`."""
-    from ..backends.exchange import Exchange
-
     exchange = Exchange(group, device)
     sizes = exchange.all_gather(torch.tensor([nbytes], dtype=torch.int64)).flatten().tolist()
     if len(set(sizes)) > 1:

@@ -1,0 +1,78 @@
+"""How much memory a communicator and its calls take, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import backends
+from .config import Config, even_experts, worst_case_rows
+
+
+class MemoryPlan(dict[str, int]):
+    """Bytes by purpose; prints as a table."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=5)
+        lines = [f"{purpose:<{width}} {_readable(size):>12}" for purpose, size in self.items()]
+        return "\n".join(lines)
+
+
+def _readable(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"
+
+
+def memory_plan(
+    *,
+    world_size: int,
+    num_experts: int,
+    hidden_size: int,
+    top_k: int,
+    max_tokens_per_rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    experts_per_rank: Sequence[int] | None = None,
+    alignment: int = 16,
+    backend: str = "cute",
+    capacity: int | None = None,
+    dispatch_sms: int | None = None,
+    combine_sms: int | None = None,
+    latency_max_tokens: int | None = None,
+    symmetric_rows: int = 0,
+    rank: int = 0,
+) -> MemoryPlan:
+    """Bytes that ``rank`` of such a communicator takes; nothing is allocated and no GPU is needed.
+
+    Entries named ``call: ...`` are the fresh outputs of one ``dispatch`` and one ``combine`` of ``max_tokens_per_rank``
+    tokens into ``capacity`` rows (default: the worst case without drops); all others are held by the communicator.
+    Raises ValueError for values that no communicator accepts.
+    """
+    experts = even_experts(num_experts, world_size) if experts_per_rank is None else tuple(experts_per_rank)
+    device_type = "cpu" if backend == "reference" else "cuda"
+    config = Config(
+        "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
+        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows,
+        "",
+    )  # fmt: skip
+    if problem := config.problem() or backends.problem(config):
+        raise ValueError(problem)
+    return plan_of(config, rank, capacity)
+
+
+def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPlan:
+    """:func:`memory_plan` of a checked configuration."""
+    local = config.experts_per_rank[rank]
+    tokens, top_k = config.max_tokens_per_rank, config.top_k
+    if capacity is None:
+        capacity = worst_case_rows(config.world_size, tokens, top_k, local, config.alignment)
+    row = config.hidden_size * config.dtype.itemsize
+    weight = 8 if config.dtype == torch.float64 else 4
+    plan = MemoryPlan(backends.held_bytes(config, rank))
+    plan["call: recv_x"] = capacity * row
+    plan["call: recv_weights"] = capacity * weight
+    plan["call: route"] = 4 * (tokens * top_k + config.world_size * tokens * top_k + 3 * local)
+    plan["call: combined out"] = tokens * row
+    return plan
