@@ -125,7 +125,7 @@ class Communicator:
         problem = own.problem() or backends.problem(own)
         if problem is None and registry.taken(own.name):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
-        cute = problem is None and own.device_type == "cuda" and backends.takes("cute", own)
+        cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
         resolved = agree(exchange, own, problem, cute)
 
         self.num_experts = num_experts

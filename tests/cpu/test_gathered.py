@@ -65,11 +65,28 @@ def test_empty_rows():
         comm.empty_rows(1)
 
 
+def test_rows_lie_in_symmetric_memory():
+    """As on GPUs, where ordinary memory cannot be fetched from."""
+    with toy.communicator(symmetric_rows=44) as comm:
+        x, topk_idx, _ = toy.inputs(5)
+        rows = comm.dispatch(x, topk_idx, capacity=40)
+        y = comm.empty_rows(44)
+        for elsewhere in (rows.x, y[4:]):
+            with pytest.raises(ValueError, match="y does not lie in symmetric memory"):
+                comm.combine_gathered(elsewhere, rows.route)
+        y = comm.empty_rows(40).copy_(rows.x)
+        assert torch.equal(comm.combine_gathered(y, rows.route), comm.combine(rows.x, rows.route))
+    with toy.communicator() as comm, pytest.raises(ValueError, match="symmetric_rows is 0"):
+        rows = comm.dispatch(x, topk_idx)
+        comm.combine_gathered(rows.x, rows.route)
+
+
 def check_all_must_gather():
     with toy.communicator(symmetric_rows=200) as comm:
         x, topk_idx, _ = toy.inputs(3)
         rows = comm.dispatch(x, topk_idx)
-        comm.combine_gathered(rows.x, rows.route) if comm.rank else comm.combine(rows.x, rows.route)
+        y = comm.empty_rows(rows.x.shape[0]).copy_(rows.x)
+        comm.combine_gathered(y, rows.route) if comm.rank else comm.combine(y, rows.route)
 
 
 def test_all_ranks_must_gather():

@@ -105,9 +105,9 @@ def sent_back(exact, monkeypatch):
     """What each call of the backend's dispatch_backward was given."""
     calls = []
 
-    def record(grad_recv_x, grad_recv_weights, route, alignment):
+    def record(grad_recv_x, grad_recv_weights, route):
         calls.append((grad_recv_x is not None, grad_recv_weights is not None))
-        return type(exact.backend).dispatch_backward(exact.backend, grad_recv_x, grad_recv_weights, route, alignment)
+        return type(exact.backend).dispatch_backward(exact.backend, grad_recv_x, grad_recv_weights, route)
 
     monkeypatch.setattr(exact.backend, "dispatch_backward", record)
     return calls
@@ -144,7 +144,7 @@ def test_integers_and_absent_weights_have_no_gradient(exact):
     x, topk_idx, weights = toy.inputs(3, dtype=torch.float64, grad=True)
     rows = exact.dispatch(x, topk_idx, weights)
     assert rows.x.requires_grad and rows.weights.requires_grad
-    assert not any(t.requires_grad for t in (*rows.route, rows.dropped))
+    assert not any(t.requires_grad for t in (*rows.route.tensors, rows.dropped))
     sizes = (44, 4, 0, 16, exact.num_local_experts, 1, exact.name)
     _, absent, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
     assert absent.shape == (0,) and not absent.requires_grad

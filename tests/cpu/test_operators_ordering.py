@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
-from ep_ops.operators import OPERATORS, ordering
+from ep_ops.operators import ordering
 
 
 def two_micro_batches(first_comm, second_comm, x1, idx1, w1, x2, idx2, w2, scale):
@@ -116,7 +116,7 @@ def test_what_nothing_uses_still_runs():
 def not_installed(monkeypatch):
     """As in a fresh process."""
     monkeypatch.setattr(ordering, "_installed", False)
-    lowerings = {op: torch._inductor.lowering.lowerings.pop(op, None) for op in OPERATORS}
+    lowerings = {op: torch._inductor.lowering.lowerings.pop(op, None) for op in ordering.OPERATORS}
     cat = torch._inductor.decomposition.decompositions[torch.ops.aten.cat.default]
     with torch._inductor.config.patch(joint_custom_pre_pass=None):
         yield
@@ -131,7 +131,7 @@ def test_unknown_torch_is_left_alone(not_installed, monkeypatch):
     monkeypatch.setattr(ordering, "TRIED", ("3.0", "3.1"))
     with pytest.warns(UserWarning, match="tried are 3.0 up to, not including, 3.1"):
         ordering.install()
-    assert not any(op in torch._inductor.lowering.lowerings for op in OPERATORS)
+    assert not any(op in torch._inductor.lowering.lowerings for op in ordering.OPERATORS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ordering.install()  # said once
@@ -141,7 +141,7 @@ def test_changed_torch_is_left_alone(not_installed, monkeypatch):
     monkeypatch.delattr(torch._inductor.lowering, "fallback_handler")
     with pytest.warns(UserWarning, match="fallback_handler"):
         ordering.install()
-    assert not any(op in torch._inductor.lowering.lowerings for op in OPERATORS)
+    assert not any(op in torch._inductor.lowering.lowerings for op in ordering.OPERATORS)
 
 
 def test_another_custom_pass_is_kept(not_installed):

@@ -16,13 +16,14 @@ from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
+from ep_ops.records import Route, Sizes
 
 NAN = float("nan")
 WORLD_SIZES = (1, 2, 4)
 
 
 def communicator(case: RouteCase, hidden_size: int, dtype: torch.dtype, **more: Any) -> ep_ops.Communicator:
-    comm = ep_ops.Communicator(
+    return ep_ops.Communicator(
         num_experts=case.num_experts,
         experts_per_rank=case.experts_per_rank,
         hidden_size=hidden_size,
@@ -34,8 +35,6 @@ def communicator(case: RouteCase, hidden_size: int, dtype: torch.dtype, **more: 
         device="cpu",
         **more,
     )
-    comm.backend.unused = NAN
-    return comm
 
 
 # ---------------------------------------------------------------------- every operator on every route
@@ -54,31 +53,31 @@ class Given:
 def _every_operator(case: RouteCase, given: list[Given]) -> dict[str, Any]:
     mine = given[torch.distributed.get_rank()]
     x, weights = mine.tokens.x, mine.tokens.weights
-    with communicator(case, x.shape[1], x.dtype) as comm:
+    with communicator(case, x.shape[1], x.dtype, symmetric_rows=max(1, *case.capacity)) as comm:
         run, rank = comm.backend, comm.rank
         idx, align = case.topk_idx[rank], case.alignment
-        size = (case.capacity[rank], align, case.slots[rank], case.max_tokens)
-        out: dict[str, Any] = {"plan": run.plan(idx, *size)}
-        out["dispatch"] = run.dispatch(x, weights, idx, *size)
-        out["dispatch again"] = run.dispatch(x, weights, idx, *size)
-        out["dispatch unweighted"] = run.dispatch(x, None, idx, *size)
+        size = Sizes(case.capacity[rank], align, case.slots[rank], case.max_tokens)
+        out: dict[str, Any] = {"plan": run.plan(idx, size)}
+        out["dispatch"] = run.dispatch(x, weights, idx, size)
+        out["dispatch again"] = run.dispatch(x, weights, idx, size)
+        out["dispatch unweighted"] = run.dispatch(x, None, idx, size)
         out["dynamic"] = run.dispatch_dynamic(x, weights, idx, align, case.max_tokens)
         send_rows, recv_rows, offs, counts, _ = out["plan"]
-        route = (idx, send_rows, recv_rows, offs, counts)
-        rows = case.capacity[rank]
-        out["planned"] = run.dispatch_planned(x, weights, route, rows, align)
-        out["planned unweighted"] = run.dispatch_planned(x, None, route, rows, align)
-        out["combine"] = run.combine(mine.y, None, route, align)
-        out["combine gathered"] = run.combine_gathered(mine.y, route, align)
-        out["combine weighted"] = run.combine(mine.y, mine.row_weights, route, align)
-        out["combine with residual"] = run.combine(mine.y, mine.row_weights, route, align, mine.grad_out)
-        out["combine again"] = run.combine(mine.y, mine.row_weights, route, align)
-        out["dispatch backward"] = run.dispatch_backward(mine.y, mine.row_weights, route, align)
-        out["dispatch backward x"] = run.dispatch_backward(mine.y, None, route, align)
-        out["dispatch backward w"] = run.dispatch_backward(None, mine.row_weights, route, align)
-        out["combine backward"] = run.combine_backward(mine.grad_out, mine.y, mine.row_weights, route, rows, align)
-        out["combine backward y"] = run.combine_backward(mine.grad_out, None, mine.row_weights, route, rows, align)
-        out["combine backward 1"] = run.combine_backward(mine.grad_out, None, None, route, rows, align)
+        route = Route(idx, send_rows, recv_rows, offs, counts, align, case.capacity[rank])
+        out["planned"] = run.dispatch_planned(x, weights, route)
+        out["planned unweighted"] = run.dispatch_planned(x, None, route)
+        out["combine"] = run.combine(mine.y, None, route)
+        y = comm.empty_rows(route.num_rows).copy_(mine.y)
+        out["combine gathered"] = run.combine_gathered(y, route)
+        out["combine weighted"] = run.combine(mine.y, mine.row_weights, route)
+        out["combine with residual"] = run.combine(mine.y, mine.row_weights, route, mine.grad_out)
+        out["combine again"] = run.combine(mine.y, mine.row_weights, route)
+        out["dispatch backward"] = run.dispatch_backward(mine.y, mine.row_weights, route)
+        out["dispatch backward x"] = run.dispatch_backward(mine.y, None, route)
+        out["dispatch backward w"] = run.dispatch_backward(None, mine.row_weights, route)
+        out["combine backward"] = run.combine_backward(mine.grad_out, mine.y, mine.row_weights, route)
+        out["combine backward y"] = run.combine_backward(mine.grad_out, None, mine.row_weights, route)
+        out["combine backward 1"] = run.combine_backward(mine.grad_out, None, None, route)
     return out
 
 
@@ -288,42 +287,43 @@ def _mismatch(kind: str) -> None:
         run, other = comm.backend, comm.rank == 1
         idx = torch.tensor([[0, 2], [1, 3], [0, -1]], dtype=torch.int32)
         x, weights = torch.randn(3, 8).bfloat16(), torch.rand(3, 2)
-        rows, _, *planned, _ = run.dispatch(x, None, idx, 16, 4, 0, 4)
-        route = (idx, *planned)
+        sizes = Sizes(16, 4, 0, 4)
+        rows, _, *planned, _ = run.dispatch(x, None, idx, sizes)
+        route = Route(idx, *planned, alignment=4, num_rows=16)
         if kind == "expert":
             idx[2, 1] = 4 if other else 3
-            run.plan(idx, 16, 4, 0, 4)
+            run.plan(idx, sizes)
         elif kind == "negative expert":
             idx[0, 0] = -2 if other else 0
-            run.dispatch(x, weights, idx, 16, 4, 0, 4)
+            run.dispatch(x, weights, idx, sizes)
         elif kind == "operator":
-            run.combine(rows, None, route, 4) if other else run.dispatch(x, None, idx, 16, 4, 0, 4)
+            run.combine(rows, None, route) if other else run.dispatch(x, None, idx, sizes)
         elif kind == "weights":
-            run.dispatch(x, weights if other else None, idx, 16, 4, 0, 4)
+            run.dispatch(x, weights if other else None, idx, sizes)
         elif kind == "planned weights":
-            run.dispatch_planned(x, weights if other else None, route, 16, 4)
+            run.dispatch_planned(x, weights if other else None, route)
         elif kind == "residual":
-            run.combine(rows, None, route, 4, x if other else None)
+            run.combine(rows, None, route, x if other else None)
         elif kind == "max_tokens":
-            run.plan(idx, 16, 4, 0, 3 if other else 4)
+            run.plan(idx, sizes._replace(max_tokens=3 if other else 4))
         elif kind == "route":
             if other:
-                route = (idx, torch.full_like(planned[0], -1), *planned[1:])  # of a plan that sent nothing
-            run.combine(rows, None, route, 4)
+                route = route._replace(send_rows=torch.full_like(planned[0], -1))  # of a plan that sent nothing
+            run.combine(rows, None, route)
         elif kind == "rows":
-            run.combine(rows[:4] if other else rows, None, route, 4)
+            run.combine(rows[:4], None, route._replace(num_rows=4)) if other else run.combine(rows, None, route)
 
 
 @pytest.mark.parametrize(("kind", "error", "text", "own_text"), [
-    ("expert", ValueError, "plan: refused by ranks [1]", "topk_idx[2, 1] is 4 on rank 1; expert ids are 0..3"),
-    ("negative expert", ValueError, "dispatch: refused by ranks [1]", "topk_idx[0, 0] is -2 on rank 1"),
+    ("expert", ValueError, "plan: refused by rank 1: topk_idx[2, 1] is 4", "topk_idx[2, 1] is 4 on rank 1; expert ids are 0..3"),
+    ("negative expert", ValueError, "dispatch: refused by rank 1: topk_idx[0, 0] is -2", "topk_idx[0, 0] is -2 on rank 1"),
     ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
     ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("planned weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("residual", ValueError, "ranks disagree on residual given: [0, 1] by rank", None),
     ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
     ("route", RuntimeError, "the ranks must use routes of the same plan", None),
-    ("rows", ValueError, "refused by ranks [1]", "fills row 5, but only 4 rows were given"),
+    ("rows", ValueError, "combine: refused by rank 1: the route of rank 1 fills row 5", "fills row 5, but only 4 rows were given"),
 ])  # fmt: skip
 def test_every_rank_raises(kind: str, error: type[Exception], text: str, own_text: str | None) -> None:
     raised = run_ranks(2, _mismatch, kind, return_exceptions=True)
