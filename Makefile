@@ -73,7 +73,7 @@ format: $(NEEDS)
 	$(PYTHON) -m ruff format .
 
 typecheck: $(NEEDS)
-	$(PYTHON) -m mypy $(wildcard ep_ops meta_kernels cute_kernels benchmarks)
+	$(PYTHON) -m mypy ep_ops meta_kernels cute_kernels
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

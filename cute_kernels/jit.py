@@ -1,51 +1,56 @@
-"""Compile once: in memory by key, on disk by key and source, never while a CUDA graph is being captured."""
+"""Compiles each kernel once: kept in memory and on disk, never compiled while a CUDA graph is being captured.
 
+On disk a compiled kernel is an object file with the SHA-256 digest of its bytes behind it: a file whose digest is wrong
+is damaged, and its kernel is compiled anew. Nothing is loaded from a folder that other users can write into. One thread
+of one process compiles a kernel, and all others that want it wait for that one.
+"""
+
+import contextlib
+import fcntl
 import hashlib
+import importlib.metadata
 import os
+import platform
+import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import load_module
 
-_lock = threading.RLock()  # the DSL is not thread-safe
-_loaded: dict[tuple, Callable] = {}
-_modules: list = []  # loaded objects own the machine code: they live as long as the process
+LOCK_SECONDS = 120.0  # how long a process waits for another one's compilation before it compiles the kernel itself
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+_compiling = threading.RLock()  # the DSL compiles one kernel at a time; nothing else waits for this lock
+_loading = threading.Lock()
+_guard = threading.Lock()  # of the dictionary of locks
+_locks: dict[Hashable, threading.Lock] = {}  # one for each kernel and arch
+_loaded: dict[Hashable, Callable] = {}
+_modules: list[Any] = []  # loaded objects own the machine code: they live as long as the process
 
 
 class CompileDuringCapture(RuntimeError):
     """A kernel was needed for the first time while a CUDA graph was being captured."""
 
 
-def cache_dir() -> Path | None:
-    """Folder of compiled kernels: EP_OPS_CACHE_DIR, by default ~/.cache/ep_ops; None when that variable is empty."""
-    folder = os.environ.get("EP_OPS_CACHE_DIR", os.path.join(os.path.expanduser("~"), ".cache", "ep_ops"))
-    return Path(folder) if folder else None
-
-
-@lru_cache(maxsize=1)
-def _sources() -> str:
-    """Digest of all device code and of the compiler's version: what a cached object depends on besides its key."""
-    digest = hashlib.sha256(cutlass.__version__.encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def compile_kernel(kernel, arch: str, *, keep_ptx: bool = False):
+def compile_kernel(kernel: Any, arch: str, *, keep_ptx: bool = False) -> Any:
     """Compiles `kernel` for `arch` ("sm_90a", "sm_100a"); needs no GPU.
 
     `kernel.signature()` gives example arguments. With `keep_ptx` the result has `__ptx__` and `__cubin__`.
     """
     options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" --keep-ptx --keep-cubin" if keep_ptx else "")
-    with _lock:
+    with _compiling:
         return cute.compile(kernel, *kernel.signature(), options=options)
 
 
-def get(kernel, arch: str, capturing: Callable[[], bool]) -> Callable:
+def get(kernel: Any, arch: str, capturing: Callable[[], bool]) -> Callable:
     """The compiled function of `kernel`: from memory, from disk, or compiled now.
 
     Kernels are frozen dataclasses, so equal configurations share one compilation. Raises CompileDuringCapture where
@@ -60,31 +65,179 @@ def get(kernel, arch: str, capturing: Callable[[], bool]) -> Callable:
             f"{kernel} is not compiled yet and a CUDA graph is being captured. Call Communicator.warmup(), or run the "
             "same operators once, before the capture."
         )
-    with _lock:
+    with _guard:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
         if key not in _loaded:
             _loaded[key] = _load_or_compile(kernel, arch)
         return _loaded[key]
 
 
-def _load_or_compile(kernel, arch: str) -> Callable:
+# ---------------------------------------------------------------------- the folder
+
+
+def cache_dir() -> Path | None:
+    """Folder of compiled kernels: EP_OPS_CACHE_DIR, by default ~/.cache/ep_ops; None when that variable is empty."""
+    folder = os.environ.get("EP_OPS_CACHE_DIR", os.path.join(os.path.expanduser("~"), ".cache", "ep_ops"))
+    return Path(folder) if folder else None
+
+
+def refusal(folder: Path) -> str | None:
+    """Why nothing is loaded from `folder`: what lies there will run, so it must be this user's alone. None: it is."""
+    try:
+        facts = folder.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return str(error)
+    if facts.st_uid != os.geteuid():
+        return f"it belongs to user {facts.st_uid}, and this process is of user {os.geteuid()}"
+    if facts.st_mode & 0o022:
+        return f"other users can write into it (mode {facts.st_mode & 0o777:o}; chmod 700 helps)"
+    return None
+
+
+def _private_dir() -> Path | None:
+    """`cache_dir()`, made if it is not there; None, with a warning, if it cannot be used."""
     folder = cache_dir()
-    name = f"{type(kernel).__name__}_" + hashlib.sha256(f"{kernel!r} {arch} {_sources()}".encode()).hexdigest()[:24]
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        why = refusal(folder)
+    except OSError as error:
+        why = str(error)
+    if why is None:
+        return folder
+    _warn(f"{folder} is not used, so every process compiles all kernels: {why}. EP_OPS_CACHE_DIR names another folder.")
+    return None
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"cache of compiled kernels: {text}", RuntimeWarning, stacklevel=2)
+
+
+# ---------------------------------------------------------------------- what a file is of
+
+
+def object_name(kernel: Any, arch: str) -> str:
+    """Name of the file, and of the function in it: everything that the machine code depends on has a part in it."""
+    kind = type(kernel)
+    whole = f"{kind.__module__}.{kind.__qualname__} {kernel!r} {arch} {versions()} {_sources()}"
+    return f"{kind.__name__}_{hashlib.sha256(whole.encode()).hexdigest()[:24]}"
+
+
+def versions() -> dict[str, str]:
+    """What compiles, besides our own sources.
+
+    The driver has no part in it: a file holds machine code for one arch, which a driver loads as it is or, if it is
+    older than the CUDA toolkit that made it, refuses; and that toolkit is the one named here.
+    """
+
+    def installed(distribution: str) -> str:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+    return {
+        "machine": platform.machine(),  # of the host code; a home may be shared by hosts of several kinds
+        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "cutlass": cutlass.__version__,
+        "cuda": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",  # of the compiler inside the DSL
+        "cuda-bindings": installed("cuda-bindings"),
+        "tvm-ffi": installed("apache-tvm-ffi"),
+    }
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """Digest of all device code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _load_or_compile(kernel: Any, arch: str) -> Callable:
+    name = object_name(kernel, arch)
+    folder = _private_dir()
     if folder is not None:
         path = folder / f"{name}.o"
-        if path.exists():
-            return _load(path, name)
-    compiled = compile_kernel(kernel, arch)
-    if folder is None:
-        return compiled.__tvm_ffi_object__()
-    folder.mkdir(parents=True, exist_ok=True)
-    # Several processes compile the same kernel at once: each writes its own file, the rename is atomic.
-    part = folder / f"{name}.{os.getpid()}.o"
-    compiled.export_to_c(object_file_path=str(part), function_name=name)
-    os.replace(part, path)
-    return _load(path, name)
+        try:
+            if not _is_whole(path):
+                with _alone(folder / f"{name}.lock"):
+                    if not _is_whole(path):  # else another process has compiled it meanwhile
+                        _compile_to(path, kernel, arch)
+            return _load(path)
+        except OSError as error:
+            _warn(f"{path} cannot be kept: {error}")
+    with tempfile.TemporaryDirectory(prefix="ep_ops_") as apart:
+        path = Path(apart) / f"{name}.o"
+        _compile_to(path, kernel, arch)
+        return _load(path)
 
 
-def _load(path: Path, name: str) -> Callable:
-    module = load_module(str(path), enable_tvm_ffi=True)
-    _modules.append(module)
-    return getattr(module, name)
+def _compile_to(path: Path, kernel: Any, arch: str) -> None:
+    """Writes object file and digest, under another name first: `path` is never half written."""
+    descriptor, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".o", dir=path.parent)
+    os.close(descriptor)
+    try:
+        with _compiling:
+            compile_kernel(kernel, arch).export_to_c(object_file_path=part, function_name=path.stem)
+        with open(part, "r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether `path` ends with the digest of what stands before it. (Loaders of ELF take no notice of those bytes.)"""
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return False
+    code, digest = held[:-DIGEST_BYTES], held[-DIGEST_BYTES:]
+    return bool(code) and hashlib.sha256(code).digest() == digest
+
+
+def _load(path: Path) -> Callable:
+    """The function in the file, which is not needed afterwards."""
+    with _loading:
+        module = load_module(str(path), enable_tvm_ffi=True)
+        _modules.append(module)
+        return getattr(module, path.stem)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds the lock of the file `path`, which the system releases if the process dies.
+
+    Goes on without it after LOCK_SECONDS, and where the file system has no locks: a kernel is then compiled twice,
+    which costs time and nothing else, since files are replaced whole.
+    """
+    try:
+        file = open(path, "wb")
+    except OSError:
+        yield
+        return
+    with file:
+        end = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked child holds the file too

@@ -130,7 +130,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    """Hand ``argv[1:]`` to ``benchmarks.<argv[0]>.main``."""
+    """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
     kinds = ("throughput", "latency")
     if not argv or argv[0] not in kinds:
         print(
@@ -138,17 +138,7 @@ def bench(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    name = f"benchmarks.{argv[0]}"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        if missing.name not in (name, "benchmarks"):
-            raise
-        print(
-            f"ep-ops bench: {name} is not part of this installation; run it from a checkout of ep_ops", file=sys.stderr
-        )
-        return 1
-    return module.main(argv[1:]) or 0
+    return importlib.import_module(f"ep_ops.bench.{argv[0]}").main(argv[1:]) or 0
 
 
 if __name__ == "__main__":

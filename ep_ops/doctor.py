@@ -11,15 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-DISTRIBUTIONS = (
-    "nvidia-cutlass-dsl",
-    "apache-tvm-ffi",
-    "cuda-bindings",
-    "nvshmem4py-cu13",
-    "nvshmem4py-cu12",
-    "nvidia-nvshmem-cu13",
-    "nvidia-nvshmem-cu12",
-)
+DISTRIBUTIONS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
 
 
 def report() -> str:
@@ -108,8 +100,7 @@ def symmetric_memory() -> list[str]:
 
     provider = "torch.distributed._symmetric_memory: importable"
     backend = getattr(_symmetric_memory, "get_backend", lambda device: "unknown")(torch.device("cuda"))
-    nvshmem = "importable" if importlib.util.find_spec("nvshmem") else "not installed (needed across hosts only)"
-    return [f"{provider}, allocator {backend}", f"nvshmem4py: {nvshmem}"]
+    return [f"{provider}, allocator {backend}"]
 
 
 def backend() -> list[str]:
@@ -139,7 +130,10 @@ def caches() -> list[str]:
     try:
         from cute_kernels import jit
 
-        lines.append(f"kernels    {jit.cache_dir() or 'not kept on disk (EP_OPS_CACHE_DIR is empty)'}")
+        folder = jit.cache_dir()
+        why = None if folder is None else jit.refusal(folder)
+        line = f"kernels    {folder or 'not kept on disk (EP_OPS_CACHE_DIR is empty)'}"
+        lines.append(line + (f"  (not used: {why})" if why else ""))
     except (ImportError, AttributeError) as error:
         lines.append(f"kernels    none ({error})")
     from torch._inductor.runtime.runtime_utils import cache_dir

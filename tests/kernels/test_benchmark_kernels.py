@@ -13,16 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import ranks, report, sweeps, workloads
-from benchmarks.by_rank import ROW_OPERATORS, RankCalls, by_rank
-from benchmarks.operators import Calls
-from benchmarks.presets import MEASURABLE, OPERATORS, PRESETS, Case
-from benchmarks.session import Session
-from benchmarks.timing import CHAIN, Timer, leaves
-from benchmarks.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
+import ep_ops
 from ep_ops import Communicator
+from ep_ops.bench import ranks, report, sweeps, workloads
+from ep_ops.bench.by_rank import ROW_OPERATORS, RankCalls, by_rank
+from ep_ops.bench.operators import Calls
+from ep_ops.bench.presets import MEASURABLE, OPERATORS, PRESETS, Case
+from ep_ops.bench.session import Session
+from ep_ops.bench.timing import CHAIN, Timer, leaves
+from ep_ops.bench.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
 
-ROOT = Path(report.__file__).parent.parent
+ROOT = Path(ep_ops.__file__).parent.parent
 CPU = torch.device("cpu")
 
 
@@ -40,8 +41,8 @@ def ep_ops_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("push", [True, False])
 def test_link_kernels_move_rows_by_bulk_copies(arch: str, world_size: int, row_bytes: int, push: bool) -> None:
     pytest.importorskip("cutlass")
-    from benchmarks.link import LinkCopy
     from cute_kernels.jit import compile_kernel
+    from ep_ops.bench.link import LinkCopy
 
     ptx = compile_kernel(LinkCopy(world_size, row_bytes, push), arch, keep_ptx=True).__ptx__
     assert ptx.count("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes") == 1
@@ -54,8 +55,8 @@ def test_link_kernels_move_rows_by_bulk_copies(arch: str, world_size: int, row_b
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_barrier_releases_and_acquires(arch: str) -> None:
     pytest.importorskip("cutlass")
-    from benchmarks.link import Barrier
     from cute_kernels.jit import compile_kernel
+    from ep_ops.bench.link import Barrier
 
     ptx = compile_kernel(Barrier(4), arch, keep_ptx=True).__ptx__
     assert "st.release.sys.global" in ptx and "ld.acquire.sys.global" in ptx and "globaltimer" in ptx
@@ -63,19 +64,19 @@ def test_barrier_releases_and_acquires(arch: str) -> None:
 
 def test_kernels_are_compiled_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from benchmarks.kernels import compile_beforehand
-    from benchmarks.link import Barrier
+    from ep_ops.bench.kernels import compile_beforehand
+    from ep_ops.bench.link import Barrier
 
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
     compile_beforehand([Barrier(2)], "sm_90a")
-    assert [path.name.startswith("Barrier_") for path in tmp_path.iterdir()] == [True]
+    assert [path.name.startswith("Barrier_") for path in tmp_path.glob("*.o")] == [True]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_kernel_of_a_run_is_known_beforehand(world_size: int) -> None:
     pytest.importorskip("cutlass")
-    from benchmarks.kernels import kernels
     from ep_ops.backends.cute import kernels_of
+    from ep_ops.bench.kernels import kernels
 
     quick, full = (kernels(PRESETS[preset](), world_size) for preset in ("quick", "full"))
     each = len(kernels_of(quick[0].problem))

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import latency, latency_report, report
-from benchmarks.timing import Timing
+import ep_ops
 from ep_ops import Communicator
+from ep_ops.bench import latency, latency_report, report
+from ep_ops.bench.timing import Timing
 
-ROOT = Path(report.__file__).parent.parent
+ROOT = Path(ep_ops.__file__).parent.parent
 SMALL = ["--tokens", "1,3", "--hidden", "64", "--experts", "8", "--top-k", "2", "--pairs", "2", "--replays", "3"]
 
 
@@ -32,8 +33,8 @@ def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Complet
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_flags_go_there_and_back(arch: str, world_size: int) -> None:
     pytest.importorskip("cutlass")
-    from benchmarks.link import RoundTrips
     from cute_kernels.jit import compile_kernel
+    from ep_ops.bench.link import RoundTrips
 
     ptx = compile_kernel(RoundTrips(world_size), arch, keep_ptx=True).__ptx__
     assert "st.relaxed.sys.global" in ptx and "ld.acquire.sys.global" in ptx
@@ -42,9 +43,9 @@ def test_flags_go_there_and_back(arch: str, world_size: int) -> None:
 
 def test_kernels_of_both_communicators_are_known_beforehand() -> None:
     pytest.importorskip("cutlass")
-    from benchmarks.kernels import kernels_of_communicator
     from cute_kernels.latency.dispatch import Dispatch
     from ep_ops.backends import cute
+    from ep_ops.bench.kernels import kernels_of_communicator
 
     def kernels(latency_max_tokens: int | None) -> list:
         with Communicator(

@@ -140,19 +140,3 @@ def test_pull_scaled(arch: str) -> None:
     assert count(ptx, BULK_IN) == 2  # slices of gradients, slices of expert rows
     assert count(ptx, BULK_OUT) == 0 and count(ptx, "st.global.L1::no_allocate.v4") >= 7
     assert count(ptx, "griddepcontrol.wait") == 1
-
-
-def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From memory the second time, from disk in a new process, and never during a capture."""
-    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(jit, "_loaded", {})
-    kernel = Pull(ALONE, False, True, False)
-    with pytest.raises(jit.CompileDuringCapture, match="warmup"):
-        jit.get(kernel, "sm_90a", lambda: True)
-    first = jit.get(kernel, "sm_90a", lambda: False)
-    assert jit.get(Pull(ALONE, False, True, False), "sm_90a", lambda: True) is first
-    (cached,) = (tmp_path / "cache").iterdir()
-    monkeypatch.setattr(jit, "_loaded", {})
-    monkeypatch.setattr(jit, "compile_kernel", lambda *_: pytest.fail("compiled again"))
-    jit.get(kernel, "sm_90a", lambda: False)
-    assert cached.exists()

@@ -1,6 +1,6 @@
 """Does time follow the bytes? Ratios to the link over sizes and budgets, as lines of text and as one plot of all runs.
 
-python -m benchmarks.sweeps throughput-4.json throughput-2.json --plot throughput-ratio.svg
+python -m ep_ops.bench.sweeps throughput-4.json throughput-2.json --plot throughput-ratio.svg
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(
-        prog="python -m benchmarks.sweeps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m ep_ops.bench.sweeps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench throughput --out` wrote")
     options.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratio to the link over tokens (SVG)")

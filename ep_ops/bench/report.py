@@ -1,4 +1,4 @@
-"""What a run found, as a table, as Markdown and as plots: `python -m benchmarks.report results.json ...`."""
+"""What a run found, as a table, as Markdown and as plots: `python -m ep_ops.bench.report results.json ...`."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m ep_ops.bench.report", description=__doc__)
     options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench ... --out` wrote")
     options.add_argument("--plots", type=Path, help="folder for the plots (default: beside each file)")
     options.add_argument("--no-plots", action="store_true")

@@ -2,14 +2,14 @@
 
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
 torchrun --nproc-per-node 4 -m ep_ops.cli bench latency --out results.json
-python -m benchmarks.report results.json                       # the table as Markdown, and the plots
+python -m ep_ops.bench.report results.json                     # the table as Markdown, and the plots
 ep-ops bench latency --tokens 64 --only work,work_pair,work_halves      # beside matrix products
 ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all
 ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself
 
 Operations are captured in CUDA graphs of `--pairs` of them, every one with its own random rows and route, and replayed
 back to back with an event between replays. A figure is µs of one operation in one replay, the longest over ranks; shown
-are mean and 99th percentile. benchmarks/results/README.md says how each of them is measured.
+are mean and 99th percentile. benchmarks/results/README.md of the sources says how each of them is measured.
 """
 
 from __future__ import annotations

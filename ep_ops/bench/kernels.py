@@ -1,6 +1,6 @@
 """Compiles what a run will launch, shared out between the ranks: all of them load it from the disk cache afterwards.
 
-python -m benchmarks.kernels --preset full 4 2      # beforehand, with all cores: for runs of 4 and of 2 ranks
+python -m ep_ops.bench.kernels --preset full 4 2      # beforehand, with all cores: for runs of 4 and of 2 ranks
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _compile(kernel: Any, arch: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m ep_ops.bench.kernels", description=__doc__)
     options.add_argument("ranks", nargs="+", type=int, help="numbers of ranks")
     options.add_argument("--preset", choices=PRESETS, default="full")
     options.add_argument("--arch", help="such as sm_90a (default: this machine's GPU's)")
