@@ -202,9 +202,7 @@ def _row_weights(comm: Member, name: str, weights: Tensor, count: int) -> None:
     _tensor(comm, name, weights, comm.weights_dtype, (count,), hint)
 
 
-def _tensor(
-    comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
-) -> None:
+def _tensor(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str) -> None:
     if tensor is None:
         _no_tensor(name)
     if tensor.shape != shape and tensor.dtype is dtype:

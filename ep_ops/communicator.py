@@ -323,7 +323,7 @@ class Communicator:
         the reference backend ignores it. ValueError for less than 1 (dispatch) or 2 (combine), and for more than the
         GPU has to give.
         """
-        return self.backend.sm_budget(dispatch, combine)
+        return self.backend.budget.changed(dispatch, combine)
 
     # ------------------------------------------------------------------ lifetime
 
@@ -384,9 +384,7 @@ class Communicator:
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
 
 
-def _dispatched(
-    out: Any, topk_idx: Tensor, topk_weights: Tensor | None, alignment: int, num_rows: int
-) -> Dispatched:
+def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, alignment: int, num_rows: int) -> Dispatched:
     x, weights, send_rows, recv_rows, offs, counts, dropped = out
     route = Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, num_rows)
     return Dispatched(x, None if topk_weights is None else weights, route, dropped)

@@ -5,12 +5,12 @@ W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden si
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
 from ..records import Placed, Route, Sizes
+from .budget import Budget
 
 DispatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """recv_x [R, H], recv_weights [R] or [0], and what :class:`Placed` names."""
@@ -20,14 +20,13 @@ class Backend(Protocol):
     """Made of a :class:`ep_ops.config.Member` by ``ep_ops.backends.make``."""
 
     name: str
+    budget: Budget  # multiprocessors that the operators take, read when they run
 
     # ------------------------------------------------------------------ operators
 
     def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed: ...
 
-    def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
-    ) -> DispatchTensors: ...
+    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors: ...
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
@@ -36,9 +35,7 @@ class Backend(Protocol):
     def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         """-> recv_x [route.num_rows, H], recv_weights [route.num_rows] or [0]"""
 
-    def combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None
-    ) -> Tensor:
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         """-> out [T, H]"""
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
@@ -75,9 +72,6 @@ class Backend(Protocol):
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] for combine_gathered; at most ``symmetric_rows`` of the configuration."""
-
-    def sm_budget(self, dispatch: int | None, combine: int | None) -> AbstractContextManager[None]:
-        """Multiprocessors for the operators that run inside; None leaves that one as it is."""
 
     def compile(self) -> None:
         """Compile and load whatever the operators need, so that later calls do not. Takes each rank its own time."""

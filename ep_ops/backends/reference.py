@@ -42,7 +42,6 @@ and whether they refuse their input; any mismatch, and the reason of a refusal, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -193,9 +192,7 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ combine
 
-    def combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None
-    ) -> Tensor:
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         self._begin()
         same = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
         self._meet_along("combine", same, route)
@@ -382,10 +379,6 @@ class ReferenceBackend:
         return gathered[:, 2:], [f"refused by rank {r}: {why}" for r, why in zip(refusing, reasons, strict=True)]
 
     # ------------------------------------------------------------------ the rest of a backend
-
-    def sm_budget(self, dispatch: int | None, combine: int | None) -> AbstractContextManager[None]:
-        """Checked alone."""
-        return self.budget.changed(dispatch, combine)
 
     def compile(self) -> None:
         """Nothing to do."""

@@ -70,11 +70,11 @@ class Calls:
         """All but the expert ids that it was given."""
         s, tokens = self._set(i), self.workload.tokens
         got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
-        return got.x, got.weights, *got.route[1:], got.dropped
+        return got.x, got.weights, *got.route.tensors[1:], got.dropped
 
     def dispatch_planned(self, i: int) -> tuple[Tensor, Tensor | None]:
         s = self._set(i)
-        return self.comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
+        return self.comm.dispatch_planned(s.x, s.route, s.topk_weights)
 
     def combine(self, i: int) -> Tensor:
         s = self._set(i)
@@ -90,12 +90,12 @@ class Calls:
 
     def dispatch_backward(self, i: int) -> tuple[Tensor, Tensor]:
         s = self._set(i)
-        return torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route, self.comm.alignment, self.comm.name)
+        return torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, s.route.alignment, self.comm.name)
 
     def combine_backward(self, i: int) -> tuple[Tensor, Tensor]:
         s, comm = self._set(i), self.comm
         return torch.ops.ep.combine_backward(
-            s.grad_out, s.y, s.recv_weights, *s.route, self.capacity, comm.alignment, comm.name
+            s.grad_out, s.y, s.recv_weights, *s.route.tensors, s.route.num_rows, s.route.alignment, comm.name
         )
 
     # ------------------------------------------------------------------ compiled, with gradients
@@ -156,10 +156,10 @@ class Calls:
         s, tokens, comm = self.sets[0], self.workload.tokens, self.comm
         weight_sum = s.topk_weights.sum(1, keepdim=True)
         got = comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
-        planned, weights = comm.dispatch_planned(s.x, s.route, s.topk_weights, num_rows=self.capacity)
-        back = torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route, comm.alignment, comm.name)[0]
+        planned, weights = comm.dispatch_planned(s.x, s.route, s.topk_weights)
+        back = torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, s.route.alignment, comm.name)[0]
         grad_y, _ = self.combine_backward(0)
-        grad_rows, _ = comm.dispatch_planned(s.grad_out, s.route, num_rows=self.capacity)
+        grad_rows, _ = comm.dispatch_planned(s.grad_out, s.route)
         held = s.route.recv_rows[s.route.recv_rows >= 0].long()
         with_residual = comm.combine(got.x, got.route, got.weights, residual=s.grad_out)
         found = {

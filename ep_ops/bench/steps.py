@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_ops import Communicator
 from ep_ops.backends.fresh import allocator
+from ep_ops.records import Sizes
 
 from .operators import relative_error
 from .workloads import Workload, draw_route
@@ -66,7 +67,7 @@ class Steps:
         return out
 
     def _combine(self, d: Any) -> Tensor:
-        return self.comm.combine(d.x, d.route, d.weights, alignment=self.terms["alignment"])
+        return self.comm.combine(d.x, d.route, d.weights)
 
     # ------------------------------------------------------------------ in halves
 
@@ -82,7 +83,7 @@ class Steps:
         return self._combine_halves(self.dispatch_halves(i, between), between)
 
     def _combine_halves(self, d: Any, between: Callable[[], None]) -> Tensor:
-        started = self.comm.combine_start(d.x, d.route, d.weights, alignment=self.terms["alignment"])
+        started = self.comm.combine_start(d.x, d.route, d.weights)
         between()
         return self.comm.combine_wait(started)
 
@@ -135,9 +136,8 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
     comm, ops = steps.comm, torch.ops.ep
     x, idx, weights = steps.given(0)
     d = steps.dispatched(0)
-    terms = (d.x.shape[0], *(steps.terms[key] for key in ("alignment", "slots", "max_tokens")))
-    sizes = (comm.num_local_experts, comm.world_size, comm.name)
-    alignment = steps.terms["alignment"]
+    sizes = Sizes(d.x.shape[0], *(steps.terms[key] for key in ("alignment", "slots", "max_tokens")))
+    place = (comm.num_local_experts, comm.world_size, comm.name)
     out = steps.combine(0)
 
     def outputs(*tensors: Tensor) -> Callable[[int], Any]:
@@ -149,14 +149,14 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
     return {
         "dispatch": {
             "call": steps.dispatch,
-            "operator": lambda i: ops.dispatch(x, weights, idx, *terms, *sizes),
-            "backend": lambda i: comm.backend.dispatch(x, weights, idx, *terms),
-            "outputs": outputs(d.x, d.weights, *d.route[1:], d.dropped),
+            "operator": lambda i: ops.dispatch(x, weights, idx, *sizes, *place),
+            "backend": lambda i: comm.backend.dispatch(x, weights, idx, sizes),
+            "outputs": outputs(d.x, d.weights, *d.route.tensors[1:], d.dropped),
         },
         "combine": {
             "call": steps.combine,
-            "operator": lambda i: ops.combine(d.x, d.weights, *d.route, alignment, comm.name),
-            "backend": lambda i: comm.backend.combine(d.x, d.weights, tuple(d.route), alignment),
+            "operator": lambda i: ops.combine(d.x, d.weights, *d.route.tensors, d.route.alignment, comm.name),
+            "backend": lambda i: comm.backend.combine(d.x, d.weights, d.route),
             "outputs": outputs(out),
         },
     }

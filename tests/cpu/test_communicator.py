@@ -38,7 +38,7 @@ def test_alone() -> None:
         assert (comm.hidden_size, comm.top_k, comm.max_tokens_per_rank, comm.alignment) == (8, 2, 4, 16)
         assert (comm.dtype, comm.weights_dtype, comm.device) == (torch.bfloat16, torch.float32, torch.device("cpu"))
         assert comm.backend.name == "reference"  # "auto" on a CPU
-        assert communicator.get(comm.name) is comm
+        assert registry.get(comm.name) is comm
         assert comm.name in repr(comm) and "rank 0/1" in repr(comm)
         comm.warmup()
         comm.check_errors()
@@ -85,11 +85,11 @@ def test_names() -> None:
         with pytest.raises(ValueError, match="communicator 'mine' exists already"):
             make(name="mine")
         with pytest.raises(RuntimeError, match="'yours' does not exist in this process; living communicators: 'mine'"):
-            communicator.get("yours")
+            registry.get("yours")
     with pytest.raises(RuntimeError, match="'mine' was destroyed"):
-        communicator.get("mine")
+        registry.get("mine")
     with make(name="mine") as again:  # a name may be used again
-        assert communicator.get("mine") is again
+        assert registry.get("mine") is again
 
 
 def test_destroy_twice() -> None:

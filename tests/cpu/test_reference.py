@@ -183,7 +183,9 @@ def _check_every_operator(world_size: int, name: str, dtype: torch.dtype, hidden
 
 def _alone(case: RouteCase, x: Tensor, weights: Tensor) -> Any:
     comm = communicator(case, x.shape[1], x.dtype)
-    moved = comm.backend.dispatch(x, weights, case.topk_idx[0], case.capacity[0], case.alignment, 0, case.max_tokens)
+    moved = comm.backend.dispatch(
+        x, weights, case.topk_idx[0], Sizes(case.capacity[0], case.alignment, 0, case.max_tokens)
+    )
     comm.destroy()
     return moved
 
@@ -315,15 +317,15 @@ def _mismatch(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "error", "text", "own_text"), [
-    ("expert", ValueError, "plan: refused by rank 1: topk_idx[2, 1] is 4", "topk_idx[2, 1] is 4 on rank 1; expert ids are 0..3"),
-    ("negative expert", ValueError, "dispatch: refused by rank 1: topk_idx[0, 0] is -2", "topk_idx[0, 0] is -2 on rank 1"),
+    ("expert", ValueError, "plan: refused by rank 1: topk_idx[2, 1] is 4", "on rank 1; expert ids are 0..3"),
+    ("negative expert", ValueError, "dispatch: refused by rank 1: topk_idx[0, 0] is -2", "is -2 on rank 1"),
     ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
     ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("planned weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("residual", ValueError, "ranks disagree on residual given: [0, 1] by rank", None),
     ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
     ("route", RuntimeError, "the ranks must use routes of the same plan", None),
-    ("rows", ValueError, "combine: refused by rank 1: the route of rank 1 fills row 5", "fills row 5, but only 4 rows were given"),
+    ("rows", ValueError, "refused by rank 1: the route of rank 1 fills row 5", "row 5, but only 4 rows were given"),
 ])  # fmt: skip
 def test_every_rank_raises(kind: str, error: type[Exception], text: str, own_text: str | None) -> None:
     raised = run_ranks(2, _mismatch, kind, return_exceptions=True)
