@@ -79,6 +79,25 @@ def test_blocks_nest_and_restore():
     assert now(budget) == (24, 64) and (budget.gather, budget.scaled) == (22, 44)
 
 
+def test_nothing_takes_more_than_there_is():
+    """What pushes and sums may take the whole GPU; a dispatch, and `scaled`, which is one, leave room for waiting."""
+    budget = Budget(110, 140, 150, 120, most_dispatch=100, most_combine=132)
+    assert (*now(budget), budget.gather, budget.scaled) == (100, 132, 132, 100)
+    with budget.changed(dispatch=None, combine=120):
+        assert (*now(budget), budget.gather, budget.scaled) == (100, 120, 120, 100)
+        with budget.changed(dispatch=None, combine=80):
+            assert (*now(budget), budget.gather, budget.scaled) == (100, 80, 80, 80)
+    follows = Budget(110, 120, most_dispatch=100, most_combine=132)  # gather and scaled are what combine is
+    assert (follows.gather, follows.scaled) == (120, 100)
+
+
+def test_everything_takes_something():
+    """One SM dispatches or gathers; a combine needs one that pushes and one that sums."""
+    none_left = Budget(0, 0, -3, -3, most_dispatch=0, most_combine=0)
+    assert (none_left.most_dispatch, none_left.most_combine) == (1, 2)
+    assert (*now(none_left), none_left.gather, none_left.scaled) == (1, 2, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

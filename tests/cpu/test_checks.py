@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from calls import counted
 
 import ep_ops
 from ep_ops import checks
@@ -270,9 +270,14 @@ def test_float64_weights_go_with_float64_rows() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_what_is_right_passes_quickly(comm: ep_ops.Communicator, name: str) -> None:
-    arguments = tuple(good(CHECKS[name]).values())
-    check = CHECKS[name]
-    seconds = min(timeit.repeat(lambda: check(comm, *arguments), number=200, repeat=20)) / 200
-    print(f"{name}: {seconds * 1e6:.2f} us")
-    assert seconds < 30e-6  # about 3 us on an idle machine; this only catches something unreasonable
+def test_what_is_right_passes_with_few_calls(comm: ep_ops.Communicator, name: str) -> None:
+    """A check runs in every eager step of a decoder, so what it may do is counted: a timing would tell of the machine.
+
+    One Python function for each argument, the communicator included, and two more; of functions in C that it calls
+    three for each tensor (its layout, its address, the length of its shape). About 0.1 us each.
+    """
+    arguments = good(CHECKS[name])
+    python, c = counted(lambda: CHECKS[name](comm, *arguments.values()))
+    print(f"{name}: {python} Python functions, {c} C functions")
+    assert 0 < python <= len(arguments) + 3
+    assert 0 < c <= 3 * sum(isinstance(argument, torch.Tensor) for argument in arguments.values())

@@ -116,6 +116,31 @@ def test_capacity_holds_the_worst_case() -> None:
             assert comm.capacity(alignment=align + 1) % (align + 1) == 0
 
 
+def _filled(experts: tuple[int, ...], top_k: int, tokens: int) -> list[tuple[int, int, int]]:
+    """For each rank, if all tokens name as many of its experts as they can: (capacity, rows, dropped), there."""
+    held = torch.arange(sum(experts)).split(experts)
+    found = []
+    with make(
+        num_experts=sum(experts), experts_per_rank=experts, top_k=top_k, max_tokens_per_rank=tokens, alignment=1
+    ) as comm:
+        for target, own in enumerate(held):
+            others = torch.cat([ids for rank, ids in enumerate(held) if rank != target])
+            topk_idx = torch.cat([own, others])[:top_k].int().expand(tokens, top_k).contiguous()
+            route, dropped = comm.plan(topk_idx)
+            if target == comm.rank:
+                found.append((comm.capacity(), int(route.counts.sum()), int(dropped.sum())))
+    return found
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [((5, 1), 3), ((2, 4), 2), ((1, 2, 3, 4), 3)])
+def test_capacity_is_no_more_than_the_worst_case(experts: tuple[int, ...], top_k: int) -> None:
+    """A rank with fewer experts than top_k gets no more rows of a token than it has experts."""
+    tokens = 4
+    for held, found in zip(experts, run_ranks(len(experts), _filled, experts, top_k, tokens), strict=True):
+        rows = len(experts) * tokens * min(held, top_k)
+        assert found == [(rows, rows, 0)]
+
+
 def test_methods_on_one_rank() -> None:
     with make(alignment=4, dtype=torch.float32) as comm:
         x, weights = torch.randn(3, 8), torch.rand(3, 2)

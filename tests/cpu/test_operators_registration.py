@@ -15,6 +15,8 @@ from torch.library import opcheck
 import ep_ops
 from ep_ops.operators import OPERATORS
 
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
 
 @pytest.fixture(scope="module")
 def comm():
@@ -24,13 +26,13 @@ def comm():
 
 def calls(comm, tokens=5):
     """Arguments for every operator: {what: (operator name, arguments)}. Float inputs of forwards ask for gradients."""
-    x, topk_idx, weights = toy.inputs(tokens, grad=True)
+    x, topk_idx, weights = toy.inputs(tokens, dtype=comm.dtype, grad=True)
     sizes = (16, comm.num_local_experts, 1, comm.name)
     flat, padded = (44, 4, 0, *sizes), (48, 4, 12, *sizes)
     rows = comm.dispatch(x.detach(), topk_idx, weights.detach(), capacity=44)
     route, ep = rows.route, (4, comm.name)
     y, recv_weights = rows.x.nan_to_num(), rows.weights.nan_to_num()
-    grad = torch.randn(tokens, toy.HIDDEN)
+    grad = torch.randn(tokens, toy.HIDDEN, dtype=comm.dtype)
     asked = [t.clone().requires_grad_() for t in (y, recv_weights)]
     ticket = torch.empty(0, dtype=torch.int64)
     return {
@@ -87,8 +89,15 @@ def test_opcheck(comm, what, tokens):
         comm.backend.unused = float("nan")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("what", CALLS)
-def test_fakes_give_what_is_returned(comm, what):
+def test_fakes_give_what_is_returned(what, dtype):
+    """Whatever the rows' dtype: weights are float64 where the rows are, else float32, also where none were given."""
+    with toy.communicator(dtype=dtype) as comm:
+        _fake_is_like_real(comm, what)
+
+
+def _fake_is_like_real(comm, what):
     name, args = calls(comm)[what]
     real = OPS[name](*args)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
@@ -102,6 +111,29 @@ def test_fakes_give_what_is_returned(comm, what):
         assert returned.ndim == expected.ndim
         for size, known in zip(returned.shape, expected.shape, strict=True):
             assert size == known if isinstance(size, int) else name == "dispatch_dynamic", (size, known)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_code_returns_what_eager_code_does(dtype):
+    """What a fake says becomes part of a compiled graph: a sum with the weights has the dtype that it foresaw."""
+
+    def rows_and_weights(comm, x, topk_idx, weights):
+        route, _ = comm.plan(topk_idx)
+        sizes = (44, toy.ALIGNMENT, 0, 16, comm.num_local_experts, 1, comm.name)
+        _, given, *_ = torch.ops.ep.dispatch(x, weights, topk_idx, *sizes)
+        _, none, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
+        held = route.recv_rows[route.recv_rows >= 0].long()
+        return x.sum() + given[held].sum(), torch.cat([none, none]), none.new_ones(3) / 3
+
+    with toy.communicator(dtype=dtype) as comm:
+        x, topk_idx, weights = toy.inputs(5, dtype=dtype)
+        topk_idx = topk_idx.clamp(min=0)
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            got = torch.compile(rows_and_weights, backend="aot_eager", fullgraph=True)(comm, x, topk_idx, weights)
+        expected = rows_and_weights(comm, x, topk_idx, weights)
+        assert expected[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_tags_and_schemas():

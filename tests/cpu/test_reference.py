@@ -198,6 +198,52 @@ def test_without_process_group() -> None:
     assert_plan(got[2:], plans[0])
 
 
+@pytest.mark.parametrize("operator", [
+    "dispatch_planned", "combine", "combine weighted", "combine_gathered", "dispatch_backward", "combine_backward",
+])  # fmt: skip
+def test_as_many_rows_as_the_route_fills(operator: str) -> None:
+    """Exactly as many are enough; with one less the last row would lie outside."""
+    seed = cases.fresh_seed()
+    tokens, top_k, hidden = 5, 2, 8
+    draw = torch.Generator().manual_seed(seed)
+    with ep_ops.Communicator(
+        num_experts=3, hidden_size=hidden, top_k=top_k, max_tokens_per_rank=tokens, dtype=torch.float32, alignment=1,
+        backend="reference", device="cpu",
+    ) as comm:  # fmt: skip
+        idx = torch.randint(0, 3, (tokens, top_k), generator=draw).int()
+        filled = idx.numel()  # without padding, since alignment is 1
+        route, _ = comm.plan(idx, capacity=filled)
+        x, weights = torch.randn(tokens, hidden, generator=draw), torch.rand(tokens, top_k, generator=draw)
+        y, row_weights = torch.randn(filled, hidden, generator=draw), torch.rand(filled, generator=draw)
+        ep, tail = torch.ops.ep, (1, comm.name)
+
+        def run(rows: int) -> Tensor:
+            if operator == "dispatch_planned":
+                return ep.dispatch_planned(x, weights, *route, rows, *tail)[0]
+            if operator == "combine_backward":
+                return ep.combine_backward(x, None, row_weights[:rows], *route, rows, *tail)[0]
+            if operator == "dispatch_backward":
+                return ep.dispatch_backward(y[:rows], row_weights[:rows], *route, *tail)[0]
+            if operator == "combine_gathered":
+                return ep.combine_gathered(y[:rows], *route, *tail)
+            return ep.combine(y[:rows], row_weights[:rows] if "weighted" in operator else None, *route, *tail)
+
+        places = route.send_rows.tolist()
+        to_rows = operator in ("dispatch_planned", "combine_backward")
+        expected = torch.zeros(filled if to_rows else tokens, hidden)
+        for token, rows in enumerate(places):
+            for row in rows:
+                if operator == "dispatch_planned":
+                    expected[row] = x[token]
+                elif operator == "combine_backward":
+                    expected[row] = row_weights[row] * x[token]
+                else:
+                    expected[token] += y[row] * (row_weights[row] if "weighted" in operator else 1)
+        torch.testing.assert_close(run(filled), expected)
+        with pytest.raises(ValueError, match=rf"fills row {filled - 1}, but only {filled - 1} rows were given"):
+            run(filled - 1)
+
+
 # ---------------------------------------------------------------------- gradients through the operators
 
 
