@@ -38,6 +38,28 @@ def test_what_was_measured_to_be_enough():
     assert 32 <= short.combine_sms(H200) <= 36 and 20 <= short.pushers(36) <= 22
 
 
+def test_alone_the_memory_is_the_limit():
+    """One rank, 8 rows of 14336 bytes a token: 9 are moved in a dispatch, at 80 GB/s an SM and 3.7 TB/s in all; twice 9
+    while 8.5 times 4 slices of 90 ns are scaled. That may be more than half of a small GPU: there is no link."""
+    alone = EVEN[1]
+    assert alone.dispatch_sms(H200) == 2 * math.ceil(1.2 * 3.7e12 / 80e9 / 2) == 56
+    assert alone.scaled_sms(H200) == 2 * math.ceil(1.5 * 8.5 * 4 * 90e-9 / (14336 * 18 / 3.7e12) / 2) == 66
+    assert alone.dispatch_sms(78) == 56 and alone.scaled_sms(60) == 60
+
+
+def test_few_blocks_are_shared_as_many_are():
+    """19.9 push and 11.2 sum where there are enough of them: nearly two of three."""
+    assert [EVEN[4].pushers(blocks) for blocks in (2, 3, 4, 8, 16, 32)] == [1, 2, 3, 5, 10, 20]
+
+
+def test_what_is_asked_for_is_what_is_taken():
+    traffic = EVEN[4]
+    asked = default_budget(traffic, H200, 100, 30, 40)
+    assert (*now(asked), asked.gather, asked.scaled) == (30, 40, 40, 40)
+    model = default_budget(traffic, H200, 100, None, None)
+    assert (*now(model), model.gather, model.scaled) == (22, 32, 10, 44)
+
+
 def test_more_ranks_need_fewer():
     """More of what is moved waits for the link."""
     for choose in (Traffic.dispatch_sms, Traffic.combine_sms, Traffic.gather_sms, Traffic.scaled_sms):

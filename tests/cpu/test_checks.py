@@ -122,6 +122,17 @@ def test_good_sizes_pass(comm: ep_ops.Communicator, name: str) -> None:
     CHECKS[name](comm, **arguments | nobody)
 
 
+@pytest.mark.parametrize("name", those_with("num_rows"))
+def test_any_number_of_rows_passes(comm: ep_ops.Communicator, name: str) -> None:
+    """None at all as well, and as many as an int32 can number; without y where that may be left out."""
+    arguments = good(CHECKS[name])
+    rowless = {key: None for key in ("y", "recv_weights") if key in arguments}
+    for num_rows in (0, 1, 2**31 - 1):
+        CHECKS[name](comm, **arguments | rowless | {"num_rows": num_rows})
+    if "y" in arguments:
+        CHECKS[name](comm, **arguments | {"y": None})
+
+
 TENSORS = {
     "x": torch.bfloat16,
     "residual": torch.bfloat16,
@@ -154,6 +165,17 @@ def test_shape(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     refused(comm, name, ValueError, f"{argument} has shape {tuple(wider.shape)}", "allowed: [", **{argument: wider})
     deeper = torch.zeros(1, *given.shape, dtype=given.dtype)
     refused(comm, name, ValueError, f"{argument} has shape {tuple(deeper.shape)}", "allowed: [", **{argument: deeper})
+    flatter = given[..., None].contiguous()
+    refused(comm, name, ValueError, f"{argument} has shape {tuple(flatter.shape)}", "allowed: [", **{argument: flatter})
+
+
+NEEDED = [each for each in every(*TENSORS) if each[1] not in OPTIONAL and each != ("combine_backward", "y")]
+
+
+@pytest.mark.parametrize(("name", "argument"), NEEDED)
+def test_only_what_is_optional_may_be_none(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    with pytest.raises(TypeError, match=f"{argument} is None; allowed: a tensor"):
+        CHECKS[name](comm, **good(CHECKS[name]) | {argument: None})
 
 
 @pytest.mark.parametrize(("name", "argument"), every("x", "grad_out", "residual", "topk_weights", "send_rows"))

@@ -113,6 +113,15 @@ def _fake_is_like_real(comm, what):
             assert size == known if isinstance(size, int) else name == "dispatch_dynamic", (size, known)
 
 
+def test_no_gradient_at_all_is_an_error_while_tracing(comm):
+    """As it is for the operator itself."""
+    name, (_, _, *rest) = calls(comm)["dispatch_backward"]
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        rest = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in rest]
+        with pytest.raises(ValueError, match="one of grad_recv_x and grad_recv_weights must be given"):
+            OPS[name](None, None, *rest)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_code_returns_what_eager_code_does(dtype):
     """What a fake says becomes part of a compiled graph: a sum with the weights has the dtype that it foresaw."""

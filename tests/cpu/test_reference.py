@@ -199,7 +199,8 @@ def test_without_process_group() -> None:
 
 
 @pytest.mark.parametrize("operator", [
-    "dispatch_planned", "combine", "combine weighted", "combine_gathered", "dispatch_backward", "combine_backward",
+    "dispatch_planned", "combine", "combine weighted", "combine_gathered", "dispatch_backward",
+    "dispatch_backward of weights", "combine_backward",
 ])  # fmt: skip
 def test_as_many_rows_as_the_route_fills(operator: str) -> None:
     """Exactly as many are enough; with one less the last row would lie outside."""
@@ -223,7 +224,9 @@ def test_as_many_rows_as_the_route_fills(operator: str) -> None:
             if operator == "combine_backward":
                 return ep.combine_backward(x, None, row_weights[:rows], *route, rows, *tail)[0]
             if operator == "dispatch_backward":
-                return ep.dispatch_backward(y[:rows], row_weights[:rows], *route, *tail)[0]
+                return ep.dispatch_backward(y[:rows], None, *route, *tail)[0]
+            if operator == "dispatch_backward of weights":
+                return ep.dispatch_backward(None, row_weights[:rows], *route, *tail)[1]
             if operator == "combine_gathered":
                 return ep.combine_gathered(y[:rows], *route, *tail)
             return ep.combine(y[:rows], row_weights[:rows] if "weighted" in operator else None, *route, *tail)
@@ -239,6 +242,8 @@ def test_as_many_rows_as_the_route_fills(operator: str) -> None:
                     expected[row] = row_weights[row] * x[token]
                 else:
                     expected[token] += y[row] * (row_weights[row] if "weighted" in operator else 1)
+        if operator == "dispatch_backward of weights":
+            expected = row_weights[route.send_rows.long()]
         torch.testing.assert_close(run(filled), expected)
         with pytest.raises(ValueError, match=rf"fills row {filled - 1}, but only {filled - 1} rows were given"):
             run(filled - 1)
@@ -348,6 +353,16 @@ def _mismatch(kind: str) -> None:
             run.dispatch(x, weights if other else None, idx, 16, 4, 0, 4)
         elif kind == "planned weights":
             run.dispatch_planned(x, weights if other else None, route, 16, 4)
+        elif kind == "gradient of rows":
+            run.dispatch_backward(rows if other else None, torch.zeros(16), route, 4)
+        elif kind == "gradient of weights":
+            run.dispatch_backward(rows, torch.zeros(16) if other else None, route, 4)
+        elif kind == "rows of combine":
+            run.combine_backward(x, rows if other else None, torch.zeros(16), route, 16, 4)
+        elif kind == "weights of combine":
+            run.combine_backward(x, None, torch.zeros(16) if other else None, route, 16, 4)
+        elif kind == "combine weighted":
+            run.combine(rows, torch.zeros(16) if other else None, route, 4)
         elif kind == "residual":
             run.combine(rows, None, route, 4, x if other else None)
         elif kind == "max_tokens":
@@ -366,6 +381,11 @@ def _mismatch(kind: str) -> None:
     ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
     ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("planned weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
+    ("gradient of rows", ValueError, "ranks disagree on grad_recv_x given: [0, 1] by rank", None),
+    ("gradient of weights", ValueError, "ranks disagree on grad_recv_weights given: [0, 1] by rank", None),
+    ("rows of combine", ValueError, "ranks disagree on y given: [0, 1] by rank", None),
+    ("weights of combine", ValueError, "ranks disagree on recv_weights given: [0, 1] by rank", None),
+    ("combine weighted", ValueError, "ranks disagree on recv_weights given: [0, 1] by rank", None),
     ("residual", ValueError, "ranks disagree on residual given: [0, 1] by rank", None),
     ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
     ("route", RuntimeError, "the ranks must use routes of the same plan", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -87,11 +88,12 @@ def test_other_problems(problem: Problem) -> None:
 
 
 @needs_assembler
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("problem", [LARGE, ALONE, UNEVEN, WIDEST], ids=["large", "alone", "uneven", "widest"])
+@pytest.mark.parametrize(
+    ("problem", "arch"),
+    [*itertools.product((LARGE, ALONE), ARCHS), (UNEVEN, "sm_90a"), (WIDEST, "sm_90a")],
+    ids=["large", "large sm_100a", "alone", "alone sm_100a", "uneven", "widest"],
+)
 def test_no_spills(problem: Problem, arch: str, tmp_path: Path) -> None:
-    if problem in (UNEVEN, WIDEST) and arch != "sm_90a":
-        pytest.skip("compiled for sm_90a only")
     for kernel in kernels_of(problem):
         assert_no_spills(compiled_ptx(kernel, arch), arch, tmp_path)
 
