@@ -351,6 +351,8 @@ def _mismatch(kind: str) -> None:
             run.combine(rows, None, route, 4) if other else run.dispatch(x, None, idx, 16, 4, 0, 4)
         elif kind == "weights":
             run.dispatch(x, weights if other else None, idx, 16, 4, 0, 4)
+        elif kind == "dynamic weights":
+            run.dispatch_dynamic(x, weights if other else None, idx, 4, 4)
         elif kind == "planned weights":
             run.dispatch_planned(x, weights if other else None, route, 16, 4)
         elif kind == "gradient of rows":
@@ -380,6 +382,7 @@ def _mismatch(kind: str) -> None:
     ("negative expert", ValueError, "dispatch: refused by ranks [1]", "topk_idx[0, 0] is -2 on rank 1"),
     ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
     ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
+    ("dynamic weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("planned weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("gradient of rows", ValueError, "ranks disagree on grad_recv_x given: [0, 1] by rank", None),
     ("gradient of weights", ValueError, "ranks disagree on grad_recv_weights given: [0, 1] by rank", None),
@@ -388,7 +391,8 @@ def _mismatch(kind: str) -> None:
     ("combine weighted", ValueError, "ranks disagree on recv_weights given: [0, 1] by rank", None),
     ("residual", ValueError, "ranks disagree on residual given: [0, 1] by rank", None),
     ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
-    ("route", RuntimeError, "the ranks must use routes of the same plan", None),
+    ("route", RuntimeError, "combine: rank 1 sends 0 rows to rank 0, which expects 3; the ranks must use routes of"
+     " the same plan", None),
     ("rows", ValueError, "refused by ranks [1]", "fills row 5, but only 4 rows were given"),
 ])  # fmt: skip
 def test_every_rank_raises(kind: str, error: type[Exception], text: str, own_text: str | None) -> None:
