@@ -45,6 +45,10 @@ def test_alone_the_memory_is_the_limit():
     assert alone.dispatch_sms(H200) == 2 * math.ceil(1.2 * 3.7e12 / 80e9 / 2) == 56
     assert alone.scaled_sms(H200) == 2 * math.ceil(1.5 * 8.5 * 4 * 90e-9 / (14336 * 18 / 3.7e12) / 2) == 66
     assert alone.dispatch_sms(78) == 56 and alone.scaled_sms(60) == 60
+    # On two ranks too it is what limits `scaled`, which moves 22 rows then: x is staged besides.
+    two = EVEN[2]
+    busy = (8 + two.reached / 2) * 4 * 90e-9
+    assert two.scaled_sms(H200) == 2 * math.ceil(1.5 * busy * 3.7e12 / 14336 / (2 * (two.reached + 8) + 2) / 2) == 58
 
 
 def test_few_blocks_are_shared_as_many_are():
