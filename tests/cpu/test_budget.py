@@ -38,6 +38,32 @@ def test_what_was_measured_to_be_enough():
     assert 32 <= short.combine_sms(H200) <= 36 and 20 <= short.pushers(36) <= 22
 
 
+def test_alone_the_memory_is_the_limit():
+    """One rank, 8 rows of 14336 bytes a token: 9 are moved in a dispatch, at 80 GB/s an SM and 3.7 TB/s in all; twice 9
+    while 8.5 times 4 slices of 90 ns are scaled. That may be more than half of a small GPU: there is no link."""
+    alone = EVEN[1]
+    assert alone.dispatch_sms(H200) == 2 * math.ceil(1.2 * 3.7e12 / 80e9 / 2) == 56
+    assert alone.scaled_sms(H200) == 2 * math.ceil(1.5 * 8.5 * 4 * 90e-9 / (14336 * 18 / 3.7e12) / 2) == 66
+    assert alone.dispatch_sms(78) == 56 and alone.scaled_sms(60) == 60
+    # On two ranks too it is what limits `scaled`, which moves 22 rows then: x is staged besides.
+    two = EVEN[2]
+    busy = (8 + two.reached / 2) * 4 * 90e-9
+    assert two.scaled_sms(H200) == 2 * math.ceil(1.5 * busy * 3.7e12 / 14336 / (2 * (two.reached + 8) + 2) / 2) == 58
+
+
+def test_few_blocks_are_shared_as_many_are():
+    """19.9 push and 11.2 sum where there are enough of them: nearly two of three."""
+    assert [EVEN[4].pushers(blocks) for blocks in (2, 3, 4, 8, 16, 32)] == [1, 2, 3, 5, 10, 20]
+
+
+def test_what_is_asked_for_is_what_is_taken():
+    traffic = EVEN[4]
+    asked = default_budget(traffic, H200, 100, 30, 40)
+    assert (*now(asked), asked.gather, asked.scaled) == (30, 40, 40, 40)
+    model = default_budget(traffic, H200, 100, None, None)
+    assert (*now(model), model.gather, model.scaled) == (22, 32, 10, 44)
+
+
 def test_more_ranks_need_fewer():
     """More of what is moved waits for the link."""
     for choose in (Traffic.dispatch_sms, Traffic.combine_sms, Traffic.gather_sms, Traffic.scaled_sms):
@@ -77,6 +103,25 @@ def test_blocks_nest_and_restore():
             assert now(budget) == (16, 32)
         assert now(budget) == (16, 64)
     assert now(budget) == (24, 64) and (budget.gather, budget.scaled) == (22, 44)
+
+
+def test_nothing_takes_more_than_there_is():
+    """What pushes and sums may take the whole GPU; a dispatch, and `scaled`, which is one, leave room for waiting."""
+    budget = Budget(110, 140, 150, 120, most_dispatch=100, most_combine=132)
+    assert (*now(budget), budget.gather, budget.scaled) == (100, 132, 132, 100)
+    with budget.changed(dispatch=None, combine=120):
+        assert (*now(budget), budget.gather, budget.scaled) == (100, 120, 120, 100)
+        with budget.changed(dispatch=None, combine=80):
+            assert (*now(budget), budget.gather, budget.scaled) == (100, 80, 80, 80)
+    follows = Budget(110, 120, most_dispatch=100, most_combine=132)  # gather and scaled are what combine is
+    assert (follows.gather, follows.scaled) == (120, 100)
+
+
+def test_everything_takes_something():
+    """One SM dispatches or gathers; a combine needs one that pushes and one that sums."""
+    none_left = Budget(0, 0, -3, -3, most_dispatch=0, most_combine=0)
+    assert (none_left.most_dispatch, none_left.most_combine) == (1, 2)
+    assert (*now(none_left), none_left.gather, none_left.scaled) == (1, 2, 1, 1)
 
 
 @pytest.mark.parametrize(

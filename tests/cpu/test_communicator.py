@@ -19,6 +19,7 @@ import ep_ops
 from ep_ops import agreement, backends, registry, symmetric
 from ep_ops.agreement import choose_backend, gpu_facts
 from ep_ops.backends.reference import ReferenceBackend
+from ep_ops.config import MemoryPlan
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
@@ -68,7 +69,12 @@ def test_alone() -> None:
     ({"combine_sms": 1.5}, "combine_sms is 1.5"),
     ({"symmetric_rows": -1}, "symmetric_rows is -1; it must be an int from 0"),
     ({"symmetric_rows": 1.0}, "symmetric_rows is 1.0"),
+    ({"symmetric_rows": 2**31}, "symmetric_rows is 2147483648; it must be an int from 0 to 2**31 - 1"),
+    ({"latency_max_tokens": -1}, "latency_max_tokens is -1; it must be None or an int of at least 0"),
+    ({"latency_max_tokens": 1.5}, "latency_max_tokens is 1.5"),
+    ({"timeout": float("inf")}, "timeout is inf"),
     ({"name": ""}, "name is ''"),
+    ({"name": 5}, "name is 5; it must be a non-empty str"),
 ])  # fmt: skip
 def test_refused_values(changed: dict[str, Any], text: str) -> None:
     living = len(registry._living)
@@ -76,6 +82,35 @@ def test_refused_values(changed: dict[str, Any], text: str) -> None:
         make(**changed)
     assert text in str(raised.value)
     assert len(registry._living) == living
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_experts": 1, "top_k": 1},
+        {"top_k": 32},
+        {"alignment": 1},
+        {"alignment": 1024},
+        {"timeout": 0.5},
+        {"dispatch_sms": 1, "combine_sms": 1},
+        {"symmetric_rows": 2**31 - 1},
+        {"latency_max_tokens": 0},
+        {"experts_per_rank": (6,)},
+    ],
+    ids=str,
+)
+def test_the_least_and_the_most_are_taken(changed: dict[str, Any]) -> None:
+    with make(**changed) as comm:
+        assert all(getattr(comm.config, field) == value for field, value in changed.items())
+
+
+def test_rows_that_an_int32_can_number() -> None:
+    """2 rows a token, and up to 15 of padding for each of 6 experts, rounded up to 16: less than 2**31."""
+    sizes = {"world_size": 1, "num_experts": 6, "hidden_size": 8, "top_k": 2, "backend": "reference"}
+    least_too_many = 2**30 - (6 * 15 + 16) // 2
+    with pytest.raises(ValueError, match=r"exceeds the 2\*\*31 rows"):
+        ep_ops.memory_plan(max_tokens_per_rank=least_too_many, **sizes)
+    assert ep_ops.memory_plan(max_tokens_per_rank=least_too_many - 1, **sizes)["call: recv_weights"] < 4 * 2**31
 
 
 def test_names() -> None:
@@ -114,6 +149,31 @@ def test_capacity_holds_the_worst_case() -> None:
             assert not dropped.any()
             assert comm.capacity(max_tokens=1) <= comm.capacity()
             assert comm.capacity(alignment=align + 1) % (align + 1) == 0
+
+
+def _filled(experts: tuple[int, ...], top_k: int, tokens: int) -> list[tuple[int, int, int]]:
+    """For each rank, if all tokens name as many of its experts as they can: (capacity, rows, dropped), there."""
+    held = torch.arange(sum(experts)).split(experts)
+    found = []
+    with make(
+        num_experts=sum(experts), experts_per_rank=experts, top_k=top_k, max_tokens_per_rank=tokens, alignment=1
+    ) as comm:
+        for target, own in enumerate(held):
+            others = torch.cat([ids for rank, ids in enumerate(held) if rank != target])
+            topk_idx = torch.cat([own, others])[:top_k].int().expand(tokens, top_k).contiguous()
+            route, dropped = comm.plan(topk_idx)
+            if target == comm.rank:
+                found.append((comm.capacity(), int(route.counts.sum()), int(dropped.sum())))
+    return found
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [((5, 1), 3), ((2, 4), 2), ((1, 2, 3, 4), 3)])
+def test_capacity_is_no_more_than_the_worst_case(experts: tuple[int, ...], top_k: int) -> None:
+    """A rank with fewer experts than top_k gets no more rows of a token than it has experts."""
+    tokens = 4
+    for held, found in zip(experts, run_ranks(len(experts), _filled, experts, top_k, tokens), strict=True):
+        rows = len(experts) * tokens * min(held, top_k)
+        assert found == [(rows, rows, 0)]
 
 
 def test_methods_on_one_rank() -> None:
@@ -164,6 +224,45 @@ def test_memory_plan() -> None:
         ep_ops.memory_plan(world_size=4, backend="reference", **sizes | {"top_k": 99})
     with make(backend="reference") as comm:
         assert comm.memory_plan() == ep_ops.memory_plan(world_size=1, backend="reference", **sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_planned_bytes_are_those_of_the_results(dtype: torch.dtype) -> None:
+    with make(dtype=dtype, alignment=4) as comm:
+        x, topk_idx = torch.zeros(4, 8, dtype=dtype), torch.zeros(4, 2, dtype=torch.int32)
+        topk_idx[:, 1] = 1
+        got = comm.dispatch(x, topk_idx, torch.ones(4, 2, dtype=comm.weights_dtype))
+        route = (got.route.send_rows, got.route.recv_rows, got.route.offs, got.route.counts, got.dropped)
+        assert comm.memory_plan() == {  # the reference backend holds nothing
+            "call: recv_x": got.x.nbytes,
+            "call: recv_weights": got.weights.nbytes,
+            "call: route": sum(tensor.nbytes for tensor in route),
+            "call: combined out": comm.combine(got.x, got.route, got.weights).nbytes,
+        }
+
+
+def test_memory_plan_of_uneven_experts() -> None:
+    sizes = {key: SIZES[key] for key in ("num_experts", "hidden_size", "top_k", "max_tokens_per_rank")}
+    plans = [
+        ep_ops.memory_plan(world_size=2, experts_per_rank=(5, 1), alignment=1, backend="reference", rank=rank, **sizes)
+        for rank in range(2)
+    ]
+    assert [plan["call: recv_x"] for plan in plans] == [2 * 4 * 2 * 16, 2 * 4 * 1 * 16]
+    with pytest.raises(ValueError, match=r"experts_per_rank is \(-1, 7\); it must hold one int >= 0"):
+        ep_ops.memory_plan(world_size=2, experts_per_rank=(-1, 7), backend="reference", **sizes)
+
+
+def test_bytes_are_readable() -> None:
+    sizes = {"none": 0, "bytes": 1023, "kibi": 1024, "more": 1536 * 1024, "giga": 5 * 2**29}
+    text = str(MemoryPlan(sizes))
+    assert [line.split() for line in text.splitlines()] == [
+        ["none", "0", "B"],
+        ["bytes", "1023", "B"],
+        ["kibi", "1.00", "KiB"],
+        ["more", "1.50", "MiB"],
+        ["giga", "2.50", "GiB"],
+    ]
+    assert len({len(line) for line in text.splitlines()}) == 1, "columns"
 
 
 def test_choice_of_backend() -> None:

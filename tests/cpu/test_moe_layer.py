@@ -1,7 +1,11 @@
-"""MoELayer against the dense model: values and all gradients, on one and two ranks."""
+"""MoELayer against the dense model: values and all gradients, on one and two ranks.
+
+The dense model shares the code for routing and for an expert with the layer; ``expected_moe`` shares none.
+"""
 
 from __future__ import annotations
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,6 +89,59 @@ def test_two_ranks_compiled_fullgraph(options: dict, dtype: torch.dtype) -> None
 
 def test_no_tokens_compiled_fullgraph() -> None:
     check(run_ranks(2, errors_against_dense, [0, 5], torch.float32, True, {}), torch.float32)
+
+
+def expected_swiglu(token: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor) -> torch.Tensor:
+    """One token [H] through one expert: the first half of its inner values passes through silu and scales the other."""
+    inner = w_out.shape[0]
+    values = [sum(token[h] * w_in[h, f] for h in range(len(token))) for f in range(2 * inner)]
+    between = [values[f] / (1 + torch.exp(-values[f])) * values[inner + f] for f in range(inner)]
+    return torch.stack([sum(between[f] * w_out[f, h] for f in range(inner)) for h in range(w_out.shape[1])])
+
+
+def expected_moe(x: torch.Tensor, layer: MoELayer, top_k: int) -> torch.Tensor:
+    """Straight from the definition, in float64, token by token: what the layer gives on one rank."""
+    router, w_in, w_out = (parameter.double() for parameter in (layer.router, layer.w_in, layer.w_out))
+    rows = []
+    for token in x.double():
+        logits = [sum(token[h] * weight[h] for h in range(len(token))) for weight in router]
+        powers = [torch.exp(logit) for logit in logits]
+        probabilities = [power / sum(powers) for power in powers]
+        chosen = sorted(range(len(logits)), key=lambda e: -logits[e].item())[:top_k]
+        kept = sum(probabilities[e] for e in chosen)
+        row = torch.zeros_like(token)
+        for e in chosen:
+            row = row + probabilities[e] / kept * expected_swiglu(token, w_in[e], w_out[e])
+        if layer.shared is not None:
+            row = row + expected_swiglu(token, layer.shared.w_in.double(), layer.shared.w_out.double())
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", ["layer", "dense"])
+@pytest.mark.parametrize("shared", [0, 3])
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_an_oracle_that_shares_no_code(top_k: int, shared: int, kind: str) -> None:
+    hidden, inner, experts, tokens = 4, 3, 5, 6
+    seed = cases.fresh_seed()
+    draw = torch.Generator().manual_seed(seed)
+    with ep_ops.Communicator(
+        num_experts=experts, hidden_size=hidden, top_k=top_k, max_tokens_per_rank=tokens, dtype=torch.float32,
+        device="cpu",
+    ) as comm:  # fmt: skip
+        made = MoELayer if kind == "layer" else DenseMoE
+        layer = made(comm, inner, shared_intermediate_size=shared, seed=seed % 1000)
+        with torch.no_grad():
+            layer.router.mul_(4)  # weights far from equal
+        x = (torch.randn(tokens, hidden, generator=draw) * 2).requires_grad_()
+        grad_out = torch.randn(tokens, hidden, generator=draw)
+        leaves = (x, *layer.parameters())
+        out, expected = layer(x), expected_moe(x, layer, top_k)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+        got = torch.autograd.grad(out, leaves, grad_out)
+        wanted = torch.autograd.grad(expected, leaves, grad_out.double())
+        for mine, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 def initial_experts() -> list[torch.Tensor]:

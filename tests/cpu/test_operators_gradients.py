@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cases
 import pytest
 import torch
 import toy
@@ -138,6 +139,33 @@ def test_only_what_is_asked_for_is_sent(exact, sent_back, x_asks, weights_ask):
     out.sum().backward()
     assert sent_back == [(x_asks, weights_ask)]
     assert (x.grad is not None, weights.grad is not None) == (x_asks, weights_ask)
+
+
+@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("y_asks, weights_ask", [(True, False), (False, True), (True, True)])
+def test_combine_gives_every_gradient_that_is_asked_for(exact, y_asks, weights_ask, halved):
+    """Of rows alone, of their weights alone, of both: each row's is its token's, times its weight or its values."""
+    seed = cases.fresh_seed()
+    x, topk_idx, weights = toy.inputs(6, seed=seed, dtype=torch.float64)
+    sent = exact.dispatch(x, topk_idx, weights)
+    draw = torch.Generator().manual_seed(seed)
+    y = torch.randn(sent.x.shape, generator=draw, dtype=torch.float64).requires_grad_(y_asks)
+    row_weights = torch.randn(y.shape[0], generator=draw, dtype=torch.float64).requires_grad_(weights_ask)
+    grad_out = torch.randn(x.shape, generator=draw, dtype=torch.float64)
+    if halved:
+        out = exact.combine_wait(exact.combine_start(y, sent.route, row_weights))
+    else:
+        out = exact.combine(y, sent.route, row_weights)
+    out.backward(grad_out)
+    assert (y.grad is not None, row_weights.grad is not None) == (y_asks, weights_ask)
+    for token, rows in enumerate(sent.route.send_rows.tolist()):
+        for row in rows:
+            if row < 0:
+                continue
+            if y_asks:
+                torch.testing.assert_close(y.grad[row], row_weights[row].detach() * grad_out[token])
+            if weights_ask:
+                torch.testing.assert_close(row_weights.grad[row], (grad_out[token] * y[row].detach()).sum())
 
 
 def test_integers_and_absent_weights_have_no_gradient(exact):

@@ -17,6 +17,7 @@ import ep_ops
 from ep_ops.operators import OPERATORS
 
 OPS = {op.name: op for op in OPERATORS}
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 VARIANTS = {
     "": {},
     "padded": {"capacity": 48, "slots": 12},
@@ -50,19 +51,19 @@ def variants(op: Any) -> list[str]:
 
 def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 5) -> tuple[Any, ...]:
     """Of a call on fresh data; floating inputs of operators that have a gradient ask for one."""
-    x, topk_idx, weights = toy.inputs(tokens)
+    x, topk_idx, weights = toy.inputs(tokens, dtype=comm.dtype)
     sent = comm.dispatch(x, topk_idx, weights, capacity=44)
     assert sent.weights is not None
     y, recv_weights = sent.x.nan_to_num(), sent.weights.nan_to_num()
     known = {
         "x": x, "topk_weights": weights, "y": y, "recv_weights": recv_weights, "residual": None,
-        "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn(tokens, toy.HIDDEN),
+        "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn_like(x),
         "ticket": torch.empty(0, dtype=torch.int64), **sent.route._asdict(),
         "capacity": 44, "slots": 0, "max_tokens": 16, "num_local_experts": comm.num_local_experts, "world_size": 1,
         "comm": comm.name,
     }  # fmt: skip
     if "residual" in variant:
-        known["residual"] = torch.randn(tokens, toy.HIDDEN)
+        known["residual"] = torch.randn_like(x)
     changed = dict(VARIANTS[variant])
     op = OPS[name]
     learns = changed.pop("learns", op.arguments._fields if op.gradient is not None else ())
@@ -98,8 +99,15 @@ def test_opcheck(lenient, name, variant, tokens):
     opcheck(OPS[name].overload, arguments(lenient, name, variant, tokens))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "variant"), CALLS)
-def test_fakes_give_what_is_returned(lenient, name, variant):
+def test_fakes_give_what_is_returned(name, variant, dtype):
+    """Whatever the rows' dtype: weights are float64 where the rows are, else float32, also where none were given."""
+    with toy.communicator(dtype=dtype, strict=False) as comm:
+        _fake_is_like_real(comm, name, variant)
+
+
+def _fake_is_like_real(lenient, name, variant):
     op, args = OPS[name].overload, arguments(lenient, name, variant)
     real = op(*args)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
@@ -113,6 +121,38 @@ def test_fakes_give_what_is_returned(lenient, name, variant):
         assert returned.ndim == expected.ndim
         for size, known in zip(returned.shape, expected.shape, strict=True):
             assert size == known if isinstance(size, int) else name == "dispatch_dynamic", (size, known)
+
+
+def test_no_gradient_at_all_is_an_error_while_tracing(comm):
+    """As it is for the operator itself."""
+    _, _, *rest = arguments(comm, "dispatch_backward", "")
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        rest = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in rest]
+        with pytest.raises(ValueError, match="one of grad_recv_x and grad_recv_weights must be given"):
+            torch.ops.ep.dispatch_backward(None, None, *rest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_code_returns_what_eager_code_does(dtype):
+    """What a fake says becomes part of a compiled graph: a sum with the weights has the dtype that it foresaw."""
+
+    def rows_and_weights(comm, x, topk_idx, weights):
+        route, _ = comm.plan(topk_idx)
+        sizes = (44, toy.ALIGNMENT, 0, 16, comm.num_local_experts, 1, comm.name)
+        _, given, *_ = torch.ops.ep.dispatch(x, weights, topk_idx, *sizes)
+        _, none, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
+        held = route.recv_rows[route.recv_rows >= 0].long()
+        return x.sum() + given[held].sum(), torch.cat([none, none]), none.new_ones(3) / 3
+
+    with toy.communicator(dtype=dtype) as comm:
+        x, topk_idx, weights = toy.inputs(5, dtype=dtype)
+        topk_idx = topk_idx.clamp(min=0)
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            got = torch.compile(rows_and_weights, backend="aot_eager", fullgraph=True)(comm, x, topk_idx, weights)
+        expected = rows_and_weights(comm, x, topk_idx, weights)
+        assert expected[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_tags_and_schemas():

@@ -199,6 +199,57 @@ def test_without_process_group() -> None:
     assert_plan(got[2:], plans[0])
 
 
+@pytest.mark.parametrize("operator", [
+    "dispatch_planned", "combine", "combine weighted", "combine_gathered", "dispatch_backward",
+    "dispatch_backward of weights", "combine_backward",
+])  # fmt: skip
+def test_as_many_rows_as_the_route_fills(operator: str) -> None:
+    """Exactly as many are enough; with one less the last row would lie outside."""
+    seed = cases.fresh_seed()
+    tokens, top_k, hidden = 5, 2, 8
+    draw = torch.Generator().manual_seed(seed)
+    with ep_ops.Communicator(
+        num_experts=3, hidden_size=hidden, top_k=top_k, max_tokens_per_rank=tokens, dtype=torch.float32, alignment=1,
+        backend="reference", device="cpu",
+    ) as comm:  # fmt: skip
+        idx = torch.randint(0, 3, (tokens, top_k), generator=draw).int()
+        filled = idx.numel()  # without padding, since alignment is 1
+        route, _ = comm.plan(idx, capacity=filled)
+        x, weights = torch.randn(tokens, hidden, generator=draw), torch.rand(tokens, top_k, generator=draw)
+        y, row_weights = torch.randn(filled, hidden, generator=draw), torch.rand(filled, generator=draw)
+        ep, tail = torch.ops.ep, (1, comm.name)
+
+        def run(rows: int) -> Tensor:
+            if operator == "dispatch_planned":
+                return ep.dispatch_planned(x, weights, *route, rows, *tail)[0]
+            if operator == "combine_backward":
+                return ep.combine_backward(x, None, row_weights[:rows], *route, rows, *tail)[0]
+            if operator == "dispatch_backward":
+                return ep.dispatch_backward(y[:rows], None, *route, *tail)[0]
+            if operator == "dispatch_backward of weights":
+                return ep.dispatch_backward(None, row_weights[:rows], *route, *tail)[1]
+            if operator == "combine_gathered":
+                return ep.combine_gathered(y[:rows], *route, *tail)
+            return ep.combine(y[:rows], row_weights[:rows] if "weighted" in operator else None, *route, *tail)
+
+        places = route.send_rows.tolist()
+        to_rows = operator in ("dispatch_planned", "combine_backward")
+        expected = torch.zeros(filled if to_rows else tokens, hidden)
+        for token, rows in enumerate(places):
+            for row in rows:
+                if operator == "dispatch_planned":
+                    expected[row] = x[token]
+                elif operator == "combine_backward":
+                    expected[row] = row_weights[row] * x[token]
+                else:
+                    expected[token] += y[row] * (row_weights[row] if "weighted" in operator else 1)
+        if operator == "dispatch_backward of weights":
+            expected = row_weights[route.send_rows.long()]
+        torch.testing.assert_close(run(filled), expected)
+        with pytest.raises(ValueError, match=rf"fills row {filled - 1}, but only {filled - 1} rows were given"):
+            run(filled - 1)
+
+
 # ---------------------------------------------------------------------- gradients through the operators
 
 
@@ -302,8 +353,20 @@ def _mismatch(kind: str) -> None:
             run.combine(rows, None, route) if other else run.dispatch(x, None, idx, sizes)
         elif kind == "weights":
             run.dispatch(x, weights if other else None, idx, sizes)
+        elif kind == "dynamic weights":
+            run.dispatch_dynamic(x, weights if other else None, idx, 4, 4)
         elif kind == "planned weights":
             run.dispatch_planned(x, weights if other else None, route)
+        elif kind == "gradient of rows":
+            run.dispatch_backward(rows if other else None, torch.zeros(16), route)
+        elif kind == "gradient of weights":
+            run.dispatch_backward(rows, torch.zeros(16) if other else None, route)
+        elif kind == "rows of combine":
+            run.combine_backward(x, rows if other else None, torch.zeros(16), route)
+        elif kind == "weights of combine":
+            run.combine_backward(x, None, torch.zeros(16) if other else None, route)
+        elif kind == "combine weighted":
+            run.combine(rows, torch.zeros(16) if other else None, route)
         elif kind == "residual":
             run.combine(rows, None, route, x if other else None)
         elif kind == "max_tokens":
@@ -321,10 +384,17 @@ def _mismatch(kind: str) -> None:
     ("negative expert", ValueError, "dispatch: refused by rank 1: topk_idx[0, 0] is -2", "is -2 on rank 1"),
     ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
     ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
+    ("dynamic weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("planned weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
+    ("gradient of rows", ValueError, "ranks disagree on grad_recv_x given: [0, 1] by rank", None),
+    ("gradient of weights", ValueError, "ranks disagree on grad_recv_weights given: [0, 1] by rank", None),
+    ("rows of combine", ValueError, "ranks disagree on y given: [0, 1] by rank", None),
+    ("weights of combine", ValueError, "ranks disagree on recv_weights given: [0, 1] by rank", None),
+    ("combine weighted", ValueError, "ranks disagree on recv_weights given: [0, 1] by rank", None),
     ("residual", ValueError, "ranks disagree on residual given: [0, 1] by rank", None),
     ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
-    ("route", RuntimeError, "the ranks must use routes of the same plan", None),
+    ("route", RuntimeError, "combine: rank 1 sends 0 rows to rank 0, which expects 3; the ranks must use routes of"
+      " the same plan", None),
     ("rows", ValueError, "refused by rank 1: the route of rank 1 fills row 5", "row 5, but only 4 rows were given"),
 ])  # fmt: skip
 def test_every_rank_raises(kind: str, error: type[Exception], text: str, own_text: str | None) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from cute_kernels import jit
+import test_ptx
+from test_ptx import ARCHS, assembled, compiled_ptx, count, needs_assembler
+
 from cute_kernels.heap import Heap, Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
@@ -24,7 +24,7 @@ from cute_kernels.latency.heap import (
     packets,
 )
 
-ARCHS = ("sm_90a", "sm_100a")
+dumps_elsewhere = test_ptx.dumps_elsewhere
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
 WIDEST = Problem(8, (32,) * 8, 8, 7168, "bf16", 4096)
 UNEVEN = Problem(3, (3, 0, 5), 4, 8200, "fp32", 100)
@@ -34,39 +34,36 @@ PROBLEMS = {"large": (LARGE, 256), "widest": (WIDEST, 256), "uneven": (UNEVEN, 1
 SHARED_BYTES = 226 * 1024
 
 
-@pytest.fixture(autouse=True)
-def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # --keep-ptx leaves files in the current folder
+def assert_two_blocks_fit(kernel, arch: str, tmp_path: Path) -> None:
+    """On a multiprocessor: the next kernel's block waits there for this one's to end. Next to nothing is spilled."""
+    account = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
+    spilled = re.search(r"(\d+) bytes spill stores", account)
+    registers = re.search(r"Used (\d+) registers", account)
+    assert spilled and int(spilled[1]) <= 64, account
+    assert registers and int(registers[1]) <= 64, account
 
 
-def ptx_of(kernel, arch: str, tmp_path: Path) -> str:
-    """Its PTX, after a look at what the assembler makes of it."""
-    ptx = jit.compile_kernel(kernel, arch, keep_ptx=True).__ptx__
-    assembler = shutil.which("ptxas")
-    if assembler is not None:
-        source = tmp_path / "kernel.ptx"
-        source.write_text(ptx)
-        done = subprocess.run(
-            [assembler, f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        spilled = re.search(r"(\d+) bytes spill stores", done.stderr)
-        registers = re.search(r"Used (\d+) registers", done.stderr)
-        assert spilled and int(spilled[1]) <= 64, done.stderr
-        # Two blocks fit on a multiprocessor: the next kernel's wait there for this one's to end.
-        assert registers and int(registers[1]) <= 64, done.stderr
-    return ptx
+@needs_assembler
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_registers_and_spills(name: str, arch: str, tmp_path: Path) -> None:
+    problem, tokens = PROBLEMS[name]
+    for kernel in (Dispatch(problem, tokens, True), Combine(problem, tokens, False), Combine(problem, tokens, True)):
+        assert_two_blocks_fit(kernel, arch, tmp_path)
 
 
-def count(ptx: str, instruction: str) -> int:
-    return len(re.findall(rf"^\s*(?:@!?%p\d+ )?{re.escape(instruction)}", ptx, re.MULTILINE))
+@needs_assembler
+@pytest.mark.parametrize("kernel", [Dispatch, Combine])
+def test_registers_and_spills_of_halves(kernel, tmp_path: Path) -> None:
+    for sends, receives in ((True, False), (False, True)):
+        assert_two_blocks_fit(kernel(LARGE, 256, True, sends, receives), "sm_90a", tmp_path)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_dispatch(name: str, arch: str, tmp_path: Path) -> None:
+def test_dispatch(name: str, arch: str) -> None:
     problem, tokens = PROBLEMS[name]
-    ptx = ptx_of(Dispatch(problem, tokens, True), arch, tmp_path)
+    ptx = compiled_ptx(Dispatch(problem, tokens, True), arch)
     # The route and a row to each peer: whole lines, and nothing that waits for them to arrive.
     assert count(ptx, "st.volatile.global.v4.b32") == 2 * (problem.world_size - 1)
     assert count(ptx, "ld.volatile.global.v4.b32") >= 1
@@ -80,9 +77,9 @@ def test_dispatch(name: str, arch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_combine(name: str, weighted: bool, arch: str, tmp_path: Path) -> None:
+def test_combine(name: str, weighted: bool, arch: str) -> None:
     problem, tokens = PROBLEMS[name]
-    ptx = ptx_of(Combine(problem, tokens, weighted), arch, tmp_path)
+    ptx = compiled_ptx(Combine(problem, tokens, weighted), arch)
     assert count(ptx, "st.volatile.global.v4.b32") == (problem.world_size > 1)
     assert count(ptx, "griddepcontrol.wait") == count(ptx, "griddepcontrol.launch_dependents") == 1
     # Products and sums are each rounded: the same bits as everywhere else.
@@ -92,11 +89,11 @@ def test_combine(name: str, weighted: bool, arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", [Dispatch, Combine])
-def test_halves(kernel, tmp_path: Path) -> None:
+def test_halves(kernel) -> None:
     """What only sends waits for nobody and leaves the epoch alone; what only receives sends nothing."""
-    start = ptx_of(kernel(LARGE, 256, True, True, False), "sm_90a", tmp_path)
+    start = compiled_ptx(kernel(LARGE, 256, True, True, False), "sm_90a")
     assert "ld.volatile.global.v4.b32" not in start and "atom.relaxed.gpu.global.add" not in start
-    wait = ptx_of(kernel(LARGE, 256, True, False, True), "sm_90a", tmp_path)
+    wait = compiled_ptx(kernel(LARGE, 256, True, False, True), "sm_90a")
     assert "st.volatile.global.v4.b32" not in wait and count(wait, "atom.relaxed.gpu.global.add.u32") == 1
 
 
