@@ -210,7 +210,7 @@ def test_as_many_rows_as_the_route_fills(operator: str) -> None:
     draw = torch.Generator().manual_seed(seed)
     with ep_ops.Communicator(
         num_experts=3, hidden_size=hidden, top_k=top_k, max_tokens_per_rank=tokens, dtype=torch.float32, alignment=1,
-        backend="reference", device="cpu",
+        backend="reference", device="cpu", symmetric_rows=tokens * top_k,
     ) as comm:  # fmt: skip
         idx = torch.randint(0, 3, (tokens, top_k), generator=draw).int()
         filled = idx.numel()  # without padding, since alignment is 1
@@ -221,16 +221,16 @@ def test_as_many_rows_as_the_route_fills(operator: str) -> None:
 
         def run(rows: int) -> Tensor:
             if operator == "dispatch_planned":
-                return ep.dispatch_planned(x, weights, *route, rows, *tail)[0]
+                return ep.dispatch_planned(x, weights, *route.tensors, rows, *tail)[0]
             if operator == "combine_backward":
-                return ep.combine_backward(x, None, row_weights[:rows], *route, rows, *tail)[0]
+                return ep.combine_backward(x, None, row_weights[:rows], *route.tensors, rows, *tail)[0]
             if operator == "dispatch_backward":
-                return ep.dispatch_backward(y[:rows], None, *route, *tail)[0]
+                return ep.dispatch_backward(y[:rows], None, *route.tensors, *tail)[0]
             if operator == "dispatch_backward of weights":
-                return ep.dispatch_backward(None, row_weights[:rows], *route, *tail)[1]
+                return ep.dispatch_backward(None, row_weights[:rows], *route.tensors, *tail)[1]
             if operator == "combine_gathered":
-                return ep.combine_gathered(y[:rows], *route, *tail)
-            return ep.combine(y[:rows], row_weights[:rows] if "weighted" in operator else None, *route, *tail)
+                return ep.combine_gathered(comm.empty_rows(rows).copy_(y[:rows]), *route.tensors, *tail)
+            return ep.combine(y[:rows], row_weights[:rows] if "weighted" in operator else None, *route.tensors, *tail)
 
         places = route.send_rows.tolist()
         to_rows = operator in ("dispatch_planned", "combine_backward")
