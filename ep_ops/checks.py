@@ -1,212 +1,103 @@
 """Refuse bad input on the host, before anything is sent.
 
-One function per operator; it takes the communicator and the operator's tensor and int arguments in schema order.
-TypeError for a wrong dtype, ValueError for a wrong value, shape, device or layout, RuntimeError for a destroyed
-communicator. What is right passes in a few microseconds: the text of a refusal is only made when it is needed.
-Values inside tensors are not looked at here: that would wait for the device.
+One function per operator; it takes what is known of the communicator and the operator's arguments, a record with the
+names of the schema. TypeError for a wrong dtype, ValueError for a wrong value, shape, device or layout. What is right
+passes in a few microseconds: the text of a refusal is only made when it is needed. Values inside tensors are not
+looked at here: that would wait for the device.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .config import INT32_LIMIT, MAX_ALIGNMENT
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from .config import Member
+from .records import INT32_LIMIT, MAX_ALIGNMENT
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
 
 
-def check_plan(
-    comm: Communicator,
-    topk_idx: Tensor,
-    capacity: int,
-    alignment: int,
-    slots: int,
-    max_tokens: int,
-    num_local_experts: int,
-    world_size: int,
-) -> None:
+def plan(m: Member, a: Any) -> None:
     """Refuse what ep::plan cannot take."""
-    _living(comm)
-    _same_sizes(comm, num_local_experts, world_size)
-    _rows_asked(comm, capacity, alignment, slots)
-    _tokens(comm, topk_idx, max_tokens)
+    _same_sizes(m, a.num_local_experts, a.world_size)
+    _rows_asked(m, a.capacity, a.alignment, a.slots)
+    _tokens(m, a.topk_idx, a.max_tokens)
 
 
-def check_dispatch(
-    comm: Communicator,
-    x: Tensor,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    capacity: int,
-    alignment: int,
-    slots: int,
-    max_tokens: int,
-    num_local_experts: int,
-    world_size: int,
-) -> None:
-    """Refuse what ep::dispatch cannot take."""
-    _living(comm)
-    _same_sizes(comm, num_local_experts, world_size)
-    _rows_asked(comm, capacity, alignment, slots)
-    _tokens(comm, topk_idx, max_tokens)
-    _rows(comm, "x", x, topk_idx.shape[0], "rows as topk_idx has")
-    if topk_weights is not None:
-        _tensor(comm, "topk_weights", topk_weights, comm.weights_dtype, topk_idx.shape, "the shape of topk_idx")
+def dispatch(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch, or a half of it, cannot take."""
+    plan(m, a)
+    _of_tokens(m, a)
 
 
-def check_dispatch_dynamic(
-    comm: Communicator,
-    x: Tensor,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    alignment: int,
-    max_tokens: int,
-    num_local_experts: int,
-    world_size: int,
-) -> None:
+def dispatch_dynamic(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_dynamic cannot take."""
-    _living(comm)
-    _same_sizes(comm, num_local_experts, world_size)
-    _alignment(alignment)
-    _tokens(comm, topk_idx, max_tokens)
-    _rows(comm, "x", x, topk_idx.shape[0], "rows as topk_idx has")
-    if topk_weights is not None:
-        _tensor(comm, "topk_weights", topk_weights, comm.weights_dtype, topk_idx.shape, "the shape of topk_idx")
+    _same_sizes(m, a.num_local_experts, a.world_size)
+    _alignment(a.alignment)
+    _tokens(m, a.topk_idx, a.max_tokens)
+    _of_tokens(m, a)
 
 
-def check_dispatch_planned(
-    comm: Communicator,
-    x: Tensor,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    send_rows: Tensor,
-    recv_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    num_rows: int,
-    alignment: int,
-) -> None:
+def dispatch_planned(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_planned cannot take."""
-    _living(comm)
-    _route(comm, topk_idx, send_rows, recv_rows, offs, counts)
-    _num_rows(num_rows)
-    _alignment(alignment)
-    _rows(comm, "x", x, topk_idx.shape[0], "rows as topk_idx has")
-    if topk_weights is not None:
-        _tensor(comm, "topk_weights", topk_weights, comm.weights_dtype, topk_idx.shape, "the shape of topk_idx")
+    _route(m, a)
+    _num_rows(a.num_rows)
+    _of_tokens(m, a)
 
 
-def check_combine(
-    comm: Communicator,
-    y: Tensor,
-    recv_weights: Tensor | None,
-    topk_idx: Tensor,
-    send_rows: Tensor,
-    recv_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    alignment: int,
-    residual: Tensor | None = None,
-) -> None:
-    """Refuse what ep::combine cannot take."""
-    _living(comm)
-    _route(comm, topk_idx, send_rows, recv_rows, offs, counts)
-    _alignment(alignment)
-    _rows(comm, "y", y, None, "")
-    if recv_weights is not None:
-        _row_weights(comm, "recv_weights", recv_weights, y.shape[0])
+def combine(m: Member, a: Any) -> None:
+    """Refuse what ep::combine, or a half of it, cannot take."""
+    _route(m, a)
+    _rows(m, "y", a.y, None, "")
+    if a.recv_weights is not None:
+        _row_weights(m, "recv_weights", a.recv_weights, a.y.shape[0])
+    residual = getattr(a, "residual", None)  # halves take none
     if residual is not None:
-        _rows(comm, "residual", residual, topk_idx.shape[0], "rows as topk_idx has")
+        _rows(m, "residual", residual, a.topk_idx.shape[0], "rows as topk_idx has")
 
 
-def check_empty_rows(comm: Communicator, num_rows: int) -> None:
-    """Refuse more rows than lie in symmetric memory."""
-    _living(comm)
-    if not 0 <= num_rows <= comm.symmetric_rows:
-        raise ValueError(
-            f"num_rows is {num_rows}; allowed: 0..{comm.symmetric_rows}, the symmetric_rows of {comm.name!r}"
-        )
-
-
-def check_combine_gathered(
-    comm: Communicator,
-    y: Tensor,
-    topk_idx: Tensor,
-    send_rows: Tensor,
-    recv_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    alignment: int,
-) -> None:
+def combine_gathered(m: Member, a: Any) -> None:
     """Refuse what ep::combine_gathered cannot take. Where y lies is the backend's affair."""
-    check_combine(comm, y, None, topk_idx, send_rows, recv_rows, offs, counts, alignment)
+    _route(m, a)
+    _rows(m, "y", a.y, None, "")
 
 
-def check_dispatch_backward(
-    comm: Communicator,
-    grad_recv_x: Tensor | None,
-    grad_recv_weights: Tensor | None,
-    topk_idx: Tensor,
-    send_rows: Tensor,
-    recv_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    alignment: int,
-) -> None:
+def dispatch_backward(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_backward cannot take."""
-    _living(comm)
-    _route(comm, topk_idx, send_rows, recv_rows, offs, counts)
-    _alignment(alignment)
-    if grad_recv_x is None and grad_recv_weights is None:
+    _route(m, a)
+    if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
-    if grad_recv_x is not None:
-        _rows(comm, "grad_recv_x", grad_recv_x, None, "")
-    if grad_recv_weights is not None:
-        rows = grad_recv_weights.numel() if grad_recv_x is None else grad_recv_x.shape[0]
-        _row_weights(comm, "grad_recv_weights", grad_recv_weights, rows)
+    if a.grad_recv_x is not None:
+        _rows(m, "grad_recv_x", a.grad_recv_x, None, "")
+    if a.grad_recv_weights is not None:
+        rows = a.grad_recv_weights.numel() if a.grad_recv_x is None else a.grad_recv_x.shape[0]
+        _row_weights(m, "grad_recv_weights", a.grad_recv_weights, rows)
 
 
-def check_combine_backward(
-    comm: Communicator,
-    grad_out: Tensor,
-    y: Tensor | None,
-    recv_weights: Tensor | None,
-    topk_idx: Tensor,
-    send_rows: Tensor,
-    recv_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    num_rows: int,
-    alignment: int,
-) -> None:
+def combine_backward(m: Member, a: Any) -> None:
     """Refuse what ep::combine_backward cannot take."""
-    _living(comm)
-    _route(comm, topk_idx, send_rows, recv_rows, offs, counts)
-    _num_rows(num_rows)
-    _alignment(alignment)
-    _rows(comm, "grad_out", grad_out, topk_idx.shape[0], "rows as topk_idx has")
-    if y is not None:
-        _rows(comm, "y", y, num_rows, "num_rows rows")
-    if recv_weights is not None:
-        _row_weights(comm, "recv_weights", recv_weights, num_rows)
+    _route(m, a)
+    _num_rows(a.num_rows)
+    _rows(m, "grad_out", a.grad_out, a.topk_idx.shape[0], "rows as topk_idx has")
+    if a.y is not None:
+        _rows(m, "y", a.y, a.num_rows, "num_rows rows")
+    if a.recv_weights is not None:
+        _row_weights(m, "recv_weights", a.recv_weights, a.num_rows)
+
+
+def empty_rows(m: Member, num_rows: int) -> None:
+    """Refuse more rows than lie in symmetric memory."""
+    if not 0 <= num_rows <= m.symmetric_rows:
+        raise ValueError(f"num_rows is {num_rows}; allowed: 0..{m.symmetric_rows}, the symmetric_rows of {m.name!r}")
 
 
 # ---------------------------------------------------------------------- communicator and ints
 
 
-def _living(comm: Communicator) -> None:
-    if comm.destroyed:
-        raise RuntimeError(f"communicator {comm.name!r} was destroyed")
-
-
-def _same_sizes(comm: Communicator, num_local_experts: int, world_size: int) -> None:
+def _same_sizes(comm: Member, num_local_experts: int, world_size: int) -> None:
     if num_local_experts != comm.num_local_experts:
         own = comm.num_local_experts
         raise ValueError(f"num_local_experts is {num_local_experts}; communicator {comm.name!r} has {own} on this rank")
@@ -224,7 +115,7 @@ def _num_rows(num_rows: int) -> None:
         raise ValueError(f"num_rows is {num_rows}; allowed: 0..2**31 - 1")
 
 
-def _rows_asked(comm: Communicator, capacity: int, alignment: int, slots: int) -> None:
+def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
     _alignment(alignment)
     if not 0 <= capacity < INT32_LIMIT:
         raise ValueError(f"capacity is {capacity}; allowed: 0..2**31 - 1")
@@ -246,7 +137,7 @@ def _rows_asked(comm: Communicator, capacity: int, alignment: int, slots: int) -
 # ---------------------------------------------------------------------- tensors
 
 
-def _tokens(comm: Communicator, topk_idx: Tensor, max_tokens: int) -> None:
+def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
     if not 0 <= max_tokens <= comm.max_tokens_per_rank:
         raise ValueError(f"max_tokens is {max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
     if topk_idx is None:
@@ -260,9 +151,15 @@ def _tokens(comm: Communicator, topk_idx: Tensor, max_tokens: int) -> None:
         _wrong_kind(comm, "topk_idx", topk_idx, _INT32)
 
 
-def _route(
-    comm: Communicator, topk_idx: Tensor, send_rows: Tensor, recv_rows: Tensor, offs: Tensor, counts: Tensor
-) -> None:
+def _of_tokens(comm: Member, a: Any) -> None:
+    """x and topk_weights: one row for each token."""
+    _rows(comm, "x", a.x, a.topk_idx.shape[0], "rows as topk_idx has")
+    if a.topk_weights is not None:
+        _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, a.topk_idx.shape, "the shape of topk_idx")
+
+
+def _route(comm: Member, a: Any) -> None:
+    recv_rows = a.recv_rows
     if recv_rows is None:
         _no_tensor("recv_rows")
     came = recv_rows.shape
@@ -273,14 +170,15 @@ def _route(
         )
     if recv_rows.dtype is not _INT32 or recv_rows.device != comm.device or not recv_rows.is_contiguous():
         _wrong_kind(comm, "recv_rows", recv_rows, _INT32)
-    _tokens(comm, topk_idx, came[1])
-    _tensor(comm, "send_rows", send_rows, _INT32, topk_idx.shape, "the shape of topk_idx")
+    _tokens(comm, a.topk_idx, came[1])
+    _tensor(comm, "send_rows", a.send_rows, _INT32, a.topk_idx.shape, "the shape of topk_idx")
     per_expert = (comm.num_local_experts,)
-    _tensor(comm, "offs", offs, _INT32, per_expert, "one for each local expert")
-    _tensor(comm, "counts", counts, _INT32, per_expert, "one for each local expert")
+    _tensor(comm, "offs", a.offs, _INT32, per_expert, "one for each local expert")
+    _tensor(comm, "counts", a.counts, _INT32, per_expert, "one for each local expert")
+    _alignment(a.alignment)
 
 
-def _rows(comm: Communicator, name: str, rows: Tensor, count: int | None, why: str) -> None:
+def _rows(comm: Member, name: str, rows: Tensor, count: int | None, why: str) -> None:
     """``rows`` [count, H] of the communicator's dtype, each at a multiple of 16 bytes; any count if None."""
     if rows is None:
         _no_tensor(name)
@@ -299,13 +197,13 @@ def _no_tensor(name: str) -> NoReturn:
     raise TypeError(f"{name} is None; allowed: a tensor")
 
 
-def _row_weights(comm: Communicator, name: str, weights: Tensor, count: int) -> None:
+def _row_weights(comm: Member, name: str, weights: Tensor, count: int) -> None:
     hint = "one for each row; pass None where there are no weights"
     _tensor(comm, name, weights, comm.weights_dtype, (count,), hint)
 
 
 def _tensor(
-    comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
+    comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str
 ) -> None:
     if tensor is None:
         _no_tensor(name)
@@ -315,7 +213,7 @@ def _tensor(
         _wrong_kind(comm, name, tensor, dtype)
 
 
-def _wrong_kind(comm: Communicator, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
+def _wrong_kind(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
     """Says what is wrong besides the shape. Callers look first whether anything is: each call costs host time."""
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")

@@ -12,22 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checks
+from . import backends, checks, registry
 from .agreement import agree
 from .backends.base import Backend
-from .backends.exchange import Exchange
-from .config import Config, MemoryPlan, even_experts, plan_of, worst_case_rows
+from .config import Config, even_experts, worst_case_rows
+from .exchange import Exchange
+from .memory import MemoryPlan, plan_of
 from .operators.eager import call
-
-
-class Route(NamedTuple):
-    """What goes where, as plain int32 tensors (W ranks, T own tokens, K = top_k, El local experts)."""
-
-    topk_idx: Tensor  # [T, K] global expert id, -1 none
-    send_rows: Tensor  # [T, K] row at the destination rank, -1 where there is none or it was dropped
-    recv_rows: Tensor  # [W, max_tokens, K] row here of (source rank, token, k), -1 where nothing came here
-    offs: Tensor  # [El] end of each local expert's segment, padded to the alignment
-    counts: Tensor  # [El] kept rows of each local expert
+from .records import Route, Sizes
 
 
 class Dispatched(NamedTuple):
@@ -46,7 +38,7 @@ class StartedDispatch(NamedTuple):
     x: Tensor
     topk_weights: Tensor | None
     topk_idx: Tensor
-    terms: tuple[int, int, int, int, int, int, str]
+    sizes: Sizes
 
 
 class StartedCombine(NamedTuple):
@@ -56,22 +48,9 @@ class StartedCombine(NamedTuple):
     y: Tensor
     weights: Tensor | None
     route: Route
-    alignment: int
 
 
-_registry: dict[str, Communicator] = {}
-_destroyed: set[str] = set()
 _numbers = itertools.count()
-
-
-def get(name: str) -> Communicator:
-    """The living communicator of that name; RuntimeError if there is none."""
-    comm = _registry.get(name)
-    if comm is None:
-        state = "was destroyed" if name in _destroyed else "does not exist in this process"
-        living = ", ".join(map(repr, _registry)) or "none"
-        raise RuntimeError(f"communicator {name!r} {state}; living communicators: {living}")
-    return comm
 
 
 class Communicator:
@@ -101,6 +80,10 @@ class Communicator:
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the kernels for decode (same results to
             the bit; cute backend); 0: never; None: the backend's choice.
         symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
+        strict: the reference backend shows what a GPU would: rows that are undefined hold NaN, and
+            :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and halves of split
+            operations in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
+            ``torch.export``). The cute backend is always strict.
         name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
     """
 
@@ -122,6 +105,7 @@ class Communicator:
         combine_sms: int | None = None,
         latency_max_tokens: int | None = None,
         symmetric_rows: int = 0,
+        strict: bool = True,
         name: str | None = None,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -136,9 +120,13 @@ class Communicator:
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank), alignment, backend, self.device.type, timeout, dispatch_sms, combine_sms,
-            latency_max_tokens, symmetric_rows, _version(),
+            latency_max_tokens, symmetric_rows, bool(strict), _version(),
         )  # fmt: skip
-        resolved = agree(exchange, own, taken=own.name in _registry)
+        problem = own.problem() or backends.problem(own)
+        if problem is None and registry.taken(own.name):
+            problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
+        cute = problem is None and own.device_type == "cuda" and backends.takes("cute", own)
+        resolved = agree(exchange, own, problem, cute)
 
         self.num_experts = num_experts
         self.experts_per_rank = own.experts_per_rank
@@ -155,12 +143,12 @@ class Communicator:
         self.dispatch_sms = dispatch_sms
         self.combine_sms = combine_sms
         self.symmetric_rows = symmetric_rows
+        self.strict = bool(strict)
         self.config = resolved
         self.destroyed = False
         self._exchange = exchange
-        self.backend: Backend = _make_backend(resolved.backend, self)
-        _registry[self.name] = self
-        _destroyed.discard(self.name)
+        self.backend: Backend = backends.make(resolved.backend, self)
+        registry.add(self)
 
     # ------------------------------------------------------------------ operators
 
@@ -191,9 +179,9 @@ class Communicator:
             max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
-        terms = self._terms(capacity, slots, max_tokens, alignment)
-        send_rows, recv_rows, offs, counts, dropped = call("plan", topk_idx, *terms)
-        return Route(topk_idx, send_rows, recv_rows, offs, counts), dropped
+        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        send_rows, recv_rows, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
+        return Route(topk_idx, send_rows, recv_rows, offs, counts, sizes.alignment, sizes.capacity), dropped
 
     def dispatch(
         self,
@@ -214,9 +202,9 @@ class Communicator:
         Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
         is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
         """
-        terms = self._terms(capacity, slots, max_tokens, alignment)
-        out = call("dispatch", x, topk_weights, topk_idx, *terms)
-        return _dispatched(out, topk_idx, topk_weights)
+        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
+        return _dispatched(out, topk_idx, topk_weights, sizes.alignment, sizes.capacity)
 
     def dispatch_dynamic(
         self,
@@ -230,39 +218,28 @@ class Communicator:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
-        sizes = align, tokens, self.num_local_experts, self.world_size
-        out = call("dispatch_dynamic", x, topk_weights, topk_idx, *sizes, self.name)
-        return _dispatched(out, topk_idx, topk_weights)
+        out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place)
+        return _dispatched(out, topk_idx, topk_weights, align, out[0].shape[0])
 
     def dispatch_planned(
-        self,
-        x: Tensor,
-        route: Route,
-        topk_weights: Tensor | None = None,
-        *,
-        num_rows: int,
-        alignment: int | None = None,
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Send ``x`` along a known route into ``num_rows`` rows (the capacity it was planned with)."""
-        align = self.alignment if alignment is None else alignment
-        rows, weights = call("dispatch_planned", x, topk_weights, *route, num_rows, align, self.name)
+        """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given.
+
+        Differentiable.
+        """
+        args = (*route[:5], route.num_rows, route.alignment, self.name)
+        rows, weights = call("dispatch_planned", x, topk_weights, *args)
         return rows, None if topk_weights is None else weights
 
     def combine(
-        self,
-        y: Tensor,
-        route: Route,
-        weights: Tensor | None = None,
-        *,
-        residual: Tensor | None = None,
-        alignment: int | None = None,
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None
     ) -> Tensor:
         """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable.
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
-        align = self.alignment if alignment is None else alignment
-        return call("combine", y, weights, *route, align, self.name, residual)
+        return call("combine", y, weights, *route[:5], route.alignment, self.name, residual)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
@@ -271,18 +248,19 @@ class Communicator:
         called. Call it in eager code (CUDA graphs may be captured): a compiled graph would write somewhere else first.
         ValueError if there are not so many ``symmetric_rows``; ranks may ask for different numbers.
         """
-        checks.check_empty_rows(self, num_rows)
+        if self.destroyed:
+            raise RuntimeError(f"communicator {self.name!r} was destroyed")
+        checks.empty_rows(self, num_rows)
         return self.backend.empty_rows(num_rows)
 
-    def combine_gathered(self, y: Tensor, route: Route, *, alignment: int | None = None) -> Tensor:
+    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
 
         The owners fetch the rows where they are, all of them; :meth:`combine` first adds up those of a token on a rank.
         So this is for one row a token and rank: experts that are as many as ranks, or rows that are added up already.
         Ends when all ranks have fetched theirs. Differentiable.
         """
-        align = self.alignment if alignment is None else alignment
-        return call("combine_gathered", y, *route, align, self.name)
+        return call("combine_gathered", y, *route[:5], route.alignment, self.name)
 
     def dispatch_start(
         self,
@@ -300,37 +278,37 @@ class Communicator:
         The next operator of this communicator must be that wait: several micro-batches take a communicator each. Where
         halves gain nothing (more tokens than the kernels for decode take, the reference backend) the wait does it all.
         """
-        terms = self._terms(capacity, slots, max_tokens, alignment)
-        ticket = call("dispatch_start", x, topk_weights, topk_idx, *terms)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, terms)
+        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, sizes)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """What :meth:`dispatch` returns. Differentiable."""
-        ticket, x, topk_weights, topk_idx, terms = started
-        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *terms)
-        return _dispatched(out, topk_idx, topk_weights)
+        ticket, x, topk_weights, topk_idx, sizes = started
+        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
+        return _dispatched(out, topk_idx, topk_weights, sizes.alignment, sizes.capacity)
 
-    def combine_start(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, alignment: int | None = None
-    ) -> StartedCombine:
+    def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The half of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
-        align = self.alignment if alignment is None else alignment
-        ticket = call("combine_start", y, weights, *route, align, self.name)
-        return StartedCombine(ticket, y, weights, route, align)
+        ticket = call("combine_start", y, weights, *route[:5], route.alignment, self.name)
+        return StartedCombine(ticket, y, weights, route)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """What :meth:`combine` returns. Differentiable."""
-        ticket, y, weights, route, align = started
-        return call("combine_wait", ticket, y, weights, *route, align, self.name)
+        ticket, y, weights, route = started
+        return call("combine_wait", ticket, y, weights, *route[:5], route.alignment, self.name)
 
-    def _terms(
-        self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
-    ) -> tuple[int, int, int, int, int, int, str]:
+    @property
+    def _place(self) -> tuple[int, int, str]:
+        """What operators that plan are told of this rank and its communicator."""
+        return self.num_local_experts, self.world_size, self.name
+
+    def _sizes(self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None) -> Sizes:
         align = self.alignment if alignment is None else alignment
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         if capacity is None:
             capacity = self.num_local_experts * slots if slots else self.capacity(tokens, align)
-        return capacity, align, slots, tokens, self.num_local_experts, self.world_size, self.name
+        return Sizes(capacity, align, slots, tokens)
 
     def sm_budget(
         self, *, dispatch: int | None = None, combine: int | None = None
@@ -345,7 +323,7 @@ class Communicator:
         the reference backend ignores it. ValueError for less than 1 (dispatch) or 2 (combine), and for more than the
         GPU has to give.
         """
-        return self.backend.budget.changed(dispatch, combine)
+        return self.backend.sm_budget(dispatch, combine)
 
     # ------------------------------------------------------------------ lifetime
 
@@ -378,8 +356,7 @@ class Communicator:
         if self.destroyed:
             return
         self.destroyed = True
-        _registry.pop(self.name, None)
-        _destroyed.add(self.name)
+        registry.remove(self.name)
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # our own kernels have ended
@@ -407,9 +384,11 @@ class Communicator:
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
 
 
-def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None) -> Dispatched:
+def _dispatched(
+    out: Any, topk_idx: Tensor, topk_weights: Tensor | None, alignment: int, num_rows: int
+) -> Dispatched:
     x, weights, send_rows, recv_rows, offs, counts, dropped = out
-    route = Route(topk_idx, send_rows, recv_rows, offs, counts)
+    route = Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, num_rows)
     return Dispatched(x, None if topk_weights is None else weights, route, dropped)
 
 
@@ -427,13 +406,3 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _make_backend(kind: str, comm: Communicator) -> Backend:
-    if kind == "cute":
-        from .backends.cute import CuteBackend
-
-        return CuteBackend(comm)
-    from .backends.reference import ReferenceBackend
-
-    return ReferenceBackend(comm)

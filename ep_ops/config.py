@@ -55,6 +55,7 @@ class Config:
     combine_sms: int | None
     latency_max_tokens: int | None
     symmetric_rows: int
+    strict: bool
     version: str
 
     def problem(self) -> str | None:

@@ -57,7 +57,7 @@ class Layer(nn.Module):
         rows = self.comm.dispatch(x, topk_idx.int(), weights, slots=self.slots, alignment=1, max_tokens=self.tokens)
         grouped = rows.x.view(self.comm.num_local_experts, self.slots, -1)
         y = torch.tanh(torch.bmm(grouped, self.experts)).view_as(rows.x)
-        out = self.comm.combine(y, rows.route, rows.weights, alignment=1)
+        out = self.comm.combine(y, rows.route, rows.weights)
         return nn.functional.rms_norm(x + out, x.shape[-1:])
 
     @property

@@ -54,8 +54,7 @@ def memory_plan(
     device_type = "cpu" if backend == "reference" else "cuda"
     config = Config(
         "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
-        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows,
-        "",
+        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows, True, "",
     )  # fmt: skip
     if problem := config.problem() or backends.problem(config):
         raise ValueError(problem)

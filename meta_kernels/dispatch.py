@@ -2,78 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .plan import route
+from .plan import plan
 from .rows import rows_like, scalars_like
 
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def dispatch(
-    x: Tensor,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    capacity: int,
-    alignment: int,
-    slots: int,
-    max_tokens: int,
-    num_local_experts: int,
-    world_size: int,
-    comm: str,
-) -> Dispatched:
+def dispatch(a: Any) -> Dispatched:
     """-> recv_x [capacity, H], recv_weights [capacity] or [0], then what plan returns"""
-    planned = route(topk_idx, max_tokens, num_local_experts, world_size)
-    return rows_like(x, capacity), scalars_like(topk_weights, (capacity,), x), *planned
+    return rows_like(a.x, a.capacity), scalars_like(a.topk_weights, (a.capacity,), a.x), *plan(a)
 
 
-def dispatch_dynamic(
-    x: Tensor,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    alignment: int,
-    max_tokens: int,
-    num_local_experts: int,
-    world_size: int,
-    comm: str,
-) -> Dispatched:
+def dispatch_dynamic(a: Any) -> Dispatched:
     """As dispatch, with a number of rows that only the data tell."""
     num_rows = torch.library.get_ctx().new_dynamic_size()
-    planned = route(topk_idx, max_tokens, num_local_experts, world_size)
-    return rows_like(x, num_rows), scalars_like(topk_weights, (num_rows,), x), *planned
+    return rows_like(a.x, num_rows), scalars_like(a.topk_weights, (num_rows,), a.x), *plan(a)
 
 
-def dispatch_planned(
-    x: Tensor,
-    topk_weights: Tensor | None,
-    topk_idx: Tensor,
-    send_rows: Tensor,
-    recv_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    num_rows: int,
-    alignment: int,
-    comm: str,
-) -> tuple[Tensor, Tensor]:
+def dispatch_planned(a: Any) -> tuple[Tensor, Tensor]:
     """-> recv_x [num_rows, H], recv_weights [num_rows] or [0]"""
-    return rows_like(x, num_rows), scalars_like(topk_weights, (num_rows,), x)
+    return rows_like(a.x, a.num_rows), scalars_like(a.topk_weights, (a.num_rows,), a.x)
 
 
-def dispatch_backward(
-    grad_recv_x: Tensor | None,
-    grad_recv_weights: Tensor | None,
-    topk_idx: Tensor,
-    send_rows: Tensor,
-    recv_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    alignment: int,
-    comm: str,
-) -> tuple[Tensor, Tensor]:
+def dispatch_backward(a: Any) -> tuple[Tensor, Tensor]:
     """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
-    given = grad_recv_x if grad_recv_x is not None else grad_recv_weights
+    given = a.grad_recv_x if a.grad_recv_x is not None else a.grad_recv_weights
     if given is None:
         raise ValueError("dispatch_backward: one of grad_recv_x and grad_recv_weights must be given")
-    grad_x = scalars_like(None, (), given) if grad_recv_x is None else rows_like(grad_recv_x, topk_idx.shape[0])
-    return grad_x, scalars_like(grad_recv_weights, tuple(topk_idx.shape), given)
+    tokens, top_k = a.topk_idx.shape
+    grad_x = scalars_like(None, (), given) if a.grad_recv_x is None else rows_like(a.grad_recv_x, tokens)
+    return grad_x, scalars_like(a.grad_recv_weights, (tokens, top_k), given)

@@ -18,47 +18,48 @@ capacity, alignment and slots apply to its rows; all ranks learn them. A naming 
 each local expert; ``offs`` [El] = begin + pad(counts). Planning also gives ``dropped`` [El].
 
 **Contents.** A kept row of ``recv_x`` holds x of its token, of ``recv_weights`` the weight of its (token, k). The
-padding rows of each segment, [begin + counts, offs), hold zeros. What other rows hold is undefined
-(``ReferenceBackend.unused`` here) and nothing reads them.
+padding rows of each segment, [begin + counts, offs), hold zeros. What other rows hold is undefined (here NaN, so that
+a model that reads them is found out; zeros in a communicator that is not ``strict``) and no operator reads them.
 
 **Combine.** On the expert's rank, for each (source rank, token): fp32 sum over k ascending of weight times row (each
 product and each sum rounded), rounded to y's dtype. On the owner: fp32 sum of these over ranks ascending, then of the
 token's residual if there is one, rounded once to y's dtype. With fp64 rows everything is fp64.
 
 **Gathered.** ``combine_gathered`` is combine without weights, of rows that its caller has put where peers can read
-them (``empty_rows``; here any tensor will do).
+them (``empty_rows``; any tensor will do in a communicator that is not ``strict``).
 
 **Backwards.** Of dispatch: rows are combined without weights, weights go back to their (token, k), 0 where there is no
 row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or ``weight * g`` rounded to
 its dtype, and ``grad_recv_weights`` the fp32 dot product of g and y.
 
-**Halves.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator.
+**Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator. Nothing else of
+the communicator may run between the two.
 
 **Meeting.** Before anything else moves, ranks tell each other which operator they run, how many rows they will send
-and whether they refuse their input; any mismatch raises on all of them.
+and whether they refuse their input; any mismatch, and the reason of a refusal, raises on all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from .base import DispatchTensors, RouteTensors
+from ..config import Member
+from ..exchange import Exchange
+from ..records import Placed, Route, Sizes
+from .base import DispatchTensors
 from .budget import Budget
-from .exchange import Exchange
-from .halves import ticket
-
-if TYPE_CHECKING:
-    from ..communicator import Communicator
+from .halves import Order, ticket
 
 _OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
     "combine_gathered",
 )  # fmt: skip
 _UNBOUNDED = -1  # published instead of a capacity: as many rows as are asked for
+_REASON_BYTES = 1024  # of a refusal's text, as it is told to the other ranks
 
 
 class ReferenceBackend:
@@ -66,37 +67,35 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def __init__(self, comm: Communicator) -> None:
-        self.exchange = Exchange(comm.group, comm.device)
-        self.world_size, self.rank, self.device = comm.world_size, comm.rank, comm.device
-        self.num_experts = comm.num_experts
-        self.experts_per_rank = comm.experts_per_rank
+    def __init__(self, member: Member) -> None:
+        self.exchange = Exchange(member.group, member.device)
+        self.world_size, self.rank, self.device = member.world_size, member.rank, member.device
+        self.num_experts = member.num_experts
+        self.experts_per_rank = member.experts_per_rank
         ranks = torch.arange(self.world_size, device=self.device)
         per_rank = torch.tensor(self.experts_per_rank, device=self.device)
         self.rank_of_expert = torch.repeat_interleave(ranks, per_rank)  # [E]
-        self.rows_dtype, self.weights_dtype = comm.dtype, comm.weights_dtype
-        self.hidden_size = comm.hidden_size
-        self.budget = Budget(1, 2)  # nothing uses it
-        self.unused = 0.0  # what rows that nobody may read are filled with; tests set it to NaN
+        self.name_of_communicator, self.strict = member.name, member.strict
+        self.rows_dtype, self.weights_dtype = member.dtype, member.weights_dtype
+        self.hidden_size, self.symmetric_rows = member.hidden_size, member.symmetric_rows
+        self.budget = Budget(1, 2)  # checked, and used by nothing
+        self.unused = float("nan") if member.strict else 0.0  # what rows that nobody may read are filled with
+        self._order = Order(member.name)
+        self._rows: Tensor | None = None  # what empty_rows hands out
 
     # ------------------------------------------------------------------ planning
 
-    def plan(
-        self, topk_idx: Tensor, capacity: int, alignment: int, slots: int, max_tokens: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """-> send_rows, recv_rows, offs, counts, dropped"""
-        return self._plan("plan", topk_idx, capacity, alignment, slots, max_tokens, weighted=False)
+    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
+        self._begin()
+        return self._plan("plan", topk_idx, sizes, weighted=False)
 
-    def _plan(
-        self,
-        operator: str,
-        topk_idx: Tensor,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
-        weighted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _begin(self) -> None:
+        """By every operator that is no second half."""
+        if self.strict:
+            self._order.check()
+
+    def _plan(self, operator: str, topk_idx: Tensor, sizes: Sizes, weighted: bool) -> Placed:
+        capacity, alignment, slots, max_tokens = sizes
         same = {"max_tokens": max_tokens, "topk_weights given": int(weighted)}
         published = self._meet(operator, same, (capacity, alignment, slots), self._invalid_expert(topk_idx))
 
@@ -118,7 +117,7 @@ class ReferenceBackend:
         here = self.rank_of_expert[expert] == self.rank
         mine = slice(sum(self.experts_per_rank[: self.rank]), sum(self.experts_per_rank[: self.rank + 1]))
         counts = keep[mine]
-        return (
+        return Placed(
             rows[self.rank, : topk_idx.shape[0]].int(),
             torch.where(here, rows, -1).int(),
             (begin[mine] + _pad(counts, alignment)).int(),
@@ -148,97 +147,82 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ dispatch
 
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
-    ) -> DispatchTensors:
-        """Plan and move. -> recv_x [capacity, H], recv_weights, send_rows, recv_rows, offs, counts, dropped"""
-        weighted = topk_weights is not None
-        planned = self._plan("dispatch", topk_idx, capacity, alignment, slots, max_tokens, weighted)
-        send_rows, recv_rows, offs, counts, dropped = planned
-        route = (topk_idx, send_rows, recv_rows, offs, counts)
-        return *self._to_rows(x, topk_weights, route, capacity, alignment), *planned
+    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+        """Plan and move."""
+        self._begin()
+        placed = self._plan("dispatch", topk_idx, sizes, topk_weights is not None)
+        return *self._to_rows(x, topk_weights, _along(topk_idx, placed, sizes.alignment, sizes.capacity)), *placed
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
     ) -> DispatchTensors:
         """:meth:`dispatch` into exactly ``offs[-1]`` rows; nothing is dropped."""
-        weighted = topk_weights is not None
-        planned = self._plan("dispatch_dynamic", topk_idx, _UNBOUNDED, alignment, 0, max_tokens, weighted)
-        send_rows, recv_rows, offs, counts, dropped = planned
-        num_rows = int(offs[-1]) if offs.numel() else 0
-        route = (topk_idx, send_rows, recv_rows, offs, counts)
-        return *self._to_rows(x, topk_weights, route, num_rows, alignment), *planned
+        self._begin()
+        sizes = Sizes(_UNBOUNDED, alignment, 0, max_tokens)
+        placed = self._plan("dispatch_dynamic", topk_idx, sizes, topk_weights is not None)
+        num_rows = int(placed.offs[-1]) if placed.offs.numel() else 0
+        return *self._to_rows(x, topk_weights, _along(topk_idx, placed, alignment, num_rows)), *placed
 
-    def dispatch_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
-    ) -> tuple[Tensor, Tensor]:
-        """Move along a known route. -> recv_x [num_rows, H], recv_weights [num_rows] or [0]"""
-        same = {"topk_weights given": int(topk_weights is not None)}
-        self._meet_along("dispatch_planned", same, route, num_rows)
-        return self._to_rows(x, topk_weights, route, num_rows, alignment)
+    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+        """Move along a known route."""
+        self._begin()
+        self._meet_along("dispatch_planned", {"topk_weights given": int(topk_weights is not None)}, route)
+        return self._to_rows(x, topk_weights, route)
 
-    def _to_rows(
-        self, x: Tensor, topk_weights: Tensor | None, route: RouteTensors, num_rows: int, alignment: int
-    ) -> tuple[Tensor, Tensor]:
+    def _to_rows(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         asker, sent, recv_counts = self._copies(route)
-        _, _, recv_rows, offs, counts = route
-        recv_row = recv_rows[recv_rows >= 0].long()  # in the order of (source rank, token, k), as copies arrive
-        token = asker // recv_rows.shape[2]
+        recv_row = route.recv_rows[route.recv_rows >= 0].long()  # by (source rank, token, k), as rows arrive
+        token = asker // route.recv_rows.shape[2]
 
-        recv_x = self._blank_rows((num_rows, x.shape[1]), x.dtype, offs, counts, alignment)
+        recv_x = self._blank_rows((route.num_rows, x.shape[1]), x.dtype, route)
         recv_x[recv_row] = self.exchange.all_to_all(x[token], sent, recv_counts)
         if topk_weights is None:
             return recv_x, recv_x.new_empty(0, dtype=self.weights_dtype)
-        recv_weights = self._blank_rows((num_rows,), topk_weights.dtype, offs, counts, alignment)
+        recv_weights = self._blank_rows((route.num_rows,), topk_weights.dtype, route)
         recv_weights[recv_row] = self.exchange.all_to_all(topk_weights.flatten()[asker], sent, recv_counts)
         return recv_x, recv_weights
 
-    def _blank_rows(
-        self, shape: tuple[int, ...], dtype: torch.dtype, offs: Tensor, counts: Tensor, alignment: int
-    ) -> Tensor:
+    def _blank_rows(self, shape: tuple[int, ...], dtype: torch.dtype, route: Route) -> Tensor:
         """Rows yet to be filled: zeros in the padding, ``unused`` everywhere else."""
         blank = torch.full(shape, self.unused, dtype=dtype, device=self.device)
         row = torch.arange(shape[0], device=self.device)
-        end = offs.long()[:, None]
-        padding = (row < end) & (row >= end - (_pad(counts.long(), alignment) - counts)[:, None])  # [El, R]
+        end, counts = route.offs.long()[:, None], route.counts.long()
+        padding = (row < end) & (row >= end - (_pad(counts, route.alignment) - counts)[:, None])  # [El, R]
         blank[padding.any(0)] = 0
         return blank
 
     # ------------------------------------------------------------------ combine
 
     def combine(
-        self,
-        y: Tensor,
-        recv_weights: Tensor | None,
-        route: RouteTensors,
-        alignment: int,
-        residual: Tensor | None = None,
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None
     ) -> Tensor:
-        """-> out [T, H] in y's dtype"""
+        self._begin()
         same = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
-        self._meet_along("combine", same, route, y.shape[0])
+        self._meet_along("combine", same, route)
         return self._to_tokens(y, recv_weights, route, residual)
 
     def empty_rows(self, num_rows: int) -> Tensor:
-        """-> ordinary memory [num_rows, H]"""
-        return torch.full((num_rows, self.hidden_size), self.unused, dtype=self.rows_dtype, device=self.device)
+        """Ordinary memory, the same in every call."""
+        if self._rows is None:
+            shape = self.symmetric_rows, self.hidden_size
+            self._rows = torch.empty(shape, dtype=self.rows_dtype, device=self.device)
+        return self._rows[:num_rows].detach().fill_(self.unused)
 
-    def combine_gathered(self, y: Tensor, route: RouteTensors, alignment: int) -> Tensor:
-        """-> out [T, H] in y's dtype"""
-        self._meet_along("combine_gathered", {}, route, y.shape[0])
+    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
+        self._begin()
+        problem = None
+        if self.strict and self.symmetric_rows == 0:
+            name = self.name_of_communicator
+            problem = f"communicator {name!r} has no rows in symmetric memory: symmetric_rows is 0"
+        elif self.strict and y.numel() and (self._rows is None or y.data_ptr() != self._rows.data_ptr()):
+            problem = "y does not lie in symmetric memory; pass the tensor that empty_rows returned"
+        self._meet_along("combine_gathered", {}, route, problem)
         return self._to_tokens(y, None, route)
 
     def _to_tokens(
-        self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors, residual: Tensor | None = None
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None
     ) -> Tensor:
-        topk_idx, send_rows, recv_rows, _, _ = route
+        topk_idx, send_rows, recv_rows = route.topk_idx, route.send_rows, route.recv_rows
         exact = torch.float64 if y.dtype == torch.float64 else torch.float32
 
         came = (recv_rows >= 0).any(2)  # [W, max_tokens]: tokens with a row here
@@ -264,70 +248,72 @@ class ReferenceBackend:
             out += residual.to(exact)
         return out.to(y.dtype)
 
-    # ------------------------------------------------------------------ halves
+    # ------------------------------------------------------------------ split operations
 
-    def dispatch_start(self, x: Tensor, *args: Any) -> Tensor:
+    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
         """Nothing yet: the second half does it all."""
+        self._begin()
+        self._order.start("dispatch")
         return ticket(x)
 
-    def dispatch_wait(self, *args: Any) -> DispatchTensors:
+    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
         """:meth:`dispatch`."""
-        return self.dispatch(*args)
+        self._end("dispatch")
+        return self.dispatch(x, topk_weights, topk_idx, sizes)
 
-    def combine_start(self, y: Tensor, *args: Any) -> Tensor:
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """Nothing yet: the second half does it all."""
+        self._begin()
+        self._order.start("combine")
         return ticket(y)
 
-    def combine_wait(self, *args: Any) -> Tensor:
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """:meth:`combine`."""
-        return self.combine(*args)
+        self._end("combine")
+        return self.combine(y, recv_weights, route)
+
+    def _end(self, operator: str) -> None:
+        """By every second half."""
+        if self.strict:
+            self._order.wait(operator)
 
     # ------------------------------------------------------------------ backwards
 
     def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: RouteTensors, alignment: int
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
+        self._begin()
         same = {
             "grad_recv_x given": int(grad_recv_x is not None),
             "grad_recv_weights given": int(grad_recv_weights is not None),
         }
-        given = grad_recv_x if grad_recv_x is not None else grad_recv_weights
-        self._meet_along("dispatch_backward", same, route, None if given is None else given.shape[0])
+        self._meet_along("dispatch_backward", same, route)
         grad_x = grad_topk_weights = torch.empty(0, dtype=self.weights_dtype, device=self.device)
         if grad_recv_x is not None:
             grad_x = self._to_tokens(grad_recv_x, None, route)
         if grad_recv_weights is not None:
             asker, sent, recv_counts = self._copies(route)
-            topk_idx, _, recv_rows, _, _ = route
-            grads = grad_recv_weights[recv_rows[recv_rows >= 0].long()]
-            grad_topk_weights = grads.new_zeros(topk_idx.shape)
+            grads = grad_recv_weights[route.recv_rows[route.recv_rows >= 0].long()]
+            grad_topk_weights = grads.new_zeros(route.topk_idx.shape)
             grad_topk_weights.view(-1)[asker] = self.exchange.all_to_all(grads, recv_counts, sent)
         return grad_x, grad_topk_weights
 
     def combine_backward(
-        self,
-        grad_out: Tensor,
-        y: Tensor | None,
-        recv_weights: Tensor | None,
-        route: RouteTensors,
-        num_rows: int,
-        alignment: int,
+        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        """-> grad_y [num_rows, H], grad_recv_weights [num_rows] or [0]"""
+        self._begin()
         same = {"y given": int(y is not None), "recv_weights given": int(recv_weights is not None)}
-        self._meet_along("combine_backward", same, route, num_rows)
-        _, _, recv_rows, offs, counts = route
-        grad_y, none = self._to_rows(grad_out, None, route, num_rows, alignment)
+        self._meet_along("combine_backward", same, route)
+        grad_y, none = self._to_rows(grad_out, None, route)
         if recv_weights is None:
             return grad_y, none
         exact = torch.float64 if grad_y.dtype == torch.float64 else torch.float32
-        row = recv_rows[recv_rows >= 0].long()
+        row = route.recv_rows[route.recv_rows >= 0].long()
         g = grad_y[row].to(exact)
         grad_y[row] = (g * recv_weights[row].to(exact)[:, None]).to(grad_y.dtype)
         if y is None:
             return grad_y, none
-        grad_recv_weights = self._blank_rows((num_rows,), recv_weights.dtype, offs, counts, alignment)
+        grad_recv_weights = self._blank_rows((route.num_rows,), recv_weights.dtype, route)
         grad_recv_weights[row] = (g * y[row].to(exact)).sum(1).to(recv_weights.dtype)
         return grad_y, grad_recv_weights
 
@@ -338,22 +324,26 @@ class ReferenceBackend:
         rank = self.rank_of_expert[topk_idx.long().clamp(0, self.num_experts - 1)]
         return torch.where(send_rows >= 0, rank, self.world_size)
 
-    def _copies(self, route: RouteTensors) -> tuple[Tensor, list[int], list[int]]:
+    def _copies(self, route: Route) -> tuple[Tensor, list[int], list[int]]:
         """What dispatch sends: flat (token, k) sorted by destination; how many go to and come from each rank."""
-        topk_idx, send_rows, recv_rows, _, _ = route
-        destination = self._destinations(topk_idx, send_rows).flatten()
+        destination = self._destinations(route.topk_idx, route.send_rows).flatten()
         sent = torch.bincount(destination, minlength=self.world_size + 1)[: self.world_size].tolist()
         asker = destination.argsort(stable=True)[: sum(sent)]
-        return asker, sent, (recv_rows >= 0).sum((1, 2)).tolist()
+        return asker, sent, (route.recv_rows >= 0).sum((1, 2)).tolist()
 
-    def _meet_along(self, operator: str, same: dict[str, int], route: RouteTensors, num_rows: int | None) -> None:
+    def refuse(self, operator: str, reason: str) -> None:
+        """Meets the others where they run the operator (a split one: in its second half), who raise the reason."""
+        whole = operator.removesuffix("_start").removesuffix("_wait")
+        if operator != whole:
+            self._order.started = None
+        self._gather(whole, reason)
+
+    def _meet_along(self, operator: str, same: dict[str, int], route: Route, problem: str | None = None) -> None:
         """Meet, and make sure that both ends of the route expect the same number of rows."""
         _, sent, recv_counts = self._copies(route)
-        recv_rows = route[2]
-        last = int(recv_rows.max()) if recv_rows.numel() else -1
-        problem = None
-        if num_rows is not None and last >= num_rows:
-            problem = f"the route of rank {self.rank} fills row {last}, but only {num_rows} rows were given"
+        last = int(route.recv_rows.max()) if route.recv_rows.numel() else -1
+        if problem is None and last >= route.num_rows:
+            problem = f"the route of rank {self.rank} fills row {last}, but only {route.num_rows} rows were given"
         published = self._meet(operator, same, (*sent, *recv_counts), problem)
         goes, comes = published[:, : self.world_size], published[:, self.world_size :].T
         if not torch.equal(goes, comes):
@@ -365,9 +355,18 @@ class ReferenceBackend:
 
     def _meet(self, operator: str, same: dict[str, int], own: Sequence[int], problem: str | None) -> Tensor:
         """``own`` of all ranks [W, len(own)], once they run the same operator with equal ``same`` and no problem."""
-        message = [_OPERATORS.index(operator), int(problem is not None), *same.values()]
-        offset = len(message)
-        message += own
+        gathered, refusals = self._gather(operator, problem, (*same.values(), *own))
+        if refusals:
+            raise ValueError(f"{operator}: {problem}" if problem else f"{operator}: {'; '.join(refusals)}")
+        for column, field in enumerate(same):
+            values = gathered[:, column].tolist()
+            if len(set(values)) > 1:
+                raise ValueError(f"{operator}: ranks disagree on {field}: {values} by rank")
+        return gathered[:, len(same) : len(same) + len(own)]
+
+    def _gather(self, operator: str, problem: str | None, told: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
+        """``told`` of all ranks [W, at least len(told)], and the refusals of those that have a problem."""
+        message = [_OPERATORS.index(operator), int(problem is not None), *told]
         message += [0] * (8 + 2 * self.world_size - len(message))  # one length for all operators
         gathered = self.exchange.all_gather(torch.tensor(message)).cpu()
         operators = gathered[:, 0].tolist()
@@ -375,19 +374,18 @@ class ReferenceBackend:
             running = ", ".join(f"rank {rank}: {_OPERATORS[index]}" for rank, index in enumerate(operators))
             raise RuntimeError(f"ranks run different operators at the same time ({running})")
         refusing = gathered[:, 1].nonzero().flatten().tolist()
-        if refusing:
-            raise ValueError(f"{operator}: {problem or f'refused by ranks {refusing}, whose errors say why'}")
-        for column, field in enumerate(same, start=2):
-            values = gathered[:, column].tolist()
-            if len(set(values)) > 1:
-                raise ValueError(f"{operator}: ranks disagree on {field}: {values} by rank")
-        return gathered[:, offset : offset + len(own)]
+        if not refusing:
+            return gathered[:, 2:], []
+        text = (problem or "").encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+        texts = self.exchange.all_gather(torch.tensor(list(text), dtype=torch.uint8)).cpu()
+        reasons = [bytes(texts[rank].tolist()).rstrip(b"\0").decode(errors="ignore") for rank in refusing]
+        return gathered[:, 2:], [f"refused by rank {r}: {why}" for r, why in zip(refusing, reasons, strict=True)]
 
     # ------------------------------------------------------------------ the rest of a backend
 
-    def memory_plan(self) -> dict[str, int]:
-        """Nothing is held."""
-        return {}
+    def sm_budget(self, dispatch: int | None, combine: int | None) -> AbstractContextManager[None]:
+        """Checked alone."""
+        return self.budget.changed(dispatch, combine)
 
     def compile(self) -> None:
         """Nothing to do."""
@@ -401,6 +399,11 @@ class ReferenceBackend:
     def destroy(self) -> None:
         """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""
         self.exchange.group = None
+        self._rows = None
+
+
+def _along(topk_idx: Tensor, placed: Placed, alignment: int, num_rows: int) -> Route:
+    return Route(topk_idx, placed.send_rows, placed.recv_rows, placed.offs, placed.counts, alignment, num_rows)
 
 
 def _pad(count: Tensor, alignment: int) -> Tensor:

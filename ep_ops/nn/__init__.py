@@ -1,5 +1,6 @@
-"""Layers built on the operators: examples to copy from as much as modules to use."""
+"""Layers built on the operators, to copy from as much as to use, and row-wise operations between them."""
 
 from ep_ops.nn.moe_layer import DenseMoE, MoELayer, choose_experts, grouped_mm, swiglu
+from ep_ops.nn.rows import expert_of_rows, of_rows
 
-__all__ = ["DenseMoE", "MoELayer", "choose_experts", "grouped_mm", "swiglu"]
+__all__ = ["DenseMoE", "MoELayer", "choose_experts", "expert_of_rows", "grouped_mm", "of_rows", "swiglu"]

@@ -1,13 +1,14 @@
 """The ``ep`` operators. Importing this registers them all; it needs no GPU and no process group.
 
-One idea a file: what they are called with (schema), what runs (register), how gradients flow (autograd) and in which
-order compiled graphs run them (ordering). Their meaning is in ``ep_ops.backends.reference``.
+One idea a file: what there is (table), how gradients flow (gradients), how PyTorch learns of them (register), in which
+order compiled graphs run them (ordering), how methods call them (eager). Their meaning is in
+``ep_ops.backends.reference``.
 """
 
 from __future__ import annotations
 
-from . import autograd, register  # noqa: F401  registers
+from . import register  # noqa: F401  registers
 from .checkpoint import SAVE_FOR_CHECKPOINT
-from .schema import OPERATORS
+from .table import OPERATORS, Operator
 
-__all__ = ["OPERATORS", "SAVE_FOR_CHECKPOINT"]
+__all__ = ["OPERATORS", "SAVE_FOR_CHECKPOINT", "Operator"]

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from . import schema  # noqa: F401  defines them
+from .table import OPERATORS
 
-SAVE_FOR_CHECKPOINT: list[torch._ops.OpOverload] = [
-    torch.ops.ep.plan.default,
-    torch.ops.ep.dispatch.default,
-    torch.ops.ep.dispatch_dynamic.default,
-    torch.ops.ep.dispatch_planned.default,
-    torch.ops.ep.combine.default,
-    torch.ops.ep.combine_gathered.default,
-    torch.ops.ep.dispatch_start.default,
-    torch.ops.ep.dispatch_wait.default,
-    torch.ops.ep.combine_start.default,
-    torch.ops.ep.combine_wait.default,
-]
+SAVE_FOR_CHECKPOINT: list[torch._ops.OpOverload] = [op.overload for op in OPERATORS if "backward" not in op.name]
 """For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: save what these return, recompute the rest.
 
 Without it, checkpointing sends every token again in the backward pass: right, as long as all ranks do, but slow::

@@ -9,7 +9,7 @@ way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from .schema import OPERATORS
+from .table import Operator
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """Operator name -> what runs on a CPU or a GPU (see register)."""
@@ -28,10 +28,14 @@ _TYPES: dict[str, frozenset[type]] = {
     "int": frozenset({int}),
     "str": frozenset({str}),
 }
-_ARGUMENTS = {
-    op._schema.name.removeprefix("ep::"): tuple(_TYPES[str(a.type)] for a in op._schema.arguments) for op in OPERATORS
-}
+_ARGUMENTS: dict[str, tuple[frozenset[type], ...]] = {}
 """Operator name -> the types that each of its arguments plainly has. Subclasses of Tensor may mean something else."""
+
+
+def learn(operators: Iterable[Operator]) -> None:
+    """Note the types of their arguments; they are registered."""
+    for op in operators:
+        _ARGUMENTS[op.name] = tuple(_TYPES[str(a.type)] for a in op.overload._schema.arguments)
 
 
 def call(name: str, *args: Any) -> Any:

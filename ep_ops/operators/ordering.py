@@ -25,9 +25,13 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .schema import HALVES, OPERATORS
+from . import table
 
 TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
+
+OPERATORS = tuple(op.overload for op in table.OPERATORS)
+HALVES = {op.overload: getattr(torch.ops.ep, op.starts).default for op in table.OPERATORS if op.starts is not None}
+"""The half that ends an operation -> the one that begins it. What the program does between them stays between them."""
 
 _CAT = torch.ops.aten.cat.default
 _POSITION = "ep_position"  # in the meta of a graph's node: place in the program

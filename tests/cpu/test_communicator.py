@@ -129,7 +129,7 @@ def test_methods_on_one_rank() -> None:
             torch.testing.assert_close(comm.combine(got.x, got.route, got.weights), expected)
         route, dropped = comm.plan(topk_idx, capacity=4, max_tokens=3)
         assert dropped.tolist() == [0, 2, 0, 0, 0, 1]
-        rows, no_weights = comm.dispatch_planned(x, route, num_rows=4)
+        rows, no_weights = comm.dispatch_planned(x, route)
         assert no_weights is None and torch.equal(rows[:2], x[[0, 2]])
         assert comm.dispatch(x, topk_idx).weights is None
 
@@ -141,9 +141,9 @@ def test_methods_trace_in_one_graph() -> None:
             got = comm.dispatch(x, topk_idx, weights)
             home = comm.combine(torch.tanh(got.x), got.route, got.weights)
             padded = comm.dispatch(x, topk_idx, slots=8, max_tokens=4, alignment=2)
-            home = home + comm.combine(padded.x, padded.route, alignment=2)
+            home = home + comm.combine(padded.x, padded.route)
             route, _ = comm.plan(topk_idx, capacity=comm.capacity(3))
-            rows, row_weights = comm.dispatch_planned(x, route, weights, num_rows=comm.capacity(3))
+            rows, row_weights = comm.dispatch_planned(x, route, weights)
             return home + comm.combine(rows, route, row_weights)
 
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -34,7 +34,7 @@ def padded_layer(comm, x, topk_idx, weights, scale):
 def planned_layer(comm, x, topk_idx, weights, scale):
     """Without weights, along a route that was planned before; x is not contiguous when it comes."""
     route, _ = comm.plan(topk_idx)
-    rows, _ = comm.dispatch_planned((x.t() + 1).contiguous().t().contiguous(), route, num_rows=comm.capacity())
+    rows, _ = comm.dispatch_planned((x.t() + 1).contiguous().t().contiguous(), route)
     return comm.combine(torch.tanh(rows), route) * weights.sum() + scale.sum()
 
 

@@ -63,7 +63,7 @@ def test_directly_without_gradients(comm, calls, off):
         assert torch.equal(comm.combine_wait(comm.combine_start(halved.x, halved.route, halved.weights)), expected)
         comm.plan(idx)
         comm.dispatch_dynamic(x, idx)
-        comm.dispatch_planned(x, sent.route, num_rows=sent.x.shape[0])
+        comm.dispatch_planned(x, sent.route)
     assert calls == [
         "dispatch", "combine", "dispatch_start", "dispatch_wait", "combine_start", "combine_wait", "plan",
         "dispatch_dynamic", "dispatch_planned",
@@ -105,7 +105,7 @@ def test_transforms_are_the_dispatchers(comm, calls):
     x, idx, _ = given()
     route, _ = comm.plan(idx)
     calls.clear()
-    both = torch.func.vmap(lambda rows: comm.dispatch_planned(rows, route, num_rows=comm.capacity())[0])
+    both = torch.func.vmap(lambda rows: comm.dispatch_planned(rows, route)[0])
     held = route.recv_rows[route.recv_rows >= 0].long()
     assert torch.equal(both(torch.stack([x, 2 * x]))[1, held], 2 * both(x[None])[0, held])
     assert calls == []

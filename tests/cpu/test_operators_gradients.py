@@ -39,7 +39,7 @@ def test_finite_differences_along_a_known_route(exact):
     route, _ = exact.plan(topk_idx, capacity=12, slots=0)
 
     def there_and_back(x, weights):
-        rows, row_weights = exact.dispatch_planned(x, route, weights, num_rows=12)
+        rows, row_weights = exact.dispatch_planned(x, route, weights)
         return exact.combine(torch.sin(rows), route, row_weights)
 
     assert gradcheck(there_and_back, (x, weights))

@@ -127,7 +127,7 @@ dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatc
     def test_plan_and_exact_size(self):
         def planned_and_dynamic(x, idx, w, scale):
             route, _ = self.comm.plan(idx)
-            rows, _ = self.comm.dispatch_planned(x, route, num_rows=self.comm.capacity())
+            rows, _ = self.comm.dispatch_planned(x, route)
             out = self.comm.combine(torch.tanh(rows), route)
             exact = self.comm.dispatch_dynamic(x + out, idx, w)
             return self.comm.combine(torch.tanh(exact.x), exact.route, exact.weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,68 @@ from torch.library import opcheck
 import ep_ops
 from ep_ops.operators import OPERATORS
 
+OPS = {op.name: op for op in OPERATORS}
+VARIANTS = {
+    "": {},
+    "padded": {"capacity": 48, "slots": 12},
+    "unweighted": {"topk_weights": None, "recv_weights": None},
+    "only weights learn": {"learns": ("topk_weights", "recv_weights")},
+    "only the residual learns": {"learns": ("residual",), "recv_weights": None},
+    "with residual": {},
+    "of rows": {"grad_recv_weights": None, "y": None},
+    "of weights": {"grad_recv_x": None},
+    "of rows alone": {"y": None, "recv_weights": None},
+}
+
+
+def variants(op: Any) -> list[str]:
+    """Those that mean something to the operator."""
+    names = set(op.arguments._fields)
+    backward = op.name.endswith("_backward")
+    meant = {
+        "": True,
+        "padded": "slots" in names,
+        "unweighted": not backward and bool(names & {"topk_weights", "recv_weights"}),
+        "only weights learn": op.gradient is not None and bool(names & {"topk_weights", "recv_weights"}),
+        "only the residual learns": "residual" in names,
+        "with residual": "residual" in names,
+        "of rows": backward,
+        "of weights": op.name == "dispatch_backward",
+        "of rows alone": op.name == "combine_backward",
+    }
+    return [variant for variant, means in meant.items() if means]
+
+
+def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 5) -> tuple[Any, ...]:
+    """Of a call on fresh data; floating inputs of operators that have a gradient ask for one."""
+    x, topk_idx, weights = toy.inputs(tokens)
+    sent = comm.dispatch(x, topk_idx, weights, capacity=44)
+    assert sent.weights is not None
+    y, recv_weights = sent.x.nan_to_num(), sent.weights.nan_to_num()
+    known = {
+        "x": x, "topk_weights": weights, "y": y, "recv_weights": recv_weights, "residual": None,
+        "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn(tokens, toy.HIDDEN),
+        "ticket": torch.empty(0, dtype=torch.int64), **sent.route._asdict(),
+        "capacity": 44, "slots": 0, "max_tokens": 16, "num_local_experts": comm.num_local_experts, "world_size": 1,
+        "comm": comm.name,
+    }  # fmt: skip
+    if "residual" in variant:
+        known["residual"] = torch.randn(tokens, toy.HIDDEN)
+    changed = dict(VARIANTS[variant])
+    op = OPS[name]
+    learns = changed.pop("learns", op.arguments._fields if op.gradient is not None else ())
+    known.update(changed)
+    values = [known[field] for field in op.arguments._fields]
+    return tuple(
+        value.clone().requires_grad_()
+        if field in learns and isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for field, value in zip(op.arguments._fields, values, strict=True)
+    )
+
+
+CALLS = [(name, variant) for name, op in OPS.items() for variant in variants(op)]
+
 
 @pytest.fixture(scope="module")
 def comm():
@@ -22,79 +85,27 @@ def comm():
         yield comm
 
 
-def calls(comm, tokens=5):
-    """Arguments for every operator: {what: (operator name, arguments)}. Float inputs of forwards ask for gradients."""
-    x, topk_idx, weights = toy.inputs(tokens, grad=True)
-    sizes = (16, comm.num_local_experts, 1, comm.name)
-    flat, padded = (44, 4, 0, *sizes), (48, 4, 12, *sizes)
-    rows = comm.dispatch(x.detach(), topk_idx, weights.detach(), capacity=44)
-    route, ep = rows.route, (4, comm.name)
-    y, recv_weights = rows.x.nan_to_num(), rows.weights.nan_to_num()
-    grad = torch.randn(tokens, toy.HIDDEN)
-    asked = [t.clone().requires_grad_() for t in (y, recv_weights)]
-    ticket = torch.empty(0, dtype=torch.int64)
-    return {
-        "plan": ("plan", (topk_idx, *flat)),
-        "plan padded": ("plan", (topk_idx, *padded)),
-        "dispatch": ("dispatch", (x, weights, topk_idx, *flat)),
-        "dispatch padded": ("dispatch", (x, weights, topk_idx, *padded)),
-        "dispatch unweighted": ("dispatch", (x, None, topk_idx, *flat)),
-        "dispatch, only weights learn": ("dispatch", (x.detach(), weights, topk_idx, *flat)),
-        "dispatch_dynamic": ("dispatch_dynamic", (x, weights, topk_idx, 4, *sizes)),
-        "dispatch_dynamic unweighted": ("dispatch_dynamic", (x, None, topk_idx, 4, *sizes)),
-        "dispatch_planned": ("dispatch_planned", (x, weights, *route, 44, *ep)),
-        "dispatch_planned unweighted": ("dispatch_planned", (x, None, *route, 44, *ep)),
-        "combine": ("combine", (*asked, *route, *ep)),
-        "combine unweighted": ("combine", (asked[0], None, *route, *ep)),
-        "combine with residual": ("combine", (*asked, *route, *ep, grad.clone().requires_grad_())),
-        "combine, only the residual learns": ("combine", (y, None, *route, *ep, grad.clone().requires_grad_())),
-        "combine, only weights learn": ("combine", (y, asked[1], *route, *ep)),
-        "combine_gathered": ("combine_gathered", (asked[0], *route, *ep)),
-        "dispatch_backward": ("dispatch_backward", (y, recv_weights, *route, *ep)),
-        "dispatch_backward of rows": ("dispatch_backward", (y, None, *route, *ep)),
-        "dispatch_backward of weights": ("dispatch_backward", (None, recv_weights, *route, *ep)),
-        "combine_backward": ("combine_backward", (grad, y, recv_weights, *route, 44, *ep)),
-        "combine_backward of rows": ("combine_backward", (grad, None, recv_weights, *route, 44, *ep)),
-        "combine_backward unweighted": ("combine_backward", (grad, None, None, *route, 44, *ep)),
-        "dispatch_start": ("dispatch_start", (x, weights, topk_idx, *flat)),
-        "dispatch_wait": ("dispatch_wait", (ticket, x, weights, topk_idx, *flat)),
-        "dispatch_wait padded": ("dispatch_wait", (ticket, x, weights, topk_idx, *padded)),
-        "dispatch_wait unweighted": ("dispatch_wait", (ticket, x, None, topk_idx, *flat)),
-        "combine_start": ("combine_start", (*asked, *route, *ep)),
-        "combine_wait": ("combine_wait", (ticket, *asked, *route, *ep)),
-        "combine_wait unweighted": ("combine_wait", (ticket, asked[0], None, *route, *ep)),
-    }
+@pytest.fixture(scope="module")
+def lenient():
+    """opcheck compares and copies what is undefined: it must not be NaN, nor lie in one place alone."""
+    with toy.communicator(strict=False) as comm:
+        yield comm
 
 
-with toy.communicator() as _comm:
-    CALLS = tuple(calls(_comm))
-OPS = {op._opname: op for op in OPERATORS}
-
-
-def test_no_operator_is_forgotten(comm):
-    assert {name for name, _ in calls(comm).values()} == set(OPS)
-
-
-@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize(("name", "variant"), CALLS)
 @pytest.mark.parametrize("tokens", [5, 0])
-def test_opcheck(comm, what, tokens):
-    # What opcheck compares must not be NaN where nothing is defined.
-    comm.backend.unused = 0.0
-    try:
-        name, args = calls(comm, tokens)[what]
-        opcheck(OPS[name], args)
-    finally:
-        comm.backend.unused = float("nan")
+def test_opcheck(lenient, name, variant, tokens):
+    opcheck(OPS[name].overload, arguments(lenient, name, variant, tokens))
 
 
-@pytest.mark.parametrize("what", CALLS)
-def test_fakes_give_what_is_returned(comm, what):
-    name, args = calls(comm)[what]
-    real = OPS[name](*args)
+@pytest.mark.parametrize(("name", "variant"), CALLS)
+def test_fakes_give_what_is_returned(lenient, name, variant):
+    op, args = OPS[name].overload, arguments(lenient, name, variant)
+    real = op(*args)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         # No communicator of that name exists: fakes must not need one.
         fake_args = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
-        fake = OPS[name](*("unheard of" if a == comm.name else a for a in fake_args))
+        fake = op(*("unheard of" if a == lenient.name else a for a in fake_args))
     real, fake = ((out,) if isinstance(out, torch.Tensor) else out for out in (real, fake))
     for returned, expected in zip(fake, real, strict=True):
         assert returned.dtype == expected.dtype and returned.device == expected.device
@@ -105,10 +116,17 @@ def test_fakes_give_what_is_returned(comm, what):
 
 
 def test_tags_and_schemas():
-    for name, op in OPS.items():
+    for name, op in ((name, op.overload) for name, op in OPS.items()):
         assert torch.Tag.pt2_compliant_tag in op.tags and torch.Tag.needs_contiguous_strides in op.tags
         assert (torch.Tag.cudagraph_unsafe in op.tags) == (name == "dispatch_dynamic")
         assert not op._schema.is_mutable and all(out.alias_info is None for out in op._schema.returns)
+
+
+def test_records_have_the_schemas_arguments():
+    for op in OPERATORS:
+        arguments = op.overload._schema.arguments
+        assert op.arguments._fields == tuple(a.name for a in arguments)
+        assert op.arguments._field_defaults == {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 def test_unknown_communicator_is_an_error():

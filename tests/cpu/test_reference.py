@@ -215,7 +215,7 @@ def _layer(case: RouteCase, tokens: list[Tokens], up: Tensor, down: Tensor, how:
             rows, row_weights, route = got.x, got.weights, got.route
         elif how == "planned":
             route, _ = comm.plan(idx, capacity=case.capacity[rank], max_tokens=case.max_tokens)
-            rows, row_weights = comm.dispatch_planned(x, route, weights, num_rows=case.capacity[rank])
+            rows, row_weights = comm.dispatch_planned(x, route, weights)
         else:
             size = {"capacity": case.capacity[rank], "slots": case.slots[rank], "max_tokens": case.max_tokens}
             got = comm.dispatch(x, idx, weights, **size)

@@ -1,0 +1,41 @@
+"""Row-wise operations between dispatch and combine: what belongs to an expert, for each of its rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_ops.records import Route
+
+
+def expert_of_rows(route: Route) -> Tensor:
+    """int64 [R]: the local expert whose row each one is; -1 for rows that nobody owns.
+
+    R is ``route.num_rows``. Padding rows, and those between or past the segments, are nobody's.
+    """
+    row = torch.arange(route.num_rows, device=route.offs.device)
+    if route.offs.shape[0] == 0:
+        return torch.full_like(row, -1)
+    counts = route.counts.long()
+    padded = (counts + route.alignment - 1) // route.alignment * route.alignment
+    end = route.offs.long() - padded + counts  # behind the last row that the expert owns
+    expert = torch.searchsorted(route.offs.long(), row, right=True).clamp(max=end.shape[0] - 1)
+    owned = (row < end[expert]) & (row >= (end - counts)[expert])
+    return torch.where(owned, expert, -1)
+
+
+def of_rows(values: Tensor, route: Route) -> Tensor:
+    """What each row's expert has: ``values`` [El, ...] -> [R, ...], zeros for rows that nobody owns. Differentiable.
+
+    For biases, scales and norms that differ by expert::
+
+        y = grouped_mm(x, w, route.offs) + of_rows(bias, route)
+
+    Rows that nobody owns add nothing to the gradient of ``values``, whatever their own gradients hold: they are
+    undefined there. ``bias[expert_of_rows(route)]`` would add them up.
+    """
+    expert = expert_of_rows(route)
+    owned = (expert >= 0).view(-1, *[1] * (values.ndim - 1))
+    if values.shape[0] == 0:
+        return values.new_zeros(expert.shape[0], *values.shape[1:])
+    return torch.where(owned, values[expert.clamp(min=0)], 0)

@@ -1,0 +1,80 @@
+"""How gradients flow: backward of each operator is another operator along the same route.
+
+All ranks must run the same operators in backward too. What is sent there is therefore decided by which inputs need a
+gradient, never by which gradients happen to have arrived: those that are missing are sent as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Gradient(NamedTuple):
+    """Of operators that return alike."""
+
+    operators: tuple[str, ...]  # what backward runs
+    save: Callable[[Any, Any, Any, Any], None]
+    """(ctx, arguments, which of them need a gradient, outputs): keeps what backward needs. Both middle ones are records
+    with the names of the operator's arguments."""
+    backward: Callable[..., dict[str, Tensor | None]]
+    """(ctx, which arguments need a gradient, gradient of each output) -> gradients by the name of the argument."""
+
+
+def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
+    recv_x, recv_weights, *integers = output
+    planned = output[2:6] if integers else (a.send_rows, a.recv_rows, a.offs, a.counts)
+    ctx.save_for_backward(a.topk_idx, *planned)
+    ctx.rows_shape, ctx.rows_dtype, ctx.weights_dtype = recv_x.shape, recv_x.dtype, recv_weights.dtype
+    ctx.alignment, ctx.comm = a.alignment, a.comm
+    ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
+    ctx.mark_non_differentiable(*integers if asked.topk_weights else (recv_weights, *integers))
+
+
+def _dispatch_backward(
+    ctx: Any, asked: Any, grad_x: Tensor | None, grad_weights: Tensor | None, *_: None
+) -> dict[str, Tensor | None]:
+    route = ctx.saved_tensors
+    zeros = route[0].new_zeros
+    if asked.x:  # what arrives may have any strides, those of an expanded sum for instance
+        grad_x = zeros(ctx.rows_shape, dtype=ctx.rows_dtype) if grad_x is None else grad_x.contiguous()
+    if asked.topk_weights:
+        shape, dtype = ctx.rows_shape[:1], ctx.weights_dtype
+        grad_weights = zeros(shape, dtype=dtype) if grad_weights is None else grad_weights.contiguous()
+    home_x, home_weights = torch.ops.ep.dispatch_backward(
+        grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route, ctx.alignment, ctx.comm
+    )
+    return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
+
+
+def _save_combine(ctx: Any, a: Any, asked: Any, output: Tensor) -> None:
+    weights = getattr(a, "recv_weights", None)  # a gathering combine takes none
+    weights_asked = weights is not None and asked.recv_weights
+    ctx.save_for_backward(
+        a.y if weights_asked else None, weights, a.topk_idx, a.send_rows, a.recv_rows, a.offs, a.counts
+    )
+    ctx.rows_asked = asked.y or weights_asked
+    ctx.num_rows, ctx.alignment, ctx.comm = a.y.shape[0], a.alignment, a.comm
+
+
+def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
+    y, recv_weights, *route = ctx.saved_tensors
+    grads: dict[str, Tensor | None] = {}
+    if ctx.rows_asked:
+        given, along = grad_out.contiguous(), (*route, ctx.num_rows, ctx.alignment, ctx.comm)
+        if recv_weights is None:
+            grads["y"], _ = torch.ops.ep.dispatch_planned(given, None, *along)
+        else:
+            grads["y"], grad_weights = torch.ops.ep.combine_backward(given, y, recv_weights, *along)
+            grads["recv_weights"] = None if y is None else grad_weights
+    if getattr(asked, "residual", False):
+        grads["residual"] = grad_out
+    return grads
+
+
+OF_DISPATCH = Gradient(("dispatch_backward",), _save_dispatch, _dispatch_backward)
+OF_COMBINE = Gradient(("combine_backward", "dispatch_planned"), _save_combine, _combine_backward)
+OF_GATHERED = Gradient(("dispatch_planned",), _save_combine, _combine_backward)

@@ -1,0 +1,209 @@
+"""Every operator, once: from this table come registration, gradients, the tests' cases and the documentation's table.
+
+All are functional: they mutate nothing, and every output is fresh memory. A communicator goes by its name (``comm``),
+state lives behind that name, and each int that sets the size of an output is an argument: compiled graphs, their
+caches and exported programs depend on nothing else.
+
+T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts. x, y, out and their gradients are
+[., H] of the communicator's dtype, as is the residual, weights and their gradients float32 (float64 with float64
+rows), everything else int32 (see ``ep_ops.backends.reference`` for what the values mean). Optional results that were
+not asked for have shape [0].
+
+``*_start`` and ``*_wait``, called with the same arguments, are the halves of a split operation. The ticket between
+them holds nothing (int64 [0]): it tells whoever orders operators that one half follows the other.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import meta_kernels
+
+from .. import checks
+from ..backends.base import Backend
+from ..config import Member
+from ..records import Route, Sizes
+from . import gradients
+from .gradients import Gradient
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What there is to say of ``torch.ops.ep.<name>``.
+
+    ``check``, ``run`` and ``fake`` take the operator's arguments as a record with the schema's names.
+    """
+
+    name: str
+    schema: str
+    does: str  # a sentence for the documentation
+    check: Callable[[Member, Any], None]  # TypeError or ValueError for what cannot be taken
+    run: Callable[[Backend, Any], Any]
+    fake: Callable[[Any], Any]
+    gradient: Gradient | None = None
+    starts: str | None = None  # the operator that this one ends, where it is the second half of a split operation
+    exact: bool = False  # sizes of outputs depend on data: waits for the device
+
+    @functools.cached_property
+    def arguments(self) -> Any:
+        """The record (a named tuple) of the operator's arguments, in schema order."""
+        arguments = torch._C.parse_schema(f"ep::{self.name}{self.schema}").arguments
+        defaults = [a.default_value for a in arguments if a.has_default_value()]
+        return collections.namedtuple(self.name, [a.name for a in arguments], defaults=defaults)
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """``torch.ops.ep.<name>.default``, once it is registered."""
+        return getattr(torch.ops.ep, self.name).default
+
+
+def sizes(a: Any) -> Sizes:
+    """Of the arguments of an operator that plans."""
+    return Sizes(a.capacity, a.alignment, a.slots, a.max_tokens)
+
+
+def route(a: Any, num_rows: int) -> Route:
+    """Of the arguments of an operator that follows a known route."""
+    return Route(a.topk_idx, a.send_rows, a.recv_rows, a.offs, a.counts, a.alignment, num_rows)
+
+
+def _given_rows(a: Any) -> int:
+    return a.grad_recv_weights.shape[0] if a.grad_recv_x is None else a.grad_recv_x.shape[0]
+
+
+_ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor recv_rows, Tensor offs, Tensor counts"
+_COMM = "int num_local_experts, int world_size, str comm"
+_PLANNED = "Tensor send_rows, Tensor recv_rows, Tensor offs, Tensor counts, Tensor dropped"
+_TOKENS = "Tensor x, Tensor? topk_weights, Tensor topk_idx"
+_SIZES = "SymInt capacity, int alignment, SymInt slots, SymInt max_tokens"
+_DISPATCHED = f"(Tensor recv_x, Tensor recv_weights, {_PLANNED})"
+_COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, int alignment, str comm"
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator(
+        "plan",
+        f"(Tensor topk_idx, {_SIZES}, {_COMM}) -> ({_PLANNED})",
+        "the route alone: what goes where, as int32 tensors",
+        checks.plan,
+        lambda backend, a: backend.plan(a.topk_idx, sizes(a)),
+        meta_kernels.plan,
+    ),
+    Operator(
+        "dispatch",
+        f"({_TOKENS}, {_SIZES}, {_COMM}) -> {_DISPATCHED}",
+        "x [T, H] and weights [T, K] → rows [R, H] grouped by local expert, R fixed by the caller; no host"
+        " synchronisation on GPUs",
+        checks.dispatch,
+        lambda backend, a: backend.dispatch(a.x, a.topk_weights, a.topk_idx, sizes(a)),
+        meta_kernels.dispatch,
+        gradients.OF_DISPATCH,
+    ),
+    Operator(
+        "dispatch_dynamic",
+        f"({_TOKENS}, int alignment, SymInt max_tokens, {_COMM}) -> {_DISPATCHED}",
+        "the same with R exactly as large as needed; synchronises once",
+        checks.dispatch_dynamic,
+        lambda backend, a: backend.dispatch_dynamic(a.x, a.topk_weights, a.topk_idx, a.alignment, a.max_tokens),
+        meta_kernels.dispatch_dynamic,
+        gradients.OF_DISPATCH,
+        exact=True,
+    ),
+    Operator(
+        "dispatch_planned",
+        f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, int alignment, str comm)"
+        " -> (Tensor recv_x, Tensor recv_weights)",
+        "dispatch along a known route",
+        checks.dispatch_planned,
+        lambda backend, a: backend.dispatch_planned(a.x, a.topk_weights, route(a, a.num_rows)),
+        meta_kernels.dispatch_planned,
+        gradients.OF_DISPATCH,
+    ),
+    Operator(
+        "combine",
+        f"({_COMBINE}, Tensor? residual=None) -> Tensor out",
+        "rows [R, H] → [T, H]: weighted by the row's weight and added up in a fixed order, with a residual last if one"
+        " is given",
+        checks.combine,
+        lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.shape[0]), a.residual),
+        meta_kernels.combine,
+        gradients.OF_COMBINE,
+    ),
+    Operator(
+        "combine_gathered",
+        f"(Tensor y, {_ROUTE}, int alignment, str comm) -> Tensor out",
+        "combine without weights, of rows written to `Communicator.empty_rows`: owners fetch them from there",
+        checks.combine_gathered,
+        lambda backend, a: backend.combine_gathered(a.y, route(a, a.y.shape[0])),
+        meta_kernels.combine,
+        gradients.OF_GATHERED,
+    ),
+    Operator(
+        "dispatch_backward",
+        f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, int alignment, str comm)"
+        " -> (Tensor grad_x, Tensor grad_topk_weights)",
+        "the gradients of a dispatch",
+        checks.dispatch_backward,
+        lambda backend, a: backend.dispatch_backward(a.grad_recv_x, a.grad_recv_weights, route(a, _given_rows(a))),
+        meta_kernels.dispatch_backward,
+    ),
+    Operator(
+        "combine_backward",
+        f"(Tensor grad_out, Tensor? y, Tensor? recv_weights, {_ROUTE}, SymInt num_rows, int alignment, str comm)"
+        " -> (Tensor grad_y, Tensor grad_recv_weights)",
+        "the gradients of a combine",
+        checks.combine_backward,
+        lambda backend, a: backend.combine_backward(a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)),
+        meta_kernels.combine_backward,
+    ),
+    Operator(
+        "dispatch_start",
+        f"({_TOKENS}, {_SIZES}, {_COMM}) -> Tensor ticket",
+        "the half of a dispatch that sends: what stands between the halves runs while rows are under way",
+        checks.dispatch,
+        lambda backend, a: backend.dispatch_start(a.x, a.topk_weights, a.topk_idx, sizes(a)),
+        meta_kernels.dispatch_start,
+    ),
+    Operator(
+        "dispatch_wait",
+        f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}) -> {_DISPATCHED}",
+        "the half that receives",
+        checks.dispatch,
+        lambda backend, a: backend.dispatch_wait(a.x, a.topk_weights, a.topk_idx, sizes(a)),
+        meta_kernels.dispatch,
+        gradients.OF_DISPATCH,
+        starts="dispatch_start",
+    ),
+    Operator(
+        "combine_start",
+        f"({_COMBINE}) -> Tensor ticket",
+        "the half of a combine that sends",
+        checks.combine,
+        lambda backend, a: backend.combine_start(a.y, a.recv_weights, route(a, a.y.shape[0])),
+        meta_kernels.combine_start,
+    ),
+    Operator(
+        "combine_wait",
+        f"(Tensor ticket, {_COMBINE}) -> Tensor out",
+        "the half that receives and adds up",
+        checks.combine,
+        lambda backend, a: backend.combine_wait(a.y, a.recv_weights, route(a, a.y.shape[0])),
+        meta_kernels.combine,
+        gradients.OF_COMBINE,
+        starts="combine_start",
+    ),
+)
+
+
+def markdown() -> str:
+    """The table of operators as the documentation shows it."""
+    lines = ["| operator (`torch.ops.ep`) | does | gradient |", "|---|---|---|"]
+    for op in OPERATORS:
+        gradient = "none" if op.gradient is None else " or ".join(f"`{name}`" for name in op.gradient.operators)
+        lines.append(f"| `{op.name}` | {op.does} | {gradient} |")
+    return "\n".join(lines)
