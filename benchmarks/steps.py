@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.backends.fresh import allocator
+from ep_ops.backends.cute.outputs import allocator
+from ep_ops.records import Sizes
 
 from .operators import relative_error
 from .workloads import Workload, draw_route
@@ -135,7 +136,7 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
     comm, ops = steps.comm, torch.ops.ep
     x, idx, weights = steps.given(0)
     d = steps.dispatched(0)
-    terms = (d.x.shape[0], *(steps.terms[key] for key in ("alignment", "slots", "max_tokens")))
+    terms = Sizes(d.x.shape[0], *(steps.terms[key] for key in ("alignment", "slots", "max_tokens")))
     sizes = (comm.num_local_experts, comm.world_size, comm.name)
     alignment = steps.terms["alignment"]
     out = steps.combine(0)
@@ -150,13 +151,13 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
         "dispatch": {
             "call": steps.dispatch,
             "operator": lambda i: ops.dispatch(x, weights, idx, *terms, *sizes),
-            "backend": lambda i: comm.backend.dispatch(x, weights, idx, *terms),
-            "outputs": outputs(d.x, d.weights, *d.route[1:], d.dropped),
+            "backend": lambda i: comm.backend.dispatch(x, weights, idx, terms),
+            "outputs": outputs(d.x, d.weights, *d.route.tensors[1:], d.dropped),
         },
         "combine": {
             "call": steps.combine,
-            "operator": lambda i: ops.combine(d.x, d.weights, *d.route, alignment, comm.name),
-            "backend": lambda i: comm.backend.combine(d.x, d.weights, tuple(d.route), alignment),
+            "operator": lambda i: ops.combine(d.x, d.weights, *d.route.tensors, alignment, comm.name),
+            "backend": lambda i: comm.backend.combine(d.x, d.weights, d.route),
             "outputs": outputs(out),
         },
     }
