@@ -1,6 +1,8 @@
 """Objects of launch arguments and pointers that kernels pass around."""
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import cutlass
 
@@ -13,7 +15,7 @@ class Carried:
 
     carried: tuple[str, ...] = ()
 
-    def __extract_mlir_values__(self):
+    def __extract_mlir_values__(self) -> list[Any]:
         return [
             v
             for name in self.carried
@@ -21,7 +23,7 @@ class Carried:
             for v in cutlass.extract_mlir_values(item)
         ]
 
-    def __new_from_mlir_values__(self, values):
+    def __new_from_mlir_values__(self, values: Sequence[Any]) -> "Carried":
         new, left = copy.copy(self), iter(values)
         for name in self.carried:
             old = getattr(self, name)
@@ -30,5 +32,5 @@ class Carried:
         return new
 
 
-def _items(value):
+def _items(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

@@ -25,7 +25,7 @@ HEADER_INTS = 16
 """Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
-EPOCH, FAILED, TICKET, BAD_ID = 0, 1, 2, 3
+EPOCH, FAILED, TICKET, REFUSED = 0, 1, 2, 3
 CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 
@@ -101,7 +101,8 @@ def _align(n: int, to: int = 256) -> int:
 class Heap:
     """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two halves."""
 
-    def __init__(self, p: Problem):
+    def __init__(self, p: Problem) -> None:
+        self.problem = p
         w, t = p.world_size, p.max_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         entries = t * p.top_k

@@ -1,16 +1,85 @@
-"""What every kernel's launch has in common."""
+"""What every kernel's launch has in common. The arguments of a kernel are written once, as a named tuple: what it is
+compiled with, how the host passes them, and what the device functions see all follow from its annotations.
 
+The host passes them flat, which costs no more than a call with as many integers; the compiled function puts the tuple
+together again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from .heap import Problem
 
-
-def ranks_signature(problem: Problem) -> tuple:
-    """Example values of the arguments that all kernels begin with: addresses of all ranks' heaps, this rank, address
-    of the host-visible report, deadline of each wait in ns, terms of the operation (`marks.pack`)."""
-    return (tuple(Int64(0) for _ in range(problem.world_size)), Int32(0), Int64(0), Int64(0), Int32(0))
+Addresses = tuple[Int64, ...]
+"""An address for each rank."""
 
 
-def example_stream():
-    return make_fake_stream()
+class RankArgs(NamedTuple):
+    """What the arguments of every operator's kernel begin with."""
+
+    peers: Addresses  # of all ranks' heaps
+    rank: Int32  # this one
+    report: Int64  # address of the records that the host sees
+    timeout_ns: Int64  # deadline of each wait
+    terms: Int32  # of the operation (`marks.pack`)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that operators launch, as it is compiled for a problem; subclasses add what else distinguishes them.
+
+    The fields of `Args` are `ranks`, then addresses of tensors (Int64, 0: none), then numbers (Int32) and addresses
+    for each rank (`Addresses`). One of the numbers is `blocks`, the size of the grid.
+    """
+
+    problem: Problem
+
+    NAME: ClassVar[str]
+    Args: ClassVar[Any]
+    kernel: ClassVar[Any]  # the device code (`cute.kernel`); takes `Args`
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the launch: `block`, and what else is to be said."""
+        raise NotImplementedError
+
+    def signature(self) -> tuple[Any, ...]:
+        """Example values of what the compiled function takes."""
+        return (*_examples(self.Args, self.problem.world_size), make_fake_stream())
+
+    @cute.jit
+    def __call__(self, *values: Any) -> None:
+        """`values`: the arguments one after the other, those of `RankArgs` first, and the stream."""
+        stream: cuda.CUstream = values[-1]
+        args = gather(self.Args, values[:-1])
+        self.kernel.set_name_prefix(self.NAME, remove_cutlass_symbol=True)
+        self.kernel(args).launch(grid=(args.blocks, 1, 1), stream=stream, **self.options)
+
+
+def names(args: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Fields of a kernel's arguments behind `ranks`: those that are addresses of tensors, and the others."""
+    kinds = args.__annotations__
+    addresses = tuple(name for name in args._fields if kinds[name] is Int64)
+    return addresses, tuple(name for name in args._fields[1:] if name not in addresses)
+
+
+def gather(args: type[Any], values: Sequence[Any]) -> Any:
+    """The named tuple of values that came one after the other."""
+    first = len(RankArgs._fields)
+    return args(RankArgs(*values[:first]), *values[first:])
+
+
+def _examples(args: type[Any], world_size: int) -> Iterator[Any]:
+    for kind in args.__annotations__.values():
+        if kind is RankArgs:
+            yield from _examples(RankArgs, world_size)
+        elif kind is Addresses:
+            yield tuple(Int64(0) for _ in range(world_size))
+        else:
+            yield kind(0)

@@ -4,6 +4,9 @@ All are volatile inline PTX: the compiler neither drops, merges nor reorders the
 proxies is the caller's affair (sync.py).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from cutlass import AddressSpace, Float32, Int32, Int64, Uint8, Uint32, inttoptr
 from cutlass.cute import arch
 from cutlass.experimental import primitives as prims
@@ -11,32 +14,32 @@ from cutlass.experimental import primitives as prims
 WARP = 32
 
 
-def ld_i32(addr) -> Int32:
+def ld_i32(addr: Int64) -> Int32:
     return arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
 
 
-def ld_f32(addr) -> Float32:
+def ld_f32(addr: Int64) -> Float32:
     return arch.inline_ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
 
 
-def ld_u64(addr) -> Int64:
+def ld_u64(addr: Int64) -> Int64:
     """A load that is not served from L1: for words that earlier kernels or other SMs write."""
     return arch.inline_ptx("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
 
 
-def st_i32(addr, value) -> None:
+def st_i32(addr: Int64, value: Int32) -> None:
     arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def st_f32(addr, value) -> None:
+def st_f32(addr: Int64, value: Float32) -> None:
     arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def st_u64(addr, value) -> None:
+def st_u64(addr: Int64, value: Int64) -> None:
     arch.inline_ptx("st.relaxed.gpu.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def ld_v4(addr) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+def ld_v4(addr: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     """16 bytes, read once: they do not displace what L1 holds."""
     return arch.inline_ptx(
         "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -45,7 +48,7 @@ def ld_v4(addr) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     )
 
 
-def st_v4(addr, words) -> None:
+def st_v4(addr: Int64, words: Sequence[Any]) -> None:
     """16 bytes, not read again here."""
     arch.inline_ptx(
         "st.global.L1::no_allocate.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
@@ -53,37 +56,37 @@ def st_v4(addr, words) -> None:
     )
 
 
-def ld_acquire_sys(addr) -> Int64:
+def ld_acquire_sys(addr: Int64) -> Int64:
     return arch.inline_ptx("ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
 
 
-def st_release_sys(addr, value) -> None:
+def st_release_sys(addr: Int64, value: Int64) -> None:
     arch.inline_ptx("st.release.sys.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def st_relaxed_sys(addr, value) -> None:
+def st_relaxed_sys(addr: Int64, value: Int64) -> None:
     arch.inline_ptx("st.relaxed.sys.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def ld_acquire_gpu(addr) -> Int64:
+def ld_acquire_gpu(addr: Int64) -> Int64:
     return arch.inline_ptx("ld.acquire.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
 
 
-def st_release_gpu(addr, value) -> None:
+def st_release_gpu(addr: Int64, value: Int64) -> None:
     arch.inline_ptx("st.release.gpu.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def ld_acquire_shared(ptr) -> Int32:
+def ld_acquire_shared(ptr: Any) -> Int32:
     return arch.inline_ptx(
         "ld.acquire.cta.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(ptr.toint())]
     )
 
 
-def st_release_shared(ptr, value) -> None:
+def st_release_shared(ptr: Any, value: Int32) -> None:
     arch.inline_ptx("st.release.cta.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(ptr.toint()), value])
 
 
-def ld_shared_v4(ptr) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+def ld_shared_v4(ptr: Any) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     return arch.inline_ptx(
         "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -91,26 +94,26 @@ def ld_shared_v4(ptr) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     )
 
 
-def atom_inc_acq_rel(addr) -> Int32:
+def atom_inc_acq_rel(addr: Int64) -> Int32:
     return arch.inline_ptx(
         "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[addr]
     )
 
 
-def atom_inc(addr) -> Int32:
+def atom_inc(addr: Int64) -> Int32:
     return arch.inline_ptx(
         "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[addr]
     )
 
 
-def atom_claim(addr) -> Int64:
+def atom_claim(addr: Int64) -> Int64:
     """Sets the word to 1; returns what it held."""
     return arch.inline_ptx(
         "atom.relaxed.gpu.global.exch.b64 {$w0}, [{$r0}], 1;", write_only_types=[Int64], read_only_args=[addr]
     )
 
 
-def barrier_count(value) -> Int32:
+def barrier_count(value: Int32) -> Int32:
     """A barrier of the whole block: the number of its threads whose value is not 0."""
     return arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0; barrier.cta.red.popc.aligned.u32 {$w0}, 0, p; }",
@@ -119,12 +122,12 @@ def barrier_count(value) -> Int32:
     )
 
 
-def mul_rn(a, b) -> Float32:
+def mul_rn(a: Float32, b: Float32) -> Float32:
     """a*b rounded to fp32. The explicit rounding keeps the compiler from fusing it into a following addition."""
     return arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
-def add_rn(a, b) -> Float32:
+def add_rn(a: Float32, b: Float32) -> Float32:
     return arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
@@ -138,7 +141,7 @@ _PACK = {
 }
 
 
-def unpack(words, dtype: str) -> list[Float32]:
+def unpack(words: Sequence[Any], dtype: str) -> list[Float32]:
     """The numbers in 32-bit words, in memory order."""
     out = []
     for word in words:
@@ -149,7 +152,7 @@ def unpack(words, dtype: str) -> list[Float32]:
     return out
 
 
-def pack(values, dtype: str) -> list[Uint32]:
+def pack(values: Sequence[Float32], dtype: str) -> list[Uint32]:
     """Rounds to nearest even and packs; the reverse of `unpack`."""
     if dtype == "fp32":
         return [arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[v]) for v in values]
@@ -159,11 +162,11 @@ def pack(values, dtype: str) -> list[Uint32]:
     ]
 
 
-def bulk_load(smem_ptr, addr, nbytes, mbarrier) -> None:
+def bulk_load(smem_ptr: Any, addr: Int64, nbytes: Any, mbarrier: Any) -> None:
     """Starts a bulk copy global -> shared by the calling thread; `mbarrier` counts its bytes on arrival."""
     prims.cp_async_bulk_shared_cluster_global(smem_ptr, inttoptr(addr, AddressSpace.gmem, Uint8), mbarrier, nbytes)
 
 
-def bulk_store(addr, smem_ptr, nbytes) -> None:
+def bulk_store(addr: Int64, smem_ptr: Any, nbytes: Any) -> None:
     """Starts a bulk copy shared -> global by the calling thread, in its current bulk group."""
     prims.cp_async_bulk_global_shared_cta(inttoptr(addr, AddressSpace.gmem, Uint8), smem_ptr, nbytes)

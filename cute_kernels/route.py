@@ -5,23 +5,35 @@ lower source ranks, plus those from earlier tiles of its own rank, plus its posi
 (token, k). A tile is a run of consecutive tokens, the same for all ranks of a call; one block does one tile.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
-from .heap import BAD_ID
-from .sync import BAD_EXPERT, REPORT_WORDS, select, write_report
+from .experts import local_experts
+from .sync import BAD_EXPERT, BAD_ROW, Ranks, refuse, select
 
 ENTRIES_PER_LANE = 2
 """Entries of topk_idx that a lane holds at once: the loads are in flight together."""
 
 
+class Tables(NamedTuple):
+    """What a block holds in shared memory while it places a tile, int32."""
+
+    base: Any  # [W, E] rows of (rank, expert); then the row of the tile's first entry of (source rank, expert)
+    earlier: Any  # [W, E] rows of tiles before this one
+    start: Any  # [2, E] first row of each expert's segment at its own rank, and the row behind the last one that fits
+    header: Any  # [W, 4] what each rank published of its call: tokens, capacity, alignment, slots
+
+
 @cute.jit
 def publish_positions(
-    ranks, problem: cutlass.Constexpr, topk_idx, tile, first, end, warps: cutlass.Constexpr, hist, running
-):
+    ranks: Ranks, topk_idx: Int64, tile: Int32, first: Int32, end: Int32, warps: cutlass.Constexpr[int], hist: Any,
+    running: Any,
+) -> None:  # fmt: skip
     """One block: expert id and position within the tile for the entries first..end of topk_idx, and the tile's counts.
 
     `hist` [warps, E] and `running` [E] are int32 tensors in shared memory. Each warp takes consecutive entries, so the
@@ -30,7 +42,7 @@ def publish_positions(
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
     warp = tid // 32
-    num_experts = problem.num_experts
+    num_experts = ranks.heap.problem.num_experts
     experts_out = ranks.at(ranks.own, "experts")
     positions_out = ranks.at(ranks.own, "positions")
     per_warp = 32 * ENTRIES_PER_LANE
@@ -56,7 +68,7 @@ def publish_positions(
             if entry >= end:
                 expert = Int32(-1)
             elif expert < -1 or expert >= num_experts:
-                report_bad_expert(ranks, entry, expert)
+                refuse(ranks, BAD_EXPERT, entry, expert)
                 expert = Int32(-1)
             experts[r] = expert
             same = arch.match_sync(0xFFFFFFFF, expert)
@@ -100,30 +112,23 @@ def publish_positions(
 
 
 @cute.jit
-def report_bad_expert(ranks, entry, expert):
-    """The first id outside [-1, E) since the host last looked goes into the second report; the row is not sent."""
-    if ptx.atom_claim(ranks.own + BAD_ID * 8) == 0:
-        report = ranks.report + REPORT_WORDS * 8
-        write_report(report, Int32(BAD_EXPERT), Int32(0), ranks.mark, ranks.rank, ranks.rank, entry, Int64(expert))
+def given_row(ranks: Ranks, row: Int32, num_rows: Int32) -> Int32:
+    """A row of a route that an operator was given: -1, and reported, if it lies behind the `num_rows` that there are.
+
+    Whatever integers an operator is called with, nothing outside of its tensors is read or written. Kernels that place
+    the route themselves need no such look.
+    """
+    if row >= num_rows:
+        refuse(ranks, BAD_ROW, row, num_rows)
+        row = Int32(-1)
+    return row
 
 
 @cute.jit
-def local_range(problem: cutlass.Constexpr, rank):
-    """First expert of `rank` and the one behind its last."""
-    first = Int32(problem.first_expert[0])
-    end = Int32(problem.first_expert[1])
-    for r in range_constexpr(1, problem.world_size):
-        if rank == r:
-            first = Int32(problem.first_expert[r])
-            end = Int32(problem.first_expert[r + 1])
-    return first, end
-
-
-@cute.jit
-def sum_counts(ranks, problem: cutlass.Constexpr, ok, tile, threads: cutlass.Constexpr, base, earlier):
-    """What all ranks published, in shared memory: `base` [W, E] rows of (rank, expert), `earlier` [W, E] those of
-    tiles before this one. Zero where `ok` is 0."""
+def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: Tables) -> None:
+    """`base` and `earlier` of what all ranks published; zero where `ok` is 0."""
     tid, _, _ = arch.thread_idx()
+    problem = ranks.heap.problem
     num_experts = problem.num_experts
     i = tid
     while i < problem.world_size * num_experts:
@@ -140,17 +145,15 @@ def sum_counts(ranks, problem: cutlass.Constexpr, ok, tile, threads: cutlass.Con
                 total += found[t]
                 if t < tile:
                     before += found[t]
-        base[i] = total
-        earlier[i] = before
+        tables.base[i] = total
+        tables.earlier[i] = before
         i += threads
 
 
 @cute.jit
-def place_segments(problem: cutlass.Constexpr, header, base, start):
-    """`start` [2, E]: first row of each expert's segment at its own rank, and the row behind the last one that fits.
-
-    One warp for each destination rank. `header` [W, 4] holds what each rank published of its call.
-    """
+def place_segments(ranks: Ranks, tables: Tables) -> None:
+    """`start`, by one warp for each destination rank."""
+    problem, header, base, start = ranks.heap.problem, tables.header, tables.base, tables.start
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
     warp = tid // 32
@@ -186,41 +189,27 @@ def place_segments(problem: cutlass.Constexpr, header, base, start):
 
 @cute.jit
 def place_tile(
-    ranks,
-    problem: cutlass.Constexpr,
-    weighted: cutlass.Constexpr,
-    ok,
-    tile,
-    threads: cutlass.Constexpr,
-    tokens,
-    max_tokens,
-    base,
-    earlier,
-    start,
-    header,
-    send_rows,
-    recv_rows,
-    offs,
-    counts,
-    dropped,
-    recv_weights,
-):
+    ranks: Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], ok: Int32, tile: Int32,
+    tables: Tables, args: Any,
+) -> None:  # fmt: skip
     """One block: the row of every entry of this tile that the rank sends or receives; tile 0 also the segments.
 
-    Reads what all ranks published (their route flags are acquired; `ok` says whether all came). Shared memory, int32:
-    `base` and `earlier` [W, E], `start` [2, E], `header` [W, 4].
+    Reads what all ranks published (their route flags are acquired; `ok` says whether all came). `args` are those of
+    the publish kernel.
     """
     tid, _, _ = arch.thread_idx()
+    problem = ranks.heap.problem
     world_size, num_experts, top_k = problem.world_size, problem.num_experts, problem.top_k
-    first_local, end_local = local_range(problem, ranks.rank)
+    base, earlier, start, header = tables.base, tables.earlier, tables.start, tables.header
+    first_local, end_local = local_experts(problem, ranks.rank)
     if tid < world_size * 4:
         value = Int32(0)
         if ok != 0:
             value = ptx.ld_i32(ranks.at(select(ranks.peers, tid // 4), "header") + (tid % 4) * 4)
         header[tid] = value
-    sum_counts(ranks, problem, ok, tile, threads, base, earlier)
+    sum_counts(ranks, threads, ok, tile, tables)
     arch.sync_threads()
-    place_segments(problem, header, base, start)
+    place_segments(ranks, tables)
     arch.sync_threads()
 
     # base becomes the row of the tile's first entry of (source rank, expert).
@@ -240,15 +229,15 @@ def place_tile(
             if header[ranks.rank * 4 + 3] > 0:
                 stop = begin + (kept + alignment - 1) // alignment * alignment
             at = Int64(e - first_local) * 4
-            ptx.st_i32(offs + at, stop)
-            ptx.st_i32(counts + at, kept)
-            ptx.st_i32(dropped + at, n - kept)
+            ptx.st_i32(args.offs + at, stop)
+            ptx.st_i32(args.counts + at, kept)
+            ptx.st_i32(args.dropped + at, n - kept)
         e += threads
     arch.sync_threads()
 
     # What comes here: the same entry of every source at once, so that the loads from all peers are in flight together.
-    bound = max_tokens * top_k
-    per_tile = (max_tokens + problem.tiles - 1) // problem.tiles * top_k
+    bound = args.max_tokens * top_k
+    per_tile = (args.max_tokens + problem.tiles - 1) // problem.tiles * top_k
     first = tile * per_tile
     end = cutlass.min(first + per_tile, bound)
     j = first + tid
@@ -269,38 +258,37 @@ def place_tile(
                 row = base[s * num_experts + expert] + positions[s]
                 if row >= start[num_experts + expert]:
                     row = Int32(-1)
-            ptx.st_i32(recv_rows + (Int64(s) * bound + j) * 4, row)
+            ptx.st_i32(args.recv_rows + (Int64(s) * bound + j) * 4, row)
             if const_expr(weighted):
                 if row >= 0:
-                    ptx.st_f32(recv_weights + Int64(row) * 4, weights[s])
+                    ptx.st_f32(args.recv_weights + Int64(row) * 4, weights[s])
         j += threads
 
     j = first + tid
-    while j < cutlass.min(end, tokens * top_k):
+    while j < cutlass.min(end, args.tokens * top_k):
         expert = ptx.ld_i32(ranks.at(ranks.own, "experts") + Int64(j) * 4)
         row = Int32(-1)
         if ok != 0 and expert >= 0:
             row = base[ranks.rank * num_experts + expert] + ptx.ld_i32(ranks.at(ranks.own, "positions") + Int64(j) * 4)
             if row >= start[num_experts + expert]:
                 row = Int32(-1)
-        ptx.st_i32(send_rows + Int64(j) * 4, row)
+        ptx.st_i32(args.send_rows + Int64(j) * 4, row)
         j += threads
 
 
 @cute.jit
-def place_weights(
-    ranks, problem: cutlass.Constexpr, ok, tile, threads: cutlass.Constexpr, max_tokens, recv_rows, recv_weights
-):
+def place_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, args: Any) -> None:
     """One block: the weights of this tile's entries along a known route (their owners' route flags are acquired)."""
     tid, _, _ = arch.thread_idx()
-    bound = max_tokens * problem.top_k
-    per_tile = (max_tokens + problem.tiles - 1) // problem.tiles * problem.top_k
+    problem = ranks.heap.problem
+    bound = args.max_tokens * problem.top_k
+    per_tile = (args.max_tokens + problem.tiles - 1) // problem.tiles * problem.top_k
     end = cutlass.min((tile + 1) * per_tile, bound)
     j = tile * per_tile + tid
     while j < end and ok != 0:
         for s in range_constexpr(problem.world_size):
-            row = ptx.ld_i32(recv_rows + (Int64(s) * bound + j) * 4)
+            row = given_row(ranks, ptx.ld_i32(args.recv_rows + (Int64(s) * bound + j) * 4), args.capacity)
             if row >= 0:
                 weight = ptx.ld_f32(ranks.at(ranks.peers[s], "weights") + Int64(j) * 4)
-                ptx.st_f32(recv_weights + Int64(row) * 4, weight)
+                ptx.st_f32(args.recv_weights + Int64(row) * 4, weight)
         j += threads

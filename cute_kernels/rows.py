@@ -5,10 +5,11 @@ that no register and no lane is busy while bytes are under way; sums go through 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute import arch
 
 from . import ptx
@@ -54,7 +55,7 @@ class RingShape:
         warps = max(1, min(16, slots // 2))
         return RingShape(row_bytes, warps, min(8, slots // warps), piece)
 
-    def bytes_of(self, piece):
+    def bytes_of(self, piece: Any) -> Any:
         """Length of a row's piece, whose index may be known at run time only."""
         if self.pieces == 1:
             return self.row_bytes
@@ -71,27 +72,27 @@ class Ring(Carried):
 
     carried = ("buffer", "barrier")
 
-    def __init__(self, shape, buffers, barriers, warp):
+    def __init__(self, shape: RingShape, buffers: Any, barriers: Any, warp: Int32) -> None:
         self.shape = shape
         self.buffer = buffers + warp * (shape.stages * shape.stride)
         self.barrier = barriers + warp * shape.stages
 
-    def load(self, stage, addr, nbytes) -> None:
+    def load(self, stage: Int32 | int, addr: Int64, nbytes: Any) -> None:
         """By one lane: starts filling a stage."""
         arch.mbarrier_arrive_and_expect_tx(self.barrier + stage, nbytes)
         ptx.bulk_load(self.buffer + stage * self.shape.stride, addr, nbytes, self.barrier + stage)
 
-    def wait(self, stage, phase) -> None:
+    def wait(self, stage: Int32 | int, phase: Int32) -> None:
         """Until the stage is full: its bytes are visible to the waiting lanes and to their bulk copies."""
         arch.mbarrier_wait(self.barrier + stage, phase)
 
-    def store(self, stage, addr, nbytes) -> None:
+    def store(self, stage: Int32 | int, addr: Int64, nbytes: Any) -> None:
         """By any lane: starts copying the stage to a row, in the lane's current bulk group."""
         ptx.bulk_store(addr, self.buffer + stage * self.shape.stride, nbytes)
 
 
 @cute.jit
-def init_ring_barriers(barriers, count: cutlass.Constexpr):
+def init_ring_barriers(barriers: Any, count: cutlass.Constexpr[int]) -> None:
     """By the whole block, followed by a block barrier."""
     tid, _, _ = arch.thread_idx()
     i = tid
@@ -132,7 +133,7 @@ class Slices:
 
 
 @cute.jit
-def zero_row(row_bytes: cutlass.Constexpr, addr, lane):
+def zero_row(row_bytes: cutlass.Constexpr[int], addr: Int64, lane: Int32) -> None:
     """By one warp: clears a row."""
     at = lane * 16
     while at < row_bytes:

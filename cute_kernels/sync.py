@@ -13,14 +13,17 @@ Orders that hold:
   what it acquired and its copies (in a gather also on the rows' side, whose writer is a kernel of the user).
 - A fence at system scope waits for everything that its SM has sent over the link, and an SM does one at a time. Where
   many flags are due, one thread fences once for all that are due by then: warps of a combine hand theirs to another one
-  of their block (`Outbox`), staging blocks of a dispatch to a block that does nothing else (throughput/stage.py).
+  of their block (outbox.py), staging blocks of a dispatch to a block that does nothing else (throughput/stage.py).
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 
-No wait for another rank lasts for ever: when its deadline passes it claims the report (first come), writes who waited
-for whom into host-visible memory, and returns False. The waits that follow, in this kernel and the next ones, then give
-up at once.
+No wait for another rank lasts for ever (`gives_up`, by which flags and packets are waited for alike): when its deadline
+passes it claims the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that
+follow, in this kernel and the next ones, then give up at once.
 """
+
+import copy
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -29,70 +32,72 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import CLAIMS, EPOCH, FAILED, TICKET
+from .heap import CLAIMS, EPOCH, FAILED, REFUSED, TICKET, Heap
+from .launch import Addresses, RankArgs
 from .marks import SHIFT
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
 """Kinds of flag, by the name of their place in the heap; a report carries the index."""
 
 REPORT_WORDS = 16
-TIMEOUT, MISMATCH, BAD_EXPERT = 1, 2, 3
+"""Of each record that the host sees. The first one is for a wait that failed, the second for what was refused."""
+TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW = 1, 2, 3, 4
 """Reasons in a report. Its words: done mark, reason, flag, rank, peer, detail, expected mark, seen."""
 
 POLLS_PER_CHECK = 256
+"""How often a waiting thread looks for what it waits for between two looks at the deadline."""
 
 
 class Ranks(Carried):
-    """What a kernel knows of the group: built once at its start from the launch arguments (see launch.py)."""
+    """What a kernel knows of the group: built once at its start from the launch arguments."""
 
-    carried = ("peers", "rank", "report", "timeout_ns", "own", "epoch", "parity", "mark")
+    carried = ("peers", "rank", "report", "timeout_ns", "terms", "own", "epoch", "parity", "mark")
 
-    def __init__(self, heap, peers, rank, report, timeout_ns, terms):
-        self.heap = heap
-        self.peers = tuple(peers)
-        self.rank = rank
-        self.report = report
-        self.timeout_ns = timeout_ns
-        self.own = select(peers, rank)
+    def __init__(self, heap: Heap, args: RankArgs) -> None:
+        self.heap: Any = heap  # or LatencyHeap, where that is what the kernel is made for
+        self.peers = tuple(args.peers)
+        self.rank = args.rank
+        self.report = args.report
+        self.timeout_ns = args.timeout_ns
+        self.terms = args.terms
+        self.own = select(args.peers, args.rank)
         self.epoch = ptx.ld_u64(self.own + EPOCH * 8)
         self.parity = self.epoch & 1
-        self.mark = mark_of(self.epoch, terms)
+        self.mark = mark_of(self.epoch, self.terms)
 
-    def at(self, base, name: str):
+    def at(self, base: Int64, name: str) -> Int64:
         """Address of the current half of a heap section in the heap at `base`."""
         return base + getattr(self.heap, name) + self.parity * getattr(self.heap, name + "_stride")
 
-    def signal(self, flag: str, peer, index) -> None:
+    def signal(self, flag: str, peer: Int32, index: Int32) -> None:
         """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote."""
         ptx.st_release_sys(self.at(select(self.peers, peer), flag) + Int64(index) * 8, self.mark)
 
-    def wait(self, flag: str, index, peer, detail) -> Boolean:
+    def wait(self, flag: str, index: Int32, peer: Int32, detail: Int32 | int) -> Boolean:
         """Acquires flag `index` of its kind, set by `peer`. False when the deadline passed or the terms differ."""
-        return _wait(
-            self.at(self.own, flag) + Int64(index) * 8,
-            self.at(self.own, "hello") + Int64(peer) * 8,
-            self.mark,
-            self.own,
-            self.report,
-            self.timeout_ns,
-            self.rank,
-            Int32(peer),
-            Int32(detail),
-            FLAGS.index(flag),
-        )
+        return await_flag(self, self.at(self.own, flag) + Int64(index) * 8, flag, Int32(peer), Int32(detail))
 
-    def seen(self, flag: str, index) -> Boolean:
+    def seen(self, flag: str, index: Int32) -> Boolean:
         """Acquires flag `index` of its kind if it is set already."""
         return ptx.ld_acquire_sys(self.at(self.own, flag) + Int64(index) * 8) == self.mark
 
 
-def mark_of(epoch, terms) -> Int64:
+def again(ranks: Ranks) -> Ranks:
+    """`ranks` with the epoch read anew: a load that is issued here and used late does not delay the loads before it."""
+    new = copy.copy(ranks)
+    new.epoch = ptx.ld_u64(ranks.own + EPOCH * 8)
+    new.parity = new.epoch & 1
+    new.mark = mark_of(new.epoch, ranks.terms)
+    return new
+
+
+def mark_of(epoch: Int64, terms: Int32) -> Int64:
     """See marks.py."""
     return (epoch << SHIFT) | Int64(terms)
 
 
 @cute.jit
-def select(values, index) -> Int64:
+def select(values: Addresses, index: Int32) -> Int64:
     """values[index] of a tuple of launch arguments, for an index known at run time."""
     picked = values[0]
     for i in range_constexpr(1, len(values)):
@@ -101,51 +106,103 @@ def select(values, index) -> Int64:
     return picked
 
 
+# ---------------------------------------------------------------------- waits
+
+
 @cute.jit
-def _wait(addr, hello, expected, own, report, timeout_ns, rank, peer, detail, flag: cutlass.Constexpr) -> Boolean:
+def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32) -> Boolean:
+    """By one thread: acquires the flag at `addr`. False when it gave up."""
     seen = ptx.ld_acquire_sys(addr)
-    if seen != expected:
+    if seen != ranks.mark:
         start = arch.globaltimer()
         polls = Int32(0)
-        reason = Int32(0)
-        while seen != expected and reason == 0:
+        stop = Boolean(False)
+        while seen != ranks.mark and not stop:
             seen = ptx.ld_acquire_sys(addr)
             polls += 1
             if polls == POLLS_PER_CHECK:
                 polls = Int32(0)
-                if ptx.ld_u64(own + FAILED * 8) != 0 or arch.globaltimer() - start > timeout_ns:
-                    reason = Int32(TIMEOUT)
-                # The peer is in the same epoch with other terms: the ranks disagree on what they are doing.
-                word = ptx.ld_acquire_sys(hello)
-                if seen != expected and word != expected and (word >> SHIFT) == (expected >> SHIFT):
-                    reason = Int32(MISMATCH)
-                    seen = word
-        if seen != expected:
-            if ptx.atom_claim(own + FAILED * 8) == 0:
-                write_report(report, reason, flag, expected, rank, peer, detail, seen)
-    return seen == expected
+                if seen != ranks.mark:
+                    stop = gives_up(ranks, start, flag, peer, detail, seen)
+    return seen == ranks.mark
 
 
 @cute.jit
-def write_report(report, reason, flag, mark, rank, peer, detail, seen):
-    """Fills the host-visible report; the done mark is released last."""
-    words = (reason, flag, rank, peer, detail, mark, seen)
+def gives_up(
+    ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
+) -> Boolean:
+    """By one thread that has waited for `peer` since `start`, now and then: whether it waits no longer.
+
+    That is so when the deadline has passed, when the peer has said hello with other terms (the ranks disagree on what
+    they are doing), or when a wait of this rank has failed before. The first wait that fails says why; `seen` is the
+    mark that it found last.
+    """
+    hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+    reason = Int32(0)
+    if arch.globaltimer() - start > ranks.timeout_ns:
+        reason = Int32(TIMEOUT)
+    if hello != ranks.mark and (hello >> SHIFT) == (ranks.mark >> SHIFT):
+        reason = Int32(MISMATCH)
+        seen = hello
+    stop = ptx.ld_u64(ranks.own + FAILED * 8) != 0
+    if reason != 0 and not stop:
+        stop = Boolean(True)
+        if ptx.atom_claim(ranks.own + FAILED * 8) == 0:
+            write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
+    return stop
+
+
+@cute.jit
+def warp_gives_up(
+    ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
+) -> Boolean:
+    """`gives_up` by a whole warp; arguments and answer are those of lane 0."""
+    stop = Int32(0)
+    if arch.lane_idx() == 0:
+        stop = Int32(gives_up(ranks, start, flag, peer, detail, seen))
+    return arch.shuffle_sync(stop, 0) != 0
+
+
+@cute.jit
+def write_report(
+    ranks: Ranks, record: cutlass.Constexpr[int], reason: Int32, flag: Int32, peer: Int32, detail: Int32, seen: Int64
+) -> None:
+    """Fills a host-visible record; its done mark is released last."""
+    report = ranks.report + record * REPORT_WORDS * 8
+    words = (reason, flag, ranks.rank, peer, detail, ranks.mark, seen)
     for i in range_constexpr(len(words)):
         ptx.st_u64(report + (i + 1) * 8, Int64(words[i]))
     ptx.st_release_sys(report, Int64(1))
 
 
 @cute.jit
-def say_hello(ranks):
-    """Tells every rank that this one has begun the operation, hence has left the one before."""
-    tid, _, _ = arch.thread_idx()
-    bid, _, _ = arch.block_idx()
-    if bid == 0 and tid < len(ranks.peers):
-        ranks.signal("hello", tid, ranks.rank)
+def refuse(ranks: Ranks, reason: cutlass.Constexpr[int], detail: Int32, value: Int32) -> None:
+    """The first value that was refused since the host last looked goes into the second record."""
+    if ptx.atom_claim(ranks.own + REFUSED * 8) == 0:
+        write_report(ranks, 1, Int32(reason), Int32(0), ranks.rank, detail, Int64(value))
+
+
+# ---------------------------------------------------------------------- operations
 
 
 @cute.jit
-def finish(ranks, fetched: cutlass.Constexpr = False):
+def say_hello(ranks: Ranks, number: Int32, release: cutlass.Constexpr[bool]) -> None:
+    """By threads `number` 0, 1, ... of one block: tells every rank that this one has begun the operation, hence has
+    left the one before.
+
+    With `release`, who sees the hello sees what kernels before this one wrote (rows, in a gather). Without, it is no
+    round trip: for kernels whose peers read nothing that was written before.
+    """
+    if number < len(ranks.peers):
+        if const_expr(release):
+            ranks.signal("hello", number, ranks.rank)
+        else:
+            address = ranks.at(select(ranks.peers, number), "hello") + Int64(ranks.rank) * 8
+            ptx.st_relaxed_sys(address, ranks.mark)
+
+
+@cute.jit
+def finish(ranks: Ranks, fetched: cutlass.Constexpr[bool] = False) -> None:
     """Ends an operation: the last block to come here waits for all hellos and opens the next epoch.
 
     With `fetched` no rank's operation ends before all ranks have come here: nobody reads its memory any more.
@@ -177,7 +234,7 @@ def finish(ranks, fetched: cutlass.Constexpr = False):
 
 
 @cute.jit
-def claim(own) -> Int32:
+def claim(own: Int64) -> Int32:
     """By a whole warp: claims the next item of the operation that no warp has. The answer, in lane 0, is how many were
     claimed before; it is used late (`granted`), so that nobody waits for it.
 
@@ -190,7 +247,7 @@ def claim(own) -> Int32:
     return ticket
 
 
-def granted(ticket) -> Int32:
+def granted(ticket: Int32) -> Int32:
     """The answer to a claim, for the whole warp."""
     return arch.shuffle_sync(ticket, 0)
 
@@ -198,83 +255,3 @@ def granted(ticket) -> Int32:
 def fence_async() -> None:
     """Orders ordinary accesses of this thread with bulk copies on the same memory."""
     arch.fence_proxy("async")
-
-
-class Outbox(Carried):
-    """Flags that the warps of a block have become due, set by another warp of the block.
-
-    Lane w of the setting warp serves worker w (at most 32). A worker's stores come before its post (release, block
-    scope); the setting warp acquires the posts, then fences at system scope, then sets the flags: whoever sees a flag
-    sees the stores of the worker's warp.
-    """
-
-    DEPTH = 8
-    """Flags a worker may have posted that are not set yet; it waits before the next."""
-
-    carried = ("queue", "posted", "taken")
-
-    def __init__(self, workers, queue, posted, taken):
-        self.workers = workers
-        self.queue = queue
-        self.posted = posted
-        self.taken = taken
-
-
-@cute.jit
-def new_outbox(smem, workers: cutlass.Constexpr):
-    """By the whole block."""
-    tid, _, _ = arch.thread_idx()
-    queue = smem.allocate_array(Int32, workers * Outbox.DEPTH)
-    posted = smem.allocate_array(Int32, workers)
-    taken = smem.allocate_array(Int32, workers)
-    if tid < workers:
-        posted[tid] = 0
-        taken[tid] = 0
-    arch.sync_threads()
-    return Outbox(workers, queue, posted, taken)
-
-
-@cute.jit
-def post(outbox, worker, count, code):
-    """By a whole warp: its `count`-th flag (from 0) is due."""
-    # The stores of the whole warp come before lane 0's release.
-    arch.sync_warp()
-    if arch.lane_idx() == 0:
-        while count - ptx.ld_acquire_shared(outbox.taken + worker) >= Outbox.DEPTH:
-            pass
-        outbox.queue[worker * Outbox.DEPTH + count % Outbox.DEPTH] = code
-        ptx.st_release_shared(outbox.posted + worker, count + 1)
-    arch.sync_warp()
-
-
-@cute.jit
-def close(outbox, worker, count):
-    """By a whole warp: no more flags after `count`."""
-    if arch.lane_idx() == 0:
-        ptx.st_release_shared(outbox.posted + worker, -count - 1)
-
-
-@cute.jit
-def deliver(outbox, ranks, flag: cutlass.Constexpr, index, per_peer: cutlass.Constexpr):
-    """By one warp: sets the flag of each code posted, `index + code % per_peer` at rank `code // per_peer`, until all
-    workers have closed."""
-    lane = arch.lane_idx()
-    taken = Int32(0)
-    more = Int32(1)
-    while more != 0:
-        posted = Int32(-1)
-        if lane < outbox.workers:
-            posted = ptx.ld_acquire_shared(outbox.posted + lane)
-        due = posted
-        if posted < 0:
-            due = -posted - 1
-        if arch.vote_any_sync(due > taken):
-            arch.fence_acq_rel_sys()
-            while taken < due:
-                code = outbox.queue[lane * Outbox.DEPTH + taken % Outbox.DEPTH]
-                heap = select(ranks.peers, code // per_peer)
-                ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(index + code % per_peer) * 8, ranks.mark)
-                taken += 1
-            if lane < outbox.workers:
-                ptx.st_release_shared(outbox.taken + lane, taken)
-        more = Int32(arch.vote_any_sync(posted >= 0))

@@ -11,54 +11,68 @@ one are heard by their hello flag, which the rule of two halves asks for (sync.p
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import Problem
-from ..launch import example_stream, ranks_signature
+from ..experts import holder_of
+from ..launch import Kernel, RankArgs
+from ..route import given_row
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
 from .packets import (
-    POLLS_PER_CHECK,
-    again,
+    THREADS,
+    WARPS,
+    Share,
+    Words,
     arrived,
     hold_epoch,
     lane_offset,
     lane_vector,
     ld_line,
     open_next_epoch,
-    overdue,
-    say_hello,
     seal,
     st_line,
     store_payload,
 )
-from .place import THREADS, WARPS
 
 BATCH = 4
 """Rows that a warp loads together."""
 
 
+class CombineArgs(NamedTuple):
+    ranks: RankArgs
+    y: Int64
+    recv_weights: Int64
+    topk_idx: Int64
+    send_rows: Int64
+    recv_rows: Int64
+    out: Int64
+    tokens: Int32
+    max_tokens: Int32
+    num_rows: Int32  # of y and recv_weights
+    senders: Int32
+    first_receiver: Int32
+    blocks: Int32
+
+
 @dataclass(frozen=True)
-class Combine:
+class Combine(Kernel):
     """`tokens`: most tokens of a rank. `weighted`: rows times their routing weight.
 
     `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends. Only the
     whole is launched ahead of its turn (programmatic dependent launch): halves have more than one kernel before them.
     """
 
-    problem: Problem
+    NAME, Args = "ep_latency_combine", CombineArgs
+
     tokens: int
     weighted: bool
     send: bool = True
     receive: bool = True
-
-    def signature(self):
-        return (*ranks_signature(self.problem), *[Int64(0)] * 6, *[Int32(0)] * 5, example_stream())
 
     @property
     def heap(self) -> LatencyHeap:
@@ -73,55 +87,13 @@ class Combine:
         """Numbers in 16 bytes."""
         return 16 // self.problem.itemsize
 
-    @cute.jit
-    def __call__(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        y: Int64,
-        recv_weights: Int64,
-        topk_idx: Int64,
-        send_rows: Int64,
-        recv_rows: Int64,
-        out: Int64,
-        tokens: Int32,
-        max_tokens: Int32,
-        senders: Int32,
-        first_receiver: Int32,
-        blocks: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel.set_name_prefix("ep_latency_combine", remove_cutlass_symbol=True)
-        self.kernel(
-            peers, rank, report, timeout_ns, terms, y, recv_weights, topk_idx, send_rows, recv_rows, out, tokens,
-            max_tokens, senders, first_receiver,
-        ).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive,
-            min_blocks_per_mp=2, preferred_smem_carveout=100,
-        )  # fmt: skip
+    @property
+    def options(self) -> dict[str, Any]:
+        together = {"use_pdl": self.send and self.receive, "min_blocks_per_mp": 2, "preferred_smem_carveout": 100}
+        return {"block": (THREADS, 1, 1), **together}
 
     @cute.kernel
-    def kernel(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        y: Int64,
-        recv_weights: Int64,
-        topk_idx: Int64,
-        send_rows: Int64,
-        recv_rows: Int64,
-        out: Int64,
-        tokens: Int32,
-        max_tokens: Int32,
-        senders: Int32,
-        first_receiver: Int32,
-    ):
+    def kernel(self, args: CombineArgs) -> None:
         p = self.problem
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
@@ -131,14 +103,14 @@ class Combine:
         # Nothing is read or written before the kernel in front has ended: its epoch, its y.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, terms)
+        ranks = sync.Ranks(self.heap, args.ranks)
 
         if const_expr(self.send):
             if bid == blocks - 1 and warp == WARPS - 1:
-                say_hello(ranks, lane)
+                sync.say_hello(ranks, lane, False)
             if const_expr(p.world_size > 1):
-                if bid < senders:
-                    self.push(ranks, terms, y, recv_weights, recv_rows, max_tokens, bid, senders, warp, lane)
+                if bid < args.senders:
+                    self.push(ranks, args, Share(bid, args.senders, warp, lane))
 
         if const_expr(self.receive):
             hold_epoch(ranks)
@@ -153,41 +125,42 @@ class Combine:
                     if lane < p.world_size:
                         ranks.wait("hello", lane, lane, 0)
                     arch.sync_warp()
-            if bid >= first_receiver:
-                self.sum(
-                    ranks, y, recv_weights, topk_idx, send_rows, out, tokens, bid - first_receiver,
-                    blocks - first_receiver, warp, lane,
-                )  # fmt: skip
+            if bid >= args.first_receiver:
+                first = args.first_receiver
+                self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))
 
     @cute.jit
-    def push(self, ranks, terms, y, recv_weights, recv_rows, max_tokens, block, blocks, warp, lane):
+    def push(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+        lane = share.lane
+        max_tokens = args.max_tokens
         p = self.problem
         count = self.row_packets
         others = p.world_size - 1
-        item = warp * blocks + block
+        item = share.first
         while item < max_tokens * (others * count):
             token = item // (others * count)
             owner = (ranks.rank + 1 + (item // count) % others) % p.world_size
             packet = item % count
             row = Int32(-1)
             if lane < p.top_k:
-                row = ptx.ld_i32(recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
-            now = again(ranks, terms)
+                row = ptx.ld_i32(args.recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
+            now = sync.again(ranks)
             if arch.vote_any_sync(row >= 0):
-                words = self.sum_rows(y, recv_weights, row, packet, lane)
+                words = self.sum_rows(ranks, args, row, packet, lane)
                 at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
                 address = now.at(sync.select(now.peers, owner), "lines") + at
                 st_line(address, seal(words, lane, now.mark))
-            item += blocks * WARPS
+            item += share.step
 
     @cute.jit
-    def sum_rows(self, y, recv_weights, row, packet, lane):
+    def sum_rows(self, ranks: sync.Ranks, args: CombineArgs, row: Int32, packet: Int32, lane: Int32) -> Words:
         """The rounded sum over k ascending of the rows that the lanes hold, in a lane's payload vector."""
         p = self.problem
+        row = given_row(ranks, row, args.num_rows)
         weight = Float32(1.0)
         if const_expr(self.weighted):
             if row >= 0:
-                weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
+                weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
         acc = cute.make_rmem_tensor((self.values,), Float32)
         for i in range_constexpr(self.values):
             acc[i] = Float32(0.0)
@@ -200,7 +173,7 @@ class Combine:
                 if loading != 0:
                     k = arch.popc((loading & -loading) - 1)
                     loading = loading & (loading - 1)
-                    got = ptx.ld_v4(y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes + vector)
+                    got = ptx.ld_v4(args.y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes + vector)
                     for i in range_constexpr(4):
                         words[4 * b + i] = got[i]
             for b in range_constexpr(BATCH):
@@ -217,32 +190,30 @@ class Combine:
         return packed[0], packed[1], packed[2], packed[3]
 
     @cute.jit
-    def sum(self, ranks, y, recv_weights, topk_idx, send_rows, out, tokens, block, blocks, warp, lane):
+    def sum(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+        lane = share.lane
         p = self.problem
         count = self.row_packets
         staging = ranks.at(ranks.own, "lines")
         words = cute.make_rmem_tensor((4 * p.world_size,), Uint32)
         acc = cute.make_rmem_tensor((self.values,), Float32)
-        item = warp * blocks + block
-        while item < tokens * count:
+        item = share.first
+        while item < args.tokens * count:
             token = item // count
             packet = item - token * count
             row = Int32(-1)
             holder = Int32(0)
             if lane < p.top_k:
                 at = Int64(token * p.top_k + lane) * 4
-                row = ptx.ld_i32(send_rows + at)
-                expert = ptx.ld_i32(topk_idx + at)
-                for r in range_constexpr(1, p.world_size):
-                    if expert >= p.first_expert[r]:
-                        holder = Int32(r)
+                row = ptx.ld_i32(args.send_rows + at)
+                holder = holder_of(p, ptx.ld_i32(args.topk_idx + at))
             bit = Int32(0)
             if row >= 0:
                 bit = Int32(1) << holder
             expected = arch.warp_redux_sync(bit, "or")
             if holder != ranks.rank:
                 row = Int32(-1)
-            own = seal(self.sum_rows(y, recv_weights, row, packet, lane), lane, Int64(0))
+            own = seal(self.sum_rows(ranks, args, row, packet, lane), lane, Int64(0))
 
             address = staging + Int64(token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
             waiting = expected & ~(Int32(1) << ranks.rank)
@@ -258,15 +229,15 @@ class Combine:
                 for r in range_constexpr(p.world_size):
                     if (waiting >> r) & 1 != 0:
                         if not arrived(words[4 * r + 2], words[4 * r + 3], lane, ranks.mark):
-                            missing = missing | (1 << r)
+                            missing = missing | (Int32(1) << r)
                 waiting = missing
                 polls += 1
-                if polls == POLLS_PER_CHECK and waiting != 0:
+                if polls == sync.POLLS_PER_CHECK and waiting != 0:
                     polls = Int32(0)
                     if start == 0:
                         start = Int64(arch.globaltimer())
                     peer = Int32(arch.popc((waiting & -waiting) - 1))
-                    if overdue(ranks, start, "token", peer, token, Uint32(0), Uint32(0), lane):
+                    if sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0)):
                         waiting = Int32(0)
                         expected = Int32(0)
 
@@ -282,5 +253,5 @@ class Combine:
                         acc[i] = ptx.add_rn(acc[i], values[i])
             packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
             offset = packet * PAYLOAD_BYTES + lane_offset(lane)
-            store_payload(packed, lane, out + Int64(token) * p.row_bytes, offset, p.row_bytes)
-            item += blocks * WARPS
+            store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
+            item += share.step

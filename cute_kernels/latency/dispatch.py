@@ -11,21 +11,23 @@ ranks' routes are the sign that all ranks have begun this operation, which the r
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import Problem
-from ..launch import example_stream, ranks_signature
+from ..experts import first_expert, holder_of
+from ..launch import Kernel, RankArgs
 from ..rows import zero_row
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
 from .packets import (
-    POLLS_PER_CHECK,
-    again,
+    THREADS,
+    WARPS,
+    Share,
+    Words,
     arrived,
     hold_epoch,
     lane_offset,
@@ -33,22 +35,18 @@ from .packets import (
     ld_line,
     marks,
     open_next_epoch,
-    overdue,
     receive_packet,
-    say_hello,
     seal,
     st_line,
     store_payload,
 )
 from .place import (
-    THREADS,
-    WARPS,
     Tables,
     clear_counts,
-    first_expert,
     keep_route,
     own_route_words,
     place_entries,
+    source_stride,
     write_segments,
 )
 
@@ -56,22 +54,42 @@ BATCH = 4
 """Packets that a warp waits for together."""
 
 
+class DispatchArgs(NamedTuple):
+    ranks: RankArgs
+    x: Int64
+    topk_weights: Int64
+    topk_idx: Int64
+    send_rows: Int64
+    recv_rows: Int64
+    offs: Int64
+    counts: Int64
+    dropped: Int64
+    recv_x: Int64
+    recv_weights: Int64
+    tokens: Int32
+    max_tokens: Int32
+    capacity: Int32
+    alignment: Int32
+    slots: Int32
+    senders: Int32
+    first_receiver: Int32
+    blocks: Int32
+
+
 @dataclass(frozen=True)
-class Dispatch:
+class Dispatch(Kernel):
     """`tokens`: most tokens of a rank. `weights`: routing weights travel behind the rows.
 
     `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends. Only the
     whole is launched ahead of its turn (programmatic dependent launch): halves have more than one kernel before them.
     """
 
-    problem: Problem
+    NAME, Args = "ep_latency_dispatch", DispatchArgs
+
     tokens: int
     weights: bool
     send: bool = True
     receive: bool = True
-
-    def signature(self):
-        return (*ranks_signature(self.problem), *[Int64(0)] * 10, *[Int32(0)] * 8, example_stream())
 
     @property
     def heap(self) -> LatencyHeap:
@@ -81,69 +99,13 @@ class Dispatch:
     def row_packets(self) -> int:
         return packets(self.problem.row_bytes + (self.heap.weight_bytes if self.weights else 0))
 
-    @cute.jit
-    def __call__(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        x: Int64,
-        topk_weights: Int64,
-        topk_idx: Int64,
-        send_rows: Int64,
-        recv_rows: Int64,
-        offs: Int64,
-        counts: Int64,
-        dropped: Int64,
-        recv_x: Int64,
-        recv_weights: Int64,
-        tokens: Int32,
-        max_tokens: Int32,
-        capacity: Int32,
-        alignment: Int32,
-        slots: Int32,
-        senders: Int32,
-        first_receiver: Int32,
-        blocks: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel.set_name_prefix("ep_latency_dispatch", remove_cutlass_symbol=True)
-        self.kernel(
-            peers, rank, report, timeout_ns, terms, x, topk_weights, topk_idx, send_rows, recv_rows, offs, counts,
-            dropped, recv_x, recv_weights, tokens, max_tokens, capacity, alignment, slots, senders, first_receiver,
-        ).launch(
-            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.send and self.receive,
-            min_blocks_per_mp=2, preferred_smem_carveout=100,
-        )  # fmt: skip
+    @property
+    def options(self) -> dict[str, Any]:
+        together = {"use_pdl": self.send and self.receive, "min_blocks_per_mp": 2, "preferred_smem_carveout": 100}
+        return {"block": (THREADS, 1, 1), **together}
 
     @cute.kernel
-    def kernel(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        x: Int64,
-        topk_weights: Int64,
-        topk_idx: Int64,
-        send_rows: Int64,
-        recv_rows: Int64,
-        offs: Int64,
-        counts: Int64,
-        dropped: Int64,
-        recv_x: Int64,
-        recv_weights: Int64,
-        tokens: Int32,
-        max_tokens: Int32,
-        capacity: Int32,
-        alignment: Int32,
-        slots: Int32,
-        senders: Int32,
-        first_receiver: Int32,
-    ):
+    def kernel(self, args: DispatchArgs) -> None:
         p = self.problem
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
@@ -153,23 +115,21 @@ class Dispatch:
         # Nothing is read or written before the kernel in front has ended: its epoch, its x.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
-        ranks = sync.Ranks(self.heap, peers, rank, report, timeout_ns, terms)
+        ranks = sync.Ranks(self.heap, args.ranks)
+        rank, senders, first_receiver = ranks.rank, args.senders, args.first_receiver
 
         if const_expr(self.send):
             if bid < senders:
                 if const_expr(p.world_size > 1):
-                    self.push_route(
-                        ranks, terms, topk_idx, tokens, max_tokens, capacity, alignment, slots, senders - 1 - bid,
-                        senders, warp, lane,
-                    )  # fmt: skip
-                    self.push_rows(ranks, terms, x, topk_weights, topk_idx, tokens, bid, senders, warp, lane)
+                    self.push_route(ranks, args, Share(senders - 1 - bid, senders, warp, lane))
+                    self.push_rows(ranks, args, Share(bid, senders, warp, lane))
             if bid == blocks - 1 and warp == WARPS - 1:
-                say_hello(ranks, lane)
+                sync.say_hello(ranks, lane, False)
 
         if const_expr(self.receive):
             smem = cutlass.memory.SmemAllocator()
-            tables = Tables(smem, p, ranks.heap)
-            entries = max_tokens * p.top_k
+            tables = Tables(smem, ranks.heap)
+            entries = args.max_tokens * p.top_k
             if bid >= first_receiver:
                 low = first_expert(p, rank)
                 high = first_expert(p, rank + 1)
@@ -177,7 +137,7 @@ class Dispatch:
                     low = Int32(0)
                     high = Int32(p.num_experts)
                 clear_counts(tables, high - low)
-                self.gather_routes(ranks, tables, topk_idx, tokens, entries, capacity, alignment, slots, warp, lane)
+                self.gather_routes(ranks, tables, args, warp, lane)
             hold_epoch(ranks)
             arch.sync_threads()
             if warp == WARPS - 1 and lane == 0:
@@ -189,80 +149,67 @@ class Dispatch:
                     low = Int32(0)
                     high = Int32(p.num_experts)
                 place_entries(p, tables, entries, low, high)
-                source_stride = (entries + 31) // 32 * 32
                 if bid == blocks - 1:
-                    write_segments(p, tables, rank, offs, counts, dropped)
+                    write_segments(p, tables, args)
                     i = tid
-                    while i < tokens * p.top_k:
-                        ptx.st_i32(send_rows + Int64(i) * 4, tables.rows[rank * source_stride + i])
+                    while i < args.tokens * p.top_k:
+                        ptx.st_i32(args.send_rows + Int64(i) * 4, tables.rows[rank * source_stride(entries) + i])
                         i += THREADS
                 else:
-                    block = bid - first_receiver
-                    receivers = blocks - 1 - first_receiver
-                    self.write_recv_rows(
-                        tables, topk_weights, recv_rows, recv_weights, rank, tokens, entries, block, receivers
-                    )
-                    self.clear_padding(tables, rank, recv_x, recv_weights, block, receivers, warp, lane)
-                    self.take_rows(
-                        ranks, tables, x, recv_x, recv_weights, max_tokens, source_stride, block, receivers, warp, lane
-                    )
+                    share = Share(bid - first_receiver, blocks - 1 - first_receiver, warp, lane)
+                    self.write_recv_rows(tables, args, share)
+                    self.clear_padding(tables, args, share)
+                    self.take_rows(ranks, tables, args, share)
 
     @cute.jit
-    def push_route(
-        self, ranks, terms, topk_idx, tokens, max_tokens, capacity, alignment, slots, block, blocks, warp, lane
-    ):
+    def push_route(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
         """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
         p = self.problem
-        packet = block + warp * blocks
-        total = packets(ROUTE_HEADER_BYTES + 2 * max_tokens * p.top_k)
+        lane = share.lane
+        packet = share.first
+        total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
         while packet < total:
-            now = again(ranks, terms)
-            words = own_route_words(
-                ranks, p, topk_idx, tokens * p.top_k, capacity, alignment, slots, packet, lane, True
-            )
-            words = seal(words, lane, now.mark)
+            now = sync.again(ranks)
+            words = seal(own_route_words(ranks, args, packet, lane, True), lane, now.mark)
             at = Int64(ranks.rank * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
             for d in range_constexpr(1, p.world_size):
                 peer = (ranks.rank + d) % p.world_size
                 st_line(now.at(sync.select(now.peers, peer), "routes") + at, words)
-            packet += blocks * WARPS
+            packet += share.step
 
     @cute.jit
-    def push_rows(self, ranks, terms, x, topk_weights, topk_idx, tokens, block, blocks, warp, lane):
+    def push_rows(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
         """Each row once to every other rank that holds one of its experts, a packet a warp."""
         p = self.problem
+        lane = share.lane
         count = self.row_packets
-        item = warp * blocks + block
-        while item < tokens * count:
+        item = share.first
+        while item < args.tokens * count:
             token = item // count
             packet = item - token * count
             expert = Int32(-1)
             if lane < p.top_k:
-                expert = ptx.ld_i32(topk_idx + Int64(token * p.top_k + lane) * 4)
-            words = self.row_words(x, topk_weights, token, packet, lane)
-            now = again(ranks, terms)
+                expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + lane) * 4)
+            words = self.row_words(args, token, packet, lane)
+            now = sync.again(ranks)
             words = seal(words, lane, now.mark)
             wanted = Int32(0)
             if expert >= 0 and expert < p.num_experts:
-                holder = Int32(0)
-                for r in range_constexpr(1, p.world_size):
-                    if expert >= p.first_expert[r]:
-                        holder = Int32(r)
-                wanted = Int32(1) << holder
+                wanted = Int32(1) << holder_of(p, expert)
             wanted = arch.warp_redux_sync(wanted, "or")
             at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
             for d in range_constexpr(1, p.world_size):
                 peer = (ranks.rank + d) % p.world_size
                 if (wanted >> peer) & 1 != 0:
                     st_line(now.at(sync.select(now.peers, peer), "lines") + at, words)
-            item += blocks * WARPS
+            item += share.step
 
     @cute.jit
-    def row_words(self, x, topk_weights, token, packet, lane):
+    def row_words(self, args: DispatchArgs, token: Int32, packet: Int32, lane: Int32) -> Words:
         """A lane's payload vector of a row's packet: 16 bytes of the row, or weights behind its end."""
         p = self.problem
         offset = (packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16
-        got = ptx.ld_v4(x + Int64(token) * p.row_bytes + cutlass.min(offset, p.row_bytes - 16))
+        got = ptx.ld_v4(args.x + Int64(token) * p.row_bytes + cutlass.min(offset, p.row_bytes - 16))
         w0, w1, w2, w3 = got[0], got[1], got[2], got[3]
         if const_expr(self.weights):
             if (packet + 1) * PAYLOAD_BYTES > p.row_bytes:
@@ -272,24 +219,22 @@ class Dispatch:
                         k = (offset - p.row_bytes) // 4 + i
                         words[i] = Uint32(0)
                         if k < p.top_k:
-                            words[i] = Uint32(ptx.ld_i32(topk_weights + Int64(token * p.top_k + k) * 4))
+                            words[i] = Uint32(ptx.ld_i32(args.topk_weights + Int64(token * p.top_k + k) * 4))
                     w0, w1, w2, w3 = words[0], words[1], words[2], words[3]
         return w0, w1, w2, w3
 
     @cute.jit
-    def gather_routes(self, ranks, tables, topk_idx, tokens, entries, capacity, alignment, slots, warp, lane):
+    def gather_routes(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, warp: Int32, lane: Int32) -> None:
         """The routes of all ranks into shared memory. What does not come in time names no experts."""
         p = self.problem
-        count = packets(ROUTE_HEADER_BYTES + 2 * entries)
+        count = packets(ROUTE_HEADER_BYTES + 2 * (args.max_tokens * p.top_k))
         item = warp
         while item < count * p.world_size:
             source = item // count
             packet = item - source * count
             w0, w1, w2, w3 = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
             if source == ranks.rank:
-                own = own_route_words(
-                    ranks, p, topk_idx, tokens * p.top_k, capacity, alignment, slots, packet, lane, p.world_size == 1
-                )
+                own = own_route_words(ranks, args, packet, lane, p.world_size == 1)
                 w0, w1, w2, w3 = seal(own, lane, Int64(0))
             else:
                 at = Int64(source * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
@@ -300,28 +245,31 @@ class Dispatch:
             item += WARPS
 
     @cute.jit
-    def write_recv_rows(self, tables, topk_weights, recv_rows, recv_weights, rank, tokens, entries, block, blocks):
+    def write_recv_rows(self, tables: Tables, args: DispatchArgs, share: Share) -> None:
         """A block's share of recv_rows, and of the weights of rows that stay on this rank."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
-        stride = (entries + 31) // 32 * 32
+        rank = args.ranks.rank
+        entries = args.max_tokens * p.top_k
+        stride = source_stride(entries)
         for source in range_constexpr(p.world_size):
-            i = block * THREADS + tid
+            i = share.block * THREADS + tid
             while i < entries:
                 row = tables.rows[source * stride + i]
-                ptx.st_i32(recv_rows + (Int64(source) * entries + i) * 4, row)
+                ptx.st_i32(args.recv_rows + (Int64(source) * entries + i) * 4, row)
                 if const_expr(self.weights):
                     if row >= 0 and rank == source:
-                        ptx.st_i32(recv_weights + Int64(row) * 4, ptx.ld_i32(topk_weights + Int64(i) * 4))
-                i += blocks * THREADS
+                        ptx.st_i32(args.recv_weights + Int64(row) * 4, ptx.ld_i32(args.topk_weights + Int64(i) * 4))
+                i += share.blocks * THREADS
 
     @cute.jit
-    def clear_padding(self, tables, rank, recv_x, recv_weights, block, blocks, warp, lane):
+    def clear_padding(self, tables: Tables, args: DispatchArgs, share: Share) -> None:
         """A block's share of the rows between each segment's last row and its padded end: a warp a row."""
         p = self.problem
+        rank, lane = args.ranks.rank, share.lane
         experts = first_expert(p, rank + 1) - first_expert(p, rank)
         alignment = cutlass.max(Int32(tables.route[rank * tables.route_stride + 1]), 1)
-        item = warp * blocks + block
+        item = share.first
         while item < experts * (alignment - 1):
             e = item // (alignment - 1)
             asked = tables.asked[e]
@@ -329,21 +277,23 @@ class Dispatch:
             kept = cutlass.max(cutlass.min(asked, tables.limit[e] - start), 0)
             row = start + kept + (item - e * (alignment - 1))
             if row < start + (kept + alignment - 1) // alignment * alignment:
-                zero_row(p.row_bytes, recv_x + Int64(row) * p.row_bytes, lane)
+                zero_row(p.row_bytes, args.recv_x + Int64(row) * p.row_bytes, lane)
                 if const_expr(self.weights):
                     if lane == 0:
-                        ptx.st_f32(recv_weights + Int64(row) * 4, cutlass.Float32(0.0))
-            item += blocks * WARPS
+                        ptx.st_f32(args.recv_weights + Int64(row) * 4, cutlass.Float32(0.0))
+            item += share.step
 
     @cute.jit
-    def take_rows(self, ranks, tables, x, recv_x, recv_weights, max_tokens, source_stride, block, blocks, warp, lane):
+    def take_rows(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, share: Share) -> None:
         """A block's share of the packets of all rows that come here: wait for each, store it to all its places."""
         p = self.problem
         count = self.row_packets
-        total = max_tokens * (p.world_size * count)
+        lane = share.lane
+        total = args.max_tokens * (p.world_size * count)
+        stride = source_stride(args.max_tokens * p.top_k)
         staging = ranks.at(ranks.own, "lines")
-        step = blocks * WARPS
-        item = warp * blocks + block
+        step = share.step
+        item = share.first
         words = cute.make_rmem_tensor((4 * BATCH,), Uint32)
         address = cute.make_rmem_tensor((BATCH,), Int64)
         offset = cute.make_rmem_tensor((BATCH,), Int32)
@@ -357,7 +307,7 @@ class Dispatch:
                 packet = mine % count
                 rows[u] = Int32(-1)
                 if mine < total and lane < p.top_k:
-                    rows[u] = tables.rows[source * source_stride + token * p.top_k + lane]
+                    rows[u] = tables.rows[source * stride + token * p.top_k + lane]
                 offset[u] = packet * PAYLOAD_BYTES + lane_offset(lane)
                 address[u] = (
                     staging + Int64(source * self.tokens + token) * ranks.heap.row_stride
@@ -366,7 +316,7 @@ class Dispatch:
                 if arch.vote_any_sync(rows[u] >= 0):
                     if source == ranks.rank:
                         vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
-                        own = seal(ptx.ld_v4(x + Int64(token) * p.row_bytes + vector), lane, Int64(0))
+                        own = seal(ptx.ld_v4(args.x + Int64(token) * p.row_bytes + vector), lane, Int64(0))
                         for i in range_constexpr(4):
                             words[4 * u + i] = own[i]
                     else:
@@ -386,41 +336,42 @@ class Dispatch:
                             missing = missing | (1 << u)
                 waiting = missing
                 polls += 1
-                if polls == POLLS_PER_CHECK and waiting != 0:
+                if polls == sync.POLLS_PER_CHECK and waiting != 0:
                     polls = Int32(0)
                     if start == 0:
                         start = Int64(arch.globaltimer())
                     first = item + step * Int32(arch.popc((waiting & -waiting) - 1))
                     token = first // (p.world_size * count)
                     source = (first // count) % p.world_size
-                    if overdue(ranks, start, "token", source, token, Uint32(0), Uint32(0), lane):
+                    if sync.warp_gives_up(ranks, start, "token", source, token, Int64(0)):
                         waiting = Int32(0)
             for u in range_constexpr(BATCH):
                 left = arch.vote_ballot_sync(rows[u] >= 0)
                 mine = (words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
                 if const_expr(self.weights):
                     if left != 0:
-                        self.store_weights(
-                            ranks, tables, mine, offset[u], item + u * step, source_stride, recv_weights, lane
-                        )
+                        self.store_weights(tables, args, mine, offset[u], item + u * step, lane)
                 while left != 0:
                     k = arch.popc((left & -left) - 1)
                     left = left & (left - 1)
                     row = Int64(arch.shuffle_sync(rows[u], k))
-                    store_payload(mine, lane, recv_x + row * p.row_bytes, offset[u], p.row_bytes)
+                    store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset[u], p.row_bytes)
             item += BATCH * step
 
     @cute.jit
-    def store_weights(self, ranks, tables, words, offset, item, source_stride, recv_weights, lane):
+    def store_weights(
+        self, tables: Tables, args: DispatchArgs, words: Words, offset: Int32, item: Int32, lane: Int32
+    ) -> None:
         """The weights in a packet that came from a peer, to the rows of their (token, k)."""
         p = self.problem
         count = self.row_packets
         source = (item // count) % p.world_size
-        if offset >= p.row_bytes and source != ranks.rank:
+        if offset >= p.row_bytes and source != args.ranks.rank:
+            stride = source_stride(args.max_tokens * p.top_k)
             first = (offset - p.row_bytes) // 4
             token = item // (p.world_size * count)
             for i in range_constexpr(4):
                 if first + i < p.top_k and (i < 2 or not marks(lane)):
-                    row = tables.rows[source * source_stride + token * p.top_k + first + i]
+                    row = tables.rows[source * stride + token * p.top_k + first + i]
                     if row >= 0:
-                        ptx.st_i32(recv_weights + Int64(row) * 4, Int32(words[i]))
+                        ptx.st_i32(args.recv_weights + Int64(row) * 4, Int32(words[i]))

@@ -6,6 +6,8 @@ but lines of this kind, and no two operations have the same mark. Therefore this
 throughput kernels stage.
 """
 
+from typing import Any
+
 from ..heap import Heap, Problem
 
 PACKET_BYTES = 512
@@ -22,7 +24,7 @@ MAX_ENTRIES = 24576
 """Most (source rank, token, k) that a block holds in shared memory: 6 bytes each."""
 
 
-def packets(nbytes):
+def packets(nbytes: Any) -> Any:
     """Packets that carry `nbytes`, a Python or a run-time integer."""
     return (nbytes + PAYLOAD_BYTES - 1) // PAYLOAD_BYTES
 
@@ -40,7 +42,7 @@ class LatencyHeap(Heap):
     Their addresses are [half][source rank] and [half][source rank][token]; one writer each, the source rank.
     """
 
-    def __init__(self, p: Problem, tokens: int):
+    def __init__(self, p: Problem, tokens: int) -> None:
         super().__init__(p)
         self.tokens = tokens
         self.weight_bytes = (p.top_k * 4 + 15) // 16 * 16

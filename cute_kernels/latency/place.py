@@ -5,6 +5,8 @@ being ordered by (source rank, token, k). A block that moves rows asks for the e
 writes the route for all experts.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, range_constexpr
@@ -12,14 +14,19 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..carried import Carried
-from ..route import report_bad_expert
+from ..experts import first_expert
+from ..heap import Problem
+from ..sync import BAD_EXPERT, Ranks, refuse
 from .heap import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap
-from .packets import lane_offset, lane_vector, marks
+from .packets import THREADS, WARPS, Words, lane_offset, lane_vector, marks
 
-WARPS = 16
-THREADS = 32 * WARPS
 NO_EXPERT = 0xFFFF
 ROUTE_WORDS = PAYLOAD_BYTES // 4
+
+
+def source_stride(entries: Int32) -> Int32:
+    """Distance of two sources' entries in `Tables.rows`."""
+    return (entries + 31) // 32 * 32
 
 
 class Tables(Carried):
@@ -32,10 +39,11 @@ class Tables(Carried):
 
     carried = ("route", "rows", "earlier", "start", "limit", "asked")
 
-    def __init__(self, smem, problem, heap: LatencyHeap):
-        def ints(n):
+    def __init__(self, smem: Any, heap: LatencyHeap) -> None:
+        def ints(n: int) -> Any:
             return smem.allocate_tensor(Int32, cute.make_layout(n))
 
+        problem = heap.problem
         w, e = problem.world_size, problem.num_experts
         self.route_stride = heap.route_packets * ROUTE_WORDS
         self.route = smem.allocate_tensor(Uint32, cute.make_layout(w * self.route_stride))
@@ -45,36 +53,17 @@ class Tables(Carried):
 
 
 @cute.jit
-def first_expert(problem: cutlass.Constexpr, rank) -> Int32:
-    """Of a rank known at run time; num_experts for the rank behind the last."""
-    first = Int32(0)
-    for r in range_constexpr(1, problem.world_size + 1):
-        if rank == r:
-            first = Int32(problem.first_expert[r])
-    return first
-
-
-@cute.jit
-def own_route_words(
-    ranks,
-    problem: cutlass.Constexpr,
-    topk_idx,
-    entries,
-    capacity,
-    alignment,
-    slots,
-    packet,
-    lane,
-    report: cutlass.Constexpr,
-):
-    """A lane's payload vector of the given packet of this rank's route, which names `entries` experts."""
+def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report: cutlass.Constexpr[bool]) -> Words:
+    """A lane's payload vector of the given packet of this rank's route. `args` are those of the dispatch kernel."""
+    problem = ranks.heap.problem
+    entries = args.tokens * problem.top_k
     vector = packet * PAYLOAD_VECTORS + lane_vector(lane)
     first = (vector - 1) * 8
     ids = cute.make_rmem_tensor((8,), Int32)
     for i in range_constexpr(8):
         ids[i] = Int32(-1)
         if first + i >= 0 and first + i < entries:
-            ids[i] = ptx.ld_i32(topk_idx + Int64(first + i) * 4)
+            ids[i] = ptx.ld_i32(args.topk_idx + Int64(first + i) * 4)
     words = cute.make_rmem_tensor((4,), Uint32)
     bad = Int32(-1)
     for i in range_constexpr(8):
@@ -89,17 +78,17 @@ def own_route_words(
             words[i // 2] = words[i // 2] | (Uint32(expert) << 16)
     if cutlass.const_expr(report):
         if bad >= 0:
-            report_bad_expert(ranks, first + bad, ptx.ld_i32(topk_idx + Int64(first + bad) * 4))
+            refuse(ranks, BAD_EXPERT, first + bad, ptx.ld_i32(args.topk_idx + Int64(first + bad) * 4))
     if vector == 0:
-        words[0] = Uint32(capacity)
-        words[1] = Uint32(alignment)
-        words[2] = Uint32(slots)
+        words[0] = Uint32(args.capacity)
+        words[1] = Uint32(args.alignment)
+        words[2] = Uint32(args.slots)
         words[3] = Uint32(0)
     return words[0], words[1], words[2], words[3]
 
 
 @cute.jit
-def keep_route(tables, source, packet, words, lane):
+def keep_route(tables: Tables, source: Int32, packet: Int32, words: Words, lane: Int32) -> None:
     """Puts what a lane holds of a received route into shared memory."""
     at = source * tables.route_stride + packet * ROUTE_WORDS + lane_offset(lane) // 4
     tables.route[at] = words[0]
@@ -110,7 +99,7 @@ def keep_route(tables, source, packet, words, lane):
 
 
 @cute.jit
-def clear_counts(tables, experts):
+def clear_counts(tables: Tables, experts: Int32) -> None:
     tid, _, _ = arch.thread_idx()
     i = tid
     while i < WARPS * experts:
@@ -119,7 +108,7 @@ def clear_counts(tables, experts):
 
 
 @cute.jit
-def asked_expert(tables, source, entry, entries, low, high) -> Int32:
+def asked_expert(tables: Tables, source: Int32, entry: Int32, entries: Int32, low: Int32, high: Int32) -> Int32:
     """Expert id minus `low` of an entry; -1 if it is none of low..high-1."""
     expert = Int32(-1)
     if entry < entries:
@@ -133,7 +122,43 @@ def asked_expert(tables, source, entry, entries, low, high) -> Int32:
 
 
 @cute.jit
-def place_entries(problem: cutlass.Constexpr, tables, entries, low, high):
+def place_segments(
+    problem: cutlass.Constexpr[Problem], tables: Tables, destination: Int32, low: Int32, high: Int32
+) -> None:
+    """By one warp: `start` and `limit` of a rank's experts, if low..high-1 are all of them or its own."""
+    lane = arch.lane_idx()
+    begin_expert, end_expert = first_expert(problem, destination), first_expert(problem, destination + 1)
+    if begin_expert >= low and end_expert <= high:
+        at = destination * tables.route_stride
+        capacity = Int32(tables.route[at])
+        alignment = cutlass.max(Int32(tables.route[at + 1]), 1)
+        slots = Int32(tables.route[at + 2])
+        carry = Int32(0)
+        base = begin_expert
+        while base < end_expert:
+            expert = base + lane
+            padded = Int32(0)
+            if expert < end_expert:
+                padded = (tables.asked[expert - low] + alignment - 1) // alignment * alignment
+            total = padded
+            for step in range_constexpr(5):
+                other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
+                if lane >= (1 << step):
+                    total += other
+            if expert < end_expert:
+                start = carry + total - padded
+                limit = capacity
+                if slots > 0:
+                    start = (expert - begin_expert) * slots
+                    limit = start + slots
+                tables.start[expert - low] = start
+                tables.limit[expert - low] = limit
+            carry += arch.shuffle_sync(total, 31)
+            base += 32
+
+
+@cute.jit
+def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: Int32, low: Int32, high: Int32) -> None:
     """By the whole block, behind a barrier after `clear_counts` and `keep_route`; ends with a barrier.
 
     `entries` is how many each source may have. low..high-1 are the experts of one rank or of all. Then `rows` of
@@ -179,37 +204,11 @@ def place_entries(problem: cutlass.Constexpr, tables, entries, low, high):
         e += THREADS
     arch.sync_threads()
 
-    # A warp for each destination whose experts are asked for: where its segments start.
-    if warp < problem.world_size:
-        begin_expert = first_expert(problem, warp)
-        end_expert = first_expert(problem, warp + 1)
-        if begin_expert >= low and end_expert <= high:
-            at = warp * tables.route_stride
-            capacity = Int32(tables.route[at])
-            alignment = cutlass.max(Int32(tables.route[at + 1]), 1)
-            slots = Int32(tables.route[at + 2])
-            carry = Int32(0)
-            base = begin_expert
-            while base < end_expert:
-                expert = base + lane
-                padded = Int32(0)
-                if expert < end_expert:
-                    padded = (tables.asked[expert - low] + alignment - 1) // alignment * alignment
-                total = padded
-                for step in range_constexpr(5):
-                    other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
-                    if lane >= (1 << step):
-                        total += other
-                if expert < end_expert:
-                    start = carry + total - padded
-                    limit = capacity
-                    if slots > 0:
-                        start = (expert - begin_expert) * slots
-                        limit = start + slots
-                    tables.start[expert - low] = start
-                    tables.limit[expert - low] = limit
-                carry += arch.shuffle_sync(total, 31)
-                base += 32
+    # A warp for each destination: where its segments start. With more ranks than warps, they take turns.
+    for turn in range_constexpr((problem.world_size + WARPS - 1) // WARPS):
+        destination = warp + turn * WARPS
+        if destination < problem.world_size:
+            place_segments(problem, tables, destination, low, high)
     arch.sync_threads()
 
     chunk = begin
@@ -227,9 +226,10 @@ def place_entries(problem: cutlass.Constexpr, tables, entries, low, high):
 
 
 @cute.jit
-def write_segments(problem: cutlass.Constexpr, tables, rank, offs, counts, dropped):
+def write_segments(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> None:
     """By the block that placed all experts: the segments of this rank's."""
     tid, _, _ = arch.thread_idx()
+    rank = args.ranks.rank
     first = first_expert(problem, rank)
     count = first_expert(problem, rank + 1) - first
     at = rank * tables.route_stride
@@ -244,7 +244,7 @@ def write_segments(problem: cutlass.Constexpr, tables, rank, offs, counts, dropp
         end = cutlass.min(start + (asked + alignment - 1) // alignment * alignment, capacity)
         if slots > 0:
             end = start + (kept + alignment - 1) // alignment * alignment
-        ptx.st_i32(offs + Int64(e) * 4, end)
-        ptx.st_i32(counts + Int64(e) * 4, kept)
-        ptx.st_i32(dropped + Int64(e) * 4, asked - kept)
+        ptx.st_i32(args.offs + Int64(e) * 4, end)
+        ptx.st_i32(args.counts + Int64(e) * 4, kept)
+        ptx.st_i32(args.dropped + Int64(e) * 4, asked - kept)
         e += THREADS

@@ -5,6 +5,10 @@ the warp's ring, a slice of a row a stage, started ahead over the ends of items,
 adds its vectors of each slice in fp32 in registers and stores the rounded sum from there.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
@@ -12,6 +16,8 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..carried import Carried
+from ..outbox import Outbox, close, post
+from ..rows import Ring, Slices
 
 FIRST, LAST, END = 1, 2, 4
 """Marks of a stage: its slice begins a sum; ends it; and with it ends the item."""
@@ -22,27 +28,51 @@ class Notes(Carried):
 
     carried = ("marks", "weights", "codes", "places")
 
-    def __init__(self, smem, stages):
+    def __init__(self, smem: Any, stages: int) -> None:
         self.marks = smem.allocate_array(Int32, stages)
         self.weights = smem.allocate_array(Float32, stages)
         self.codes = smem.allocate_array(Int32, stages)
         self.places = smem.allocate_array(Int64, stages)
 
 
-@cute.jit
-def add_items(
-    ring, notes, slices: cutlass.Constexpr, weighted: cutlass.Constexpr, peek: cutlass.Constexpr,
-    fetch: cutlass.Constexpr, claims, item, step, total, base, context, outbox: cutlass.Constexpr, box, warp,
-    apart: cutlass.Constexpr = None, apart_base=None,
-):  # fmt: skip
-    """One warp: items up to `total`; `item` and `item + step` are its first ones. Then it claims what none of the
-    `step` warps has, `claims` being this rank's heap, or, if that is None, goes on in steps.
+@dataclass(frozen=True)
+class Adding:
+    """How a warp adds up items.
 
     `fetch(context, item, peeked)` gives, for a whole warp, the bit mask of lanes that hold a row, the lane's row
-    (counted from address `base`), its weight, the address of the sum, and the code to post when it is stored; an empty
-    mask skips the item. `peek(context, item)` are two integers that fetch wants, loaded an item ahead. With `outbox`,
-    codes are posted to `box`. The row of lane `apart` is counted from address `apart_base` instead.
+    (counted from address `Items.base`), its weight (used if `weighted`), the address of the sum, and the code to post
+    when it is stored; an empty mask skips the item. `peek(context, item)` are two integers that fetch wants, loaded an
+    item ahead. The row of lane `apart`, if that is not None, is counted from address `Items.apart_base` instead.
     """
+
+    slices: Slices
+    weighted: bool
+    peek: Callable[..., Any]
+    fetch: Callable[..., Any]
+    apart: int | None = None
+
+
+class Items(NamedTuple):
+    """Which items a warp adds up: `first` and `first + step`, as far as they are below `total`. Then it claims what
+    none of the `step` warps has, `claims` being this rank's heap, or, if that is None, goes on in steps."""
+
+    first: Int32
+    step: Int32
+    total: Int32
+    base: Int64
+    claims: Int64 | None = None
+    apart_base: Any = None  # an address, where a row lies apart
+
+
+@cute.jit
+def add_items(
+    ring: Ring, notes: Notes, warp: Int32, adding: cutlass.Constexpr[Adding], items: Items, context: Any,
+    outbox: Outbox | None = None,
+) -> None:  # fmt: skip
+    """By one warp: all its items. Codes are posted to `outbox`, if there is one."""
+    slices, weighted, apart = adding.slices, adding.weighted, adding.apart
+    peek, fetch = adding.peek, adding.fetch
+    item, step, total, base, claims, apart_base = items
     shape = ring.shape
     lane = arch.lane_idx()
     first_note = warp * shape.stages
@@ -135,12 +165,12 @@ def add_items(
                     if u * 512 + lane * 16 < behind:
                         ptx.st_v4(to + u * 512, sums[4 * u : 4 * u + 4])
             if mark & END != 0:
-                if const_expr(outbox):
-                    sync.post(box, warp, count, (notes.codes + (first_note + stage)).load())
+                if const_expr(outbox is not None):
+                    post(outbox, warp, count, (notes.codes + (first_note + stage)).load())
                     count += 1
             # All lanes have read the stage and its notes before they are filled again.
             arch.sync_warp()
             added += 1
         more = Int32(added < loaded or left != 0 or piece < shape.pieces - 1 or item < total)
-    if const_expr(outbox):
-        sync.close(box, warp, count)
+    if const_expr(outbox is not None):
+        close(outbox, warp, count)

@@ -11,16 +11,18 @@ after them, and no block fetches before it saw all hellos. When a rank has fetch
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import Heap, Problem
-from ..launch import example_stream, ranks_signature
+from ..experts import holder_of
+from ..heap import Heap
+from ..launch import Addresses, Kernel, RankArgs
+from ..route import given_row
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
 
 WARPS = 12
@@ -33,15 +35,22 @@ RANK_MARKS = OPENS | CLOSES
 """Those that lie in the low bits of a row's address, which is a multiple of 16, until its load starts."""
 
 
+class GatherArgs(NamedTuple):
+    ranks: RankArgs
+    topk_idx: Int64
+    send_rows: Int64
+    out: Int64
+    tokens: Int32
+    num_rows: Int32  # that each rank holds
+    bases: Addresses  # of row 0 at each rank
+    blocks: Int32
+
+
 @dataclass(frozen=True)
-class Gather:
+class Gather(Kernel):
     """Unweighted sums of rows."""
 
-    problem: Problem
-
-    def signature(self):
-        bases = tuple(Int64(0) for _ in range(self.problem.world_size))
-        return (*ranks_signature(self.problem), *[Int64(0)] * 3, *[Int32(0)] * 2, bases, example_stream())
+    NAME, Args = "ep_gather", GatherArgs
 
     @property
     def slices(self) -> Slices:
@@ -51,50 +60,21 @@ class Gather:
     def ring(self) -> RingShape:
         return RingShape.slices(self.slices, WARPS)
 
-    @cute.jit
-    def __call__(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        topk_idx: Int64,
-        send_rows: Int64,
-        out: Int64,
-        tokens: Int32,
-        blocks: Int32,
-        bases: tuple,
-        stream: cuda.CUstream,
-    ):
-        """`bases`: address of row 0 at each rank."""
-        self.kernel.set_name_prefix("ep_gather", remove_cutlass_symbol=True)
-        self.kernel(peers, rank, report, timeout_ns, terms, bases, topk_idx, send_rows, out, tokens).launch(
-            grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
-        )
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (32 * WARPS, 1, 1)}
 
     @cute.kernel
-    def kernel(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        bases: tuple,
-        topk_idx: Int64,
-        send_rows: Int64,
-        out: Int64,
-        tokens: Int32,
-    ):
+    def kernel(self, args: GatherArgs) -> None:
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, terms)
+        ranks = sync.Ranks(Heap(p), args.ranks)
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
         sync.fence_async()
-        sync.say_hello(ranks)
+        if bid == 0:
+            sync.say_hello(ranks, tid, True)
         warp = arch.make_warp_uniform(tid // 32)
         smem = cutlass.memory.SmemAllocator()
         stages = WARPS * shape.stages
@@ -119,16 +99,17 @@ class Gather:
             first = warp * shape.stages
             notes = (order + warp * 32, marks + first, places + first)
             ring = Ring(shape, buffers, barriers, warp)
-            context = (bases, topk_idx, send_rows, out, tokens * shape.pieces)
-            self.add_items(ring, notes, context, ranks.own, warp * blocks + bid, blocks * WARPS)
+            context = (ranks, args, args.tokens * shape.pieces)
+            self.add_items(ring, notes, context, warp * blocks + bid, blocks * WARPS)
         sync.finish(ranks, fetched=True)
 
     @cute.jit
-    def add_items(self, ring, notes, context, own, item, step):
+    def add_items(self, ring: Ring, notes: Any, context: Any, item: Int32, step: Int32) -> None:
         """One warp: `item`, `item + step`, and what it claims behind these."""
         shape, slices = ring.shape, self.slices
         order, marks, places = notes
-        items = context[-1]
+        ranks, args, items = context
+        own = ranks.own
         lane = arch.lane_idx()
         total = cute.make_rmem_tensor((slices.values,), Float32)
         partial = cute.make_rmem_tensor((slices.values,), Float32)
@@ -212,36 +193,36 @@ class Gather:
             more = Int32(added < loaded or row < held or item < items)
 
     @cute.jit
-    def peek(self, context, item):
+    def peek(self, context: Any, item: Int32) -> tuple[Int32, Int32]:
         """A lane's entry of topk_idx and send_rows of the item's token, -1 for none: loaded an item ahead."""
-        bases, topk_idx, send_rows, out, items = context
+        ranks, args, items = context
         top_k = self.problem.top_k
         lane = arch.lane_idx()
         expert, row = Int32(-1), Int32(-1)
         if item < items and lane < top_k:
             at = Int64(item // self.ring.pieces * top_k + lane) * 4
-            expert = ptx.ld_i32(topk_idx + at)
-            row = ptx.ld_i32(send_rows + at)
+            expert = ptx.ld_i32(args.topk_idx + at)
+            row = ptx.ld_i32(args.send_rows + at)
         return expert, row
 
     @cute.jit
-    def order_rows(self, context, item, expert, row, order):
+    def order_rows(
+        self, context: Any, item: Int32, expert: Int32, row: Int32, order: Any
+    ) -> tuple[Int32, Int64, Int32]:
         """Puts the addresses of the item's rows, with their rank marks, into `order`: by rank, then by k.
 
         Returns how many there are, where the sum goes, and the piece.
         """
-        bases, topk_idx, send_rows, out, items = context
+        ranks, args, items = context
         p, shape = self.problem, self.ring
         lane = arch.lane_idx()
         token, piece = item // shape.pieces, item % shape.pieces
         at = piece * shape.piece_bytes
-        place = out + Int64(token) * p.row_bytes + at
+        place = args.out + Int64(token) * p.row_bytes + at
+        row = given_row(ranks, row, args.num_rows)
         holder = Int32(-1)
         if row >= 0:
-            holder = Int32(0)
-            for r in range_constexpr(1, p.world_size):
-                if expert >= p.first_expert[r]:
-                    holder = Int32(r)
+            holder = holder_of(p, expert)
         held, position, mark = Int32(0), Int32(0), Int32(0)
         for r in range_constexpr(p.world_size):
             here = arch.vote_ballot_sync(holder == r)
@@ -259,7 +240,7 @@ class Gather:
         # Lane 0 has read the order of the item before.
         arch.sync_warp()
         if row >= 0:
-            address = sync.select(bases, holder) + Int64(row) * p.row_bytes + at
+            address = sync.select(args.bases, holder) + Int64(row) * p.row_bytes + at
             (order + position).store(address + mark)
         arch.sync_warp()
         if held == 0:
@@ -271,13 +252,13 @@ class Gather:
         return held, place, piece
 
 
-def of_vector(dtype, numbers, u) -> list:
+def of_vector(dtype: str, numbers: Any, u: int) -> list[Float32]:
     """Those of a lane's vector `u` of a slice."""
     each = 4 if dtype == "fp32" else 8
     return [numbers[i] for i in range(each * u, each * (u + 1))]
 
 
-def add(dtype, numbers, u, values) -> None:
+def add(dtype: str, numbers: Any, u: int, values: list[Float32]) -> None:
     """Adds to those of a lane's vector `u` of a slice."""
     each = 4 if dtype == "fp32" else 8
     for i, value in enumerate(values):

@@ -7,34 +7,49 @@ never stored by itself.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import Heap, Problem
-from ..launch import example_stream, ranks_signature
+from ..heap import Heap
+from ..launch import Kernel, RankArgs
+from ..route import given_row
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
 from .adder import Notes
-from .staged import await_rows, clear_padding, source_row, token_of
+from .staged import Segments, await_rows, clear_padding, source_row, token_of
 
 WARPS = 15
 GRADIENT = 32
 """Mark of a stage that holds a slice of g; other stages are marked with the k of their row."""
 
 
+class PullScaledArgs(NamedTuple):
+    ranks: RankArgs
+    grad_out: Int64
+    y: Int64
+    recv_weights: Int64
+    recv_rows: Int64
+    offs: Int64
+    counts: Int64
+    grad_y: Int64
+    grad_weights: Int64
+    max_tokens: Int32
+    alignment: Int32
+    num_rows: Int32  # of y and grad_y
+    blocks: Int32
+
+
 @dataclass(frozen=True)
-class PullScaled:
+class PullScaled(Kernel):
     """`begins_operation`: no publish kernel goes before (a single rank)."""
 
-    problem: Problem
-    begins_operation: bool
+    NAME, Args = "ep_pull_scaled", PullScaledArgs
 
-    def signature(self):
-        return (*ranks_signature(self.problem), *[Int64(0)] * 8, *[Int32(0)] * 3, example_stream())
+    begins_operation: bool
 
     @property
     def slices(self) -> Slices:
@@ -44,62 +59,21 @@ class PullScaled:
     def ring(self) -> RingShape:
         return RingShape.slices(self.slices, WARPS)
 
-    @cute.jit
-    def __call__(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        grad_out: Int64,
-        y: Int64,
-        recv_weights: Int64,
-        recv_rows: Int64,
-        offs: Int64,
-        counts: Int64,
-        grad_y: Int64,
-        grad_weights: Int64,
-        max_tokens: Int32,
-        alignment: Int32,
-        blocks: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel.set_name_prefix("ep_pull_scaled", remove_cutlass_symbol=True)
-        self.kernel(
-            peers, rank, report, timeout_ns, terms, grad_out, y, recv_weights, recv_rows, offs, counts, grad_y,
-            grad_weights, max_tokens, alignment,
-        ).launch(
-            grid=(blocks, 1, 1),
-            block=(32 * (WARPS + 1), 1, 1),
-            stream=stream,
-            use_pdl=not self.begins_operation,
-        )  # fmt: skip
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (32 * (WARPS + 1), 1, 1), "use_pdl": not self.begins_operation}
 
     @cute.kernel
-    def kernel(
-        self,
-        peers: tuple,
-        rank: Int32,
-        report: Int64,
-        timeout_ns: Int64,
-        terms: Int32,
-        grad_out: Int64,
-        y: Int64,
-        recv_weights: Int64,
-        recv_rows: Int64,
-        offs: Int64,
-        counts: Int64,
-        grad_y: Int64,
-        grad_weights: Int64,
-        max_tokens: Int32,
-        alignment: Int32,
-    ):
-        p, shape = self.problem, self.ring
+    def kernel(self, args: PullScaledArgs) -> None:
+        shape = self.ring
         tid, _, _ = arch.thread_idx()
-        ranks = sync.Ranks(Heap(p), peers, rank, report, timeout_ns, terms)
+        bid, _, _ = arch.block_idx()
+        # The epoch, grad_out, y and the route were written before the publish kernel began, which may run still: that
+        # one is no dependent launch itself (publish.py).
+        ranks = sync.Ranks(Heap(self.problem), args.ranks)
         if const_expr(self.begins_operation):
-            sync.say_hello(ranks)
+            if bid == 0:
+                sync.say_hello(ranks, tid, True)
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, WARPS * shape.stages)
         notes = Notes(smem, WARPS * shape.stages)
@@ -110,22 +84,23 @@ class PullScaled:
         arch.sync_threads()
         if warp < WARPS:
             ring = Ring(shape, buffers, barriers, warp)
-            self.move(ranks, ring, notes, warp, grad_out, y, recv_weights, recv_rows, grad_y, grad_weights, max_tokens)
+            self.move(ranks, ring, notes, warp, args)
         else:
-            clear_padding(p, ranks, offs, counts, grad_y, grad_weights, alignment, True)
+            segments = Segments(args.offs, args.counts, args.alignment, args.num_rows)
+            clear_padding(ranks, segments, True, args.grad_y, args.grad_weights, True)
         if const_expr(not self.begins_operation):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
         sync.finish(ranks)
 
     @cute.jit
-    def move(self, ranks, ring, notes, warp, grad_out, y, recv_weights, recv_rows, grad_y, grad_weights, max_tokens):
+    def move(self, ranks: sync.Ranks, ring: Ring, notes: Notes, warp: Int32, args: PullScaledArgs) -> None:
         """One warp's items, one dealt out, the others claimed: an item is the rows here of (source rank, token)."""
         p, shape, slices = self.problem, ring.shape, self.slices
         lane = arch.lane_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        item, step, total = warp * blocks + bid, blocks * WARPS, max_tokens * p.world_size
+        item, step, total = warp * blocks + bid, blocks * WARPS, args.max_tokens * p.world_size
         first_note = warp * shape.stages
         g = cute.make_rmem_tensor((4 * slices.vectors,), Uint32)
         dot = Float32(0.0)
@@ -152,7 +127,7 @@ class PullScaled:
                         (notes.codes + note).store(piece)
                         (notes.places + note).store(source)
                         at = source * p.row_bytes + piece * shape.piece_bytes
-                        ring.load(stage, y + at, shape.bytes_of(piece))
+                        ring.load(stage, args.y + at, shape.bytes_of(piece))
                     loaded += 1
                 else:
                     piece += 1
@@ -160,13 +135,15 @@ class PullScaled:
                         token, source = token_of(p, ranks.rank, item)
                         row = Int32(-1)
                         if lane < p.top_k:
-                            row = ptx.ld_i32(recv_rows + (Int64(source * max_tokens + token) * p.top_k + lane) * 4)
+                            at = (Int64(source * args.max_tokens + token) * p.top_k + lane) * 4
+                            row = ptx.ld_i32(args.recv_rows + at)
+                        row = given_row(ranks, row, args.num_rows)
                         held = arch.vote_ballot_sync(row >= 0)
                         piece = Int32(shape.pieces)
                         item = step + sync.granted(ticket)
                         ticket = sync.claim(ranks.own)
                         if held != 0:
-                            ready, known = await_rows(p, ranks, known, source, token)
+                            ready, known = await_rows(ranks, known, source, token)
                             if ready == 0:
                                 # Reported: leave the rest.
                                 held = Int32(0)
@@ -174,8 +151,8 @@ class PullScaled:
                             else:
                                 piece = Int32(0)
                                 if row >= 0:
-                                    weight = ptx.ld_f32(recv_weights + Int64(row) * 4)
-                                gradient = source_row(p, ranks, grad_out, source, token)
+                                    weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+                                gradient = source_row(ranks, args.grad_out, source, token)
                     if piece < shape.pieces:
                         left = held
                         if lane == 0:
@@ -202,7 +179,7 @@ class PullScaled:
                     factor = (notes.weights + note).load()
                     # The last slice of a row may be short: its end is that of the row.
                     behind = p.row_bytes - of_piece * shape.piece_bytes
-                    to = grad_y + of_row * p.row_bytes + of_piece * shape.piece_bytes + lane * 16
+                    to = args.grad_y + of_row * p.row_bytes + of_piece * shape.piece_bytes + lane * 16
                     partial = Float32(0.0)
                     for u in range_constexpr(slices.vectors):
                         grads = ptx.unpack([g[4 * u + i] for i in range(4)], slices.dtype)
@@ -220,7 +197,7 @@ class PullScaled:
                             dot = Float32(0.0)
                         dot += partial
                         if of_piece == shape.pieces - 1:
-                            ptx.st_f32(grad_weights + of_row * 4, dot)
+                            ptx.st_f32(args.grad_weights + of_row * 4, dot)
                 # All lanes have read the stage and its notes before they are filled again.
                 arch.sync_warp()
                 used += 1

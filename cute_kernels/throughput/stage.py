@@ -7,13 +7,15 @@ blocks that announced their own chunks would do little else. The announcing bloc
 been staged since.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import CHUNK_BYTES
+from ..heap import CHUNK_BYTES, Problem
 from ..rows import Ring, RingShape, init_ring_barriers
 
 MOST_WARPS = 16
@@ -24,7 +26,7 @@ BYTES_UNDER_WAY = 5 * 2**19
 memory: enough to be well ahead of the peers. With more the route, which is placed meanwhile, would be ready later."""
 
 
-def ring_shape(problem, shared_bytes: int) -> RingShape:
+def ring_shape(problem: Problem, shared_bytes: int) -> RingShape:
     """One piece for each copying warp of a block: a chunk, or part of one, of large rows or with little memory."""
     chunk = problem.chunk_tokens * problem.row_bytes
     piece = min(chunk, CHUNK_BYTES, max(LEAST_PIECE, (shared_bytes - BARRIER) // 128 * 128))
@@ -33,8 +35,12 @@ def ring_shape(problem, shared_bytes: int) -> RingShape:
 
 
 @cute.jit
-def stage(shape: cutlass.Constexpr, problem: cutlass.Constexpr, ranks, smem, x, tokens, copier, copiers):
+def stage(
+    shape: cutlass.Constexpr[RingShape], ranks: sync.Ranks, smem: Any, x: Int64, tokens: Int32, copier: Int32,
+    copiers: Int32,
+) -> None:  # fmt: skip
     """By block `copier` of `copiers`: copies its chunks of x into staging and marks each."""
+    problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     warp = arch.make_warp_uniform(tid // 32)
     barriers = smem.allocate_array(Int64, shape.warps)
@@ -70,8 +76,9 @@ def stage(shape: cutlass.Constexpr, problem: cutlass.Constexpr, ranks, smem, x, 
 
 
 @cute.jit
-def announce(problem: cutlass.Constexpr, ranks, tokens, threads: cutlass.Constexpr):
+def announce(ranks: sync.Ranks, tokens: Int32, threads: cutlass.Constexpr[int]) -> None:
     """By one block, the last of the grid: the blocks that it waits for run before it."""
+    problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     chunks = (tokens + problem.chunk_tokens - 1) // problem.chunk_tokens
     first = Int64(ranks.rank * ranks.heap.chunks)

@@ -1,17 +1,20 @@
 """What kernels share that fetch staged rows: which rows, when they are there, and the padding that goes with them."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..route import local_range
+from ..experts import local_experts
+from ..heap import Problem
 from ..rows import zero_row
 
 
 @cute.jit
-def token_of(problem: cutlass.Constexpr, rank, item):
+def token_of(problem: cutlass.Constexpr[Problem], rank: Int32, item: Int32) -> tuple[Int32, Int32]:
     """Token and rank of an item. A token's ranks follow each other, rotated, so that all links are busy all the time
     and no warp meets one rank only."""
     token = item // problem.world_size
@@ -19,7 +22,7 @@ def token_of(problem: cutlass.Constexpr, rank, item):
 
 
 @cute.jit
-def await_rows(problem: cutlass.Constexpr, ranks, known, source, token):
+def await_rows(ranks: sync.Ranks, known: Int32, source: Int32, token: Int32) -> tuple[Int32, Int32]:
     """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported), and the updated `known`, the
     bit mask of the ranks whose rows are all staged."""
     ready = Int32(1)
@@ -28,7 +31,7 @@ def await_rows(problem: cutlass.Constexpr, ranks, known, source, token):
         if arch.lane_idx() == 0:
             if ranks.seen("staged", source):
                 ready = Int32(2)
-            elif ranks.wait("chunk", source * ranks.heap.chunks + token // problem.chunk_tokens, source, token):
+            elif ranks.wait("chunk", chunk_of(ranks, source, token), source, token):
                 ready = Int32(1)
             # Bulk copies come after what was acquired.
             sync.fence_async()
@@ -38,28 +41,49 @@ def await_rows(problem: cutlass.Constexpr, ranks, known, source, token):
     return ready, known
 
 
+def chunk_of(ranks: sync.Ranks, source: Int32, token: Int32) -> Int32:
+    """Index of the flag that announces a token's row."""
+    return source * ranks.heap.chunks + token // ranks.heap.problem.chunk_tokens
+
+
 @cute.jit
-def source_row(problem: cutlass.Constexpr, ranks, x, source, token):
+def source_row(ranks: sync.Ranks, x: Int64, source: Int32, token: Int32) -> Int64:
     """Address of a token's row: this rank's own lies in x."""
     base = x
     if source != ranks.rank:
         base = ranks.at(sync.select(ranks.peers, source), "rows")
-    return base + Int64(token) * problem.row_bytes
+    return base + Int64(token) * ranks.heap.problem.row_bytes
+
+
+class Segments(NamedTuple):
+    """Where the rows of each local expert lie."""
+
+    offs: Int64  # padded end of each
+    counts: Int64  # rows of each
+    alignment: Int32
+    num_rows: Int32  # there are no rows behind these, whatever `offs` and `counts` say
 
 
 @cute.jit
-def clear_padding(problem: cutlass.Constexpr, ranks, offs, counts, rows, scalars, alignment, scalar: cutlass.Constexpr):
+def clear_padding(
+    ranks: sync.Ranks, segments: Segments, given: cutlass.Constexpr[bool], rows: Int64, scalars: Int64,
+    scalar: cutlass.Constexpr[bool],
+) -> None:  # fmt: skip
     """One warp of each block: zeroes the rows between each segment's last row and its padded end, and with `scalar`
-    the scalars that go with them."""
+    the scalars that go with them. `given`: the segments come from the operator's caller."""
+    problem = ranks.heap.problem
+    alignment = segments.alignment
     lane = arch.lane_idx()
     bid, _, _ = arch.block_idx()
     blocks, _, _ = arch.grid_dim()
-    first_local, end_local = local_range(problem, ranks.rank)
+    first_local, end_local = local_experts(problem, ranks.rank)
     e = bid
     while e < end_local - first_local:
-        count = ptx.ld_i32(counts + Int64(e) * 4)
-        end = ptx.ld_i32(offs + Int64(e) * 4)
+        count = ptx.ld_i32(segments.counts + Int64(e) * 4)
+        end = ptx.ld_i32(segments.offs + Int64(e) * 4)
         row = end - ((count + alignment - 1) // alignment * alignment - count)
+        if const_expr(given):
+            row, end = cutlass.max(row, 0), cutlass.min(end, segments.num_rows)
         while row < end:
             zero_row(problem.row_bytes, rows + Int64(row) * problem.row_bytes, lane)
             if const_expr(scalar):

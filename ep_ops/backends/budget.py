@@ -1,143 +1,16 @@
-"""How many multiprocessors (SMs) dispatch and combine may take: what is asked for, or what a model of the bytes says.
-
-The model. Routing is taken to be even, so of the rows that belong to one token a rank moves, on average,
-
-    reached   into it in a dispatch, out of it in a combine: one for each rank that the token reaches
-    crossing  of these over the link
-    top_k     into or out of expert-grouped rows
-
-An operation lasts until its rows have crossed the link, or until all it reads and writes has passed the memory, if
-that takes longer. It needs as many SMs as move its bytes in that time, and some more (`*_HEADROOM`): with exactly as
-many, SMs and link would wait for each other by turns. That leaves the rest of the GPU to computation; more SMs than
-half of it are taken on one rank alone only, where there is no link to wait for.
-
-Rates were measured on H200s (18 links of NVLink 4, 132 SMs). On other GPUs they are a start: measure, and say what
-to take (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
-"""
+"""How many multiprocessors (SMs) the kernels of a communicator may take: limits that can be changed for a while."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
 from ..config import is_int
 
-PULL = 320e9
-"""Bytes a second that a rank fetches from its peers by bulk copies of rows, in one direction."""
-PUSH = 331e9
-"""The same for rows that a combine sends to its peers, from its start to the last sum, with 4096 tokens a rank."""
-MEMORY = 3.7e12
-"""Bytes a second read and written, as x is copied into staging."""
-COPY_SM = 80e9
-"""Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
-UNDER_WAY = 2.3e6
-"""Bytes that a rank must have asked for of its peers in order to fill the link: an estimate, of top-1 on 4 ranks, where
-1.5 MB took 174 us, 2.1 MB 164 and 3.3 MB 160."""
-ADD_ITEM = 24e-9
-ADD_SLICE = 29e-9
-ADD = 146e9
-SEND = 0.45
-"""An SM of a combine takes `ADD_SLICE` seconds for each slice of a row that it adds up and one for every `ADD` bytes of
-it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows. (With fewer
-SMs than fill the link; rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB. That is up to 4 % less than was measured on 4
-ranks, 6 to 9 % on 2, 15 % where the memory is busy: 36 and more pushing.)"""
-GATHER_SM = 68e9
-"""Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
-SCALE_SLICE = 90e-9
-"""Seconds that an SM takes for a slice of a row, of a row for each expert and half a one for each rank reached, in the
-backward of a weighted combine (32 SMs, rows of 4 and 16 KiB)."""
-SCALE_HEADROOM = 1.5
-"""Of these, since skewed routing gives the busiest rank more."""
-PULL_HEADROOM = 6 / 5
-"""Of kernels that fetch. More SMs than these make them no faster."""
-PUSH_HEADROOM = 1.08
-"""Of the pushing SMs of a combine. With more of them fences wait for more rows under way, and sums start later."""
-SUM_HEADROOM = 1.3
-"""Of its summing SMs, which wait for flags."""
-
 ANY = 2**31
 """Limit of a budget that nothing uses."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
-    them."""
-
-    ranks: int
-    reached: float
-    crossing: float
-    top_k: float
-    row_bytes: int
-    slices: int
-
-    @staticmethod
-    def of(experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int) -> Traffic:
-        """Of tokens that each choose `top_k` different experts, all of them equally likely."""
-        experts = sum(experts_per_rank)
-        chosen = min(top_k, experts)
-        missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
-        reached = len(missed) - sum(missed)
-        return Traffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices)
-
-    def dispatch_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
-        from cute_kernels.heap import RING_BYTES  # importing ep_ops loads no kernels
-
-        moved = self.reached + self.top_k
-        staged = 2 if self.crossing else 0  # read and written, by the other SMs
-        seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
-        asking = UNDER_WAY / RING_BYTES * self.reached / self.crossing if self.crossing else 0.0
-        return self._enough(max(PULL_HEADROOM * moved / COPY_SM / seconds, asking), sms)
-
-    def combine_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums."""
-        return self._enough(self._pushing + self._summing, sms)
-
-    def gather_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they fetch a row for each rank reached, and write its sums."""
-        moved = self.reached + 1
-        seconds = max(self.crossing / PULL, moved / MEMORY)
-        return self._enough(PULL_HEADROOM * moved / GATHER_SM / seconds, sms)
-
-    def scaled_sms(self, sms: int) -> int:
-        """For a GPU of `sms`, in the backward of a weighted combine: they fetch a row for each rank reached, read one
-        for each expert and write one for each."""
-        moved = 2 * (self.reached + self.top_k) + (2 if self.crossing else 0)
-        seconds = self.row_bytes * max(self.crossing / PULL, moved / MEMORY)
-        busy = (self.top_k + self.reached / 2) * self.slices * SCALE_SLICE
-        return self._enough(SCALE_HEADROOM * busy / seconds, sms)
-
-    def pushers(self, blocks: int) -> int:
-        """How many of a combine's blocks (at least 2) push; the others sum. Of blocks beyond those that it takes a
-        quarter push, in case that this GPU's link is faster than the model's, or more crosses it."""
-        enough, beyond = math.ceil(self._pushing), blocks - math.ceil(self._pushing + self._summing)
-        share = round(blocks * self._pushing / (self._pushing + self._summing))
-        return max(1, min(blocks - 1, share, enough + max(0, beyond) // 4))
-
-    @functools.cached_property
-    def _pushing(self) -> float:
-        """SMs that it takes to add and send a combine's rows."""
-        return PUSH_HEADROOM * self._adding(self.ranks, self.top_k + SEND * self.reached)
-
-    @functools.cached_property
-    def _summing(self) -> float:
-        """SMs that it takes to sum what arrives."""
-        return SUM_HEADROOM * self._adding(1, self.reached + 1)
-
-    def _adding(self, items: int, rows: float) -> float:
-        """SMs that, while a combine lasts, look at so many items and add so many rows for each token."""
-        seconds = self.row_bytes * max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
-        return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
-
-    def _enough(self, needed: float, sms: int) -> int:
-        """Whole pairs, as GPUs are built of them."""
-        return min(2 * math.ceil(needed / 2), sms // 2 if self.crossing else sms)
 
 
 class Budget:
@@ -188,11 +61,3 @@ def _check(name: str, value: int | None, least: int, most: int) -> None:
         return
     if not is_int(value) or not least <= value <= most:
         raise ValueError(f"{name} is {value!r}; allowed: None or an int of {least}..{most} multiprocessors")
-
-
-def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None) -> Budget:
-    """What is asked for, as far as the GPU has it; else what the model says."""
-    return Budget(
-        dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
-        combine or traffic.scaled_sms(sms), most_dispatch, sms,
-    )  # fmt: skip

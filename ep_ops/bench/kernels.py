@@ -21,9 +21,8 @@ from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
-from ep_ops.backends import latency
-from ep_ops.backends.cute import kernels_of
-from ep_ops.backends.sizes import problem_of, token_bound
+from ep_ops.backends.cute import kernels_of, latency
+from ep_ops.backends.cute.memory import problem_of, token_bound
 from ep_ops.config import Config, even_experts
 
 from .link import Barrier, LinkCopy, arch_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.backends.fresh import allocator
+from ep_ops.backends.cute.outputs import allocator
 from ep_ops.records import Sizes
 
 from .operators import relative_error

@@ -28,16 +28,17 @@ class Wanted:
         import torch
 
         from cute_kernels.heap import Problem
-        from ep_ops.backends import cute, latency, sizes
+        from cute_kernels.latency.heap import most_tokens
+        from ep_ops.backends.cute import kernels_of, latency, memory
         from ep_ops.config import even_experts
 
         experts = config.get("experts_per_rank") or even_experts(config["num_experts"], self.world_size)
-        dtype = sizes.DTYPES[config.get("dtype", torch.bfloat16)]
+        dtype = memory.DTYPES[config.get("dtype", torch.bfloat16)]
         tokens = config["max_tokens_per_rank"]
         problem = Problem(self.world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)
-        found = [k for k in cute.kernels_of(problem) if not only or type(k).__name__ in only]
+        found = [k for k in kernels_of(problem) if not only or type(k).__name__ in only]
         if bound:
-            few = latency.kernels_of(problem, min(bound, sizes.most_tokens(problem)))
+            few = latency.kernels_of(problem, min(bound, most_tokens(problem)))
             found += [k for k in few if halves or (k.send and k.receive)]
         self.kernels.update(dict.fromkeys(found))
 
@@ -51,7 +52,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_steps
     import test_throughput
 
-    from ep_ops.backends.sizes import DEFAULT_TOKENS
+    from ep_ops.backends.cute.memory import DEFAULT_TOKENS
 
     routes = cases.route_cases(world_size, seed)
     want = Wanted(world_size)

@@ -44,7 +44,7 @@ def test_flags_go_there_and_back(arch: str, world_size: int) -> None:
 def test_kernels_of_both_communicators_are_known_beforehand() -> None:
     pytest.importorskip("cutlass")
     from cute_kernels.latency.dispatch import Dispatch
-    from ep_ops.backends import cute
+    from ep_ops.backends.cute import kernels_of
     from ep_ops.bench.kernels import kernels_of_communicator
 
     def kernels(latency_max_tokens: int | None) -> list:
@@ -55,7 +55,7 @@ def test_kernels_of_both_communicators_are_known_beforehand() -> None:
             return kernels_of_communicator(comm.config)
 
     fast, slow = kernels(None), kernels(0)
-    assert slow == cute.kernels_of(slow[0].problem)
+    assert slow == kernels_of(slow[0].problem)
     assert set(slow) < set(fast) and any(isinstance(kernel, Dispatch) for kernel in set(fast) - set(slow))
 
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels import marks, sync
-from ep_ops.backends.report import Report
+from ep_ops.backends.cute.report import Report
 
 
 def mark(epoch: int, *args, **kwargs) -> int:

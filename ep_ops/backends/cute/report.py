@@ -1,4 +1,4 @@
-"""What kernels report to the host: who waited for whom, and ids that no expert has."""
+"""What kernels report to the host: who waited for whom, and values that they refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS = sync.REPORT_WORDS
 
 
 class Report:
-    """Two records in host memory that kernels write: a wait that failed, and an expert id out of range."""
+    """Two records in host memory that kernels write: a wait that failed, and a value that was refused."""
 
     def __init__(self, num_experts: int, timeout: float) -> None:
         self._num_experts = num_experts
@@ -44,18 +44,24 @@ class Report:
             f"seen {seen}, that is {last})"
         )
 
-    def bad_expert(self) -> str | None:
-        """Text of the first expert id out of range since the last call; forgets it."""
+    def refused(self) -> str | None:
+        """Text of the first expert id or row out of range since the last call; forgets it."""
         words = self._words
         if words[_WORDS] == 0:
             return None
-        _, _, _, rank, _, entry, mark, expert = words[_WORDS : _WORDS + 8]
-        epoch, terms = marks.unpack(mark)
+        _, reason, _, rank, _, detail, mark, value = words[_WORDS : _WORDS + 8]
         for i in range(_WORDS):
             words[_WORDS + i] = 0
+        epoch, terms = marks.unpack(mark)
+        where = f"ep::{terms.kind}, operation {epoch}"
+        if reason == sync.BAD_ROW:
+            return (
+                f"the route of rank {rank} fills row {detail}, but only {value} rows were given ({where}). Such rows "
+                "were left out."
+            )
         return (
-            f"topk_idx holds {expert} at flat index {entry} on rank {rank} (ep::{terms.kind}, operation "
-            f"{epoch}); allowed are expert ids from -1 (none) to {self._num_experts - 1}. Such entries were not sent."
+            f"topk_idx holds {value} at flat index {detail} on rank {rank} ({where}); allowed are expert ids from -1 "
+            f"(none) to {self._num_experts - 1}. Such entries were not sent."
         )
 
 

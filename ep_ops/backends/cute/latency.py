@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,17 @@ from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 
-from .base import DispatchTensors, RouteTensors
-from .fresh import allocator
-from .halves import ticket
-
-if TYPE_CHECKING:
-    from .cute import CuteBackend
+from ...records import Placed, Route, Sizes
+from ..base import DispatchTensors
+from ..halves import ticket
+from .launcher import Launcher
+from .outputs import Outputs
 
 FEW_TOKENS = 16
 """With fewer, a packet a block is worth more than blocks that only receive."""
+
+NOT_PLACED = (None,) * 5
+"""Instead of `Placed`, for a kernel that only sends."""
 
 Deal = tuple[int, int, int]
 """How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
@@ -39,13 +41,13 @@ class LatencyPath:
     Same rows, order and bits as the throughput kernels; operations of both kinds alternate freely.
     """
 
-    def __init__(self, backend: CuteBackend, tokens: int, multiprocessors: int) -> None:
+    def __init__(self, launcher: Launcher, outputs: Outputs, tokens: int) -> None:
         self.tokens = tokens
-        self._backend = backend
-        self._device = backend._device
-        self._multiprocessors = multiprocessors
-        self._side = torch.cuda.Stream(backend._device, priority=-1)  # sends begin before what stands between halves
-        self._alone = backend._problem.world_size == 1
+        self._launch, self._outputs = launcher.launch, outputs
+        self._device = launcher.device
+        self._multiprocessors = launcher.multiprocessors
+        self._side = torch.cuda.Stream(launcher.device, priority=-1)  # sends begin before what stands between halves
+        self._alone = launcher.problem.world_size == 1
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
@@ -64,36 +66,24 @@ class LatencyPath:
         return self.deal or (senders, senders if send else 0, sms)
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
-        *,
-        send: bool = True,
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, *, send: bool = True
     ) -> DispatchTensors:
         """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
-        backend = self._backend
-        new = allocator(self._device)
-        route = backend._new_route(new, topk_idx, max_tokens)
-        recv_x, recv_weights = backend._new_rows(new, x, topk_weights, capacity)
-        terms = capacity, alignment, slots, max_tokens
-        self._launch_dispatch((send, True), x, topk_weights, topk_idx, route, recv_x, recv_weights, *terms)
-        return (recv_x, recv_weights, *route)
+        placed = self._outputs.placed(topk_idx, sizes.max_tokens)
+        rows = self._outputs.rows(x, topk_weights is not None, sizes.capacity)
+        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, placed, rows)
+        return (*rows, *placed)
 
-    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *terms: int) -> Tensor:
+    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
         """Sends, beside what follows on the current stream."""
         with self._beside():
-            self._launch_dispatch((True, False), x, topk_weights, topk_idx, (None,) * 5, None, None, *terms)
+            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, NOT_PLACED, (None, None))
         return ticket(x)
 
-    def dispatch_wait(self, *args: Any) -> DispatchTensors:
+    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
         """Receives. Complete when it ends, as :meth:`dispatch`."""
         self._join()
-        return self.dispatch(*args, send=False)
+        return self.dispatch(x, topk_weights, topk_idx, sizes, send=False)
 
     def _launch_dispatch(
         self,
@@ -101,37 +91,38 @@ class LatencyPath:
         x: Tensor,
         topk_weights: Tensor | None,
         topk_idx: Tensor,
-        route: tuple[Tensor | None, ...],
-        recv_x: Tensor | None,
-        recv_weights: Tensor | None,
-        capacity: int,
-        alignment: int,
-        slots: int,
-        max_tokens: int,
+        sizes: Sizes,
+        placed: Placed | tuple[None, ...],
+        rows: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        self._backend._launch(
-            Dispatch, (self.tokens, topk_weights is not None, *halves),
-            marks.pack("dispatch", max_tokens, topk_weights is not None, few=True),
-            (x, topk_weights, topk_idx, *route, recv_x, recv_weights),
-            (topk_idx.shape[0], max_tokens, capacity, alignment, slots, *self._dispatch_deal(max_tokens, *halves)),
+        send_rows, recv_rows, offs, counts, dropped = placed
+        recv_x, recv_weights = rows
+        weighted = topk_weights is not None
+        senders, first_receiver, blocks = self._dispatch_deal(sizes.max_tokens, *halves)
+        self._launch(
+            Dispatch, (self.tokens, weighted, *halves), marks.pack("dispatch", sizes.max_tokens, weighted, few=True),
+            x=x, topk_weights=topk_weights, topk_idx=topk_idx, send_rows=send_rows, recv_rows=recv_rows, offs=offs,
+            counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],
+            max_tokens=sizes.max_tokens, capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+            senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
-        out = self._backend._new_tokens(y, route[0].shape[0])
+        out = self._outputs.tokens(y, route.topk_idx.shape[0])
         self._launch_combine((True, True), y, recv_weights, route, out)
         return out
 
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """Adds up and sends, beside what follows on the current stream."""
         with self._beside():
             self._launch_combine((True, False), y, recv_weights, route, None)
         return ticket(y)
 
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: RouteTensors) -> Tensor:
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """Receives and adds up. Complete when it ends, as :meth:`combine`."""
         self._join()
-        out = self._backend._new_tokens(y, route[0].shape[0])
+        out = self._outputs.tokens(y, route.topk_idx.shape[0])
         self._launch_combine((False, True), y, recv_weights, route, out)
         return out
 
@@ -147,17 +138,13 @@ class LatencyPath:
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def _launch_combine(
-        self,
-        halves: tuple[bool, bool],
-        y: Tensor,
-        recv_weights: Tensor | None,
-        route: RouteTensors,
-        out: Tensor | None,
+        self, halves: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None
     ) -> None:
-        topk_idx, send_rows, recv_rows, _, _ = route
-        self._backend._launch(
+        senders, first_receiver, blocks = self._combine_deal(*halves)
+        self._launch(
             Combine, (self.tokens, recv_weights is not None, *halves),
-            marks.pack("combine", recv_rows.shape[1], few=True),
-            (y, recv_weights, topk_idx, send_rows, recv_rows, out),
-            (topk_idx.shape[0], recv_rows.shape[1], *self._combine_deal(*halves)),
+            marks.pack("combine", route.max_tokens, few=True),
+            y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
+            recv_rows=route.recv_rows, out=out, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
+            num_rows=y.shape[0], senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip

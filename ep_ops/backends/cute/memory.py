@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from cute_kernels.heap import Heap, Problem
+from cute_kernels.heap import MOST_RANKS, Heap, Problem
 from cute_kernels.latency.heap import LatencyHeap, most_tokens
 
-if TYPE_CHECKING:
-    from ..config import Config
+from ...config import Config
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 DEFAULT_TOKENS = 256
-"""Calls of at most this many tokens a rank run here, if the communicator does not say otherwise."""
+"""Calls of at most this many tokens a rank run on the latency kernels, if the communicator does not say otherwise."""
+
+
+def problem_with(config: Config) -> str | None:
+    """What of these values, right in themselves, the kernels do not take; None if they take all."""
+    if config.dtype == torch.float64:
+        return "dtype torch.float64 is supported by backend 'reference' only"
+    if config.world_size > MOST_RANKS:
+        return f"world_size is {config.world_size}; backend 'cute' takes at most {MOST_RANKS} ranks"
+    most = problem_of(config).most_experts
+    if config.num_experts > most:
+        return f"num_experts is {config.num_experts}; backend 'cute' takes at most {most} on {config.world_size} ranks"
+    return None
 
 
 def problem_of(config: Config) -> Problem:

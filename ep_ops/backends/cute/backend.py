@@ -1,0 +1,232 @@
+"""The cute backend: checks and limits of a communicator, and which kernels take which calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from cute_kernels.heap import EPOCH, REFUSED, STATE_BYTES
+from cute_kernels.rows import Slices
+
+from ... import symmetric
+from ...config import Member
+from ...records import Placed, Route, Sizes
+from ..base import DispatchTensors
+from ..halves import Order, ticket
+from . import latency
+from .budget import Traffic, default_budget
+from .launcher import Launcher
+from .memory import heap_of, problem_of, rows_bytes, token_bound
+from .outputs import Outputs
+from .report import Report
+from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
+
+__all__ = ["CuteBackend", "kernels_of"]
+
+NO_CAPACITY_LIMIT = 2**31 - 2**16
+"""Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
+
+
+class CuteBackend:
+    """Operators of one communicator as kernel launches on the current stream.
+
+    Calls of one communicator must be ordered on the device: on one stream, or by events between streams.
+    """
+
+    name = "cute"
+
+    def __init__(self, member: Member) -> None:
+        self._config = config = member.config
+        self._rank, self._device = member.rank, member.device
+        self._local_experts = member.num_local_experts
+        self._problem = problem = problem_of(config)
+        self._buffer = symmetric.allocate(heap_of(config).nbytes, member.group, member.device)
+        self._rows: symmetric.SymmetricBuffer | None = None
+        if config.symmetric_rows:
+            self._rows = symmetric.allocate(rows_bytes(config), member.group, member.device)
+        self._state = self._buffer.local[:STATE_BYTES].view(torch.int64)
+        self._state[EPOCH] = 1
+        torch.cuda.synchronize(member.device)
+        self._report = Report(problem.num_experts, config.timeout)
+        self._launcher = Launcher(
+            problem, member.device,
+            (self._buffer.addresses, member.rank, self._report.address, int(config.timeout * 1e9)),
+        )  # fmt: skip
+        sms = self._launcher.multiprocessors
+        slices = Slices(problem.row_bytes, problem.dtype).slices
+        traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices)
+        # Beside a pull run the blocks that place the route and some that stage rows.
+        most = sms - problem.tiles - STAGING_BLOCKS
+        self.budget = default_budget(traffic, sms, most, config.dispatch_sms, config.combine_sms)
+        outputs = Outputs(problem, member.num_local_experts, member.device)
+        self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0
+        self.latency = latency.LatencyPath(self._launcher, outputs, max(0, self._latency_tokens))
+        self.throughput = ThroughputPath(self._launcher, outputs, self.budget, traffic)
+        self._order = Order(config.name)
+
+    # ------------------------------------------------------------------ operators
+
+    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
+        self._begin()
+        return self.throughput.plan(topk_idx, sizes)
+
+    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+        self._begin()
+        return self._path(sizes.max_tokens).dispatch(x, topk_weights, topk_idx, sizes)
+
+    def dispatch_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
+    ) -> DispatchTensors:
+        self._begin()
+        capacity = NO_CAPACITY_LIMIT // alignment * alignment
+        placed = self.throughput.plan(topk_idx, Sizes(capacity, alignment, 0, max_tokens))
+        num_rows = int(placed.offs[-1]) if self._local_experts else 0
+        if self._report.failed() is not None:
+            self.check_errors()  # the host has waited: say it now
+        route = _route(topk_idx, placed, alignment, num_rows)
+        return (*self.throughput.along("dispatch_planned", x, topk_weights, route), *placed)
+
+    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+        self._begin()
+        return self.throughput.along("dispatch_planned", x, topk_weights, route)
+
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
+        self._begin()
+        if residual is None and route.max_tokens <= self._latency_tokens:
+            return self.latency.combine(y, recv_weights, route)
+        return self.throughput.combine(y, recv_weights, route, residual)
+
+    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
+        self._begin()
+        if self._rows is None:
+            raise ValueError(f"communicator {self._config.name!r} has no rows in symmetric memory: symmetric_rows is 0")
+        bases = self._rows.addresses
+        if y.numel() and y.data_ptr() != bases[self._rank]:
+            raise ValueError("y does not lie in symmetric memory; pass the tensor that empty_rows returned")
+        return self.throughput.combine_gathered(y, route, bases, self._config.symmetric_rows)
+
+    def dispatch_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        self._begin()
+        return self.throughput.dispatch_backward(grad_recv_x, grad_recv_weights, route)
+
+    def combine_backward(
+        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        self._begin()
+        if recv_weights is not None:
+            return self.throughput.combine_backward(grad_out, y, recv_weights, route)
+        grad_y, _ = self.throughput.along("combine_backward", grad_out, None, route)
+        return grad_y, grad_out.new_empty(0, dtype=torch.float32)
+
+    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
+        self._begin()
+        few = sizes.max_tokens <= self._latency_tokens
+        sent = self.latency.dispatch_start(x, topk_weights, topk_idx, sizes) if few else ticket(x)
+        self._order.start("dispatch")  # it has not, where that raises
+        return sent
+
+    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+        self.check_errors()
+        self._order.wait("dispatch")
+        if sizes.max_tokens <= self._latency_tokens:
+            return self.latency.dispatch_wait(x, topk_weights, topk_idx, sizes)
+        return self.dispatch(x, topk_weights, topk_idx, sizes)
+
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        self._begin()
+        few = route.max_tokens <= self._latency_tokens
+        sent = self.latency.combine_start(y, recv_weights, route) if few else ticket(y)
+        self._order.start("combine")  # it has not, where that raises
+        return sent
+
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        self.check_errors()
+        self._order.wait("combine")
+        if route.max_tokens <= self._latency_tokens:
+            return self.latency.combine_wait(y, recv_weights, route)
+        return self.combine(y, recv_weights, route)
+
+    def refuse(self, operator: str, reason: str) -> None:
+        """Left to the deadline: the other ranks wait for this one until it has passed."""
+
+    def empty_rows(self, num_rows: int) -> Tensor:
+        config = self._config
+        if self._rows is None:
+            return torch.empty(0, config.hidden_size, dtype=config.dtype, device=self._device)
+        rows = self._rows.local.view(config.dtype).view(-1, config.hidden_size)
+        return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
+
+    def _begin(self) -> None:
+        """By every whole operator and every first half: what kernels reported is raised, halves are not interrupted."""
+        self.check_errors()
+        self._order.check()
+
+    def _path(self, max_tokens: int) -> latency.LatencyPath | ThroughputPath:
+        return self.latency if max_tokens <= self._latency_tokens else self.throughput
+
+    # ------------------------------------------------------------------ lifetime
+
+    def sm_budget(self, dispatch: int | None, combine: int | None) -> AbstractContextManager[None]:
+        return self.budget.changed(dispatch, combine)
+
+    def compile(self) -> None:
+        self._launcher.compile(kernels_of(self._problem))
+        if self.latency.tokens:
+            self._launcher.compile(latency.kernels_of(self._problem, self.latency.tokens))
+
+    def warmup(self) -> None:
+        """Runs every kernel once, on no tokens."""
+        config = self._config
+        x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self._device)
+        topk_idx = torch.empty(0, config.top_k, dtype=torch.int32, device=self._device)
+        weights = torch.empty(0, config.top_k, dtype=torch.float32, device=self._device)
+        rows = config.alignment
+        few, many = (Sizes(rows, rows, 0, bound) for bound in (1, config.max_tokens_per_rank))
+        self.plan(topk_idx, few)
+        for given in (None, weights):
+            for sizes in (few, many):  # latency kernels, throughput kernels
+                recv_x, recv_weights, *placed = self.dispatch(x, given, topk_idx, sizes)
+                route = _route(topk_idx, placed, rows, rows)
+                row_weights = None if given is None else recv_weights
+                self.combine(recv_x, row_weights, route)
+                self.combine(recv_x, row_weights, route, x)
+            self.dispatch_start(x, given, topk_idx, few)
+            recv_x, recv_weights, *placed = self.dispatch_wait(x, given, topk_idx, few)
+            small = _route(topk_idx, placed, rows, rows)
+            self.combine_start(recv_x, row_weights, small)
+            self.combine_wait(recv_x, row_weights, small)
+            self.dispatch_planned(x, given, route)
+            self.dispatch_backward(recv_x, row_weights, route)
+            self.combine_backward(x, recv_x, row_weights, route)
+            self.combine_backward(x, None, row_weights, route)
+        self.dispatch_backward(None, recv_weights, route)
+        if config.symmetric_rows:
+            self.combine_gathered(self.empty_rows(0), route)
+        torch.cuda.synchronize(self._device)
+        self.check_errors()
+
+    def check_errors(self) -> None:
+        if not self._report.pending():
+            return
+        failed = self._report.failed()
+        if failed is not None:
+            raise RuntimeError(f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one")
+        refused = self._report.refused()
+        self._state[REFUSED] = 0
+        raise ValueError(f"communicator {self._config.name!r}: {refused}")
+
+    def destroy(self) -> None:
+        self._launcher.clear()
+        self._buffer.free()
+        if self._rows is not None:
+            self._rows.free()
+
+
+def _route(topk_idx: Tensor, placed: Sequence[Tensor], alignment: int, num_rows: int) -> Route:
+    send_rows, recv_rows, offs, counts, _ = placed
+    return Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, num_rows)

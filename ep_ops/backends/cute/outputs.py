@@ -1,0 +1,63 @@
+"""Fresh tensors for an operator's results; what they hold is undefined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
+
+from cute_kernels.heap import Problem
+
+from ...records import Placed
+
+New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""(shape, strides, dtype) -> a tensor whose values are undefined"""
+
+
+def allocator(device: torch.device) -> New:
+    """How to allocate on a CUDA device: as compiled graphs do, which takes half the host time of torch.empty.
+
+    That way knows the current device alone, and does not fill memory where deterministic algorithms are asked for.
+    """
+    if torch._C._cuda_getDevice() == device.index and not torch._C._get_deterministic_algorithms():
+        return _empty_strided_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+class Outputs:
+    """Of the operators of one communicator, on its device."""
+
+    def __init__(self, problem: Problem, num_local_experts: int, device: torch.device) -> None:
+        self._world_size = problem.world_size
+        self._local = (num_local_experts,)
+        self._device = device
+
+    def placed(self, topk_idx: Tensor, max_tokens: int) -> Placed:
+        new = allocator(self._device)
+        tokens, top_k = topk_idx.shape
+        ints, local = torch.int32, self._local
+        return Placed(
+            new((tokens, top_k), (top_k, 1), ints),
+            new((self._world_size, max_tokens, top_k), (max(max_tokens, 1) * top_k, top_k, 1), ints),
+            new(local, (1,), ints),
+            new(local, (1,), ints),
+            new(local, (1,), ints),
+        )
+
+    def rows(self, x: Tensor, weighted: bool, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Like x [num_rows, H], and float32 [num_rows] for weights, or [0]."""
+        new = allocator(self._device)
+        hidden = x.shape[1]
+        weights = new((num_rows if weighted else 0,), (1,), torch.float32)
+        return new((num_rows, hidden), (hidden, 1), x.dtype), weights
+
+    def tokens(self, y: Tensor, tokens: int) -> Tensor:
+        """[tokens, H] for what rows `y` come home as."""
+        hidden = y.shape[1]
+        return allocator(self._device)((tokens, hidden), (hidden, 1), y.dtype)
+
+    def scalars(self, shape: tuple[int, ...]) -> Tensor:
+        """float32"""
+        return torch.empty(shape, dtype=torch.float32, device=self._device)

@@ -1,0 +1,192 @@
+"""The throughput kernels' side of the cute backend: one or two kernels an operator, and their shares of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels import marks
+from cute_kernels.heap import Problem
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.gather import Gather
+from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.pull import Pull
+from cute_kernels.throughput.pull_scaled import PullScaled
+
+from ...records import Placed, Route, Sizes
+from ..base import DispatchTensors
+from ..budget import Budget
+from .budget import Traffic
+from .launcher import Launcher
+from .outputs import Outputs
+
+STAGING_BLOCKS = 16
+"""Multiprocessors that a budget leaves to staging and announcing. Fewer have not been tried, but for a single one that
+staged and announced, which took 3.9 ms for 59 MB."""
+
+
+def kernels_of(problem: Problem) -> list[Any]:
+    """Every throughput kernel that the operators of such a communicator launch."""
+    alone = problem.world_size == 1
+    rows_too = not alone  # a single rank reads its own rows where they are
+    publish = [(True, rows_too, weights, False) for weights in (False, True)]
+    publish += [(True, False, False, True)]
+    publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
+    combine = [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
+    combine += [(rows, False, True, False) for rows in (False, True)]  # with the gradients of weights
+    variants: dict[Any, Sequence[tuple[Any, ...]]] = {
+        Publish: publish,
+        Pull: [
+            (weights, alone and not placed and not weights, placed)
+            for weights in (False, True)
+            for placed in (False, True)
+        ],
+        Combine: combine,
+        PullScaled: [(alone,)],
+        Gather: [()],
+    }
+    return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
+
+
+class ThroughputPath:
+    """Operators for any number of tokens."""
+
+    def __init__(self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: Traffic) -> None:
+        self._launch = launcher.launch
+        self._problem, self._all_blocks = launcher.problem, launcher.multiprocessors
+        self._outputs, self._budget, self._traffic = outputs, budget, traffic
+
+    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
+        placed = self._outputs.placed(topk_idx, sizes.max_tokens)
+        variant = (True, False, False, True)
+        self._launch(
+            Publish, variant, marks.pack("plan", sizes.max_tokens, rows=False),
+            topk_idx=topk_idx, send_rows=placed.send_rows, recv_rows=placed.recv_rows, offs=placed.offs,
+            counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
+            capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+            blocks=self._publish_blocks(variant, 0),
+        )  # fmt: skip
+        return placed
+
+    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+        weighted, pulling = topk_weights is not None, self._budget.dispatch
+        placed = self._outputs.placed(topk_idx, sizes.max_tokens)
+        recv_x, recv_weights = self._outputs.rows(x, weighted, sizes.capacity)
+        terms = marks.pack("dispatch", sizes.max_tokens, weighted)
+        variant = (True, self._problem.world_size > 1, weighted, False)
+        self._launch(
+            Publish, variant, terms,
+            x=x, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=placed.send_rows,
+            recv_rows=placed.recv_rows, offs=placed.offs, counts=placed.counts, dropped=placed.dropped,
+            recv_weights=recv_weights, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
+            capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+            blocks=self._publish_blocks(variant, pulling),
+        )  # fmt: skip
+        self._launch(
+            Pull, (weighted, False, True), terms,
+            x=x, recv_rows=placed.recv_rows, offs=placed.offs, counts=placed.counts, recv_x=recv_x,
+            recv_weights=recv_weights, max_tokens=sizes.max_tokens, alignment=sizes.alignment,
+            num_rows=sizes.capacity, blocks=pulling,
+        )  # fmt: skip
+        return (recv_x, recv_weights, *placed)
+
+    def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+        """Dispatch along a known route, as an operation of that kind."""
+        weighted, pulling = topk_weights is not None, self._budget.dispatch
+        recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows)
+        terms = marks.pack(kind, route.max_tokens, weighted)
+        published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route)
+        self._launch(
+            Pull, (weighted, not published, False), terms,
+            x=x, recv_rows=route.recv_rows, offs=route.offs, counts=route.counts, recv_x=recv_x,
+            recv_weights=recv_weights, max_tokens=route.max_tokens, alignment=route.alignment,
+            num_rows=route.num_rows, blocks=pulling,
+        )  # fmt: skip
+        return recv_x, recv_weights
+
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
+        tokens, blocks = route.topk_idx.shape[0], self._budget.combine
+        out = self._outputs.tokens(y, tokens)
+        self._launch(
+            Combine, (True, recv_weights is not None, False, residual is not None),
+            marks.pack("combine", route.max_tokens),
+            y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
+            recv_rows=route.recv_rows, residual=residual, out=out, tokens=tokens, max_tokens=route.max_tokens,
+            num_rows=y.shape[0], pushers=self._traffic.pushers(blocks), blocks=blocks,
+        )  # fmt: skip
+        return out
+
+    def combine_gathered(self, y: Tensor, route: Route, bases: tuple[int, ...], num_rows: int) -> Tensor:
+        """`bases`: address of row 0 at each rank, of `num_rows` each."""
+        tokens = route.topk_idx.shape[0]
+        out = self._outputs.tokens(y, tokens)
+        self._launch(
+            Gather, (), marks.pack("combine_gathered", route.max_tokens),
+            topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, tokens=tokens, num_rows=num_rows,
+            bases=bases, blocks=self._budget.gather,
+        )  # fmt: skip
+        return out
+
+    def dispatch_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        topk_idx, outputs, blocks = route.topk_idx, self._outputs, self._budget.combine
+        rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
+        grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
+        grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
+        given = grad_recv_weights if grad_recv_x is None else grad_recv_x
+        self._launch(
+            Combine, (rows, False, scalars, False), marks.pack("dispatch_backward", route.max_tokens, scalars, rows),
+            y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=topk_idx, send_rows=route.send_rows,
+            recv_rows=route.recv_rows, out=grad_x, out_scalars=grad_weights, tokens=topk_idx.shape[0],
+            max_tokens=route.max_tokens, num_rows=0 if given is None else given.shape[0],
+            pushers=self._traffic.pushers(blocks), blocks=blocks,
+        )  # fmt: skip
+        return grad_x, grad_weights
+
+    def combine_backward(
+        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        """Of a weighted combine."""
+        grad_y, grad_weights = self._outputs.rows(grad_out, True, route.num_rows)
+        blocks = self._budget.scaled
+        terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
+        published = self._publish_along(terms, blocks, grad_out, None, None, route)
+        # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
+        self._launch(
+            PullScaled, (not published,), terms,
+            grad_out=grad_out, y=grad_y if y is None else y, recv_weights=recv_weights, recv_rows=route.recv_rows,
+            offs=route.offs, counts=route.counts, grad_y=grad_y, grad_weights=grad_weights,
+            max_tokens=route.max_tokens, alignment=route.alignment, num_rows=route.num_rows, blocks=blocks,
+        )  # fmt: skip
+        return grad_y, grad_weights[:0].clone() if y is None else grad_weights
+
+    def _publish_along(
+        self,
+        terms: int,
+        pulling: int,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        recv_weights: Tensor | None,
+        route: Route,
+    ) -> bool:
+        """Launches the publish kernel of a known route, unless it has nothing to do: then False."""
+        variant = (False, self._problem.world_size > 1, topk_weights is not None, False)
+        if not any(variant):
+            return False
+        self._launch(
+            Publish, variant, terms,
+            x=x, topk_idx=route.topk_idx, topk_weights=topk_weights, recv_rows=route.recv_rows,
+            recv_weights=recv_weights, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
+            capacity=route.num_rows, alignment=1, slots=0, blocks=self._publish_blocks(variant, pulling),
+        )  # fmt: skip
+        return True
+
+    def _publish_blocks(self, variant: tuple[bool, bool, bool, bool], pulling: int) -> int:
+        """Of the publish kernel, which leaves `pulling` multiprocessors to the kernel that comes next and runs at the
+        same time: staging takes one block that announces, and all others that there are."""
+        route, rows, weights, _ = variant
+        tiles = self._problem.tiles if route or weights else 0
+        return tiles + (1 + max(1, self._all_blocks - tiles - pulling - 1) if rows else 0)

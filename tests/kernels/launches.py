@@ -1,0 +1,35 @@
+"""A launcher that launches nothing, for tests of what paths hand to their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_kernels.heap import Problem
+from cute_kernels.launch import names
+from ep_ops.backends.cute import outputs
+
+
+class Recorder:
+    """Stands for a `Launcher`; keeps (kernel, terms, arguments) of each launch."""
+
+    def __init__(self, problem: Problem, multiprocessors: int) -> None:
+        self.problem, self.multiprocessors = problem, multiprocessors
+        self.device = torch.device("cpu")
+        self.launched: list[tuple[Any, int, dict[str, Any]]] = []
+
+    def launch(self, kernel: Any, variant: tuple[int, ...], terms: int, **values: Any) -> None:
+        tensors, numbers = names(kernel.Args)
+        assert set(numbers) <= set(values) <= {*tensors, *numbers}
+        assert all(values.get(name) is None or isinstance(values[name], torch.Tensor) for name in tensors)
+        assert all(type(values[name]) is int for name in numbers if name != "bases")
+        self.launched.append((kernel(self.problem, *variant), terms, values))
+
+
+def allocate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    monkeypatch.setattr(outputs, "allocator", lambda device: new)
