@@ -278,7 +278,8 @@ def place_tile(
 
 @cute.jit
 def place_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, args: Any) -> None:
-    """One block: the weights of this tile's entries along a known route (their owners' route flags are acquired)."""
+    """One block: the weights of this tile's entries along a known route (their owners' route flags are acquired). Rows
+    behind the last one are left out; the pull kernel, which goes along the same route, reports them."""
     tid, _, _ = arch.thread_idx()
     problem = ranks.heap.problem
     bound = args.max_tokens * problem.top_k
@@ -287,8 +288,8 @@ def place_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
     j = tile * per_tile + tid
     while j < end and ok != 0:
         for s in range_constexpr(problem.world_size):
-            row = given_row(ranks, ptx.ld_i32(args.recv_rows + (Int64(s) * bound + j) * 4), args.capacity)
-            if row >= 0:
+            row = ptx.ld_i32(args.recv_rows + (Int64(s) * bound + j) * 4)
+            if row >= 0 and row < args.capacity:
                 weight = ptx.ld_f32(ranks.at(ranks.peers[s], "weights") + Int64(j) * 4)
                 ptx.st_f32(args.recv_weights + Int64(row) * 4, weight)
         j += threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +14,23 @@ from ep_ops.backends.cute import outputs
 
 
 class Recorder:
-    """Stands for a `Launcher`; keeps (kernel, terms, arguments) of each launch."""
+    """Stands for a `Launcher`; notes (kernel, terms, arguments) of each launch."""
 
     def __init__(self, problem: Problem, multiprocessors: int) -> None:
         self.problem, self.multiprocessors = problem, multiprocessors
         self.device = torch.device("cpu")
         self.launched: list[tuple[Any, int, dict[str, Any]]] = []
 
-    def launch(self, kernel: Any, variant: tuple[int, ...], terms: int, **values: Any) -> None:
+    def get(self, kernel: Any, *variant: int) -> Callable[..., None]:
         tensors, numbers = names(kernel.Args)
-        assert set(numbers) <= set(values) <= {*tensors, *numbers}
-        assert all(values.get(name) is None or isinstance(values[name], torch.Tensor) for name in tensors)
-        assert all(type(values[name]) is int for name in numbers if name != "bases")
-        self.launched.append((kernel(self.problem, *variant), terms, values))
+
+        def launch(terms: int, **values: Any) -> None:
+            assert set(numbers) <= set(values) <= {*tensors, *numbers}
+            assert all(values.get(name) is None or isinstance(values[name], torch.Tensor) for name in tensors)
+            assert all(type(values[name]) is int for name in numbers if name != "bases")
+            self.launched.append((kernel(self.problem, *variant), terms, values))
+
+        return launch
 
 
 def allocate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_launches(path: ThroughputPath, recorder: Recorder) -> None:
 
 def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launcher, "_template", launcher._template.__wrapped__)
     monkeypatch.setattr(jit, "get", lambda kernel, arch, capturing: lambda *given: calls.append(given))
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -100,8 +101,12 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch._C, name, answer, raising=False)
     made = launcher.Launcher(PROBLEM, torch.device("cuda", 1), ((10, 20, 30), 1, 5, 6))
     rows = torch.zeros(4)
-    made.launch(Pull, (True, False, True), 9, blocks=3, num_rows=8, alignment=2, max_tokens=1, recv_rows=rows, x=None)
+    launch = made.get(Pull, True, False, True)
+    assert made.get(Pull, True, False, True) is launch
+    launch(9, blocks=3, num_rows=8, alignment=2, max_tokens=1, recv_rows=rows, x=None)
     assert calls == [((10, 20, 30), 1, 5, 6, 9, 0, rows.data_ptr(), 0, 0, 0, 0, 1, 2, 8, 3, 77)]
     assert len(calls[0]) == len(KERNELS[Pull].signature())
-    with pytest.raises(TypeError, match=r"unknown arguments \['rows'\], missing \['blocks', 'num_rows'\]"):
-        made.launch(Pull, (False, False, True), 9, alignment=2, max_tokens=1, rows=rows)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
+        launch(9, blocks=3, num_rows=8, alignment=2, max_tokens=1, rows=rows)
+    with pytest.raises(TypeError, match="'num_rows' and 'blocks'"):
+        launch(9, alignment=2, max_tokens=1, x=rows)

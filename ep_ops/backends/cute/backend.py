@@ -75,7 +75,8 @@ class CuteBackend:
 
     def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
         self._begin()
-        return self._path(sizes.max_tokens).dispatch(x, topk_weights, topk_idx, sizes)
+        few = sizes.max_tokens <= self._latency_tokens
+        return (self.latency if few else self.throughput).dispatch(x, topk_weights, topk_idx, sizes)
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
@@ -165,9 +166,6 @@ class CuteBackend:
         """By every whole operator and every first half: what kernels reported is raised, halves are not interrupted."""
         self.check_errors()
         self._order.check()
-
-    def _path(self, max_tokens: int) -> latency.LatencyPath | ThroughputPath:
-        return self.latency if max_tokens <= self._latency_tokens else self.throughput
 
     # ------------------------------------------------------------------ lifetime
 

@@ -13,7 +13,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 
-from ...records import Placed, Route, Sizes
+from ...records import Route, Sizes
 from ..base import DispatchTensors
 from ..halves import ticket
 from .launcher import Launcher
@@ -22,8 +22,8 @@ from .outputs import Outputs
 FEW_TOKENS = 16
 """With fewer, a packet a block is worth more than blocks that only receive."""
 
-NOT_PLACED = (None,) * 5
-"""Instead of `Placed`, for a kernel that only sends."""
+NOTHING = (None,) * 7
+"""Instead of `DispatchTensors`, for a kernel that only sends."""
 
 Deal = tuple[int, int, int]
 """How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
@@ -43,7 +43,7 @@ class LatencyPath:
 
     def __init__(self, launcher: Launcher, outputs: Outputs, tokens: int) -> None:
         self.tokens = tokens
-        self._launch, self._outputs = launcher.launch, outputs
+        self._kernel, self._outputs = launcher.get, outputs
         self._device = launcher.device
         self._multiprocessors = launcher.multiprocessors
         self._side = torch.cuda.Stream(launcher.device, priority=-1)  # sends begin before what stands between halves
@@ -69,15 +69,14 @@ class LatencyPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, *, send: bool = True
     ) -> DispatchTensors:
         """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
-        placed = self._outputs.placed(topk_idx, sizes.max_tokens)
-        rows = self._outputs.rows(x, topk_weights is not None, sizes.capacity)
-        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, placed, rows)
-        return (*rows, *placed)
+        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes)
+        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, out)
+        return out
 
     def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
         """Sends, beside what follows on the current stream."""
         with self._beside():
-            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, NOT_PLACED, (None, None))
+            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, NOTHING)
         return ticket(x)
 
     def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
@@ -92,18 +91,17 @@ class LatencyPath:
         topk_weights: Tensor | None,
         topk_idx: Tensor,
         sizes: Sizes,
-        placed: Placed | tuple[None, ...],
-        rows: tuple[Tensor | None, Tensor | None],
+        out: DispatchTensors | tuple[None, ...],
     ) -> None:
-        send_rows, recv_rows, offs, counts, dropped = placed
-        recv_x, recv_weights = rows
+        recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped = out
+        capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None
-        senders, first_receiver, blocks = self._dispatch_deal(sizes.max_tokens, *halves)
-        self._launch(
-            Dispatch, (self.tokens, weighted, *halves), marks.pack("dispatch", sizes.max_tokens, weighted, few=True),
+        senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *halves)
+        self._kernel(Dispatch, self.tokens, weighted, *halves)(
+            marks.pack("dispatch", max_tokens, weighted, few=True),
             x=x, topk_weights=topk_weights, topk_idx=topk_idx, send_rows=send_rows, recv_rows=recv_rows, offs=offs,
             counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-            max_tokens=sizes.max_tokens, capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+            max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots,
             senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 
@@ -141,10 +139,10 @@ class LatencyPath:
         self, halves: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None
     ) -> None:
         senders, first_receiver, blocks = self._combine_deal(*halves)
-        self._launch(
-            Combine, (self.tokens, recv_weights is not None, *halves),
-            marks.pack("combine", route.max_tokens, few=True),
+        max_tokens = route.max_tokens
+        self._kernel(Combine, self.tokens, recv_weights is not None, *halves)(
+            marks.pack("combine", max_tokens, few=True),
             y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-            recv_rows=route.recv_rows, out=out, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
-            num_rows=y.shape[0], senders=senders, first_receiver=first_receiver, blocks=blocks,
+            recv_rows=route.recv_rows, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,
+            num_rows=route.num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip

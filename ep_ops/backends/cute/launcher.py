@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,9 +12,13 @@ from cute_kernels import jit
 from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, names
 
+Launch = Callable[..., None]
+"""(terms, **arguments): launches a kernel on the current stream. Its arguments (`kernel.Args`) go by name: tensors,
+None or left out where there is none; numbers as they are, all of them."""
+
 
 class Launcher:
-    """Launches on the current stream of one device, for one rank of a communicator."""
+    """Of one rank of a communicator, on its device."""
 
     def __init__(self, problem: Problem, device: torch.device, ranks: tuple[tuple[int, ...], int, int, int]) -> None:
         """`ranks`: addresses of all ranks' heaps, this rank, address of the report, deadline of waits in ns."""
@@ -21,42 +26,55 @@ class Launcher:
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors: int = properties.multi_processor_count
         self._arch = f"sm_{properties.major}{properties.minor}a"
-        self._index = device.index
         self._ranks = ranks
-        self._prepared: dict[Any, tuple[Callable[..., None], tuple[str, ...], tuple[str, ...]]] = {}
+        self._launches: dict[Any, Launch] = {}
 
-    def launch(self, kernel: type[Kernel], variant: tuple[int, ...], terms: int, **values: Any) -> None:
-        """Launches `kernel(problem, *variant)`. Its arguments (`kernel.Args`) by name: tensors, None or left out where
-        there is none; numbers as they are."""
-        prepared = self._prepared.get((kernel, variant))
-        if prepared is None:
-            prepared = self._prepared[kernel, variant] = self._prepare(kernel, variant, values)
-        function, tensors, numbers = prepared
-        given = [0 if (tensor := values.get(name)) is None else tensor.data_ptr() for name in tensors]
-        given += [values[name] for name in numbers]
-        index = self._index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                function(*self._ranks, terms, *given, torch._C._cuda_getCurrentRawStream(index))
-        else:
-            function(*self._ranks, terms, *given, torch._C._cuda_getCurrentRawStream(index))
+    def get(self, kernel: type[Kernel], *variant: int) -> Launch:
+        """How to launch `kernel(problem, *variant)`, which is compiled when it is first asked for."""
+        found = self._launches.get((kernel, variant))
+        if found is None:
+            function = self._compiled(kernel(self.problem, *variant))
+            found = _template(kernel.Args)(function, self._ranks, self.device.index)
+            self._launches[kernel, variant] = found
+        return found
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Compiles and loads them, so that a launch does not."""
+        """Compiles and loads them, so that `get` does not."""
         for kernel in kernels:
-            jit.get(kernel, self._arch, torch.cuda.is_current_stream_capturing)
+            self._compiled(kernel)
 
     def clear(self) -> None:
         """Forgets what was loaded."""
-        self._prepared.clear()
+        self._launches.clear()
 
-    def _prepare(
-        self, kernel: type[Kernel], variant: tuple[int, ...], values: dict[str, Any]
-    ) -> tuple[Callable[..., None], tuple[str, ...], tuple[str, ...]]:
-        """The compiled function, and the names of what it takes: tensors, then numbers."""
-        tensors, numbers = names(kernel.Args)
-        unknown, missing = values.keys() - {*tensors, *numbers}, set(numbers) - values.keys()
-        if unknown or missing:
-            raise TypeError(f"{kernel.__name__}: unknown arguments {sorted(unknown)}, missing {sorted(missing)}")
-        made = kernel(self.problem, *variant)
-        return jit.get(made, self._arch, torch.cuda.is_current_stream_capturing), tensors, numbers
+    def _compiled(self, kernel: Kernel) -> Callable[..., None]:
+        return jit.get(kernel, self._arch, torch.cuda.is_current_stream_capturing)
+
+
+@functools.cache
+def _template(args: type[Any]) -> Callable[..., Launch]:
+    """(compiled function, values of `RankArgs` before the terms, device index) -> how to launch it.
+
+    Written as text, as namedtuple does it: a call by keyword that Python itself checks costs less than half of what a
+    loop over names does, and launching is most of the host time of an operator.
+    """
+    tensors, numbers = names(args)
+    parameters = ", ".join([*(f"{name}=None" for name in tensors), *numbers])
+    given = ", ".join([*(f"0 if {name} is None else {name}.data_ptr()" for name in tensors), *numbers])
+    scope: dict[str, Any] = {
+        "_device": torch._C._cuda_getDevice,
+        "_on": torch.cuda.device,
+        "_stream": torch._C._cuda_getCurrentRawStream,
+    }
+    text = f"""
+def launches(_function, _ranks, _index):
+    def launch(terms, *, {parameters}):
+        if _device() != _index:
+            with _on(_index):
+                _function(*_ranks, terms, {given}, _stream(_index))
+        else:
+            _function(*_ranks, terms, {given}, _stream(_index))
+    return launch
+"""
+    exec(text, scope)
+    return scope["launches"]

@@ -54,15 +54,15 @@ class ThroughputPath:
     """Operators for any number of tokens."""
 
     def __init__(self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: Traffic) -> None:
-        self._launch = launcher.launch
+        self._kernel = launcher.get
         self._problem, self._all_blocks = launcher.problem, launcher.multiprocessors
         self._outputs, self._budget, self._traffic = outputs, budget, traffic
 
     def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
         placed = self._outputs.placed(topk_idx, sizes.max_tokens)
         variant = (True, False, False, True)
-        self._launch(
-            Publish, variant, marks.pack("plan", sizes.max_tokens, rows=False),
+        self._kernel(Publish, *variant)(
+            marks.pack("plan", sizes.max_tokens, rows=False),
             topk_idx=topk_idx, send_rows=placed.send_rows, recv_rows=placed.recv_rows, offs=placed.offs,
             counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
             capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
@@ -72,49 +72,48 @@ class ThroughputPath:
 
     def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
         weighted, pulling = topk_weights is not None, self._budget.dispatch
-        placed = self._outputs.placed(topk_idx, sizes.max_tokens)
-        recv_x, recv_weights = self._outputs.rows(x, weighted, sizes.capacity)
-        terms = marks.pack("dispatch", sizes.max_tokens, weighted)
+        out = self._outputs.dispatched(x, weighted, topk_idx, sizes)
+        recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped = out
+        capacity, alignment, slots, max_tokens = sizes
+        terms = marks.pack("dispatch", max_tokens, weighted)
         variant = (True, self._problem.world_size > 1, weighted, False)
-        self._launch(
-            Publish, variant, terms,
-            x=x, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=placed.send_rows,
-            recv_rows=placed.recv_rows, offs=placed.offs, counts=placed.counts, dropped=placed.dropped,
-            recv_weights=recv_weights, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
-            capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+        self._kernel(Publish, *variant)(
+            terms,
+            x=x, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows, recv_rows=recv_rows, offs=offs,
+            counts=counts, dropped=dropped, recv_weights=recv_weights, tokens=topk_idx.shape[0],
+            max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots,
             blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
-        self._launch(
-            Pull, (weighted, False, True), terms,
-            x=x, recv_rows=placed.recv_rows, offs=placed.offs, counts=placed.counts, recv_x=recv_x,
-            recv_weights=recv_weights, max_tokens=sizes.max_tokens, alignment=sizes.alignment,
-            num_rows=sizes.capacity, blocks=pulling,
+        self._kernel(Pull, weighted, False, True)(
+            terms,
+            x=x, recv_rows=recv_rows, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
+            max_tokens=max_tokens, alignment=alignment, num_rows=capacity, blocks=pulling,
         )  # fmt: skip
-        return (recv_x, recv_weights, *placed)
+        return out
 
     def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         """Dispatch along a known route, as an operation of that kind."""
         weighted, pulling = topk_weights is not None, self._budget.dispatch
         recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows)
-        terms = marks.pack(kind, route.max_tokens, weighted)
+        max_tokens = route.max_tokens
+        terms = marks.pack(kind, max_tokens, weighted)
         published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route)
-        self._launch(
-            Pull, (weighted, not published, False), terms,
+        self._kernel(Pull, weighted, not published, False)(
+            terms,
             x=x, recv_rows=route.recv_rows, offs=route.offs, counts=route.counts, recv_x=recv_x,
-            recv_weights=recv_weights, max_tokens=route.max_tokens, alignment=route.alignment,
+            recv_weights=recv_weights, max_tokens=max_tokens, alignment=route.alignment,
             num_rows=route.num_rows, blocks=pulling,
         )  # fmt: skip
         return recv_x, recv_weights
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
-        tokens, blocks = route.topk_idx.shape[0], self._budget.combine
+        tokens, max_tokens, blocks = route.topk_idx.shape[0], route.max_tokens, self._budget.combine
         out = self._outputs.tokens(y, tokens)
-        self._launch(
-            Combine, (True, recv_weights is not None, False, residual is not None),
-            marks.pack("combine", route.max_tokens),
+        self._kernel(Combine, True, recv_weights is not None, False, residual is not None)(
+            marks.pack("combine", max_tokens),
             y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-            recv_rows=route.recv_rows, residual=residual, out=out, tokens=tokens, max_tokens=route.max_tokens,
-            num_rows=y.shape[0], pushers=self._traffic.pushers(blocks), blocks=blocks,
+            recv_rows=route.recv_rows, residual=residual, out=out, tokens=tokens, max_tokens=max_tokens,
+            num_rows=route.num_rows, pushers=self._traffic.pushers(blocks), blocks=blocks,
         )  # fmt: skip
         return out
 
@@ -122,8 +121,8 @@ class ThroughputPath:
         """`bases`: address of row 0 at each rank, of `num_rows` each."""
         tokens = route.topk_idx.shape[0]
         out = self._outputs.tokens(y, tokens)
-        self._launch(
-            Gather, (), marks.pack("combine_gathered", route.max_tokens),
+        self._kernel(Gather)(
+            marks.pack("combine_gathered", route.max_tokens),
             topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, tokens=tokens, num_rows=num_rows,
             bases=bases, blocks=self._budget.gather,
         )  # fmt: skip
@@ -136,12 +135,12 @@ class ThroughputPath:
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
         grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
-        given = grad_recv_weights if grad_recv_x is None else grad_recv_x
-        self._launch(
-            Combine, (rows, False, scalars, False), marks.pack("dispatch_backward", route.max_tokens, scalars, rows),
+        max_tokens = route.max_tokens
+        self._kernel(Combine, rows, False, scalars, False)(
+            marks.pack("dispatch_backward", max_tokens, scalars, rows),
             y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=topk_idx, send_rows=route.send_rows,
             recv_rows=route.recv_rows, out=grad_x, out_scalars=grad_weights, tokens=topk_idx.shape[0],
-            max_tokens=route.max_tokens, num_rows=0 if given is None else given.shape[0],
+            max_tokens=max_tokens, num_rows=route.num_rows,
             pushers=self._traffic.pushers(blocks), blocks=blocks,
         )  # fmt: skip
         return grad_x, grad_weights
@@ -155,8 +154,8 @@ class ThroughputPath:
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         published = self._publish_along(terms, blocks, grad_out, None, None, route)
         # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
-        self._launch(
-            PullScaled, (not published,), terms,
+        self._kernel(PullScaled, not published)(
+            terms,
             grad_out=grad_out, y=grad_y if y is None else y, recv_weights=recv_weights, recv_rows=route.recv_rows,
             offs=route.offs, counts=route.counts, grad_y=grad_y, grad_weights=grad_weights,
             max_tokens=route.max_tokens, alignment=route.alignment, num_rows=route.num_rows, blocks=blocks,
@@ -176,8 +175,8 @@ class ThroughputPath:
         variant = (False, self._problem.world_size > 1, topk_weights is not None, False)
         if not any(variant):
             return False
-        self._launch(
-            Publish, variant, terms,
+        self._kernel(Publish, *variant)(
+            terms,
             x=x, topk_idx=route.topk_idx, topk_weights=topk_weights, recv_rows=route.recv_rows,
             recv_weights=recv_weights, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
             capacity=route.num_rows, alignment=1, slots=0, blocks=self._publish_blocks(variant, pulling),
