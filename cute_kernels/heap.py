@@ -24,8 +24,11 @@ PLACING_WARPS = 32
 HEADER_INTS = 16
 """Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
 
+REASON_BYTES = 512
+"""Of the text that says why a rank refuses an operation; a multiple of 8."""
+
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
-EPOCH, FAILED, TICKET, REFUSED = 0, 1, 2, 3
+EPOCH, FAILED, TICKET, REFUSED, TOLD = 0, 1, 2, 3, 4
 CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 
@@ -115,6 +118,9 @@ class Heap:
         self.chunk, self.chunk_stride = self._take(w * self.chunks * 8)
         self.token, self.token_stride = self._take(w * t * 8)
         self.fetched, self.fetched_stride = self._take(w * 8)
+        # Set by any rank that refuses the operation, which leaves its reason with every rank.
+        self.refusal, self.refusal_stride = self._take(8)
+        self.reason, self.reason_stride = self._take(w * REASON_BYTES)
         self.flags_end = self._end
         # What this rank publishes and its peers read.
         self.header, self.header_stride = self._take(HEADER_INTS * 4)

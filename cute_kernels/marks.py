@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 KINDS = (
     "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered",
+    "combine_gathered", "refused",
 )  # fmt: skip
-"""Kinds of operation; terms carry the index."""
+"""Kinds of operation; terms carry the index. `refused`: what a rank does instead of an operation that it refuses; its
+terms carry that rank where others have `max_tokens`."""
 
 SHIFT = 27
-_TOKENS = 7
+TOKENS = 7
 _INDEX = {name: index for index, name in enumerate(KINDS)}
 
 
@@ -31,10 +32,10 @@ class Terms(NamedTuple):
 
 def pack(kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, few: bool = False) -> int:
     """Terms as the kernels take them."""
-    return _INDEX[kind] | scalars << 4 | rows << 5 | few << 6 | (max_tokens & 0xFFFFF) << _TOKENS
+    return _INDEX[kind] | scalars << 4 | rows << 5 | few << 6 | (max_tokens & 0xFFFFF) << TOKENS
 
 
 def unpack(mark: int) -> tuple[int, Terms]:
     """Epoch and terms of a mark."""
     scalars, rows, few = (bool(mark >> i & 1) for i in (4, 5, 6))
-    return mark >> SHIFT, Terms(KINDS[mark & 15], scalars, rows, few, mark >> _TOKENS & 0xFFFFF)
+    return mark >> SHIFT, Terms(KINDS[mark & 15], scalars, rows, few, mark >> TOKENS & 0xFFFFF)

@@ -20,6 +20,11 @@ Orders that hold:
 No wait for another rank lasts for ever (`gives_up`, by which flags and packets are waited for alike): when its deadline
 passes it claims the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that
 follow, in this kernel and the next ones, then give up at once.
+
+A rank that refuses an operation (its host does, for an argument that cannot be taken) uses up the operation's number
+all the same: it leaves its reason with all ranks, sets their `refusal` word, and says hello (refusal.py). Waits of that
+operation then give up, on every rank and for whomever they wait; the reason is reported, and the next operation is as
+any other. For an operation that is given up by a refusal the hellos of all ranks are still awaited.
 """
 
 import copy
@@ -32,16 +37,17 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import CLAIMS, EPOCH, FAILED, REFUSED, TICKET, Heap
+from .heap import CLAIMS, EPOCH, FAILED, REASON_BYTES, REFUSED, TICKET, TOLD, Heap
 from .launch import Addresses, RankArgs
-from .marks import SHIFT
+from .marks import SHIFT, TOKENS
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
 """Kinds of flag, by the name of their place in the heap; a report carries the index."""
 
 REPORT_WORDS = 16
-"""Of each record that the host sees. The first one is for a wait that failed, the second for what was refused."""
-TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW = 1, 2, 3, 4
+"""Of each record that the host sees. The first one is for a wait that failed, the second for a value that was refused,
+the third for an operation that a peer refused; behind the third follows the reason."""
+TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL = 1, 2, 3, 4, 5
 """Reasons in a report. Its words: done mark, reason, flag, rank, peer, detail, expected mark, seen."""
 
 POLLS_PER_CHECK = 256
@@ -74,7 +80,7 @@ class Ranks(Carried):
         ptx.st_release_sys(self.at(select(self.peers, peer), flag) + Int64(index) * 8, self.mark)
 
     def wait(self, flag: str, index: Int32, peer: Int32, detail: Int32 | int) -> Boolean:
-        """Acquires flag `index` of its kind, set by `peer`. False when the deadline passed or the terms differ."""
+        """Acquires flag `index` of its kind, set by `peer`. False when it gave up (`gives_up`)."""
         return await_flag(self, self.at(self.own, flag) + Int64(index) * 8, flag, Int32(peer), Int32(detail))
 
     def seen(self, flag: str, index: Int32) -> Boolean:
@@ -133,11 +139,13 @@ def gives_up(
 ) -> Boolean:
     """By one thread that has waited for `peer` since `start`, now and then: whether it waits no longer.
 
-    That is so when the deadline has passed, when the peer has said hello with other terms (the ranks disagree on what
-    they are doing), or when a wait of this rank has failed before. The first wait that fails says why; `seen` is the
-    mark that it found last.
+    That is so when some rank refuses the operation, when the deadline has passed, when the peer has said hello with
+    other terms (the ranks disagree on what they are doing), or when a wait of this rank has failed before. The first
+    wait that fails says why; `seen` is the mark that it found last.
     """
     hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+    # A rank that refuses says so before it says hello: whoever sees its hello sees this.
+    refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
     reason = Int32(0)
     if arch.globaltimer() - start > ranks.timeout_ns:
         reason = Int32(TIMEOUT)
@@ -145,11 +153,57 @@ def gives_up(
         reason = Int32(MISMATCH)
         seen = hello
     stop = ptx.ld_u64(ranks.own + FAILED * 8) != 0
+    if not stop and (refusal >> SHIFT) == ranks.epoch:
+        stop = Boolean(True)
+        tell_refusal(ranks, refusal)
     if reason != 0 and not stop:
         stop = Boolean(True)
         if ptx.atom_claim(ranks.own + FAILED * 8) == 0:
             write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
     return stop
+
+
+@cute.jit
+def tell_refusal(ranks: Ranks, refusal: Int64) -> None:
+    """The first to see it copies the reason into the third record, unless one is there that the host has not read."""
+    report = ranks.report + 2 * REPORT_WORDS * 8
+    first = ptx.atom_exch(ranks.own + TOLD * 8, ranks.epoch) != ranks.epoch
+    if first and ptx.ld_u64(report) == 0:
+        source = Int32((refusal >> TOKENS) & 0xFFFFF)
+        text = ranks.at(ranks.own, "reason") + Int64(source) * REASON_BYTES
+        at = Int32(0)
+        while at < REASON_BYTES:
+            ptx.st_u64(report + REPORT_WORDS * 8 + at, ptx.ld_u64(text + at))
+            at += 8
+        write_report(ranks, 2, Int32(REFUSAL), Int32(0), source, Int32(0), refusal)
+
+
+@cute.jit
+def await_begun(ranks: Ranks, peer: Int32) -> None:
+    """By one thread: until `peer` has said hello in this operation, with whatever terms, or has not in time."""
+    address = ranks.at(ranks.own, "hello") + Int64(peer) * 8
+    seen = ptx.ld_acquire_sys(address)
+    start = arch.globaltimer()
+    polls = Int32(0)
+    stop = Boolean(False)
+    while (seen >> SHIFT) != ranks.epoch and not stop:
+        seen = ptx.ld_acquire_sys(address)
+        polls += 1
+        if polls == POLLS_PER_CHECK:
+            polls = Int32(0)
+            stop = ptx.ld_u64(ranks.own + FAILED * 8) != 0
+            if not stop and arch.globaltimer() - start > ranks.timeout_ns:
+                stop = Boolean(True)
+                if ptx.atom_claim(ranks.own + FAILED * 8) == 0:
+                    write_report(ranks, 0, Int32(TIMEOUT), Int32(FLAGS.index("hello")), peer, Int32(0), seen)
+
+
+@cute.jit
+def meet(ranks: Ranks, peer: Int32) -> None:
+    """By one thread, at an operation's end: until `peer` has begun it, so that the half of memory that it used may be
+    written again two operations later."""
+    if not ranks.wait("hello", peer, peer, 0):
+        await_begun(ranks, peer)
 
 
 @cute.jit
@@ -225,7 +279,7 @@ def finish(ranks: Ranks, fetched: cutlass.Constexpr[bool] = False) -> None:
                     ranks.signal("fetched", tid, ranks.rank)
                     ranks.wait("fetched", tid, tid, 0)
             if tid < world_size:
-                ranks.wait("hello", tid, tid, 0)
+                meet(ranks, tid)
             arch.sync_warp()
             if tid == 0:
                 ptx.st_u64(ranks.own + CLAIMS * 8, Int64(0))

@@ -123,7 +123,7 @@ class Combine(Kernel):
                     open_next_epoch(ranks)
                 if bid == blocks - 1:
                     if lane < p.world_size:
-                        ranks.wait("hello", lane, lane, 0)
+                        sync.meet(ranks, lane)
                     arch.sync_warp()
             if bid >= args.first_receiver:
                 first = args.first_receiver

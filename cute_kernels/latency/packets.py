@@ -16,7 +16,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..heap import EPOCH, TICKET
-from ..sync import POLLS_PER_CHECK, Ranks, warp_gives_up
+from ..sync import POLLS_PER_CHECK, Ranks, await_begun, warp_gives_up
 
 WARPS = 16
 THREADS = 32 * WARPS
@@ -139,6 +139,9 @@ def receive_packet(
                     waiting = Int32(0)
                     for i in range_constexpr(4):
                         words[i] = Uint32(0xFFFFFFFF)
+                    # The packet would have been the sign that the peer has begun: see latency/dispatch.py.
+                    if lane == 0:
+                        await_begun(ranks, peer)
     return words[0], words[1], words[2], words[3]
 
 

@@ -127,6 +127,54 @@ def test_residual_on_one_rank(together):
     disagree(together, "whether a residual is given", call, latency_max_tokens=None)
 
 
+@pytest.mark.parametrize("few", [0, None])
+@pytest.mark.parametrize("kind", ["dispatch", "combine", "planned", "gathered", "start", "wait"])
+def test_refusals_reach_everybody(kind, few, together):
+    """What one rank refuses ends on all of them at once; they are told why, and go on."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        pytest.skip("needs several ranks")
+    config = {**CONFIG, "latency_max_tokens": few, "symmetric_rows": 1024 * dist.get_world_size()}
+    with ep_ops.Communicator(timeout=60.0, **config) as comm:
+        comm.warmup()
+        x, idx = inputs(comm.rank)
+        sent = comm.dispatch(x, idx)
+        y = comm.empty_rows(sent.x.shape[0]).copy_(sent.x)
+        wrong = comm.rank == comm.world_size - 1
+        calls = {
+            "dispatch": lambda: comm.dispatch(x[1:] if wrong else x, idx),
+            "combine": lambda: comm.combine(sent.x.float() if wrong else sent.x, sent.route),
+            "planned": lambda: comm.dispatch_planned(x, sent.route._replace(num_rows=-1) if wrong else sent.route),
+            "gathered": lambda: comm.combine_gathered(sent.x if wrong else y, sent.route),
+            "start": lambda: comm.dispatch_wait(comm.dispatch_start(x[1:] if wrong else x, idx)),
+            "wait": lambda: comm.combine_wait(
+                comm.combine_start(sent.x, sent.route)._replace(weights=x[0] if wrong else None)
+            ),
+        }
+        texts = {
+            "dispatch": "x has shape", "combine": "y has dtype", "planned": "num_rows is -1", "gathered": "y does not lie",
+            "start": "x has shape", "wait": "recv_weights has dtype",
+        }  # fmt: skip
+        for _ in range(3):
+            if wrong:
+                with pytest.raises((TypeError, ValueError), match=texts[kind]):
+                    calls[kind]()
+            else:
+                calls[kind]()
+            torch.cuda.synchronize()
+            with together():
+                if wrong:
+                    comm.check_errors()
+                else:
+                    with pytest.raises(ValueError, match=f"refused by rank {comm.world_size - 1}: {texts[kind]}"):
+                        comm.check_errors()
+            again = comm.dispatch(x, idx)  # usable again
+            out = comm.combine(again.x, again.route)
+            torch.cuda.synchronize()
+            comm.check_errors()
+            with together():
+                assert torch.equal(out, 2 * x)
+
+
 def test_compile_during_capture(together, monkeypatch):
     config = dict(CONFIG, hidden_size=88)
     monkeypatch.setenv("EP_OPS_CACHE_DIR", "")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from cute_kernels.heap import EPOCH, REFUSED, STATE_BYTES
+from cute_kernels import marks
+from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
+from cute_kernels.refusal import Refuse
 from cute_kernels.rows import Slices
 
 from ... import symmetric
@@ -102,11 +103,15 @@ class CuteBackend:
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         self._begin()
-        if self._rows is None:
-            raise ValueError(f"communicator {self._config.name!r} has no rows in symmetric memory: symmetric_rows is 0")
-        bases = self._rows.addresses
-        if y.numel() and y.data_ptr() != bases[self._rank]:
-            raise ValueError("y does not lie in symmetric memory; pass the tensor that empty_rows returned")
+        bases = () if self._rows is None else self._rows.addresses
+        problem = None
+        if not bases:
+            problem = f"communicator {self._config.name!r} has no rows in symmetric memory: symmetric_rows is 0"
+        elif y.numel() and y.data_ptr() != bases[self._rank]:
+            problem = "y does not lie in symmetric memory; pass the tensor that empty_rows returned"
+        if problem is not None:
+            self.refuse("combine_gathered", problem)
+            raise ValueError(problem)
         return self.throughput.combine_gathered(y, route, bases, self._config.symmetric_rows)
 
     def dispatch_backward(
@@ -153,7 +158,19 @@ class CuteBackend:
         return self.combine(y, recv_weights, route)
 
     def refuse(self, operator: str, reason: str) -> None:
-        """Left to the deadline: the other ranks wait for this one until it has passed."""
+        """The others are told by a kernel, in the place of those that the operator would have launched.
+
+        While a CUDA graph is captured, and where the communicator has failed already, nothing is said: the others wait
+        until the deadline.
+        """
+        if torch.cuda.is_current_stream_capturing() or self._report.failed() is not None:
+            return
+        if operator.endswith(("_start", "_wait")):
+            self._order.started = None
+            self.latency.join()
+        text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+        told = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        self._launcher.get(Refuse)(marks.pack("refused", self._rank), text=told, blocks=1)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         config = self._config
@@ -169,11 +186,8 @@ class CuteBackend:
 
     # ------------------------------------------------------------------ lifetime
 
-    def sm_budget(self, dispatch: int | None, combine: int | None) -> AbstractContextManager[None]:
-        return self.budget.changed(dispatch, combine)
-
     def compile(self) -> None:
-        self._launcher.compile(kernels_of(self._problem))
+        self._launcher.compile([*kernels_of(self._problem), Refuse(self._problem)])
         if self.latency.tokens:
             self._launcher.compile(latency.kernels_of(self._problem, self.latency.tokens))
 
@@ -214,6 +228,9 @@ class CuteBackend:
         failed = self._report.failed()
         if failed is not None:
             raise RuntimeError(f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one")
+        refusal = self._report.refusal()
+        if refusal is not None:
+            raise ValueError(f"communicator {self._config.name!r}: {refusal}")
         refused = self._report.refused()
         self._state[REFUSED] = 0
         raise ValueError(f"communicator {self._config.name!r}: {refused}")

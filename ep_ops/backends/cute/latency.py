@@ -81,7 +81,7 @@ class LatencyPath:
 
     def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
         """Receives. Complete when it ends, as :meth:`dispatch`."""
-        self._join()
+        self.join()
         return self.dispatch(x, topk_weights, topk_idx, sizes, send=False)
 
     def _launch_dispatch(
@@ -119,7 +119,7 @@ class LatencyPath:
 
     def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """Receives and adds up. Complete when it ends, as :meth:`combine`."""
-        self._join()
+        self.join()
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
         self._launch_combine((False, True), y, recv_weights, route, out)
         return out
@@ -132,7 +132,8 @@ class LatencyPath:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._side)
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Let the current stream wait for what was sent beside it."""
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def _launch_combine(

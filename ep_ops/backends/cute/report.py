@@ -1,4 +1,4 @@
-"""What kernels report to the host: who waited for whom, and values that they refused."""
+"""What kernels report to the host: who waited for whom, values that they refused, and what a peer refused."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import ctypes
 import torch
 
 from cute_kernels import marks, sync
+from cute_kernels.heap import REASON_BYTES
 
 _WORDS = sync.REPORT_WORDS
+_ALL = 3 * _WORDS + REASON_BYTES // 8
 
 
 class Report:
-    """Two records in host memory that kernels write: a wait that failed, and a value that was refused."""
+    """Records in host memory that kernels write: a wait that failed, a value that was refused, and an operation that a
+    peer refused, with its reason."""
 
     def __init__(self, num_experts: int, timeout: float) -> None:
         self._num_experts = num_experts
         self._timeout = timeout
-        self._memory = torch.zeros(2 * _WORDS, dtype=torch.int64, pin_memory=True)
+        self._memory = torch.zeros(_ALL, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()
-        self._words = (ctypes.c_int64 * (2 * _WORDS)).from_address(self.address)
+        self._words = (ctypes.c_int64 * _ALL).from_address(self.address)
 
     def pending(self) -> bool:
         """Whether there is something to raise; a fraction of a microsecond."""
         words = self._words
-        return words[0] != 0 or words[_WORDS] != 0
+        return words[0] != 0 or words[_WORDS] != 0 or words[2 * _WORDS] != 0
 
     def failed(self) -> str | None:
         """Text of the wait that failed; the communicator cannot be used after it."""
@@ -63,6 +66,18 @@ class Report:
             f"topk_idx holds {value} at flat index {detail} on rank {rank} ({where}); allowed are expert ids from -1 "
             f"(none) to {self._num_experts - 1}. Such entries were not sent."
         )
+
+    def refusal(self) -> str | None:
+        """Text of an operation that another rank refused since the last call; forgets it."""
+        words = self._words
+        if words[2 * _WORDS] == 0:
+            return None
+        peer, mark = words[2 * _WORDS + 4], words[2 * _WORDS + 6]
+        first = self.address + 3 * _WORDS * 8
+        reason = ctypes.string_at(first, REASON_BYTES).rstrip(b"\0").decode(errors="ignore")
+        words[2 * _WORDS] = 0
+        epoch, own = marks.unpack(mark)
+        return f"ep::{own.kind} (operation {epoch}): refused by rank {peer}: {reason}"
 
 
 def _disagreement(own: marks.Terms, other: marks.Terms) -> str:

@@ -1,0 +1,57 @@
+"""What a rank does instead of an operation that its host refuses: tell all ranks why, and use up the number."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute import arch
+
+from . import ptx, sync
+from .heap import EPOCH, REASON_BYTES, Heap
+from .launch import Kernel, RankArgs
+
+THREADS = 256
+WORDS = REASON_BYTES // 8
+
+
+class RefuseArgs(NamedTuple):
+    """Of :class:`Refuse`."""
+
+    ranks: RankArgs
+    text: Int64  # REASON_BYTES bytes
+    blocks: Int32  # one
+
+
+@dataclass(frozen=True)
+class Refuse(Kernel):
+    """One block: leaves the reason with every rank, sets `refusal` there, says hello, waits until all have begun."""
+
+    NAME, Args = "ep_refuse", RefuseArgs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (THREADS, 1, 1)}
+
+    @cute.kernel
+    def kernel(self, args: RefuseArgs) -> None:
+        world_size = self.problem.world_size
+        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        tid, _, _ = arch.thread_idx()
+        i = tid
+        while i < world_size * WORDS:
+            peer = i // WORDS
+            at = Int64(i - peer * WORDS) * 8
+            place = ranks.at(sync.select(ranks.peers, peer), "reason") + Int64(ranks.rank) * REASON_BYTES
+            ptx.st_relaxed_sys(place + at, ptx.ld_u64(args.text + at))
+            i += THREADS
+        # The whole block's text comes before each thread's releases.
+        arch.sync_threads()
+        if tid < world_size:
+            # The refusal is released before the hello: whoever sees the hello sees the refusal.
+            ranks.signal("refusal", tid, Int32(0))
+            ranks.signal("hello", tid, ranks.rank)
+            sync.await_begun(ranks, tid)
+        arch.sync_threads()
+        if tid == 0:
+            ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
