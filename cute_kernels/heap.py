@@ -109,35 +109,35 @@ class Heap:
         w, t = p.world_size, p.max_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         entries = t * p.top_k
-        self._end = STATE_BYTES
+        self.end = STATE_BYTES
         # Flags: 8 bytes each, one writer each (the source rank), read by this rank alone.
-        self.hello, self.hello_stride = self._take(w * 8)
-        self.route, self.route_stride = self._take(w * p.tiles * 8)
-        self.placed, self.placed_stride = self._take(p.tiles * 8)
-        self.staged, self.staged_stride = self._take(w * 8)
-        self.chunk, self.chunk_stride = self._take(w * self.chunks * 8)
-        self.token, self.token_stride = self._take(w * t * 8)
-        self.fetched, self.fetched_stride = self._take(w * 8)
+        self.hello, self.hello_stride = self.take(w * 8)
+        self.route, self.route_stride = self.take(w * p.tiles * 8)
+        self.placed, self.placed_stride = self.take(p.tiles * 8)
+        self.staged, self.staged_stride = self.take(w * 8)
+        self.chunk, self.chunk_stride = self.take(w * self.chunks * 8)
+        self.token, self.token_stride = self.take(w * t * 8)
+        self.fetched, self.fetched_stride = self.take(w * 8)
         # Set by any rank that refuses the operation, which leaves its reason with every rank.
-        self.refusal, self.refusal_stride = self._take(8)
-        self.reason, self.reason_stride = self._take(w * REASON_BYTES)
-        self.flags_end = self._end
+        self.refusal, self.refusal_stride = self.take(8)
+        self.reason, self.reason_stride = self.take(w * REASON_BYTES)
+        self.flags_end = self.end
         # What this rank publishes and its peers read.
-        self.header, self.header_stride = self._take(HEADER_INTS * 4)
-        self.counts, self.counts_stride = self._take(p.tiles * p.num_experts * 4)
-        self.experts, self.experts_stride = self._take(entries * 4)
-        self.positions, self.positions_stride = self._take(entries * 4)
-        self.weights, self.weights_stride = self._take(entries * 4)
+        self.header, self.header_stride = self.take(HEADER_INTS * 4)
+        self.counts, self.counts_stride = self.take(p.tiles * p.num_experts * 4)
+        self.experts, self.experts_stride = self.take(entries * 4)
+        self.positions, self.positions_stride = self.take(entries * 4)
+        self.weights, self.weights_stride = self.take(entries * 4)
         # What peers write here in a combine: one scalar for each (token, k), one row for each (source rank, token).
         # Dispatch stages the rank's own rows at the start of the same space: the halves alternate for all
         # operations alike.
-        self.scalars, self.scalars_stride = self._take(entries * 4)
-        self.rows, self.rows_stride = self._take(w * t * p.row_bytes)
-        self.nbytes = self._end
+        self.scalars, self.scalars_stride = self.take(entries * 4)
+        self.rows, self.rows_stride = self.take(w * t * p.row_bytes)
+        self.nbytes = self.end
 
-    def _take(self, nbytes: int) -> tuple[int, int]:
-        start, stride = self._end, _align(nbytes)
-        self._end += 2 * stride
+    def take(self, nbytes: int) -> tuple[int, int]:
+        start, stride = self.end, _align(nbytes)
+        self.end += 2 * stride
         return start, stride
 
     def sizes(self) -> dict[str, int]:

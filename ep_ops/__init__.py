@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.1.0"
-
 from . import operators  # noqa: F401  registers torch.ops.ep.*
 from .communicator import Communicator, Dispatched
 from .memory import memory_plan
 from .records import Route
+from .version import __version__
 
 __all__ = ["Communicator", "Dispatched", "Route", "__version__", "memory_plan"]
 

@@ -20,6 +20,7 @@ from .exchange import Exchange
 from .memory import MemoryPlan, plan_of
 from .operators.eager import call
 from .records import Route, Sizes
+from .version import __version__
 
 
 class Dispatched(NamedTuple):
@@ -120,7 +121,7 @@ class Communicator:
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank), alignment, backend, self.device.type, timeout, dispatch_sms, combine_sms,
-            latency_max_tokens, symmetric_rows, bool(strict), _version(),
+            latency_max_tokens, symmetric_rows, bool(strict), __version__,
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if problem is None and registry.taken(own.name):
@@ -388,12 +389,6 @@ def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, alignme
     x, weights, send_rows, recv_rows, offs, counts, dropped = out
     route = Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, num_rows)
     return Dispatched(x, None if topk_weights is None else weights, route, dropped)
-
-
-def _version() -> str:
-    from . import __version__
-
-    return __version__
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

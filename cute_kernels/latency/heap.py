@@ -48,9 +48,9 @@ class LatencyHeap(Heap):
         self.weight_bytes = (p.top_k * 4 + 15) // 16 * 16
         self.row_stride = packets(p.row_bytes + self.weight_bytes) * PACKET_BYTES
         self.route_packets = packets(ROUTE_HEADER_BYTES + 2 * tokens * p.top_k)
-        self.routes, self.routes_stride = self._take(p.world_size * self.route_packets * PACKET_BYTES)
-        self.lines, self.lines_stride = self._take(p.world_size * tokens * self.row_stride)
-        self.nbytes = self._end
+        self.routes, self.routes_stride = self.take(p.world_size * self.route_packets * PACKET_BYTES)
+        self.lines, self.lines_stride = self.take(p.world_size * tokens * self.row_stride)
+        self.nbytes = self.end
 
     def sizes(self) -> dict[str, int]:
         """Bytes by purpose, both halves."""

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .buffer import SymmetricBuffer
 
-@dataclasses.dataclass
-class SymmetricBuffer:
-    """One rank's view of a symmetric allocation. Zeroed on every rank when it is handed out."""
-
-    local: torch.Tensor  # uint8 [nbytes] on this rank's device
-    addresses: tuple[int, ...]  # device address of every rank's buffer, as seen from this device; own included
-    _release: Callable[[], None] | None = None
-
-    def free(self) -> None:
-        """Give the memory back; no rank may touch it any more (barrier first). Calling it again does nothing."""
-        release, self._release = self._release, None
-        self.local = torch.empty(0, dtype=torch.uint8)
-        self.addresses = ()
-        if release is not None:
-            release()
+__all__ = ["SymmetricBuffer", "allocate"]
 
 
 def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:

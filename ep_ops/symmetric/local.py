@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import SymmetricBuffer
+from .buffer import SymmetricBuffer
 
 
 def allocate(nbytes: int, device: torch.device) -> SymmetricBuffer:

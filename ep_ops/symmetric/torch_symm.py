@@ -8,7 +8,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from ..exchange import Exchange
-from . import SymmetricBuffer
+from .buffer import SymmetricBuffer
 
 
 def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:

@@ -151,8 +151,8 @@ def test_refusals_reach_everybody(kind, few, together):
             ),
         }
         texts = {
-            "dispatch": "x has shape", "combine": "y has dtype", "planned": "num_rows is -1", "gathered": "y does not lie",
-            "start": "x has shape", "wait": "recv_weights has dtype",
+            "dispatch": "x has shape", "combine": "y has dtype", "planned": "num_rows is -1",
+            "gathered": "y does not lie", "start": "x has shape", "wait": "recv_weights has dtype",
         }  # fmt: skip
         for _ in range(3):
             if wrong:

@@ -33,7 +33,7 @@ def path(recorder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: None)
     made = latency.LatencyPath(recorder, Outputs(recorder.problem, 8, recorder.device), 256)
     monkeypatch.setattr(made, "_beside", contextlib.nullcontext)
-    monkeypatch.setattr(made, "_join", lambda: None)
+    monkeypatch.setattr(made, "join", lambda: None)
     return made
 
 

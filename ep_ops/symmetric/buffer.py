@@ -1,0 +1,25 @@
+"""What an allocation of symmetric memory is to one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+
+@dataclasses.dataclass
+class SymmetricBuffer:
+    """One rank's view of a symmetric allocation. Zeroed on every rank when it is handed out."""
+
+    local: torch.Tensor  # uint8 [nbytes] on this rank's device
+    addresses: tuple[int, ...]  # device address of every rank's buffer, as seen from this device; own included
+    _release: Callable[[], None] | None = None
+
+    def free(self) -> None:
+        """Give the memory back; no rank may touch it any more (barrier first). Calling it again does nothing."""
+        release, self._release = self._release, None
+        self.local = torch.empty(0, dtype=torch.uint8)
+        self.addresses = ()
+        if release is not None:
+            release()
