@@ -102,7 +102,7 @@ class Publish(Kernel):
             if bid < blocks - 1:
                 stage(self.ring, ranks, smem, args.x, args.tokens, bid - self.tile_blocks, copiers)
             else:
-                announce(ranks, args.tokens, THREADS)
+                announce(ranks, smem, args.tokens, THREADS)
         if const_expr(self.ends_operation):
             sync.finish(ranks)
 

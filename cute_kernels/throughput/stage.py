@@ -76,34 +76,60 @@ def stage(
 
 
 @cute.jit
-def announce(ranks: sync.Ranks, tokens: Int32, threads: cutlass.Constexpr[int]) -> None:
-    """By one block, the last of the grid: the blocks that it waits for run before it."""
+def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Constexpr[int]) -> None:
+    """By one block, the last of the grid: the blocks that it waits for run before it.
+
+    Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
+    through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found.
+    """
     problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warps = threads // 32
+    warp = arch.make_warp_uniform(tid // 32)
+    # What each warp has found, as a mask of its chunks. Held twice and used in turn: a warp may write what it finds
+    # next while the first warp still reads.
+    masks = smem.allocate_array(Int32, 2 * warps)
     chunks = (tokens + problem.chunk_tokens - 1) // problem.chunk_tokens
     first = Int64(ranks.rank * ranks.heap.chunks)
     marks = ranks.at(ranks.own, "chunk") + first * 8
     chunk = Int32(tid)
-    announced = Int32(0)
+    mine = Int32(0)  # of this warp's 32 chunks, those that it has found
+    group, done = Int32(lane * 32), Int32(0)  # the same of warp `lane`: its first chunk, and what it has found of them
+    announced, half = Int32(0), Int32(0)
     while announced < chunks:
         ready = Int32(0)
-        if chunk < chunks:
+        if chunk < chunks and (mine >> lane) & 1 == 0:
             ready = Int32(ptx.ld_acquire_gpu(marks + Int64(chunk) * 8) == ranks.mark)
-        # Hands what every thread acquired to the one that fences.
+        mask = arch.vote_ballot_sync(ready != 0)
+        if lane == 0:
+            (masks + (half + warp)).store(mask)
+        mine = mine | mask
+        if mine == -1:
+            mine = Int32(0)
+            chunk += threads
+        # Hands masks, and what every thread acquired, to the first warp.
         found = ptx.barrier_count(ready)
-        if found != 0:
-            if tid == 0:
-                arch.fence_acq_rel_sys()
-            # The fence comes before all flags. (Written by other threads than the one that fences: PTX does not promise
-            # that as it does for one thread. GPUs do, since the barrier waits for the fence.)
-            arch.sync_threads()
-            if ready != 0:
-                for r in range_constexpr(1, problem.world_size):
-                    peer = (ranks.rank + r) % problem.world_size
-                    flags = ranks.at(sync.select(ranks.peers, peer), "chunk") + first * 8
-                    ptx.st_relaxed_sys(flags + Int64(chunk) * 8, ranks.mark)
-                chunk += threads
-            announced += found
+        if found != 0 and warp == 0:
+            theirs = (masks + (half + lane)).load()
+            # Every lane fences before the flags that it sets itself.
+            arch.fence_acq_rel_sys()
+            left = arch.vote_ballot_sync(theirs != 0)
+            while left != 0:
+                w = arch.popc((left & -left) - 1)
+                left = left & (left - 1)
+                at = arch.shuffle_sync(group, w) + lane
+                if (arch.shuffle_sync(theirs, w) >> lane) & 1 != 0:
+                    for r in range_constexpr(1, problem.world_size):
+                        peer = (ranks.rank + r) % problem.world_size
+                        flags = ranks.at(sync.select(ranks.peers, peer), "chunk") + first * 8
+                        ptx.st_relaxed_sys(flags + Int64(at) * 8, ranks.mark)
+            done = done | theirs
+            if done == -1:
+                done = Int32(0)
+                group += threads
+        half = warps - half
+        announced += found
     if tid > 0 and tid < problem.world_size:
         peer = (ranks.rank + tid) % problem.world_size
         ranks.signal("staged", peer, ranks.rank)

@@ -1,0 +1,95 @@
+"""Kernels never write outside, whatever route they are given: rows behind the last one are left out and reported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import test_ptx
+from test_ptx import compiled_ptx, count
+
+from cute_kernels import marks, sync
+from cute_kernels.heap import Problem
+from cute_kernels.latency import combine as latency_combine
+from cute_kernels.latency import dispatch as latency_dispatch
+from cute_kernels.latency.packets import WARPS
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.gather import Gather
+from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.pull import Pull
+from cute_kernels.throughput.pull_scaled import PullScaled
+from ep_ops.backends.cute.report import Report
+
+dumps_elsewhere = test_ptx.dumps_elsewhere
+
+
+def guarded(problem: Problem) -> list[Any]:
+    """A kernel of each class that goes along a route which its caller gives."""
+    return [
+        Pull(problem, True, False, False),
+        PullScaled(problem, False),
+        Combine(problem, True, True, False),
+        Combine(problem, False, False, True),
+        Gather(problem),
+        latency_combine.Combine(problem, 16, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arch"),
+    [*((world_size, "sm_90a") for world_size in (2, 8, 16, 18)), *((world_size, "sm_100a") for world_size in (2, 18))],
+)
+def test_guards_compile_at_any_number_of_ranks(world_size: int, arch: str) -> None:
+    problem = Problem(world_size, (2,) * world_size, 4, 512, "bf16", 64)
+    for kernel in [*guarded(problem), Publish(problem, False, True, True, False)]:
+        assert f".target {arch}" in compiled_ptx(kernel, arch)
+
+
+def test_only_given_routes_are_looked_at() -> None:
+    """Nothing is added to kernels whose route this backend has placed itself in the same operation."""
+    problem = Problem(2, (2, 2), 4, 512, "bf16", 64)
+    given, placed = (compiled_ptx(Pull(problem, True, False, known), "sm_90a") for known in (False, True))
+    reason = rf"st\.relaxed\.gpu\.global\.b64 \[%rd\d+\], {sync.BAD_ROW};"
+    assert re.search(reason, given) and not re.search(reason, placed)
+    for kernel in guarded(problem):
+        assert re.search(reason, compiled_ptx(kernel, "sm_90a")), kernel
+
+
+@pytest.mark.parametrize("world_size", [16, 17, 18])
+def test_latency_dispatch_places_rows_for_every_rank(world_size: int) -> None:
+    """A warp for each destination: with more than 16 they take turns, and no rank is left out."""
+    problem = Problem(world_size, (2,) * world_size, 4, 512, "bf16", 64)
+    ptx = compiled_ptx(latency_dispatch.Dispatch(problem, 16, False), "sm_90a")
+    # The prefix sum over a rank's experts: five steps, for each turn (however often the compiler unrolls it).
+    assert (count(ptx, "shfl.sync.up.b32") > 5) == (world_size > WARPS)
+
+
+def test_report_names_row_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = object.__new__(Report)
+    made._num_experts = 8
+    mark = 7 << marks.SHIFT | marks.pack("combine", 64)
+    made._words = [0] * 16 + [1, sync.BAD_ROW, 0, 1, 1, 40, mark, 32] + [0] * 8
+    assert made.pending()
+    text = made.refused()
+    assert text is not None
+    assert text.startswith("the route of rank 1 fills row 40, but only 32 rows were given (ep::combine, operation 7)")
+    assert made.refused() is None and not made.pending(), "it is told once"
+    made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 9] + [0] * 8
+    assert "topk_idx holds 9 at flat index 5 on rank 0" in str(made.refused())
+
+
+def test_no_function_takes_a_long_list() -> None:
+    """More than eight positional parameters are a record that nobody has written down."""
+    root = Path(sync.__file__).parent.parent
+    for folder in ("cute_kernels", "ep_ops/backends/cute"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg != "self"]
+                    assert len(names) <= 8, f"{path.relative_to(root)}: {node.name} takes {', '.join(names)}"
