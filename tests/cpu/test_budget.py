@@ -9,7 +9,8 @@ import torch
 import toy
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ep_ops.backends.budget import ANY, Budget, Traffic, default_budget
+from ep_ops.backends.budget import ANY, Budget
+from ep_ops.backends.cute.budget import Traffic, default_budget
 
 H200 = 132
 ROW = 14336, 4  # bytes, slices

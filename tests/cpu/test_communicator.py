@@ -19,7 +19,7 @@ import ep_ops
 from ep_ops import agreement, backends, registry, symmetric
 from ep_ops.agreement import choose_backend, gpu_facts
 from ep_ops.backends.reference import ReferenceBackend
-from ep_ops.config import MemoryPlan
+from ep_ops.memory import MemoryPlan
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
