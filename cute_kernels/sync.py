@@ -17,8 +17,7 @@ Orders that hold:
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 
-No wait for another rank lasts for ever (`gives_up`, by which flags and packets are waited for alike): when its deadline
-passes it claims the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that
+No wait for another rank lasts for ever (`why_stop`, for flags and packets alike): when its deadline passes it claims the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that
 follow, in this kernel and the next ones, then give up at once.
 """
 
@@ -116,51 +115,53 @@ def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: In
     if seen != ranks.mark:
         start = arch.globaltimer()
         polls = Int32(0)
-        stop = Boolean(False)
-        while seen != ranks.mark and not stop:
+        reason, hello = Int32(0), Int64(0)
+        while seen != ranks.mark and reason == 0:
             seen = ptx.ld_acquire_sys(addr)
             polls += 1
             if polls == POLLS_PER_CHECK:
                 polls = Int32(0)
-                if seen != ranks.mark:
-                    stop = gives_up(ranks, start, flag, peer, detail, seen)
+                reason, hello = why_stop(ranks, start, peer)
+        if seen != ranks.mark:
+            fail(ranks, reason, flag, peer, detail, hello if reason == MISMATCH else seen)
     return seen == ranks.mark
-
-
-@cute.jit
-def gives_up(
-    ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
-) -> Boolean:
-    """By one thread that has waited for `peer` since `start`, now and then: whether it waits no longer.
-
-    That is so when the deadline has passed, when the peer has said hello with other terms (the ranks disagree on what
-    they are doing), or when a wait of this rank has failed before. The first wait that fails says why; `seen` is the
-    mark that it found last.
-    """
-    hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
-    reason = Int32(0)
-    if arch.globaltimer() - start > ranks.timeout_ns:
-        reason = Int32(TIMEOUT)
-    if hello != ranks.mark and (hello >> SHIFT) == (ranks.mark >> SHIFT):
-        reason = Int32(MISMATCH)
-        seen = hello
-    stop = ptx.ld_u64(ranks.own + FAILED * 8) != 0
-    if reason != 0 and not stop:
-        stop = Boolean(True)
-        if ptx.atom_claim(ranks.own + FAILED * 8) == 0:
-            write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
-    return stop
 
 
 @cute.jit
 def warp_gives_up(
     ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
 ) -> Boolean:
-    """`gives_up` by a whole warp; arguments and answer are those of lane 0."""
-    stop = Int32(0)
+    """By a whole warp that has waited for `peer` since `start`, now and then: whether it waits no longer. Arguments are
+    those of lane 0; `seen` is the mark that it found last."""
+    reason = Int32(0)
     if arch.lane_idx() == 0:
-        stop = Int32(gives_up(ranks, start, flag, peer, detail, seen))
-    return arch.shuffle_sync(stop, 0) != 0
+        reason, hello = why_stop(ranks, start, peer)
+        if reason != 0:
+            fail(ranks, reason, flag, peer, detail, hello if reason == MISMATCH else seen)
+    return arch.shuffle_sync(reason, 0) != 0
+
+
+@cute.jit
+def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
+    """By one thread that has waited for `peer` since `start`: the reason to wait no longer, or 0; the peer's hello.
+
+    That is so when the deadline has passed, when a wait of this rank has failed before, or when the peer has said hello
+    with other terms: the ranks disagree on what they are doing.
+    """
+    reason = Int32(0)
+    if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
+        reason = Int32(TIMEOUT)
+    hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+    if hello != ranks.mark and (hello >> SHIFT) == (ranks.mark >> SHIFT):
+        reason = Int32(MISMATCH)
+    return reason, hello
+
+
+@cute.jit
+def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
+    """The first wait of this rank that fails says why, in the first record."""
+    if ptx.atom_claim(ranks.own + FAILED * 8) == 0:
+        write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
 
 
 @cute.jit
