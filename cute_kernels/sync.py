@@ -17,8 +17,8 @@ Orders that hold:
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 
-No wait for another rank lasts for ever (`why_stop`, for flags and packets alike). When its deadline passes it claims the
-report (first come), writes who waited for whom into host-visible memory, and ends. The waits that follow, in this
+No wait for another rank lasts for ever (`why_stop`, for flags and packets alike). When its deadline passes it claims
+the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that follow, in this
 kernel and the next ones, then give up at once.
 """
 
