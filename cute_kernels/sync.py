@@ -17,7 +17,7 @@ Orders that hold:
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 
-No wait for another rank lasts for ever (`gives_up`, by which flags and packets are waited for alike): when its deadline
+No wait for another rank lasts for ever (`why_stop`, for flags and packets alike): when its deadline
 passes it claims the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that
 follow, in this kernel and the next ones, then give up at once.
 
@@ -80,7 +80,7 @@ class Ranks(Carried):
         ptx.st_release_sys(self.at(select(self.peers, peer), flag) + Int64(index) * 8, self.mark)
 
     def wait(self, flag: str, index: Int32, peer: Int32, detail: Int32 | int) -> Boolean:
-        """Acquires flag `index` of its kind, set by `peer`. False when it gave up (`gives_up`)."""
+        """Acquires flag `index` of its kind, set by `peer`. False when it gave up (`why_stop`)."""
         return await_flag(self, self.at(self.own, flag) + Int64(index) * 8, flag, Int32(peer), Int32(detail))
 
     def seen(self, flag: str, index: Int32) -> Boolean:
@@ -122,50 +122,67 @@ def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: In
     if seen != ranks.mark:
         start = arch.globaltimer()
         polls = Int32(0)
-        stop = Boolean(False)
-        while seen != ranks.mark and not stop:
+        reason, instead = Int32(0), Int64(0)
+        while seen != ranks.mark and reason == 0:
             seen = ptx.ld_acquire_sys(addr)
             polls += 1
             if polls == POLLS_PER_CHECK:
                 polls = Int32(0)
-                if seen != ranks.mark:
-                    stop = gives_up(ranks, start, flag, peer, detail, seen)
+                reason, instead = why_stop(ranks, start, peer)
+        if seen != ranks.mark:
+            fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
     return seen == ranks.mark
 
 
 @cute.jit
-def gives_up(
+def warp_gives_up(
     ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
 ) -> Boolean:
-    """By one thread that has waited for `peer` since `start`, now and then: whether it waits no longer.
+    """By a whole warp that has waited for `peer` since `start`, now and then: whether it waits no longer. Arguments are
+    those of lane 0; `seen` is the mark that it found last."""
+    reason = Int32(0)
+    if arch.lane_idx() == 0:
+        reason, instead = why_stop(ranks, start, peer)
+        if reason != 0:
+            fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
+    return arch.shuffle_sync(reason, 0) != 0
 
-    That is so when some rank refuses the operation, when the deadline has passed, when the peer has said hello with
-    other terms (the ranks disagree on what they are doing), or when a wait of this rank has failed before. The first
-    wait that fails says why; `seen` is the mark that it found last.
+
+@cute.jit
+def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
+    """By one thread that has waited for `peer` since `start`: the reason to wait no longer, or 0, and the mark that
+    says so: the peer's hello, or the refusal.
+
+    That is so when the deadline has passed, when a wait of this rank has failed before, when some rank refuses the
+    operation, or when the peer has said hello with other terms: the ranks disagree on what they are doing.
     """
-    hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+    reason = Int32(0)
+    if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
+        reason = Int32(TIMEOUT)
+    mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
     # A rank that refuses says so before it says hello: whoever sees its hello sees this.
     refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
-    reason = Int32(0)
-    if arch.globaltimer() - start > ranks.timeout_ns:
-        reason = Int32(TIMEOUT)
-    if hello != ranks.mark and (hello >> SHIFT) == (ranks.mark >> SHIFT):
+    if mark != ranks.mark and (mark >> SHIFT) == (ranks.mark >> SHIFT):
         reason = Int32(MISMATCH)
-        seen = hello
-    stop = ptx.ld_u64(ranks.own + FAILED * 8) != 0
-    if not stop and (refusal >> SHIFT) == ranks.epoch:
-        stop = Boolean(True)
-        tell_refusal(ranks, refusal)
-    if reason != 0 and not stop:
-        stop = Boolean(True)
-        if ptx.atom_claim(ranks.own + FAILED * 8) == 0:
-            write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
-    return stop
+    if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
+        reason = Int32(REFUSAL)
+        mark = refusal
+    return reason, mark
+
+
+@cute.jit
+def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
+    """The first wait of this rank that fails says why, in the first record; the first that a refusal ends tells the
+    reason of that, in the third."""
+    if reason == REFUSAL:
+        tell_refusal(ranks, seen)
+    elif ptx.atom_claim(ranks.own + FAILED * 8) == 0:
+        write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
 
 
 @cute.jit
 def tell_refusal(ranks: Ranks, refusal: Int64) -> None:
-    """The first to see it copies the reason into the third record, unless one is there that the host has not read."""
+    """Copies the reason into the third record, unless that is done or one is there that the host has not read."""
     report = ranks.report + 2 * REPORT_WORDS * 8
     first = ptx.atom_exch(ranks.own + TOLD * 8, ranks.epoch) != ranks.epoch
     if first and ptx.ld_u64(report) == 0:
@@ -184,18 +201,12 @@ def await_begun(ranks: Ranks, peer: Int32) -> None:
     address = ranks.at(ranks.own, "hello") + Int64(peer) * 8
     seen = ptx.ld_acquire_sys(address)
     start = arch.globaltimer()
-    polls = Int32(0)
     stop = Boolean(False)
-    while (seen >> SHIFT) != ranks.epoch and not stop:
+    while (seen >> SHIFT) != (ranks.mark >> SHIFT) and not stop:
         seen = ptx.ld_acquire_sys(address)
-        polls += 1
-        if polls == POLLS_PER_CHECK:
-            polls = Int32(0)
-            stop = ptx.ld_u64(ranks.own + FAILED * 8) != 0
-            if not stop and arch.globaltimer() - start > ranks.timeout_ns:
-                stop = Boolean(True)
-                if ptx.atom_claim(ranks.own + FAILED * 8) == 0:
-                    write_report(ranks, 0, Int32(TIMEOUT), Int32(FLAGS.index("hello")), peer, Int32(0), seen)
+        if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
+            stop = Boolean(True)
+            fail(ranks, Int32(TIMEOUT), "hello", peer, Int32(0), seen)
 
 
 @cute.jit
@@ -204,17 +215,6 @@ def meet(ranks: Ranks, peer: Int32) -> None:
     written again two operations later."""
     if not ranks.wait("hello", peer, peer, 0):
         await_begun(ranks, peer)
-
-
-@cute.jit
-def warp_gives_up(
-    ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
-) -> Boolean:
-    """`gives_up` by a whole warp; arguments and answer are those of lane 0."""
-    stop = Int32(0)
-    if arch.lane_idx() == 0:
-        stop = Int32(gives_up(ranks, start, flag, peer, detail, seen))
-    return arch.shuffle_sync(stop, 0) != 0
 
 
 @cute.jit
