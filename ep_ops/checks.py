@@ -18,12 +18,19 @@ from .records import INT32_LIMIT, MAX_ALIGNMENT
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
+_MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones come in every step
 
 
 def plan(m: Member, a: Any) -> None:
     """Refuse what ep::plan cannot take."""
-    _same_sizes(m, a.num_local_experts, a.world_size)
-    _rows_asked(m, a.capacity, a.alignment, a.slots)
+    ints = a[-7:-1]  # capacity to world_size
+    if ints not in m.accepted:
+        _same_sizes(m, a.num_local_experts, a.world_size)
+        _rows_asked(m, a.capacity, a.alignment, a.slots)
+        _bound(m, a.max_tokens)
+        if len(m.accepted) >= _MOST_ACCEPTED:
+            m.accepted.clear()
+        m.accepted.add(ints)
     _tokens(m, a.topk_idx, a.max_tokens)
 
 
@@ -37,6 +44,7 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_dynamic cannot take."""
     _same_sizes(m, a.num_local_experts, a.world_size)
     _alignment(a.alignment)
+    _bound(m, a.max_tokens)
     _tokens(m, a.topk_idx, a.max_tokens)
     _of_tokens(m, a)
 
@@ -134,12 +142,15 @@ def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None
             )
 
 
+def _bound(comm: Member, max_tokens: int) -> None:
+    if not 0 <= max_tokens <= comm.max_tokens_per_rank:
+        raise ValueError(f"max_tokens is {max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
+
+
 # ---------------------------------------------------------------------- tensors
 
 
 def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
-    if not 0 <= max_tokens <= comm.max_tokens_per_rank:
-        raise ValueError(f"max_tokens is {max_tokens}; allowed: 0..max_tokens_per_rank {comm.max_tokens_per_rank}")
     if topk_idx is None:
         _no_tensor("topk_idx")
     shape = topk_idx.shape

@@ -145,6 +145,8 @@ class Communicator:
         self.combine_sms = combine_sms
         self.symmetric_rows = symmetric_rows
         self.strict = bool(strict)
+        self._place = self.num_local_experts, self.world_size, self.name  # what operators that plan are told
+        self.accepted: set[tuple[int, ...]] = set()
         self.config = resolved
         self.destroyed = False
         self._exchange = exchange
@@ -182,7 +184,8 @@ class Communicator:
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         send_rows, recv_rows, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
-        return Route(topk_idx, send_rows, recv_rows, offs, counts, sizes.alignment, sizes.capacity), dropped
+        rows, alignment, _, _ = sizes
+        return Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, rows), dropped
 
     def dispatch(
         self,
@@ -205,7 +208,7 @@ class Communicator:
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, sizes.alignment, sizes.capacity)
+        return _dispatched(out, topk_idx, topk_weights, sizes[1], sizes[0])
 
     def dispatch_dynamic(
         self,
@@ -281,13 +284,13 @@ class Communicator:
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, sizes)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes))
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """What :meth:`dispatch` returns. Differentiable."""
         ticket, x, topk_weights, topk_idx, sizes = started
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, sizes.alignment, sizes.capacity)
+        return _dispatched(out, topk_idx, topk_weights, sizes[1], sizes[0])
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The half of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
@@ -299,17 +302,15 @@ class Communicator:
         ticket, y, weights, route = started
         return call("combine_wait", ticket, y, weights, *route[:5], route.alignment, self.name)
 
-    @property
-    def _place(self) -> tuple[int, int, str]:
-        """What operators that plan are told of this rank and its communicator."""
-        return self.num_local_experts, self.world_size, self.name
-
-    def _sizes(self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None) -> Sizes:
+    def _sizes(
+        self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
+    ) -> tuple[int, int, int, int]:
+        """The fields of `Sizes`."""
         align = self.alignment if alignment is None else alignment
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         if capacity is None:
             capacity = self.num_local_experts * slots if slots else self.capacity(tokens, align)
-        return Sizes(capacity, align, slots, tokens)
+        return capacity, align, slots, tokens
 
     def sm_budget(
         self, *, dispatch: int | None = None, combine: int | None = None

@@ -131,3 +131,4 @@ class Member(Protocol):
     weights_dtype: torch.dtype
     symmetric_rows: int
     strict: bool
+    accepted: set[tuple[int, ...]]  # ints of operators that plan, as far as they have passed their checks

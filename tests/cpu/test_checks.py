@@ -296,10 +296,10 @@ def test_what_is_right_passes_with_few_calls(comm: ep_ops.Communicator, name: st
     """A check runs in every eager step of a decoder, so what it may do is counted: a timing would tell of the machine.
 
     One Python function for each argument, and three more; of functions in C that it calls three for each tensor (its
-    layout, its address, the length of its shape). About 0.1 us each.
+    layout, its address, the length of its shape), and two that remember ints. About 0.1 us each.
     """
     arguments = CHECKS[name].arguments(**good(name))
     python, c = counted(lambda: CHECKS[name].check(comm, arguments))
     print(f"{name}: {python} Python functions, {c} C functions")
     assert 0 < python <= len(arguments) + 3
-    assert 0 < c <= 3 * sum(isinstance(argument, torch.Tensor) for argument in arguments)
+    assert 0 < c <= 2 + 3 * sum(isinstance(argument, torch.Tensor) for argument in arguments)

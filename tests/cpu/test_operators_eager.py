@@ -17,7 +17,7 @@ from ep_ops.operators import eager
 @pytest.fixture
 def comm() -> Iterator[ep_ops.Communicator]:
     with ep_ops.Communicator(
-        num_experts=4, hidden_size=8, top_k=2, max_tokens_per_rank=6, device="cpu", dtype=torch.float32
+        num_experts=4, hidden_size=8, top_k=2, max_tokens_per_rank=6, device="cpu", dtype=torch.float32, strict=False
     ) as made:
         yield made
 
@@ -139,16 +139,16 @@ def test_what_is_no_tensor(comm, calls):
 
 
 MOST_CALLS = {
-    "plan": (18, 11),
-    "dispatch": (22, 16),
-    "dispatch_dynamic": (18, 15),
-    "dispatch_planned": (19, 18),
-    "combine": (19, 18),
-    "combine_gathered": (18, 17),
-    "dispatch_start": (20, 15),
-    "dispatch_wait": (19, 15),
-    "combine_start": (20, 19),
-    "combine_wait": (19, 18),
+    "plan": (16, 14),
+    "dispatch": (22, 19),
+    "dispatch_dynamic": (20, 17),
+    "dispatch_planned": (20, 21),
+    "combine": (20, 22),
+    "combine_gathered": (18, 20),
+    "dispatch_start": (21, 19),
+    "dispatch_wait": (19, 18),
+    "combine_start": (21, 23),
+    "combine_wait": (20, 22),
 }
 """Method -> Python functions and C functions that a call of it takes on its way to the backend, whose own do not count.
 Python 3.11 and torch 2.13 were counted; other releases may take a few more inside torch (``OTHERS``)."""
@@ -167,7 +167,7 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
         "plan": lambda: comm.plan(idx),
         "dispatch": lambda: comm.dispatch(x, idx, weights),
         "dispatch_dynamic": lambda: comm.dispatch_dynamic(x, idx, weights),
-        "dispatch_planned": lambda: comm.dispatch_planned(x, route, weights, num_rows=rows.x.shape[0]),
+        "dispatch_planned": lambda: comm.dispatch_planned(x, route, weights),
         "combine": lambda: comm.combine(rows.x, route, rows.weights),
         "combine_gathered": lambda: comm.combine_gathered(rows.x, route),
         "dispatch_start": lambda: comm.dispatch_start(x, idx, weights),
