@@ -146,17 +146,17 @@ class Combine(Kernel):
                 row = ptx.ld_i32(args.recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
             now = sync.again(ranks)
             if arch.vote_any_sync(row >= 0):
-                words = self.sum_rows(ranks, args, row, packet, lane)
+                row = given_row(ranks, row, args.num_rows)
+                words = self.sum_rows(args, row, packet, lane)
                 at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
                 address = now.at(sync.select(now.peers, owner), "lines") + at
                 st_line(address, seal(words, lane, now.mark))
             item += share.step
 
     @cute.jit
-    def sum_rows(self, ranks: sync.Ranks, args: CombineArgs, row: Int32, packet: Int32, lane: Int32) -> Words:
+    def sum_rows(self, args: CombineArgs, row: Int32, packet: Int32, lane: Int32) -> Words:
         """The rounded sum over k ascending of the rows that the lanes hold, in a lane's payload vector."""
         p = self.problem
-        row = given_row(ranks, row, args.num_rows)
         weight = Float32(1.0)
         if const_expr(self.weighted):
             if row >= 0:
@@ -197,6 +197,7 @@ class Combine(Kernel):
         staging = ranks.at(ranks.own, "lines")
         words = cute.make_rmem_tensor((4 * p.world_size,), Uint32)
         acc = cute.make_rmem_tensor((self.values,), Float32)
+        last = Int32(-1)  # row here, of all that this lane meets
         item = share.first
         while item < args.tokens * count:
             token = item // count
@@ -213,7 +214,10 @@ class Combine(Kernel):
             expected = arch.warp_redux_sync(bit, "or")
             if holder != ranks.rank:
                 row = Int32(-1)
-            own = seal(self.sum_rows(ranks, args, row, packet, lane), lane, Int64(0))
+            last = cutlass.max(last, row)
+            if row >= args.num_rows:
+                row = Int32(-1)
+            own = seal(self.sum_rows(args, row, packet, lane), lane, Int64(0))
 
             address = staging + Int64(token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
             waiting = expected & ~(Int32(1) << ranks.rank)
@@ -255,3 +259,5 @@ class Combine(Kernel):
             offset = packet * PAYLOAD_BYTES + lane_offset(lane)
             store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
             item += share.step
+        # Told behind the loop: registers are few in it.
+        given_row(ranks, last, args.num_rows)
