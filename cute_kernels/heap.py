@@ -28,7 +28,7 @@ REASON_BYTES = 512
 """Of the text that says why a rank refuses an operation; a multiple of 8."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
-EPOCH, FAILED, TICKET, REFUSED, TOLD = 0, 1, 2, 3, 4
+EPOCH, FAILED, TICKET, REFUSED = 0, 1, 2, 3
 CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 

@@ -113,15 +113,6 @@ def atom_claim(addr: Int64) -> Int64:
     )
 
 
-def atom_exch(addr: Int64, value: Int64) -> Int64:
-    """Sets the word; returns what it held."""
-    return arch.inline_ptx(
-        "atom.relaxed.gpu.global.exch.b64 {$w0}, [{$r0}], {$r1};",
-        write_only_types=[Int64],
-        read_only_args=[addr, value],
-    )
-
-
 def barrier_count(value: Int32) -> Int32:
     """A barrier of the whole block: the number of its threads whose value is not 0."""
     return arch.inline_ptx(

@@ -37,16 +37,16 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import CLAIMS, EPOCH, FAILED, REASON_BYTES, REFUSED, TICKET, TOLD, Heap
+from .heap import CLAIMS, EPOCH, FAILED, REFUSED, TICKET, Heap
 from .launch import Addresses, RankArgs
-from .marks import SHIFT, TOKENS
+from .marks import SHIFT
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
 """Kinds of flag, by the name of their place in the heap; a report carries the index."""
 
 REPORT_WORDS = 16
 """Of each record that the host sees. The first one is for a wait that failed, the second for a value that was refused,
-the third for an operation that a peer refused; behind the third follows the reason."""
+the third for an operation that a peer refused."""
 TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL = 1, 2, 3, 4, 5
 """Reasons in a report. Its words: done mark, reason, flag, rank, peer, detail, expected mark, seen."""
 
@@ -172,27 +172,12 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
 
 @cute.jit
 def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
-    """The first wait of this rank that fails says why, in the first record; the first that a refusal ends tells the
-    reason of that, in the third."""
+    """The first wait of this rank that fails says why, in the first record; one that a refusal ends says so in the
+    third, where all of an operation's write the same (the rank that refuses is in the refusal's terms)."""
     if reason == REFUSAL:
-        tell_refusal(ranks, seen)
+        write_report(ranks, 2, reason, Int32(0), peer, detail, seen)
     elif ptx.atom_claim(ranks.own + FAILED * 8) == 0:
         write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
-
-
-@cute.jit
-def tell_refusal(ranks: Ranks, refusal: Int64) -> None:
-    """Copies the reason into the third record, unless that is done or one is there that the host has not read."""
-    report = ranks.report + 2 * REPORT_WORDS * 8
-    first = ptx.atom_exch(ranks.own + TOLD * 8, ranks.epoch) != ranks.epoch
-    if first and ptx.ld_u64(report) == 0:
-        source = Int32((refusal >> TOKENS) & 0xFFFFF)
-        text = ranks.at(ranks.own, "reason") + Int64(source) * REASON_BYTES
-        at = Int32(0)
-        while at < REASON_BYTES:
-            ptx.st_u64(report + REPORT_WORDS * 8 + at, ptx.ld_u64(text + at))
-            at += 8
-        write_report(ranks, 2, Int32(REFUSAL), Int32(0), source, Int32(0), refusal)
 
 
 @cute.jit

@@ -136,6 +136,7 @@ class Combine(Kernel):
         p = self.problem
         count = self.row_packets
         others = p.world_size - 1
+        last = Int32(-1)  # row of all that this lane meets
         item = share.first
         while item < max_tokens * (others * count):
             token = item // (others * count)
@@ -146,12 +147,16 @@ class Combine(Kernel):
                 row = ptx.ld_i32(args.recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
             now = sync.again(ranks)
             if arch.vote_any_sync(row >= 0):
-                row = given_row(ranks, row, args.num_rows)
+                last = cutlass.max(last, row)
+                if row >= args.num_rows:
+                    row = Int32(-1)
                 words = self.sum_rows(args, row, packet, lane)
                 at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
                 address = now.at(sync.select(now.peers, owner), "lines") + at
                 st_line(address, seal(words, lane, now.mark))
             item += share.step
+        # Told behind the loop: nothing is to be slow in it.
+        given_row(ranks, last, args.num_rows)
 
     @cute.jit
     def sum_rows(self, args: CombineArgs, row: Int32, packet: Int32, lane: Int32) -> Words:

@@ -98,11 +98,17 @@ class Combine(Kernel):
                 deliver(outbox, ranks, "token", ranks.rank * p.max_tokens, p.max_tokens)
         elif bid < pushers:
             item, step, total = warp * pushers + bid, pushers * WARPS, args.max_tokens * p.world_size
-            pushing = (ranks, total, args)
+            y, weights, scalars = args.y, args.recv_weights, args.row_scalars
+            if args.num_rows == 0:
+                # Whatever a route says, reads stay inside memory that there is.
+                y = weights = scalars = ranks.at(ranks.own, "rows")
+            last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
+            last[0] = Int32(-1)
+            pushing = (ranks, total, args, weights, scalars, last)
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 adding = Adding(self.slices, self.weighted, self.peek_push, self.fetch_push)
-                add_items(ring, notes, warp, adding, Items(item, step, total, args.y, ranks.own), pushing, outbox)
+                add_items(ring, notes, warp, adding, Items(item, step, total, y, ranks.own), pushing, outbox)
             else:
                 count = Int32(0)
                 while item < total:
@@ -112,6 +118,8 @@ class Combine(Kernel):
                         count += 1
                     item += step
                 close(outbox, warp, count)
+            # Told behind the loop: nothing is to be slow in it.
+            given_row(ranks, last[0], args.num_rows)
         else:
             summing = (ranks, args)
             item, step = warp * (blocks - pushers) + bid - pushers, (blocks - pushers) * WARPS
@@ -131,7 +139,7 @@ class Combine(Kernel):
     @cute.jit
     def peek_push(self, context: Any, item: Int32) -> tuple[Int32, Int32]:
         """A lane's row here of one token of some rank, -1 for none."""
-        ranks, total, args = context
+        ranks, total, args = context[:3]
         p = self.problem
         lane = arch.lane_idx()
         token, owner = token_of(p, ranks.rank, item)
@@ -142,46 +150,26 @@ class Combine(Kernel):
 
     @cute.jit
     def fetch_push(self, context: Any, item: Int32, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
-        """The rows here of one token of some rank (see add_items); its scalars go out at once."""
-        ranks, total, args = context
+        """The rows here of one token of some rank (see add_items); its scalars go out at once. In the place of a row
+        behind the last one, which is reported, another is read: the owner waits for a sum all the same."""
+        ranks, total, args, weights, scalars, last = context
         p = self.problem
         lane = arch.lane_idx()
         token, owner = token_of(p, ranks.rank, item)
         heap = sync.select(ranks.peers, owner)
         row, _ = peeked
         place = ranks.at(heap, "rows") + Int64(ranks.rank * p.max_tokens + token) * p.row_bytes
-        if arch.vote_any_sync(row >= args.num_rows):
-            row = self.leave_out(ranks, args, row, token, owner)
+        last[0] = cutlass.max(last[0], row)
+        row = cutlass.min(row, cutlass.max(args.num_rows, 1) - 1)
         weight = Float32(1.0)
         if row >= 0:
             if const_expr(self.weighted):
-                weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+                weight = ptx.ld_f32(weights + Int64(row) * 4)
             if const_expr(self.scalars):
                 at = Int64(token * p.top_k + lane) * 4
-                ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(args.row_scalars + Int64(row) * 4))
+                ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(scalars + Int64(row) * 4))
         held = arch.vote_ballot_sync(row >= 0)
         return held, row, weight, place, owner * p.max_tokens + token
-
-    @cute.jit
-    def leave_out(self, ranks: sync.Ranks, args: CombineArgs, row: Int32, token: Int32, owner: Int32) -> Int32:
-        """By a whole warp: the rows of a token but for those behind the last one, which are reported. The owner waits
-        for the token all the same: if no row is left, its sum is 0 and its flag is set here."""
-        p = self.problem
-        lane = arch.lane_idx()
-        heap = sync.select(ranks.peers, owner)
-        if const_expr(self.scalars):
-            if row >= args.num_rows:
-                ptx.st_f32(ranks.at(heap, "scalars") + Int64(token * p.top_k + lane) * 4, Float32(0.0))
-        row = given_row(ranks, row, args.num_rows)
-        if not arch.vote_any_sync(row >= 0):
-            if const_expr(self.rows):
-                row_bytes, at = p.row_bytes, ranks.rank * p.max_tokens + token
-                zero_row(row_bytes, ranks.at(heap, "rows") + Int64(at) * row_bytes, lane)
-            # The stores of all lanes come before lane 0's release.
-            arch.sync_warp()
-            if lane == 0:
-                ranks.signal("token", owner, ranks.rank * p.max_tokens + token)
-        return row
 
     @cute.jit
     def peek_sum(self, context: Any, token: Int32) -> tuple[Int32, Int32]:

@@ -83,7 +83,7 @@ def _together() -> Iterator[None]:
     error: BaseException | None = None
     try:
         yield
-    except Exception as caught:
+    except (Exception, pytest.fail.Exception) as caught:
         error = caught
     said = [None if error is None else f"{type(error).__name__}: {error}"]
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Kernels never write outside, whatever route they are given: rows behind the last one are left out and reported."""
+"""Kernels never write outside, whatever route they are given: rows behind the last one are reported."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_report_names_row_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     made = object.__new__(Report)
     made._num_experts = 8
     mark = 7 << marks.SHIFT | marks.pack("combine", 64)
-    made._words = [0] * 16 + [1, sync.BAD_ROW, 0, 1, 1, 40, mark, 32] + [0] * 8
+    made._words = [0] * 16 + [1, sync.BAD_ROW, 0, 1, 1, 40, mark, 32] + [0] * 24
     assert made.pending()
     text = made.refused()
     assert text is not None
     assert text.startswith("the route of rank 1 fills row 40, but only 32 rows were given (ep::combine, operation 7)")
     assert made.refused() is None and not made.pending(), "it is told once"
-    made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 9] + [0] * 8
+    made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 9] + [0] * 24
     assert "topk_idx holds 9 at flat index 5 on rank 0" in str(made.refused())
 
 

@@ -52,3 +52,18 @@ def test_timeout():
     text = report(sync.TIMEOUT, mark(7, "dispatch", 64), mark(6, "combine", 64))
     assert "waited 2 s for rank 1 (route flag" in text and "that is ep::combine, operation 6" in text
     assert "that is nothing" in report(sync.TIMEOUT, mark(7, "dispatch", 64), 0)
+
+
+def test_refusal():
+    """Whoever sees it first or last in an operation, the host is told once, and of the next one again."""
+    made = object.__new__(Report)
+    made._told = 0
+    for epoch in (7, 8):
+        own, refusal = mark(epoch, "dispatch", 64), epoch << marks.SHIFT | marks.pack("refused", 3)
+        record = [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal]
+        made._words = [0] * 32 + record + [0] * 8
+        assert made.pending()
+        assert made.refusal() == (3, epoch, f"ep::dispatch (operation {epoch})")
+        assert made.refusal() is None and not made.pending()
+        made._words[32:40] = record
+        assert made.refusal() is None and not made.pending()

@@ -230,10 +230,21 @@ class CuteBackend:
             raise RuntimeError(f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one")
         refusal = self._report.refusal()
         if refusal is not None:
-            raise ValueError(f"communicator {self._config.name!r}: {refusal}")
+            peer, epoch, doing = refusal
+            why = f"{doing}: refused by rank {peer}: {self._reason(peer, epoch)}"
+            raise ValueError(f"communicator {self._config.name!r}: {why}")
         refused = self._report.refused()
-        self._state[REFUSED] = 0
-        raise ValueError(f"communicator {self._config.name!r}: {refused}")
+        if refused is not None:
+            self._state[REFUSED] = 0
+            raise ValueError(f"communicator {self._config.name!r}: {refused}")
+
+    def _reason(self, peer: int, epoch: int) -> str:
+        """What a rank that refused has left here. Does not wait for what runs."""
+        heap = heap_of(self._config)
+        first = heap.reason + epoch % 2 * heap.reason_stride + peer * REASON_BYTES
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            text = self._buffer.local[first : first + REASON_BYTES].cpu()
+        return bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
 
     def destroy(self) -> None:
         self._launcher.clear()

@@ -7,19 +7,19 @@ import ctypes
 import torch
 
 from cute_kernels import marks, sync
-from cute_kernels.heap import REASON_BYTES
 
 _WORDS = sync.REPORT_WORDS
-_ALL = 3 * _WORDS + REASON_BYTES // 8
+_ALL = 3 * _WORDS
 
 
 class Report:
     """Records in host memory that kernels write: a wait that failed, a value that was refused, and an operation that a
-    peer refused, with its reason."""
+    peer refused."""
 
     def __init__(self, num_experts: int, timeout: float) -> None:
         self._num_experts = num_experts
         self._timeout = timeout
+        self._told = 0  # epoch of the last refusal
         self._memory = torch.zeros(_ALL, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()
         self._words = (ctypes.c_int64 * _ALL).from_address(self.address)
@@ -59,25 +59,27 @@ class Report:
         where = f"ep::{terms.kind}, operation {epoch}"
         if reason == sync.BAD_ROW:
             return (
-                f"the route of rank {rank} fills row {detail}, but only {value} rows were given ({where}). Such rows "
-                "were left out."
+                f"the route of rank {rank} fills row {detail}, but only {value} rows were given ({where}): what came "
+                "of it is undefined"
             )
         return (
             f"topk_idx holds {value} at flat index {detail} on rank {rank} ({where}); allowed are expert ids from -1 "
             f"(none) to {self._num_experts - 1}. Such entries were not sent."
         )
 
-    def refusal(self) -> str | None:
-        """Text of an operation that another rank refused since the last call; forgets it."""
+    def refusal(self) -> tuple[int, int, str] | None:
+        """Of an operation that another rank refused since the last call, which is forgotten: that rank, the epoch, and
+        text that says what this rank was doing."""
         words = self._words
         if words[2 * _WORDS] == 0:
             return None
-        peer, mark = words[2 * _WORDS + 4], words[2 * _WORDS + 6]
-        first = self.address + 3 * _WORDS * 8
-        reason = ctypes.string_at(first, REASON_BYTES).rstrip(b"\0").decode(errors="ignore")
+        own, refusal = words[2 * _WORDS + 6 : 2 * _WORDS + 8]
         words[2 * _WORDS] = 0
-        epoch, own = marks.unpack(mark)
-        return f"ep::{own.kind} (operation {epoch}): refused by rank {peer}: {reason}"
+        epoch, terms = marks.unpack(own)
+        if epoch == self._told:  # by another warp of the same operation, since the host looked
+            return None
+        self._told = epoch
+        return marks.unpack(refusal)[1].max_tokens, epoch, f"ep::{terms.kind} (operation {epoch})"
 
 
 def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
