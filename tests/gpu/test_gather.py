@@ -33,7 +33,7 @@ def rows_of(route: ep_ops.Route, alignment: int, count: int, hidden: int, dtype:
     spread = torch.randn(count, 1, generator=draw, device="cuda").mul(2).exp()
     rows = (spread * torch.randn(count, hidden, generator=draw, device="cuda")).to(dtype)
     rows[:, 0] = -0.0
-    held, padding = covered(route, alignment, count)
+    held, padding = covered(route.tensors, alignment, count)
     return torch.where((held | padding)[:, None], rows, torch.nan)
 
 
