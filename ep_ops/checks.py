@@ -181,11 +181,20 @@ def _route(comm: Member, a: Any) -> None:
         )
     if recv_rows.dtype is not _INT32 or recv_rows.device != comm.device or not recv_rows.is_contiguous():
         _wrong_kind(comm, "recv_rows", recv_rows, _INT32)
-    _tokens(comm, a.topk_idx, came[1])
-    _tensor(comm, "send_rows", a.send_rows, _INT32, a.topk_idx.shape, "the shape of topk_idx")
+    topk_idx, send_rows, offs, counts, device = a.topk_idx, a.send_rows, a.offs, a.counts, comm.device
+    _tokens(comm, topk_idx, came[1])
     per_expert = (comm.num_local_experts,)
-    _tensor(comm, "offs", a.offs, _INT32, per_expert, "one for each local expert")
-    _tensor(comm, "counts", a.counts, _INT32, per_expert, "one for each local expert")
+    if (
+        send_rows is None or send_rows.dtype is not _INT32 or send_rows.shape != topk_idx.shape
+        or send_rows.device != device or not send_rows.is_contiguous()
+        or offs is None or offs.dtype is not _INT32 or offs.shape != per_expert
+        or offs.device != device or not offs.is_contiguous()
+        or counts is None or counts.dtype is not _INT32 or counts.shape != per_expert
+        or counts.device != device or not counts.is_contiguous()
+    ):  # fmt: skip
+        _tensor(comm, "send_rows", send_rows, _INT32, topk_idx.shape, "the shape of topk_idx")
+        _tensor(comm, "offs", offs, _INT32, per_expert, "one for each local expert")
+        _tensor(comm, "counts", counts, _INT32, per_expert, "one for each local expert")
     _alignment(a.alignment)
 
 

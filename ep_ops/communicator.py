@@ -243,7 +243,7 @@ class Communicator:
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
-        return call("combine", y, weights, *route[:5], route.alignment, self.name, residual)
+        return call("combine", y, weights, *route[:6], self.name, residual)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
@@ -264,7 +264,7 @@ class Communicator:
         So this is for one row a token and rank: experts that are as many as ranks, or rows that are added up already.
         Ends when all ranks have fetched theirs. Differentiable.
         """
-        return call("combine_gathered", y, *route[:5], route.alignment, self.name)
+        return call("combine_gathered", y, *route[:6], self.name)
 
     def dispatch_start(
         self,
@@ -294,13 +294,13 @@ class Communicator:
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The half of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
-        ticket = call("combine_start", y, weights, *route[:5], route.alignment, self.name)
+        ticket = call("combine_start", y, weights, *route[:6], self.name)
         return StartedCombine(ticket, y, weights, route)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """What :meth:`combine` returns. Differentiable."""
         ticket, y, weights, route = started
-        return call("combine_wait", ticket, y, weights, *route[:5], route.alignment, self.name)
+        return call("combine_wait", ticket, y, weights, *route[:6], self.name)
 
     def _sizes(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None

@@ -14,32 +14,32 @@ class Living(Member, Protocol):
     backend: Backend
 
 
-_living: dict[str, Living] = {}
+living: dict[str, Living] = {}
 _destroyed: set[str] = set()
 
 
 def get(name: str) -> Living:
     """The living communicator of that name; RuntimeError if there is none."""
-    found = _living.get(name)
+    found = living.get(name)
     if found is None:
         state = "was destroyed" if name in _destroyed else "does not exist in this process"
-        living = ", ".join(map(repr, _living)) or "none"
-        raise RuntimeError(f"communicator {name!r} {state}; living communicators: {living}")
+        others = ", ".join(map(repr, living)) or "none"
+        raise RuntimeError(f"communicator {name!r} {state}; living communicators: {others}")
     return found
 
 
 def taken(name: str) -> bool:
     """Whether a living communicator bears the name."""
-    return name in _living
+    return name in living
 
 
 def add(comm: Living) -> None:
     """From now on operators find it."""
-    _living[comm.name] = comm
+    living[comm.name] = comm
     _destroyed.discard(comm.name)
 
 
 def remove(name: str) -> None:
     """From now on operators are told that it was destroyed."""
-    _living.pop(name, None)
+    living.pop(name, None)
     _destroyed.add(name)

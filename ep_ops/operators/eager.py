@@ -8,7 +8,6 @@ way.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any
@@ -32,32 +31,50 @@ _ARGUMENTS: dict[str, tuple[frozenset[type], ...]] = {}
 """Operator name -> the types that each of its arguments plainly has. Subclasses of Tensor may mean something else."""
 
 
+_PLAIN: dict[str, set[tuple[type, ...]]] = {}
+"""Operator name -> types of arguments that were found to be plain."""
+
+
 def learn(operators: Iterable[Operator]) -> None:
     """Note the types of their arguments; they are registered."""
     for op in operators:
+        _PLAIN[op.name] = set()
         _ARGUMENTS[op.name] = tuple(_TYPES[str(a.type)] for a in op.overload._schema.arguments)
 
 
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
-    if _heeded() or not _plain(name, tuple(map(type, args))) or args[0].is_meta:
+    types = tuple(map(type, args))
+    if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or args[0].is_meta:
         return getattr(torch.ops.ep, name)(*args)
     return IMPLEMENTATIONS[name](*args)
+
+
+# Looked up once: each dot costs a decode step some of its time.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_profiler_enabled = torch.autograd._profiler_enabled
 
 
 def _heeded() -> bool:
     """Whether somebody wants to hear of operators: a tracer, autograd, a mode, a transform, a profiler."""
     return (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
+        _is_compiling()
+        or _is_grad_enabled()
         or get_eval_frame_callback() is not None  # Dynamo would trace into what it is not told to leave alone
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
+        or _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _transforms() is not None
+        or _profiler_enabled()
     )
 
 
-@functools.lru_cache(maxsize=1024)
 def _plain(name: str, types: tuple[type, ...]) -> bool:
-    return all(given in allowed for given, allowed in zip(types, _ARGUMENTS[name], strict=True))
+    """Whether all arguments are what they plainly are; remembered if so."""
+    plain = all(given in allowed for given, allowed in zip(types, _ARGUMENTS[name], strict=True))
+    if plain:
+        _PLAIN[name].add(types)
+    return plain

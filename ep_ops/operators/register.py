@@ -26,11 +26,11 @@ def _define(op: Operator) -> None:
 def _implementation(op: Operator) -> Callable[..., Any]:
     """Finds the communicator, checks, hands to its backend. What this rank refuses, its peers are told."""
     name, record, check, run = op.name, op.arguments, op.check, op.run
-    whole = len(record._fields)
+    whole, living = len(record._fields), registry.living
 
     def implementation(*args: Any) -> Any:
         a = tuple.__new__(record, args) if len(args) == whole else record(*args)
-        comm = registry.get(a.comm)
+        comm = living.get(a.comm) or registry.get(a.comm)
         try:
             check(comm, a)
         except (TypeError, ValueError) as error:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import meta_kernels
 
@@ -74,8 +75,12 @@ def sizes(a: Any) -> Sizes:
 
 def route(a: Any, num_rows: int) -> Route:
     """Of the arguments of an operator that follows a known route."""
-    along = (a.topk_idx, a.send_rows, a.recv_rows, a.offs, a.counts, a.alignment, num_rows)
-    return tuple.__new__(Route, along)
+    return Route(a.topk_idx, a.send_rows, a.recv_rows, a.offs, a.counts, a.alignment, num_rows)
+
+
+def route_of(y: Tensor, along: tuple[Any, ...]) -> Route:
+    """Of the tensors of a route and its alignment, which fills the rows ``y``."""
+    return tuple.__new__(Route, (*along, y.size(0)))
 
 
 def _given_rows(a: Any) -> int:
@@ -135,7 +140,7 @@ OPERATORS: tuple[Operator, ...] = (
         "rows [R, H] → [T, H]: weighted by the row's weight and added up in a fixed order, with a residual last if one"
         " is given",
         checks.combine,
-        lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.shape[0]), a.residual),
+        lambda backend, a: backend.combine(a.y, a.recv_weights, route_of(a.y, a[2:8]), a.residual),
         meta_kernels.combine,
         gradients.OF_COMBINE,
     ),
@@ -144,7 +149,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor y, {_ROUTE}, int alignment, str comm) -> Tensor out",
         "combine without weights, of rows written to `Communicator.empty_rows`: owners fetch them from there",
         checks.combine_gathered,
-        lambda backend, a: backend.combine_gathered(a.y, route(a, a.y.shape[0])),
+        lambda backend, a: backend.combine_gathered(a.y, route_of(a.y, a[1:7])),
         meta_kernels.combine,
         gradients.OF_GATHERED,
     ),
@@ -189,7 +194,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_COMBINE}) -> Tensor ticket",
         "the half of a combine that sends",
         checks.combine,
-        lambda backend, a: backend.combine_start(a.y, a.recv_weights, route(a, a.y.shape[0])),
+        lambda backend, a: backend.combine_start(a.y, a.recv_weights, route_of(a.y, a[2:8])),
         meta_kernels.combine_start,
     ),
     Operator(
@@ -197,7 +202,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor ticket, {_COMBINE}) -> Tensor out",
         "the half that receives and adds up",
         checks.combine,
-        lambda backend, a: backend.combine_wait(a.y, a.recv_weights, route(a, a.y.shape[0])),
+        lambda backend, a: backend.combine_wait(a.y, a.recv_weights, route_of(a.y, a[3:9])),
         meta_kernels.combine,
         gradients.OF_COMBINE,
         starts="combine_start",

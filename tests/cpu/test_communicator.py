@@ -77,11 +77,11 @@ def test_alone() -> None:
     ({"name": 5}, "name is 5; it must be a non-empty str"),
 ])  # fmt: skip
 def test_refused_values(changed: dict[str, Any], text: str) -> None:
-    living = len(registry._living)
+    living = len(registry.living)
     with pytest.raises(ValueError) as raised:
         make(**changed)
     assert text in str(raised.value)
-    assert len(registry._living) == living
+    assert len(registry.living) == living
 
 
 @pytest.mark.parametrize(

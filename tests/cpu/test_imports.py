@@ -152,3 +152,12 @@ def test_nobody_reaches_into_another_files_private_names():
                 names = [name.name for name in node.names]
                 wrong += [f"{module}:{node.lineno}: {name}" for name in names if name[0] == "_" and name[-1] != "_"]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_function_takes_a_long_list():
+    """More than eight positional parameters are a record that nobody has written down."""
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")]
+                assert len(names) <= 8, f"{module}.{node.name} takes {', '.join(names)}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,14 +82,3 @@ def test_report_names_row_and_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.refused() is None and not made.pending(), "it is told once"
     made._words = [0] * 16 + [1, sync.BAD_EXPERT, 0, 0, 0, 5, mark, 9] + [0] * 24
     assert "topk_idx holds 9 at flat index 5 on rank 0" in str(made.refused())
-
-
-def test_no_function_takes_a_long_list() -> None:
-    """More than eight positional parameters are a record that nobody has written down."""
-    root = Path(sync.__file__).parent.parent
-    for folder in ("cute_kernels", "ep_ops/backends/cute"):
-        for path in (root / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef):
-                    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg != "self"]
-                    assert len(names) <= 8, f"{path.relative_to(root)}: {node.name} takes {', '.join(names)}"
