@@ -174,10 +174,14 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
 def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
     """The first wait of this rank that fails says why, in the first record; one that a refusal ends says so in the
     third, where all of an operation's write the same (the rank that refuses is in the refusal's terms)."""
-    if reason == REFUSAL:
-        write_report(ranks, 2, reason, Int32(0), peer, detail, seen)
-    elif ptx.atom_claim(ranks.own + FAILED * 8) == 0:
-        write_report(ranks, 0, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
+    record = Int32(0)
+    tell = reason == REFUSAL
+    if tell:
+        record = Int32(2)
+    else:
+        tell = ptx.atom_claim(ranks.own + FAILED * 8) == 0
+    if tell:
+        write_report(ranks, record, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
 
 
 @cute.jit
@@ -204,7 +208,7 @@ def meet(ranks: Ranks, peer: Int32) -> None:
 
 @cute.jit
 def write_report(
-    ranks: Ranks, record: cutlass.Constexpr[int], reason: Int32, flag: Int32, peer: Int32, detail: Int32, seen: Int64
+    ranks: Ranks, record: Int32 | int, reason: Int32, flag: Int32, peer: Int32, detail: Int32, seen: Int64
 ) -> None:
     """Fills a host-visible record; its done mark is released last."""
     report = ranks.report + record * REPORT_WORDS * 8

@@ -98,17 +98,13 @@ class Combine(Kernel):
                 deliver(outbox, ranks, "token", ranks.rank * p.max_tokens, p.max_tokens)
         elif bid < pushers:
             item, step, total = warp * pushers + bid, pushers * WARPS, args.max_tokens * p.world_size
-            y, weights, scalars = args.y, args.recv_weights, args.row_scalars
-            if args.num_rows == 0:
-                # Whatever a route says, reads stay inside memory that there is.
-                y = weights = scalars = ranks.at(ranks.own, "rows")
             last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
             last[0] = Int32(-1)
-            pushing = (ranks, total, args, weights, scalars, last)
+            pushing = (ranks, total, args, last)
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 adding = Adding(self.slices, self.weighted, self.peek_push, self.fetch_push)
-                add_items(ring, notes, warp, adding, Items(item, step, total, y, ranks.own), pushing, outbox)
+                add_items(ring, notes, warp, adding, Items(item, step, total, args.y, ranks.own), pushing, outbox)
             else:
                 count = Int32(0)
                 while item < total:
@@ -151,8 +147,9 @@ class Combine(Kernel):
     @cute.jit
     def fetch_push(self, context: Any, item: Int32, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
         """The rows here of one token of some rank (see add_items); its scalars go out at once. In the place of a row
-        behind the last one, which is reported, another is read: the owner waits for a sum all the same."""
-        ranks, total, args, weights, scalars, last = context
+        behind the last one, which is reported, the last one is read: the owner waits for a sum all the same. (Without any
+        row to read it waits until its deadline.)"""
+        ranks, total, args, last = context
         p = self.problem
         lane = arch.lane_idx()
         token, owner = token_of(p, ranks.rank, item)
@@ -160,14 +157,14 @@ class Combine(Kernel):
         row, _ = peeked
         place = ranks.at(heap, "rows") + Int64(ranks.rank * p.max_tokens + token) * p.row_bytes
         last[0] = cutlass.max(last[0], row)
-        row = cutlass.min(row, cutlass.max(args.num_rows, 1) - 1)
+        row = cutlass.min(row, args.num_rows - 1)
         weight = Float32(1.0)
         if row >= 0:
             if const_expr(self.weighted):
-                weight = ptx.ld_f32(weights + Int64(row) * 4)
+                weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
             if const_expr(self.scalars):
                 at = Int64(token * p.top_k + lane) * 4
-                ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(scalars + Int64(row) * 4))
+                ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(args.row_scalars + Int64(row) * 4))
         held = arch.vote_ballot_sync(row >= 0)
         return held, row, weight, place, owner * p.max_tokens + token
 
