@@ -82,8 +82,8 @@ class Communicator:
             the bit; cute backend); 0: never; None: the backend's choice.
         symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
         strict: the reference backend shows what a GPU would: rows that are undefined hold NaN, and
-            :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and halves of split
-            operations in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
+            :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and starts and
+            waits in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
             ``torch.export``). The cute backend is always strict.
         name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
     """
@@ -277,10 +277,10 @@ class Communicator:
         max_tokens: int | None = None,
         alignment: int | None = None,
     ) -> StartedDispatch:
-        """The half of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
+        """The part of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
 
         The next operator of this communicator must be that wait: several micro-batches take a communicator each. Where
-        halves gain nothing (more tokens than the kernels for decode take, the reference backend) the wait does it all.
+        that gains nothing (more tokens than the kernels for decode take, the reference backend) the wait does it all.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
@@ -293,7 +293,7 @@ class Communicator:
         return _dispatched(out, topk_idx, topk_weights, sizes[1], sizes[0])
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
-        """The half of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
+        """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
         ticket = call("combine_start", y, weights, *route[:5], route.alignment, self.name)
         return StartedCombine(ticket, y, weights, route)
 

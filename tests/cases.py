@@ -288,10 +288,10 @@ def expected_combine(
                     row = int(plans[source].send_rows[token, k])
                     if row < 0 or case.owner(expert)[0] != rank:
                         continue
-                    term = y[rank][row].to(exact)
+                    summand = y[rank][row].to(exact)
                     if weights is not None:
-                        term = weights[rank][row].to(exact) * term
-                    partial = partial + term
+                        summand = weights[rank][row].to(exact) * summand
+                    partial = partial + summand
                 out[token] = out[token] + partial.to(wire).to(exact)
             if residual is not None:
                 out[token] = out[token] + residual[source][token].to(exact)
