@@ -22,7 +22,7 @@ BOOKKEEPING = 32 * 4 + 8
 """Bytes of shared memory that a stage has besides its piece: an int32 for each lane and a barrier."""
 
 SLICE_BOOKKEEPING = 40
-"""Bytes of shared memory that a stage has besides its slice, where it holds one: a barrier, and what adder.Notes has."""
+"""Bytes of shared memory that a stage has besides its slice, where it holds one: a barrier and adder.Notes."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Latency combine, one kernel: experts' ranks add up rows and push the sums, owners add up what arrives.
 
 Blocks before `senders` push: a warp takes a packet of a token that has rows here, adds them in fp32 over k ascending,
-rounds and stores it into the owner's staging row [this rank][token]. Blocks from `first_receiver` on sum: a warp takes a
-packet of one of this rank's tokens, adds up what lies on this rank itself, waits for the packets of the other ranks
+rounds and stores it into the owner's staging row [this rank][token]. Blocks from `first_receiver` on sum: a warp takes
+a packet of one of this rank's tokens, adds up what lies on this rank itself, waits for the packets of the other ranks
 that hold rows of the token (known from the route) and adds them in fp32 over ranks ascending. A block that does both
 pushes first, and pushing waits for nobody: all waits end, as long as all blocks fit on the device at once.
 

@@ -18,7 +18,8 @@ PAYLOAD_VECTORS = PAYLOAD_BYTES // 16
 """Vectors of 16 bytes in a packet's payload."""
 
 ROUTE_HEADER_BYTES = 16
-"""Bytes of a route before its 16-bit expert ids in entry order: capacity, alignment, slots (int32), four unused bytes."""
+"""Bytes of a route before its 16-bit expert ids in entry order: capacity, alignment, slots (int32), and four that are
+unused."""
 
 MAX_EXPERTS = 1024
 """The most experts that these kernels take: blocks count entries by warp and expert in shared memory."""
@@ -56,5 +57,5 @@ class LatencyHeap(Heap):
         self.nbytes = self.end
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by purpose, both banks."""
+        """Bytes by purpose, of both banks."""
         return {**super().sizes(), "marked lines": 2 * (self.routes_stride + self.lines_stride)}

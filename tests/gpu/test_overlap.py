@@ -86,7 +86,9 @@ def picture(kernels: list[Kernel]) -> str:
     """The last step, from the start of its dispatch to the wait of its combine."""
     parts = [i for i, kernel in enumerate(kernels) if "ep_latency" in kernel.name][-4:]
     if not parts:
-        return "no start and no wait was seen, but " + (", ".join(sorted({kernel.name[:60] for kernel in kernels})) or "nothing")
+        return "no start or wait was seen, but " + (
+            ", ".join(sorted({kernel.name[:60] for kernel in kernels})) or "nothing"
+        )
     shown = kernels[parts[0] : parts[-1] + 1]
     zero = shown[0].start
     return "\n".join(f"{k.start - zero:9.1f} .. {k.end - zero:9.1f} us  {short(k.name)}" for k in shown)

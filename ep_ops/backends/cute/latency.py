@@ -20,7 +20,8 @@ from .launcher import Launcher
 from .outputs import Outputs
 
 FEW_TOKENS = 16
-"""The fewest tokens of a dispatch that gives most blocks to receiving alone; with fewer, a packet a block is worth more."""
+"""A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
+receive."""
 
 NOTHING = (None,) * 7
 """What stands for `DispatchTensors` where a kernel only sends."""
@@ -51,7 +52,8 @@ class LatencyPath:
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
-        """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store a row several times."""
+        """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store a row several
+        times."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms * 3 // 10 if max_tokens < FEW_TOKENS else sms * 2 // 11
         if not receive:  # leaves the rest to what runs beside it
