@@ -25,7 +25,7 @@ PLACING_WARPS = 32
 """Warps of a block that places the route."""
 
 HEADER_INTS = 16
-"""Size of the published header in int32. The first four are tokens, capacity, alignment and slots; the rest is unused."""
+"""Size of the published header in int32. It holds tokens, capacity, alignment and slots; the rest is unused."""
 
 REASON_BYTES = 512
 """The most bytes of the text that says why a rank refuses an operation; a multiple of 8."""

@@ -42,7 +42,7 @@ from .launch import Addresses, RankArgs
 from .marks import SHIFT
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
-"""Kinds of flag, by the name of their section of the heap; a report carries the index."""
+"""Kinds of flag, by the name of their section of the heap; a record carries the index."""
 
 REPORT_WORDS = 16
 """Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,

@@ -28,7 +28,7 @@ NAMES = {
     "flag": "round trip of a bare flag",
     "host": "host time of an eager call",
 }
-"""What is measured -> its name in the table, in the table's order. The last two do not depend on the number of tokens."""
+"""What is measured -> its name in the table, in that order. The last two do not depend on the number of tokens."""
 
 PANELS = {
     "dispatch + combine": {

@@ -15,9 +15,9 @@ OPERATORS = (*FORWARD, "combine_residual", *BACKWARD)
 
 BASELINES = ("nccl", "eager")
 MEASURABLE = (*OPERATORS, "gathered", "pair", "host", *BASELINES)
-"""What can be measured. `gathered`: combine of one row per (token, rank), gathered from symmetric memory and pushed from
-an ordinary tensor. `pair`: dispatch and combine compiled together, forward and forward + backward. `host`: host time of
-a dispatch."""
+"""What can be measured. `gathered`: combine of one row for each copy of a token, gathered from symmetric memory and
+pushed from an ordinary tensor. `pair`: dispatch and combine compiled together, forward and forward + backward. `host`:
+host time of a dispatch."""
 
 WORKLOAD_A = Workload()
 TINY = Workload(tokens=48, hidden=64, experts=8, top_k=2)
