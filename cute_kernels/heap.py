@@ -1,31 +1,34 @@
 """Where everything lies in a rank's symmetric memory. The same on every rank, so an offset names a place on all peers.
 
-Everything that peers write or read is held twice and used in turn, by the parity of the operation's epoch: when a
-rank writes into half `e % 2` in operation e, all its peers have left operation e - 2, because each of them announced
-operation e - 1 (the hello flag, see sync.py) and an operation does not end before all its hellos were seen.
+Everything that peers write or read is held in two banks, which operations use in turn, by the parity of their epoch:
+when a rank writes into bank `e % 2` in operation e, all its peers have left operation e - 2, because each of them
+announced operation e - 1 (the hello flag, see sync.py) and an operation does not end before all its hellos were seen.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
 MOST_RANKS = 32
-"""A lane of a warp looks after each."""
+"""The most ranks of a communicator: a lane of a warp looks after each."""
 
 CHUNK_BYTES = 28 * 1024
+"""The most bytes of a chunk of staged rows, unless `LEAST_CHUNK_TOKENS` rows are longer."""
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
+"""The fewest and the most tokens of a chunk of staged rows."""
 
 SHARED_BYTES = 226 * 1024
-"""Of a block, as far as kernels plan with it."""
+"""Bytes of shared memory that kernels plan with for a block."""
 RING_BYTES = 150 * 1024
-"""Of a pulling block's ring of rows. What all blocks have asked for queues up at the links, and flags behind it: a
-larger ring moves no more and lets every flag come later."""
+"""The most bytes of a pulling block's ring of rows. What all blocks have asked for queues up at the links, and flags
+behind it: a larger ring moves no more and lets every flag come later."""
 PLACING_WARPS = 32
+"""Warps of a block that places the route."""
 
 HEADER_INTS = 16
-"""Size of the published header, in int32: number of tokens, capacity, alignment, slots, the rest unused."""
+"""Size of the published header in int32. It holds tokens, capacity, alignment and slots; the rest is unused."""
 
 REASON_BYTES = 512
-"""Of the text that says why a rank refuses an operation; a multiple of 8."""
+"""The most bytes of the text that says why a rank refuses an operation; a multiple of 8."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
 EPOCH, FAILED, TICKET, REFUSED = 0, 1, 2, 3
@@ -102,7 +105,7 @@ def _align(n: int, to: int = 256) -> int:
 
 
 class Heap:
-    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two halves."""
+    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two banks."""
 
     def __init__(self, p: Problem) -> None:
         self.problem = p
@@ -129,8 +132,8 @@ class Heap:
         self.positions, self.positions_stride = self.take(entries * 4)
         self.weights, self.weights_stride = self.take(entries * 4)
         # What peers write here in a combine: one scalar for each (token, k), one row for each (source rank, token).
-        # Dispatch stages the rank's own rows at the start of the same space: the halves alternate for all
-        # operations alike.
+        # Dispatch stages the rank's own rows at the start of the same space: the banks alternate for all operations
+        # alike.
         self.scalars, self.scalars_stride = self.take(entries * 4)
         self.rows, self.rows_stride = self.take(w * t * p.row_bytes)
         self.nbytes = self.end
@@ -141,7 +144,7 @@ class Heap:
         return start, stride
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by purpose, both halves."""
+        """Bytes by purpose, of both banks."""
         published = self.scalars - self.header
         return {
             "flags": self.flags_end,

@@ -17,7 +17,7 @@ from cutlass.cute.runtime import make_fake_stream
 from .heap import Problem
 
 Addresses = tuple[Int64, ...]
-"""An address for each rank."""
+"""An address for each rank, by rank."""
 
 
 class RankArgs(NamedTuple):

@@ -11,11 +11,13 @@ KINDS = (
     "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
     "combine_gathered", "refused",
 )  # fmt: skip
-"""Kinds of operation; terms carry the index. `refused`: what a rank does instead of an operation that it refuses; its
+"""Kinds of operation; terms carry the index. `refused` is what a rank does instead of an operation that it refuses; its
 terms carry that rank where others have `max_tokens`."""
 
 SHIFT = 27
+"""The lowest bit of the epoch in a mark: how many bits the terms have."""
 TOKENS = 7
+"""The lowest bit of `max_tokens` in a mark."""
 _INDEX = {name: index for index, name in enumerate(KINDS)}
 
 

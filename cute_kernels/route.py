@@ -17,7 +17,7 @@ from .experts import local_experts
 from .sync import BAD_EXPERT, BAD_ROW, Ranks, refuse, select
 
 ENTRIES_PER_LANE = 2
-"""Entries of topk_idx that a lane holds at once: the loads are in flight together."""
+"""How many entries of topk_idx a lane holds at once: their loads are in flight together."""
 
 
 class Tables(NamedTuple):

@@ -17,11 +17,12 @@ from .carried import Carried
 from .heap import SHARED_BYTES
 
 MAX_PIECE = 16 * 1024
+"""The most bytes of a piece, which is what a stage of a ring holds."""
 BOOKKEEPING = 32 * 4 + 8
-"""Shared memory of a stage besides its piece: an int32 for each lane and a barrier."""
+"""Bytes of shared memory that a stage has besides its piece: an int32 for each lane and a barrier."""
 
 SLICE_BOOKKEEPING = 40
-"""The same where a stage holds a slice: a barrier, and what adder.Notes says of it."""
+"""Bytes of shared memory that a stage has besides its slice, where it holds one: a barrier and adder.Notes."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class RingShape:
         """Whole rows up to 16 KiB, else equal pieces; at least two stages for each warp, at most 16 warps."""
         pieces = -(-row_bytes // MAX_PIECE)
         piece = -(-row_bytes // (16 * pieces)) * 16
-        slots = ring_bytes // (-(-piece // 128) * 128 + BOOKKEEPING)
-        warps = max(1, min(16, slots // 2))
-        return RingShape(row_bytes, warps, min(8, slots // warps), piece)
+        stages = ring_bytes // (-(-piece // 128) * 128 + BOOKKEEPING)
+        warps = max(1, min(16, stages // 2))
+        return RingShape(row_bytes, warps, min(8, stages // warps), piece)
 
     def bytes_of(self, piece: Any) -> Any:
         """Length of a row's piece, whose index may be known at run time only."""

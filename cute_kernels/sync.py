@@ -42,22 +42,22 @@ from .launch import Addresses, RankArgs
 from .marks import SHIFT
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
-"""Kinds of flag, by the name of their place in the heap; a report carries the index."""
+"""Kinds of flag, by the name of their section of the heap; a record carries the index."""
 
 REPORT_WORDS = 16
-"""Of each record that the host sees. The first one is for a wait that failed, the second for a value that was refused,
-the third for an operation that a peer refused."""
+"""Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
+the second for a value that was refused, the third for an operation that a peer refused."""
 TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL = 1, 2, 3, 4, 5
-"""Reasons in a report. Its words: done mark, reason, flag, rank, peer, detail, expected mark, seen."""
+"""Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen."""
 
 POLLS_PER_CHECK = 256
-"""How often a waiting thread looks for what it waits for between two looks at the deadline."""
+"""How many times a waiting thread looks for what it waits for between two looks at the deadline."""
 
 
 class Ranks(Carried):
     """What a kernel knows of the group: built once at its start from the launch arguments."""
 
-    carried = ("peers", "rank", "report", "timeout_ns", "terms", "own", "epoch", "parity", "mark")
+    carried = ("peers", "rank", "report", "timeout_ns", "terms", "own", "epoch", "bank", "mark")
 
     def __init__(self, heap: Heap, args: RankArgs) -> None:
         self.heap: Any = heap  # or LatencyHeap, where that is what the kernel is made for
@@ -68,12 +68,12 @@ class Ranks(Carried):
         self.terms = args.terms
         self.own = select(args.peers, args.rank)
         self.epoch = ptx.ld_u64(self.own + EPOCH * 8)
-        self.parity = self.epoch & 1
+        self.bank = self.epoch & 1
         self.mark = mark_of(self.epoch, self.terms)
 
     def at(self, base: Int64, name: str) -> Int64:
-        """Address of the current half of a heap section in the heap at `base`."""
-        return base + getattr(self.heap, name) + self.parity * getattr(self.heap, name + "_stride")
+        """Address of a heap section in the heap at `base`, in the bank that this operation uses."""
+        return base + getattr(self.heap, name) + self.bank * getattr(self.heap, name + "_stride")
 
     def signal(self, flag: str, peer: Int32, index: Int32) -> None:
         """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote."""
@@ -92,7 +92,7 @@ def again(ranks: Ranks) -> Ranks:
     """`ranks` with the epoch read anew: a load that is issued here and used late does not delay the loads before it."""
     new = copy.copy(ranks)
     new.epoch = ptx.ld_u64(ranks.own + EPOCH * 8)
-    new.parity = new.epoch & 1
+    new.bank = new.epoch & 1
     new.mark = mark_of(new.epoch, ranks.terms)
     return new
 
@@ -200,8 +200,8 @@ def await_begun(ranks: Ranks, peer: Int32) -> None:
 
 @cute.jit
 def meet(ranks: Ranks, peer: Int32) -> None:
-    """By one thread, at an operation's end: until `peer` has begun it, so that the half of memory that it used may be
-    written again two operations later."""
+    """By one thread, at an operation's end: until `peer` has begun it, so that the bank that it used may be written
+    again two operations later."""
     if not ranks.wait("hello", peer, peer, 0):
         await_begun(ranks, peer)
 

@@ -35,7 +35,7 @@ def plan(m: Member, a: Any) -> None:
 
 
 def dispatch(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch, or a half of it, cannot take."""
+    """Refuse what ep::dispatch, or a start or wait of one, cannot take."""
     plan(m, a)
     _of_tokens(m, a)
 
@@ -57,12 +57,12 @@ def dispatch_planned(m: Member, a: Any) -> None:
 
 
 def combine(m: Member, a: Any) -> None:
-    """Refuse what ep::combine, or a half of it, cannot take."""
+    """Refuse what ep::combine, or a start or wait of one, cannot take."""
     _route(m, a)
     _rows(m, "y", a.y, None, "")
     if a.recv_weights is not None:
         _row_weights(m, "recv_weights", a.recv_weights, a.y.shape[0])
-    residual = getattr(a, "residual", None)  # halves take none
+    residual = getattr(a, "residual", None)  # split operations take none
     if residual is not None:
         _rows(m, "residual", residual, a.topk_idx.shape[0], "rows as topk_idx has")
 

@@ -78,12 +78,12 @@ class Communicator:
         dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them (a dispatch
             leaves some to the blocks that work beside it); None: what a model of the bytes says
             (``ep_ops.backends.budget``). :meth:`sm_budget` changes them for a while.
-        latency_max_tokens: calls whose ``max_tokens`` is at most this run on the kernels for decode (same results to
+        latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels (same results to
             the bit; cute backend); 0: never; None: the backend's choice.
         symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
         strict: the reference backend shows what a GPU would: rows that are undefined hold NaN, and
-            :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and halves of split
-            operations in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
+            :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and starts and
+            waits in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
             ``torch.export``). The cute backend is always strict.
         name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
     """
@@ -261,8 +261,8 @@ class Communicator:
         """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
 
         The owners fetch the rows where they are, all of them; :meth:`combine` first adds up those of a token on a rank.
-        So this is for one row a token and rank: experts that are as many as ranks, or rows that are added up already.
-        Ends when all ranks have fetched theirs. Differentiable.
+        So this is for one row for each copy of a token: experts that are as many as ranks, or rows that are added up
+        already. Ends when all ranks have fetched theirs. Differentiable.
         """
         return call("combine_gathered", y, *route[:6], self.name)
 
@@ -277,10 +277,10 @@ class Communicator:
         max_tokens: int | None = None,
         alignment: int | None = None,
     ) -> StartedDispatch:
-        """The half of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
+        """The part of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
 
         The next operator of this communicator must be that wait: several micro-batches take a communicator each. Where
-        halves gain nothing (more tokens than the kernels for decode take, the reference backend) the wait does it all.
+        that gains nothing (more tokens than the latency kernels take, the reference backend) the wait does it all.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
@@ -293,7 +293,7 @@ class Communicator:
         return _dispatched(out, topk_idx, topk_weights, sizes[1], sizes[0])
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
-        """The half of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
+        """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
         ticket = call("combine_start", y, weights, *route[:6], self.name)
         return StartedCombine(ticket, y, weights, route)
 
@@ -321,7 +321,7 @@ class Communicator:
         ``backward()`` inside as well if it is meant. Blocks nest; what was before comes back at the end. It is
         state of this process, not part of the program: ranks may differ, a compiled function reads it when it runs
         (so put the block around the call; inside a function that is compiled with ``fullgraph=True`` it is an error),
-        and a captured CUDA graph replays with what held during the capture. The kernels for decode follow no budget,
+        and a captured CUDA graph replays with what held during the capture. The latency kernels follow no budget,
         the reference backend ignores it. ValueError for less than 1 (dispatch) or 2 (combine), and for more than the
         GPU has to give.
         """

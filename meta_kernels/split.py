@@ -1,4 +1,4 @@
-"""Split operations: the first half returns a ticket, the second what the whole returns."""
+"""Split operations: a start returns a ticket, a wait what the whole operation returns."""
 
 from __future__ import annotations
 

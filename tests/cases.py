@@ -53,7 +53,7 @@ class RouteCase:
     def top_k(self) -> int:
         return self.topk_idx[0].shape[1]
 
-    def owner(self, expert: int) -> tuple[int, int]:
+    def holder(self, expert: int) -> tuple[int, int]:
         """(rank, local expert) of a global expert id."""
         for rank, held in enumerate(self.experts_per_rank):
             if expert < held:
@@ -261,7 +261,7 @@ def expected_dispatch(
     for source, token, k, expert in named(case):
         row = int(plans[source].send_rows[token, k])
         if row >= 0:
-            rank, _ = case.owner(expert)
+            rank, _ = case.holder(expert)
             received[rank].x[row] = tokens[source].x[token]
             received[rank].weights[row] = tokens[source].weights[token, k]
             received[rank].covered[row] = True
@@ -286,12 +286,12 @@ def expected_combine(
                 partial = torch.zeros(y[0].shape[1], dtype=exact)
                 for k, expert in enumerate(experts):
                     row = int(plans[source].send_rows[token, k])
-                    if row < 0 or case.owner(expert)[0] != rank:
+                    if row < 0 or case.holder(expert)[0] != rank:
                         continue
-                    term = y[rank][row].to(exact)
+                    summand = y[rank][row].to(exact)
                     if weights is not None:
-                        term = weights[rank][row].to(exact) * term
-                    partial = partial + term
+                        summand = weights[rank][row].to(exact) * summand
+                    partial = partial + summand
                 out[token] = out[token] + partial.to(wire).to(exact)
             if residual is not None:
                 out[token] = out[token] + residual[source][token].to(exact)
@@ -305,7 +305,7 @@ def expected_weight_grads(case: RouteCase, plans: list[Plan], row_grads: list[Te
     for source, token, k, expert in named(case):
         row = int(plans[source].send_rows[token, k])
         if row >= 0:
-            grads[source][token, k] = row_grads[case.owner(expert)[0]][row]
+            grads[source][token, k] = row_grads[case.holder(expert)[0]][row]
     return grads
 
 

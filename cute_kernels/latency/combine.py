@@ -1,13 +1,13 @@
 """Latency combine, one kernel: experts' ranks add up rows and push the sums, owners add up what arrives.
 
 Blocks before `senders` push: a warp takes a packet of a token that has rows here, adds them in fp32 over k ascending,
-rounds and stores it into the owner's slot [this rank][token]. Blocks from `first_receiver` on sum: a warp takes a
-packet of one of this rank's tokens, adds up what lies on this rank itself, waits for the packets of the other ranks
+rounds and stores it into the owner's staging row [this rank][token]. Blocks from `first_receiver` on sum: a warp takes
+a packet of one of this rank's tokens, adds up what lies on this rank itself, waits for the packets of the other ranks
 that hold rows of the token (known from the route) and adds them in fp32 over ranks ascending. A block that does both
 pushes first, and pushing waits for nobody: all waits end, as long as all blocks fit on the device at once.
 
 **Complete when it ends.** The kernel has seen every line that the route says must come. Ranks without rows for this
-one are heard by their hello flag, which the rule of two halves asks for (sync.py).
+one are heard by their hello flag, which the rule of two banks asks for (sync.py).
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from .packets import (
 )
 
 BATCH = 4
-"""Rows that a warp loads together."""
+"""How many rows a warp loads together."""
 
 
 class CombineArgs(NamedTuple):
@@ -63,8 +63,9 @@ class CombineArgs(NamedTuple):
 class Combine(Kernel):
     """`tokens`: most tokens of a rank. `weighted`: rows times their routing weight.
 
-    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends. Only the
-    whole is launched ahead of its turn (programmatic dependent launch): halves have more than one kernel before them.
+    `send` and `receive`: both for a whole operation. Of a split one the start only sends, and the wait only receives
+    and ends the operation. Only whole ones are launched ahead of their turn (programmatic dependent launch): a start
+    and a wait have more than one kernel before them.
     """
 
     NAME, Args = "ep_latency_combine", CombineArgs

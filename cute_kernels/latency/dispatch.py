@@ -7,7 +7,7 @@ block does the same for all experts and writes the route. A block that does both
 nobody: all waits end, whatever order blocks start in, as long as all blocks fit on the device at once.
 
 **Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
-ranks' routes are the sign that all ranks have begun this operation, which the rule of two halves asks for (sync.py).
+ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ from .place import (
 )
 
 BATCH = 4
-"""Packets that a warp waits for together."""
+"""How many packets a warp waits for together."""
 
 
 class DispatchArgs(NamedTuple):
@@ -80,8 +80,9 @@ class DispatchArgs(NamedTuple):
 class Dispatch(Kernel):
     """`tokens`: most tokens of a rank. `weights`: routing weights travel behind the rows.
 
-    `send` and `receive`: which half this kernel is; both are one operation, which the receiving half ends. Only the
-    whole is launched ahead of its turn (programmatic dependent launch): halves have more than one kernel before them.
+    `send` and `receive`: both for a whole operation. Of a split one the start only sends, and the wait only receives
+    and ends the operation. Only whole ones are launched ahead of their turn (programmatic dependent launch): a start
+    and a wait have more than one kernel before them.
     """
 
     NAME, Args = "ep_latency_dispatch", DispatchArgs

@@ -11,17 +11,21 @@ from typing import Any
 from ..heap import Heap, Problem
 
 PACKET_BYTES = 512
+"""Bytes of a packet: four marked lines of 128."""
 PAYLOAD_BYTES = 480
+"""Bytes of a packet without the marks of its lines."""
 PAYLOAD_VECTORS = PAYLOAD_BYTES // 16
+"""Vectors of 16 bytes in a packet's payload."""
 
 ROUTE_HEADER_BYTES = 16
-"""Begins a route: capacity, alignment, slots (int32) and four unused bytes. Then 16-bit expert ids in entry order."""
+"""Bytes of a route before its 16-bit expert ids in entry order: capacity, alignment, slots (int32), and four that are
+unused."""
 
 MAX_EXPERTS = 1024
-"""Blocks count entries by warp and expert in shared memory."""
+"""The most experts that these kernels take: blocks count entries by warp and expert in shared memory."""
 
 MAX_ENTRIES = 24576
-"""Most (source rank, token, k) that a block holds in shared memory: 6 bytes each."""
+"""The most entries (source rank, token, k) that a block holds in shared memory, 6 bytes each."""
 
 
 def packets(nbytes: Any) -> Any:
@@ -39,7 +43,7 @@ def most_tokens(p: Problem) -> int:
 class LatencyHeap(Heap):
     """The heap with two more sections behind it: a route of each rank, a row of each (source rank, token).
 
-    Their addresses are [half][source rank] and [half][source rank][token]; one writer each, the source rank.
+    Their addresses are [bank][source rank] and [bank][source rank][token]; one writer each, the source rank.
     """
 
     def __init__(self, p: Problem, tokens: int) -> None:
@@ -53,5 +57,5 @@ class LatencyHeap(Heap):
         self.nbytes = self.end
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by purpose, both halves."""
+        """Bytes by purpose, of both banks."""
         return {**super().sizes(), "marked lines": 2 * (self.routes_stride + self.lines_stride)}

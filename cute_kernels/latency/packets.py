@@ -22,7 +22,7 @@ WARPS = 16
 THREADS = 32 * WARPS
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
-"""16 bytes."""
+"""What a lane loads or stores at once: 16 bytes."""
 
 
 class Share(NamedTuple):

@@ -1,4 +1,4 @@
-"""Adds up rows and stores the sums elsewhere: what both halves of a combine do.
+"""Adds up rows and stores the sums elsewhere: what both the pushing and the summing blocks of a combine do.
 
 A warp works through items; an item is a few rows to add and one place for the sum. Rows come by bulk copies through
 the warp's ring, a slice of a row a stage, started ahead over the ends of items, so that latency is paid once. A lane
@@ -20,7 +20,7 @@ from ..outbox import Outbox, close, post
 from ..rows import Ring, Slices
 
 FIRST, LAST, END = 1, 2, 4
-"""Marks of a stage: its slice begins a sum; ends it; and with it ends the item."""
+"""Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item."""
 
 
 class Notes(Carried):

@@ -26,13 +26,15 @@ from ..route import given_row
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
 
 WARPS = 12
-"""Few enough that a lane can hold two sums of a slice in registers: that of one rank's rows and that of all."""
+"""Warps of a block: few enough that a lane can hold two sums of a slice in registers, that of one rank's rows and that
+of all."""
 
 OPENS, CLOSES, FIRST, LAST, END = 1, 2, 4, 8, 16
-"""Marks of a stage. Its row is the first or last one of its rank; of its item; its piece is the last one of a row."""
+"""Bits that are noted of a stage: its row is the first or last one of its rank; of its item; its piece is the last one
+of a row."""
 
 RANK_MARKS = OPENS | CLOSES
-"""Those that lie in the low bits of a row's address, which is a multiple of 16, until its load starts."""
+"""The bits that lie in the low bits of a row's address, which is a multiple of 16, until its load starts."""
 
 
 class GatherArgs(NamedTuple):

@@ -24,7 +24,7 @@ from .staged import Segments, await_rows, clear_padding, source_row, token_of
 
 WARPS = 15
 GRADIENT = 32
-"""Mark of a stage that holds a slice of g; other stages are marked with the k of their row."""
+"""What is noted of a stage that holds a slice of g; of other stages it is the k of their row."""
 
 
 class PullScaledArgs(NamedTuple):

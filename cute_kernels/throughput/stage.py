@@ -19,11 +19,15 @@ from ..heap import CHUNK_BYTES, Problem
 from ..rows import Ring, RingShape, init_ring_barriers
 
 MOST_WARPS = 16
+"""The most warps of a staging block that copy."""
 BARRIER = 8
+"""Bytes of shared memory of a barrier."""
 LEAST_PIECE = 128
+"""The fewest bytes that a warp copies at a time, unless a chunk has fewer."""
 BYTES_UNDER_WAY = 5 * 2**19
-"""What all staging blocks together copy at a time, rounded up to whole warps of each block, as far as these have shared
-memory: enough to be well ahead of the peers. With more the route, which is placed meanwhile, would be ready later."""
+"""Bytes that all staging blocks together copy at a time, rounded up to whole warps of each block, as far as these have
+shared memory: enough to be well ahead of the peers. With more the route, which is placed meanwhile, would be ready
+later."""
 
 
 def ring_shape(problem: Problem, shared_bytes: int) -> RingShape:
@@ -96,14 +100,14 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Const
     chunk = Int32(tid)
     mine = Int32(0)  # of this warp's 32 chunks, those that it has found
     group, done = Int32(lane * 32), Int32(0)  # the same of warp `lane`: its first chunk, and what it has found of them
-    announced, half = Int32(0), Int32(0)
+    announced, side = Int32(0), Int32(0)
     while announced < chunks:
         ready = Int32(0)
         if chunk < chunks and (mine >> lane) & 1 == 0:
             ready = Int32(ptx.ld_acquire_gpu(marks + Int64(chunk) * 8) == ranks.mark)
         mask = arch.vote_ballot_sync(ready != 0)
         if lane == 0:
-            (masks + (half + warp)).store(mask)
+            (masks + (side + warp)).store(mask)
         mine = mine | mask
         if mine == -1:
             mine = Int32(0)
@@ -111,7 +115,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Const
         # Hands masks, and what every thread acquired, to the first warp.
         found = ptx.barrier_count(ready)
         if found != 0 and warp == 0:
-            theirs = (masks + (half + lane)).load()
+            theirs = (masks + (side + lane)).load()
             # Every lane fences before the flags that it sets itself.
             arch.fence_acq_rel_sys()
             left = arch.vote_ballot_sync(theirs != 0)
@@ -128,7 +132,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Const
             if done == -1:
                 done = Int32(0)
                 group += threads
-        half = warps - half
+        side = warps - side
         announced += found
     if tid > 0 and tid < problem.world_size:
         peer = (ranks.rank + tid) % problem.world_size

@@ -13,7 +13,7 @@ from ..records import Placed, Route, Sizes
 from .budget import Budget
 
 DispatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""recv_x [R, H], recv_weights [R] or [0], and what :class:`Placed` names."""
+"""What a dispatch returns: recv_x [R, H], recv_weights [R] or [0], and what :class:`Placed` names."""
 
 
 class Backend(Protocol):
@@ -51,8 +51,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """-> grad_y [R, H], grad_recv_weights [R], or [0] unless y and recv_weights are given"""
 
-    # The halves of split operations. Between a start and its wait, which takes the same arguments, no other operator
-    # of the communicator may run; a ticket is int64 [0].
+    # Split operations. Between a start and its wait, which takes the same arguments, no other operator of the
+    # communicator may run; a ticket is int64 [0].
 
     def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor: ...
 

@@ -10,7 +10,7 @@ import torch
 from ..config import is_int
 
 ANY = 2**31
-"""Limit of a budget that nothing uses."""
+"""The limit where there is none: more multiprocessors than any GPU has."""
 
 
 class Budget:

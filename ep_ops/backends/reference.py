@@ -51,7 +51,7 @@ from ..exchange import Exchange
 from ..records import Placed, Route, Sizes
 from .base import DispatchTensors
 from .budget import Budget
-from .halves import Order, ticket
+from .split import Order, ticket
 
 _OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
@@ -89,7 +89,7 @@ class ReferenceBackend:
         return self._plan("plan", topk_idx, sizes, weighted=False)
 
     def _begin(self) -> None:
-        """By every operator that is no second half."""
+        """By every operator that is no wait of a split operation."""
         if self.strict:
             self._order.check()
 
@@ -104,8 +104,8 @@ class ReferenceBackend:
         position, asked = self._number_askers(everyone)
 
         begins, kept = [], []
-        for rank_asked, terms in zip(asked.split(self.experts_per_rank), published.tolist(), strict=True):
-            begin, keep = _segments(rank_asked, *terms)
+        for rank_asked, room in zip(asked.split(self.experts_per_rank), published.tolist(), strict=True):
+            begin, keep = _segments(rank_asked, *room)
             begins.append(begin)
             kept.append(keep)
         begin, keep = torch.cat(begins), torch.cat(kept)  # [E]
@@ -169,7 +169,7 @@ class ReferenceBackend:
         return self._to_rows(x, topk_weights, route)
 
     def _to_rows(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-        asker, sent, recv_counts = self._copies(route)
+        asker, sent, recv_counts = self._sent(route)
         recv_row = route.recv_rows[route.recv_rows >= 0].long()  # by (source rank, token, k), as rows arrive
         token = asker // route.recv_rows.shape[2]
 
@@ -228,10 +228,10 @@ class ReferenceBackend:
         for k in range(rows.shape[1]):
             present = rows[:, k] >= 0
             row = rows[present, k]
-            term = y[row].to(exact)
+            summand = y[row].to(exact)
             if recv_weights is not None:
-                term = term * recv_weights[row].to(exact)[:, None]
-            partial[present] += term
+                summand = summand * recv_weights[row].to(exact)[:, None]
+            partial[present] += summand
 
         destination = self._destinations(topk_idx, send_rows)  # [T, K]
         went = torch.stack([(destination == rank).any(1) for rank in range(self.world_size)])  # [W, T]
@@ -248,7 +248,7 @@ class ReferenceBackend:
     # ------------------------------------------------------------------ split operations
 
     def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
-        """Nothing yet: the second half does it all."""
+        """Nothing yet: the wait does it all."""
         self._begin()
         self._order.start("dispatch")
         return ticket(x)
@@ -259,7 +259,7 @@ class ReferenceBackend:
         return self.dispatch(x, topk_weights, topk_idx, sizes)
 
     def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        """Nothing yet: the second half does it all."""
+        """Nothing yet: the wait does it all."""
         self._begin()
         self._order.start("combine")
         return ticket(y)
@@ -270,7 +270,7 @@ class ReferenceBackend:
         return self.combine(y, recv_weights, route)
 
     def _end(self, operator: str) -> None:
-        """By every second half."""
+        """By every wait of a split operation."""
         if self.strict:
             self._order.wait(operator)
 
@@ -289,7 +289,7 @@ class ReferenceBackend:
         if grad_recv_x is not None:
             grad_x = self._to_tokens(grad_recv_x, None, route)
         if grad_recv_weights is not None:
-            asker, sent, recv_counts = self._copies(route)
+            asker, sent, recv_counts = self._sent(route)
             grads = grad_recv_weights[route.recv_rows[route.recv_rows >= 0].long()]
             grad_topk_weights = grads.new_zeros(route.topk_idx.shape)
             grad_topk_weights.view(-1)[asker] = self.exchange.all_to_all(grads, recv_counts, sent)
@@ -321,7 +321,7 @@ class ReferenceBackend:
         rank = self.rank_of_expert[topk_idx.long().clamp(0, self.num_experts - 1)]
         return torch.where(send_rows >= 0, rank, self.world_size)
 
-    def _copies(self, route: Route) -> tuple[Tensor, list[int], list[int]]:
+    def _sent(self, route: Route) -> tuple[Tensor, list[int], list[int]]:
         """What dispatch sends: flat (token, k) sorted by destination; how many go to and come from each rank."""
         destination = self._destinations(route.topk_idx, route.send_rows).flatten()
         sent = torch.bincount(destination, minlength=self.world_size + 1)[: self.world_size].tolist()
@@ -329,7 +329,7 @@ class ReferenceBackend:
         return asker, sent, (route.recv_rows >= 0).sum((1, 2)).tolist()
 
     def refuse(self, operator: str, reason: str) -> None:
-        """Meets the others where they run the operator (a split one: in its second half), who raise the reason."""
+        """Meets the others where they run the operator (a split one: in its wait), who raise the reason."""
         whole = operator.removesuffix("_start").removesuffix("_wait")
         if operator != whole:
             self._order.started = None
@@ -337,7 +337,7 @@ class ReferenceBackend:
 
     def _meet_along(self, operator: str, same: dict[str, int], route: Route, problem: str | None = None) -> None:
         """Meet, and make sure that both ends of the route expect the same number of rows."""
-        _, sent, recv_counts = self._copies(route)
+        _, sent, recv_counts = self._sent(route)
         last = int(route.recv_rows.max()) if route.recv_rows.numel() else -1
         if problem is None and last >= route.num_rows:
             problem = f"the route of rank {self.rank} fills row {last}, but only {route.num_rows} rows were given"

@@ -10,7 +10,7 @@ from .workloads import Traffic, Workload
 
 
 class SameBytes:
-    """all_to_all_single of the rows that must cross, each once per (token, rank), already sorted by destination.
+    """all_to_all_single of the rows that must cross, one for each copy of a token, already sorted by destination.
 
     Nothing is selected, grouped or added up: only the transfer, from and to ordinary tensors.
     """

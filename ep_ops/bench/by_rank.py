@@ -1,4 +1,4 @@
-"""Combine of one row for each (token, rank that holds an expert of it): experts as many as ranks, or added up already.
+"""Combine of one row for each copy of a token: experts as many as ranks, or added up already.
 
 As many bytes cross as in a combine of expert-grouped rows. The owners gather the rows from symmetric memory, or
 the ranks that hold them push them from an ordinary tensor.

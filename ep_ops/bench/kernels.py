@@ -50,7 +50,7 @@ def kernels(preset: Preset, world_size: int) -> list[Any]:
 
 
 def kernels_of_communicator(config: Config) -> list[Any]:
-    """Of a communicator of the cute backend, those for few tokens too."""
+    """Of a communicator of the cute backend, the latency kernels too."""
     problem = problem_of(config)
     tokens = token_bound(config, problem)
     return [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else ())]

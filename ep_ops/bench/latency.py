@@ -3,7 +3,7 @@
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
 torchrun --nproc-per-node 4 -m ep_ops.cli bench latency --out results.json
 python -m ep_ops.bench.report results.json                     # the table as Markdown, and the plots
-ep-ops bench latency --tokens 64 --only work,work_pair,work_halves      # beside matrix products
+ep-ops bench latency --tokens 64 --only work,work_pair,work_split      # beside matrix products
 ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all
 ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself
 
@@ -34,7 +34,7 @@ from .workloads import Workload, measure_traffic
 
 TIMEOUT = 20.0  # seconds that a rank waits for another
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-BESIDE = ("work", "work_pair", "work_halves")
+BESIDE = ("work", "work_pair", "work_split")
 DEFAULT = tuple(name for name in NAMES if name not in BESIDE)
 ROUNDS = 100  # round trips of a flag in one kernel
 
@@ -167,7 +167,7 @@ class Latency(Run):
             if self.wants(op):
                 self.add(op, self.graph(getattr(steps, op), many))
             if self.wants(f"{op}_start", f"{op}_wait"):
-                start, wait = self.halves(getattr(steps, f"{op}_halves"), steps.workload.tokens)
+                start, wait = self.split(getattr(steps, f"{op}_split"), steps.workload.tokens)
                 self.add(f"{op}_start", start)
                 self.add(f"{op}_wait", wait)
         if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1:
@@ -178,7 +178,7 @@ class Latency(Run):
             product = Product(self.device, self.args.hidden, steps.comm.dtype)
             self.add("work", self.graph(in_turn(product, product), few))
             self.add("work_pair", self.graph(functools.partial(steps.pair, behind=product), few))
-            self.add("work_halves", self.graph(functools.partial(steps.pair_halves, between=product), few))
+            self.add("work_split", self.graph(functools.partial(steps.pair_split, between=product), few))
         if self.wants("host") and not self.found["host"]:
             self.found["host"] = self.host(steps)
 
@@ -193,11 +193,11 @@ class Latency(Run):
         count = count or self.args.pairs
         return self.timer.row(self.timer.captured(call, count), replays).each(count)
 
-    def halves(self, call: Callable[..., Any], tokens: int) -> tuple[Timing, Timing]:
+    def split(self, call: Callable[..., Any], tokens: int) -> tuple[Timing, Timing]:
         """Start and wait.
 
-        The wait is what both halves add to an idle kernel between them that is so long that everything has arrived.
-        The start is the rest of what they take together without it: what work between the halves can hide.
+        The wait is what the two add to an idle kernel between them that is so long that everything has arrived. The
+        start is the rest of what they take together without it: what work between them can hide.
         """
         idle = Idle(self.device, tokens)
         alone = self.graph(idle, self.few)

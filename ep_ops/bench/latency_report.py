@@ -24,11 +24,11 @@ NAMES = {
     "combine_wait": "combine_wait, all having arrived",
     "work": "two matrix products",
     "work_pair": "the same behind dispatch and combine",
-    "work_halves": "the same between their halves",
+    "work_split": "the same between start and wait of each",
     "flag": "round trip of a bare flag",
     "host": "host time of an eager call",
 }
-"""What is measured, in the order of the table. The last two do not depend on the number of tokens."""
+"""What is measured -> its name in the table, in that order. The last two do not depend on the number of tokens."""
 
 PANELS = {
     "dispatch + combine": {

@@ -17,7 +17,8 @@ from .workloads import Traffic, Workload, draw_route, measure_traffic
 
 SETS = 4
 MAX_ERROR = 0.02
-"""Of a combined token, relative to the norm of what it should be: bf16 sums are two orders better than wrong rows."""
+"""The largest error of a combined token, relative to the norm of what it should be: bf16 sums are two orders better
+than wrong rows."""
 
 
 @dataclasses.dataclass

@@ -11,12 +11,13 @@ from .workloads import ROUTINGS, Workload
 FORWARD = ("dispatch", "dispatch_planned", "combine", "combine_unweighted")
 BACKWARD = ("dispatch_backward", "combine_backward")
 OPERATORS = (*FORWARD, "combine_residual", *BACKWARD)
-"""All of them weighted, but for `combine_unweighted`."""
+"""Operators that are measured, all of them weighted but for `combine_unweighted`."""
 
 BASELINES = ("nccl", "eager")
 MEASURABLE = (*OPERATORS, "gathered", "pair", "host", *BASELINES)
-"""`gathered`: combine of one row per (token, rank), gathered from symmetric memory and pushed from an ordinary tensor.
-`pair`: dispatch and combine compiled together, forward and forward + backward. `host`: host time of a dispatch."""
+"""What can be measured. `gathered`: combine of one row for each copy of a token, gathered from symmetric memory and
+pushed from an ordinary tensor. `pair`: dispatch and combine compiled together, forward and forward + backward. `host`:
+host time of a dispatch."""
 
 WORKLOAD_A = Workload()
 TINY = Workload(tokens=48, hidden=64, experts=8, top_k=2)

@@ -47,7 +47,7 @@ BUDGETS = {
     "combine_pushed": "combine_sms",
     "dispatch_backward": "combine_sms",
 }
-"""Backwards move rows the other way."""
+"""Operator -> the budget that it runs under. Backwards move rows the other way."""
 
 
 def best_link(run: dict[str, Any]) -> float | None:

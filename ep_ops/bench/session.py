@@ -203,7 +203,7 @@ class Session(Run):
             device=self.device,
             backend=self.args.backend,
             timeout=TIMEOUT,
-            latency_max_tokens=0,  # the kernels for few tokens have a benchmark of their own
+            latency_max_tokens=0,  # the latency kernels have a benchmark of their own
         )
         self.found["machine"]["backend"] = comm.backend.name
         comm.warmup()

@@ -27,11 +27,11 @@ class Steps:
     def __init__(self, comm: Communicator, workload: Workload, count: int, *, alignment: int = 1, slots: int = 0):
         self.comm, self.workload, self.count = comm, workload, count
         tokens, device = workload.tokens, comm.device
-        self.terms: dict[str, Any] = {"alignment": alignment, "slots": slots, "max_tokens": tokens}
+        self.sizes: dict[str, Any] = {"alignment": alignment, "slots": slots, "max_tokens": tokens}
         if not slots:  # the least that holds every route
             routed = comm.world_size * tokens * min(comm.top_k, comm.num_local_experts)
             rows = routed + min(routed, comm.num_local_experts) * (alignment - 1)
-            self.terms["capacity"] = -(-rows // alignment) * alignment
+            self.sizes["capacity"] = -(-rows // alignment) * alignment
         draw = torch.Generator(device).manual_seed(1000 * tokens + comm.rank)
         shape = (count, tokens)
         x = torch.randn(*shape, comm.hidden_size, generator=draw, device=device).to(comm.dtype)
@@ -53,7 +53,7 @@ class Steps:
         return self._dispatched[i % self.count]
 
     def dispatch(self, i: int) -> Any:
-        return self.comm.dispatch(*self.given(i), **self.terms)
+        return self.comm.dispatch(*self.given(i), **self.sizes)
 
     def combine(self, i: int) -> Tensor:
         return self._combine(self.dispatched(i))
@@ -69,20 +69,20 @@ class Steps:
     def _combine(self, d: Any) -> Tensor:
         return self.comm.combine(d.x, d.route, d.weights)
 
-    # ------------------------------------------------------------------ in halves
+    # ------------------------------------------------------------------ split operations
 
-    def dispatch_halves(self, i: int, between: Callable[[], None] = nothing) -> Any:
-        started = self.comm.dispatch_start(*self.given(i), **self.terms)
+    def dispatch_split(self, i: int, between: Callable[[], None] = nothing) -> Any:
+        started = self.comm.dispatch_start(*self.given(i), **self.sizes)
         between()
         return self.comm.dispatch_wait(started)
 
-    def combine_halves(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
-        return self._combine_halves(self.dispatched(i), between)
+    def combine_split(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
+        return self._combine_split(self.dispatched(i), between)
 
-    def pair_halves(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
-        return self._combine_halves(self.dispatch_halves(i, between), between)
+    def pair_split(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
+        return self._combine_split(self.dispatch_split(i, between), between)
 
-    def _combine_halves(self, d: Any, between: Callable[[], None]) -> Tensor:
+    def _combine_split(self, d: Any, between: Callable[[], None]) -> Tensor:
         started = self.comm.combine_start(d.x, d.route, d.weights)
         between()
         return self.comm.combine_wait(started)
@@ -136,7 +136,7 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
     comm, ops = steps.comm, torch.ops.ep
     x, idx, weights = steps.given(0)
     d = steps.dispatched(0)
-    sizes = Sizes(d.x.shape[0], *(steps.terms[key] for key in ("alignment", "slots", "max_tokens")))
+    sizes = Sizes(d.x.shape[0], *(steps.sizes[key] for key in ("alignment", "slots", "max_tokens")))
     place = (comm.num_local_experts, comm.world_size, comm.name)
     out = steps.combine(0)
 

@@ -59,7 +59,7 @@ def draw_route(workload: Workload, rank: int, seed: int, device: torch.device) -
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a route moves. `rows[s][d]`: rows from rank s to rank d, each counted once per (token, rank)."""
+    """What a route moves. `rows[s][d]`: rows from rank s to rank d, one for each copy of a token."""
 
     rows: tuple[tuple[int, ...], ...]
     expanded: tuple[int, ...]  # rows of each rank once every (token, expert) has its own

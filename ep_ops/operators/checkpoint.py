@@ -7,7 +7,7 @@ import torch
 from .table import OPERATORS
 
 SAVE_FOR_CHECKPOINT: list[torch._ops.OpOverload] = [op.overload for op in OPERATORS if "backward" not in op.name]
-"""For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: save what these return, recompute the rest.
+"""Operators whose results ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` is to save, not to recompute.
 
 Without it, checkpointing sends every token again in the backward pass: right, as long as all ranks do, but slow::
 

@@ -6,8 +6,8 @@ ranks that compiled for different sizes, or one that runs eagerly, would then me
 operator of a graph, whatever its communicator, is made to wait for the one before it and is never left out. This
 costs nothing: they run on one stream anyway. A subgraph that stays one (a branch of torch.cond) has its own sequence.
 
-What the program does between the halves of an operation (``HALVES``) stays between them: that is what they are for.
-Inductor would run it before the first or behind the second half.
+What the program does between start and wait of a split operation (``SPLIT``) stays between them: that is what they are
+for. Inductor would run it before the start or behind the wait.
 
 Inductor has no public interface for that. On a torch that this was not tried on, it is left as it is, with a warning.
 """
@@ -30,12 +30,12 @@ from . import table
 TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
 
 OPERATORS = tuple(op.overload for op in table.OPERATORS)
-HALVES = {op.overload: getattr(torch.ops.ep, op.starts).default for op in table.OPERATORS if op.starts is not None}
-"""The half that ends an operation -> the one that begins it. What the program does between them stays between them."""
+SPLIT = {op.overload: getattr(torch.ops.ep, op.starts).default for op in table.OPERATORS if op.starts is not None}
+"""The wait of each split operation -> its start. What the program does between them stays between them."""
 
 _CAT = torch.ops.aten.cat.default
 _POSITION = "ep_position"  # in the meta of a graph's node: place in the program
-_BETWEEN = "ep_between"  # likewise: the ticket of the operation between whose halves it stands
+_BETWEEN = "ep_between"  # likewise: the tickets of the operations between whose start and wait it stands
 _installed = False
 _starts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _sequences: weakref.WeakKeyDictionary[Any, list[tuple[int, str, str]]] = weakref.WeakKeyDictionary()
@@ -94,7 +94,7 @@ def _install() -> None:
         lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))
     decomposition.decompositions[_CAT] = _keep_empty(decomposition.decompositions[_CAT])
     config.joint_custom_pre_pass = Pass(_number, config.joint_custom_pre_pass)
-    config.post_grad_custom_pre_pass = Pass(_restore_halves, config.post_grad_custom_pre_pass)
+    config.post_grad_custom_pre_pass = Pass(_restore_split, config.post_grad_custom_pre_pass)
 
 
 def _number(graph: torch.fx.Graph) -> None:
@@ -102,23 +102,23 @@ def _number(graph: torch.fx.Graph) -> None:
     position = 0
     started: list[str] = []
     for node in graph.nodes:
-        if node.target in HALVES and node.args[0].name in started:
+        if node.target in SPLIT and node.args[0].name in started:
             started.remove(node.args[0].name)
         if started and node.op == "call_function":
             node.meta[_BETWEEN] = tuple(started)
-        if node.target in HALVES.values():
+        if node.target in SPLIT.values():
             started.append(node.name)
         if node.target in OPERATORS:
             node.meta[_POSITION] = position
             position += 1
 
 
-def _restore_halves(graph: torch.fx.Graph) -> None:
-    """Between the halves of an operation stands what the program has there, and nothing else.
+def _restore_split(graph: torch.fx.Graph) -> None:
+    """Between start and wait of an operation stands what the program has there, and nothing else.
 
     Nodes have been moved, if at all, towards what uses them.
     """
-    for wait in [node for node in graph.nodes if node.target in HALVES]:
+    for wait in [node for node in graph.nodes if node.target in SPLIT]:
         start = wait.args[0]
         order = {node: place for place, node in enumerate(graph.nodes)}
         kept = {node for node in order if start.name in node.meta.get(_BETWEEN, ()) and order[node] > order[start]}
@@ -163,9 +163,9 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
         (kernel,) = (made for made in V.graph.operations[known:] if getattr(made, "op_overload", None) is op)
         kernel.has_side_effects = lambda: True
         _place(V.graph, kernel)
-        if op in HALVES.values():
+        if op in SPLIT.values():
             _starts.setdefault(V.graph, {})[result.get_name()] = len(V.graph.operations)
-        if op in HALVES:
+        if op in SPLIT:
             ticket = args[0].get_name()
             first = _starts.get(V.graph, {}).pop(ticket, None)
             if first is not None:
@@ -188,9 +188,9 @@ def _place(graph: Any, kernel: Any) -> None:
 
 
 def _keep_between(graph: Any, ticket: str, between: list[Any], wait: Any) -> None:
-    """Make what was lowered between two halves wait for the first, and the second wait for it.
+    """Make what was lowered between a start and its wait follow the start, and the wait follow it.
 
-    A product that is merged into an addition behind the second half (addmm) is not between them any more.
+    A product that is merged into an addition behind the wait (addmm) is not between them any more.
     """
     for made in between:
         graph.additional_buffer_deps[made.get_operation_name()].add(ticket)

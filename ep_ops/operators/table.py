@@ -9,8 +9,8 @@ T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts
 rows), everything else int32 (see ``ep_ops.backends.reference`` for what the values mean). Optional results that were
 not asked for have shape [0].
 
-``*_start`` and ``*_wait``, called with the same arguments, are the halves of a split operation. The ticket between
-them holds nothing (int64 [0]): it tells whoever orders operators that one half follows the other.
+``*_start`` and ``*_wait``, called with the same arguments, are a split operation. The ticket between them holds nothing
+(int64 [0]): it tells whoever orders operators that the one follows the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Operator:
     run: Callable[[Backend, Any], Any]
     fake: Callable[[Any], Any]
     gradient: Gradient | None = None
-    starts: str | None = None  # the operator that this one ends, where it is the second half of a split operation
+    starts: str | None = None  # the operator that this one ends, where it is the wait of a split operation
     exact: bool = False  # sizes of outputs depend on data: waits for the device
 
     @functools.cached_property
@@ -174,7 +174,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_start",
         f"({_TOKENS}, {_SIZES}, {_COMM}) -> Tensor ticket",
-        "the half of a dispatch that sends: what stands between the halves runs while rows are under way",
+        "the start of a dispatch: sends; what stands between start and wait runs while rows are under way",
         checks.dispatch,
         lambda backend, a: backend.dispatch_start(a.x, a.topk_weights, a.topk_idx, sizes(a)),
         meta_kernels.dispatch_start,
@@ -182,7 +182,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_wait",
         f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}) -> {_DISPATCHED}",
-        "the half that receives",
+        "the wait of a dispatch: receives",
         checks.dispatch,
         lambda backend, a: backend.dispatch_wait(a.x, a.topk_weights, a.topk_idx, sizes(a)),
         meta_kernels.dispatch,
@@ -192,7 +192,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_start",
         f"({_COMBINE}) -> Tensor ticket",
-        "the half of a combine that sends",
+        "the start of a combine: adds up and sends",
         checks.combine,
         lambda backend, a: backend.combine_start(a.y, a.recv_weights, route_of(a.y, a[2:8])),
         meta_kernels.combine_start,
@@ -200,7 +200,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_wait",
         f"(Tensor ticket, {_COMBINE}) -> Tensor out",
-        "the half that receives and adds up",
+        "the wait of a combine: receives and adds up",
         checks.combine,
         lambda backend, a: backend.combine_wait(a.y, a.recv_weights, route_of(a.y, a[3:9])),
         meta_kernels.combine,

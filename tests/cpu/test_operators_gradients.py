@@ -141,9 +141,9 @@ def test_only_what_is_asked_for_is_sent(exact, sent_back, x_asks, weights_ask):
     assert (x.grad is not None, weights.grad is not None) == (x_asks, weights_ask)
 
 
-@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("y_asks, weights_ask", [(True, False), (False, True), (True, True)])
-def test_combine_gives_every_gradient_that_is_asked_for(exact, y_asks, weights_ask, halved):
+def test_combine_gives_every_gradient_that_is_asked_for(exact, y_asks, weights_ask, split):
     """Of rows alone, of their weights alone, of both: each row's is its token's, times its weight or its values."""
     seed = cases.fresh_seed()
     x, topk_idx, weights = toy.inputs(6, seed=seed, dtype=torch.float64)
@@ -152,7 +152,7 @@ def test_combine_gives_every_gradient_that_is_asked_for(exact, y_asks, weights_a
     y = torch.randn(sent.x.shape, generator=draw, dtype=torch.float64).requires_grad_(y_asks)
     row_weights = torch.randn(y.shape[0], generator=draw, dtype=torch.float64).requires_grad_(weights_ask)
     grad_out = torch.randn(x.shape, generator=draw, dtype=torch.float64)
-    if halved:
+    if split:
         out = exact.combine_wait(exact.combine_start(y, sent.route, row_weights))
     else:
         out = exact.combine(y, sent.route, row_weights)

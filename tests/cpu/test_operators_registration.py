@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 import ep_ops
-from ep_ops.operators import OPERATORS
+from ep_ops.operators import OPERATORS, table
 
 OPS = {op.name: op for op in OPERATORS}
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -167,6 +168,10 @@ def test_records_have_the_schemas_arguments():
         arguments = op.overload._schema.arguments
         assert op.arguments._fields == tuple(a.name for a in arguments)
         assert op.arguments._field_defaults == {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+
+def test_the_readme_shows_the_table():
+    assert table.markdown() in (Path(ep_ops.__file__).parent.parent / "README.md").read_text()
 
 
 def test_unknown_communicator_is_an_error():

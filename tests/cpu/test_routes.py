@@ -49,7 +49,7 @@ def check_expert_of_rows(name: str, seed: int) -> None:
                 for k, expert in enumerate(experts):
                     row = int(plan.recv_rows[source, token, k])
                     if row >= 0:
-                        expected[row] = case.owner(expert)[1]
+                        expected[row] = case.holder(expert)[1]
         assert torch.equal(expert_of_rows(route), expected)
         values = torch.randn(comm.num_local_experts, 3)
         wanted = torch.zeros(case.capacity[rank], 3)

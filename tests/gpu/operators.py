@@ -36,7 +36,7 @@ class Call:
     slots: int
     max_tokens: int
 
-    def terms(self, comm: ep_ops.Communicator) -> tuple[Any, ...]:
+    def sizes(self, comm: ep_ops.Communicator) -> tuple[Any, ...]:
         return (
             self.capacity, self.alignment, self.slots, self.max_tokens, comm.num_local_experts, comm.world_size,
             comm.name,
@@ -57,12 +57,12 @@ def covered(route: tuple[Tensor, ...], alignment: int, num_rows: int) -> tuple[T
 def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y: Tensor, row_weights: Tensor) -> dict:
     """Results by name. `y` and `row_weights` may hold NaN in rows outside the route: nobody may read them."""
     ops = torch.ops.ep
-    terms = call.terms(comm)
+    sizes = call.sizes(comm)
     idx, align = call.topk_idx, call.alignment
-    out: dict[str, Any] = {"plan": ops.plan(idx, *terms)}
-    out["dispatch"] = ops.dispatch(x, weights, idx, *terms)
-    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *terms)
-    out["dynamic"] = ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *terms[4:])
+    out: dict[str, Any] = {"plan": ops.plan(idx, *sizes)}
+    out["dispatch"] = ops.dispatch(x, weights, idx, *sizes)
+    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *sizes)
+    out["dynamic"] = ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *sizes[4:])
     send_rows, recv_rows, offs, counts, _ = out["plan"]
     route = (idx, send_rows, recv_rows, offs, counts)
     rows = call.capacity

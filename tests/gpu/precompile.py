@@ -23,8 +23,8 @@ class Wanted:
         self.world_size = world_size
         self.kernels: dict[Any, None] = {}
 
-    def add(self, config: dict[str, Any], bound: int = 0, only: tuple[str, ...] = (), halves: bool = True) -> None:
-        """All kernels, or those of the named classes; latency kernels for at most `bound` tokens, whole or halves."""
+    def add(self, config: dict[str, Any], bound: int = 0, only: tuple[str, ...] = (), split: bool = True) -> None:
+        """All kernels, or those of the named classes; latency kernels for at most `bound` tokens, whole or split."""
         import torch
 
         from cute_kernels.heap import Problem
@@ -39,7 +39,7 @@ class Wanted:
         found = [k for k in kernels_of(problem) if not only or type(k).__name__ in only]
         if bound:
             few = latency.kernels_of(problem, min(bound, most_tokens(problem)))
-            found += [k for k in few if halves or (k.send and k.receive)]
+            found += [k for k in few if split or (k.send and k.receive)]
         self.kernels.update(dict.fromkeys(found))
 
 
@@ -62,7 +62,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
         want.add(config)
     for name, dtype in test_latency.CASES:
         config = test_latency.case_config(routes[name], dtype)
-        want.add(config, DEFAULT_TOKENS, only=("Combine",), halves=False)  # with a residual, and dispatch's backward
+        want.add(config, DEFAULT_TOKENS, only=("Combine",), split=False)  # with a residual, and dispatch's backward
     for hidden in (*test_latency.SIZES, 1024):
         want.add(test_latency.size_config(hidden), DEFAULT_TOKENS)
     for name, dtype in test_gather.CASES:

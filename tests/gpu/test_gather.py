@@ -177,7 +177,7 @@ def test_graph_replay(together):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(3):  # an odd number: replays begin with either half of the flags
+            for _ in range(3):  # an odd number: replays begin with either bank of the flags
                 step()
         for i in range(STEPS):
             graph.replay()

@@ -59,9 +59,9 @@ def draw_inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtyp
 
 def run(comm: ep_ops.Communicator, call: Call, x, weights, y, row_weights) -> dict[str, Any]:
     """What goes through the latency kernels, and a throughput operator in between."""
-    ops, terms, idx = torch.ops.ep, call.terms(comm), call.topk_idx
-    out: dict[str, Any] = {"dispatch": ops.dispatch(x, weights, idx, *terms)}
-    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *terms)
+    ops, sizes, idx = torch.ops.ep, call.sizes(comm), call.topk_idx
+    out: dict[str, Any] = {"dispatch": ops.dispatch(x, weights, idx, *sizes)}
+    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *sizes)
     out["plan"] = out["dispatch"][2:]
     send_rows, recv_rows, offs, counts, _ = out["plan"]
     route = (idx, send_rows, recv_rows, offs, counts)
@@ -120,7 +120,7 @@ class Oracle:
 
     def __init__(self, tokens: int, hidden: int, bound: int | None = None, slots: int = 0) -> None:
         self.tokens, self.hidden = tokens, hidden
-        self.terms = {"max_tokens": bound or max(tokens, 1), "slots": slots}
+        self.sizes = {"max_tokens": bound or max(tokens, 1), "slots": slots}
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,11 +132,11 @@ class Oracle:
     def step(self, fast: ep_ops.Communicator, slow: ep_ops.Communicator, delay=lambda: None) -> None:
         x, idx, weights = self.draw()
         delay()
-        a = fast.dispatch(x, idx, weights, **self.terms)
+        a = fast.dispatch(x, idx, weights, **self.sizes)
         delay()
         got = fast.combine(a.x, a.route, a.weights)
         delay()
-        b = slow.dispatch(x, idx, weights, **self.terms)
+        b = slow.dispatch(x, idx, weights, **self.sizes)
         expected = slow.combine(b.x, b.route, b.weights)
         self.wrong += (got != expected).sum() + (a.route.recv_rows != b.route.recv_rows).sum()
         self.wrong += (a.route.send_rows != b.route.send_rows).sum() + (a.route.offs != b.route.offs).sum()
@@ -238,7 +238,7 @@ def test_many_replays(seed, together):
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 oracle.step(fast, slow)
-                if bound == 5:  # an odd number of operations: what was in one half of the staging is then in the other
+                if bound == 5:  # an odd number of operations: what was in one bank of the staging is then in the other
                     fast.dispatch(*oracle.draw(), max_tokens=bound)
             graphs.append((graph, oracle))
         turns = torch.Generator().manual_seed(seed)
@@ -252,11 +252,11 @@ def test_many_replays(seed, together):
         del graphs
 
 
-def in_halves(comm: ep_ops.Communicator, between=lambda: None, **terms: Any):
+def split(comm: ep_ops.Communicator, between=lambda: None, **sizes: Any):
     """A step whose dispatch and combine are cut in two."""
 
     def step(x, idx, weights):
-        started = comm.dispatch_start(x, idx, weights, **terms)
+        started = comm.dispatch_start(x, idx, weights, **sizes)
         between()
         d = comm.dispatch_wait(started)
         sent = comm.combine_start(d.x, d.route, d.weights)
@@ -267,10 +267,10 @@ def in_halves(comm: ep_ops.Communicator, between=lambda: None, **terms: Any):
 
 
 @pytest.mark.parametrize("bound", [1, 16, 128, 400])
-def test_halves_are_the_whole(bound, seed, together):
+def test_split_operations_are_the_whole(bound, seed, together):
     """Eager, with work and delays in between, and replayed; above the kernels' bound too."""
     rank, _ = ranks()
-    with both("halves", 1024) as (fast, slow):
+    with both("split", 1024) as (fast, slow):
         torch.manual_seed(seed + rank)
         oracle = Oracle(bound, 1024)
         a = torch.randn(2048, 2048, device="cuda", dtype=BF16)
@@ -288,13 +288,13 @@ def test_halves_are_the_whole(bound, seed, together):
         delay = one_is_late(seed)
         for turn in range(12):
             delay()
-            check(in_halves(fast, busy if turn % 2 else delay, max_tokens=bound))
+            check(split(fast, busy if turn % 2 else delay, max_tokens=bound))
         oracle.verdict(fast, together)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(4):
-                check(in_halves(fast, busy, max_tokens=bound))
+                check(split(fast, busy, max_tokens=bound))
                 oracle.step(fast, slow)
         for _ in range(fewer(100, 8)):
             graph.replay()
@@ -302,7 +302,7 @@ def test_halves_are_the_whole(bound, seed, together):
         del graph
 
 
-def test_halves_are_not_interrupted(seed):
+def test_split_operations_are_not_interrupted(seed):
     config = size_config(120)
     with latency_comm("order", **config) as comm:
         x, weights, *_ = draw_inputs(seed, 3, 120, 8, 1)
@@ -320,7 +320,7 @@ def test_halves_are_not_interrupted(seed):
 
 @few_processes
 def test_two_communicators_at_once(seed, together):
-    """The halves of two micro-batches in each other: eager with a late rank, compiled, and replayed."""
+    """Split operations of two micro-batches in each other: eager with a late rank, compiled, and replayed."""
     rank, _ = ranks()
     bounds = 8, 130
     with both("first", 1024) as (one, slow), latency_comm("second", **size_config(1024)) as two, torch.no_grad():
@@ -340,7 +340,7 @@ def test_two_communicators_at_once(seed, together):
         def check(run) -> None:
             given = [oracle.draw() for oracle in oracles]
             for oracle, mine, got in zip(oracles, given, run(*given), strict=True):
-                d = slow.dispatch(*mine, **oracle.terms)
+                d = slow.dispatch(*mine, **oracle.sizes)
                 oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
 
         delay = one_is_late(seed)
@@ -366,23 +366,23 @@ def test_two_communicators_at_once(seed, together):
 @few_processes
 @pytest.mark.parametrize("slots", [0, 32], ids=["grouped", "padded"])
 def test_compiled(slots, seed, together):
-    """Whole and halved, compiled into graphs, on every step's fresh data."""
+    """Whole and split, compiled into graphs, on every step's fresh data."""
     rank, _ = ranks()
     with both("compiled", 1024) as (fast, slow), torch.no_grad():
         torch.manual_seed(seed + rank)
         oracle = Oracle(24, 1024, slots=slots)
-        terms = oracle.terms
+        sizes = oracle.sizes
 
         def whole(x, idx, weights):
-            d = fast.dispatch(x, idx, weights, **terms)
+            d = fast.dispatch(x, idx, weights, **sizes)
             return fast.combine(d.x, d.route, d.weights), d.route
 
-        for step in (whole, in_halves(fast, **terms)):
+        for step in (whole, split(fast, **sizes)):
             compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
             for _ in range(6):
                 x, idx, weights = oracle.draw()
                 got, route = compiled(x, idx, weights)
-                d = slow.dispatch(x, idx, weights, **terms)
+                d = slow.dispatch(x, idx, weights, **sizes)
                 oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
                 oracle.wrong += (route.recv_rows != d.route.recv_rows).sum()
             oracle.verdict(fast, together)
@@ -431,13 +431,13 @@ def test_kernels_next_to_each_other(seed, together):
         inputs = [oracle.draw() for _ in range(16)]
         expected = []
         for x, idx, weights in inputs:
-            d = slow.dispatch(x, idx, weights, **oracle.terms)
+            d = slow.dispatch(x, idx, weights, **oracle.sizes)
             expected.append(slow.combine(d.x, d.route, d.weights))
 
         def steps() -> list[torch.Tensor]:
             made = []
             for x, idx, weights in inputs:
-                d = fast.dispatch(x, idx, weights, **oracle.terms)
+                d = fast.dispatch(x, idx, weights, **oracle.sizes)
                 made.append(fast.combine(d.x, d.route, d.weights))
             return made
 

@@ -1,8 +1,8 @@
-"""What stands between the halves of an operation runs while the first half sends: seen on the profiler's timeline.
+"""What stands between start and wait of a split operation runs while the start sends: seen on the profiler's timeline.
 
 The device has all of a step before it begins (a sleep in front), so that the order of events is the device's own and
-not the host's. What is asked for is order, never speed: a product runs while rows are being sent, and the half that
-receives begins when the one that sends has ended. `pytest -s` shows the timeline.
+not the host's. What is asked for is order, never speed: a product runs while rows are being sent, and the kernel
+that receives begins when the one that sends has ended. `pytest -s` shows the timeline.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import ep_ops
 
 pytestmark = own_gpu
 TOKENS, HIDDEN = 256, 7168  # as much as these kernels send
-PRODUCTS = 4  # between two halves; each reads 100 MB of weights
+PRODUCTS = 4  # between start and wait; each reads 100 MB of weights
 STEPS = 8
 SHARE = 0.1
-"""Of the time that a half takes to send, the least for which products must run beside it: more than an accident."""
+"""The least share of a start's time for which products must run beside it: more than an accident."""
 
 PRODUCT = re.compile("gemm|nvjet|cutlass|triton.*mm")
 LOST = 64
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Both halves, and the µs for which products ran beside the first."""
+    """The kernels of start and wait, and the µs for which products ran beside the first."""
 
     send: Kernel
     receive: Kernel
@@ -69,8 +69,8 @@ def timeline(run: Callable[[], None]) -> list[Kernel]:
 def operations(kernels: list[Kernel], name: str) -> list[Operation]:
     """The last ones come first."""
 
-    def last_first(*halves: str) -> Iterator[Kernel]:
-        return (k for k in reversed(kernels) if all(part in k.name for part in (name, *halves)))
+    def last_first(*part: str) -> Iterator[Kernel]:
+        return (k for k in reversed(kernels) if all(word in k.name for word in (name, *part)))
 
     products = [k for k in kernels if PRODUCT.search(k.name) and "ep_" not in k.name]
     found = []
@@ -83,11 +83,13 @@ def operations(kernels: list[Kernel], name: str) -> list[Operation]:
 
 
 def picture(kernels: list[Kernel]) -> str:
-    """The last step, from the first half of its dispatch to the second one of its combine."""
-    halves = [i for i, kernel in enumerate(kernels) if "ep_latency" in kernel.name][-4:]
-    if not halves:
-        return "no half was seen, but " + (", ".join(sorted({kernel.name[:60] for kernel in kernels})) or "nothing")
-    shown = kernels[halves[0] : halves[-1] + 1]
+    """The last step, from the start of its dispatch to the wait of its combine."""
+    parts = [i for i, kernel in enumerate(kernels) if "ep_latency" in kernel.name][-4:]
+    if not parts:
+        return "no start or wait was seen, but " + (
+            ", ".join(sorted({kernel.name[:60] for kernel in kernels})) or "nothing"
+        )
+    shown = kernels[parts[0] : parts[-1] + 1]
     zero = shown[0].start
     return "\n".join(f"{k.start - zero:9.1f} .. {k.end - zero:9.1f} us  {short(k.name)}" for k in shown)
 

@@ -30,15 +30,15 @@ def draw(seed: int, step: int, most: int = TOKENS) -> tuple[Tensor, Tensor, Tens
     return x, idx, torch.rand(idx.shape, generator=gen, device="cuda")
 
 
-def added(terms: Tensor, idx: Tensor, residual: Tensor | None = None) -> Tensor:
-    """What a combine makes of a row for each (token, k), float32 `terms` [T, K, H], in plain PyTorch on this rank
+def added(rows: Tensor, idx: Tensor, residual: Tensor | None = None) -> Tensor:
+    """What a combine makes of a row for each (token, k), float32 `rows` [T, K, H], in plain PyTorch on this rank
     alone, to the bit: rank by rank, k by k."""
     world_size = ranks()[1]
-    owner = idx.div(EXPERTS // world_size, rounding_mode="floor")  # below 0 where there is none
-    here = owner == torch.arange(world_size, device=idx.device)[:, None, None]  # [W, T, K]
-    partial = terms.new_zeros(world_size, idx.shape[0], HIDDEN)
+    holder = idx.div(EXPERTS // world_size, rounding_mode="floor")  # below 0 where there is none
+    here = holder == torch.arange(world_size, device=idx.device)[:, None, None]  # [W, T, K]
+    partial = rows.new_zeros(world_size, idx.shape[0], HIDDEN)
     for k in range(TOP_K):
-        partial = partial + torch.where(here[:, :, k, None], terms[:, k], 0.0)
+        partial = partial + torch.where(here[:, :, k, None], rows[:, k], 0.0)
     total = torch.zeros_like(partial[0])
     for pushed in partial.bfloat16():
         total = total + pushed.float()

@@ -92,10 +92,10 @@ def test_run_on_two_cpu_processes(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_one_rank_under_torchrun_measures_what_was_asked_for() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    done = bench("--device", "cpu", *SMALL, "--only", "pair,pair_nccl,work,work_pair,work_halves", launcher=launcher)
+    done = bench("--device", "cpu", *SMALL, "--only", "pair,pair_nccl,work,work_pair,work_split", launcher=launcher)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    names = [latency_report.NAMES[op] for op in ("pair", "work", "work_pair", "work_halves")]
+    names = [latency_report.NAMES[op] for op in ("pair", "work", "work_pair", "work_split")]
     assert [line.split("  ")[0] for line in lines[-4:]] == names  # alone, there is nobody to exchange with
 
 

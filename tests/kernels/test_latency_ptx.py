@@ -54,7 +54,7 @@ def test_registers_and_spills(name: str, arch: str, tmp_path: Path) -> None:
 
 @needs_assembler
 @pytest.mark.parametrize("kernel", [Dispatch, Combine])
-def test_registers_and_spills_of_halves(kernel, tmp_path: Path) -> None:
+def test_registers_and_spills_of_split_operations(kernel, tmp_path: Path) -> None:
     for sends, receives in ((True, False), (False, True)):
         assert_two_blocks_fit(kernel(LARGE, 256, True, sends, receives), "sm_90a", tmp_path)
 
@@ -89,7 +89,7 @@ def test_combine(name: str, weighted: bool, arch: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", [Dispatch, Combine])
-def test_halves(kernel) -> None:
+def test_split_operations(kernel) -> None:
     """What only sends waits for nobody and leaves the epoch alone; what only receives sends nothing."""
     start = compiled_ptx(kernel(LARGE, 256, True, True, False), "sm_90a")
     assert "ld.volatile.global.v4.b32" not in start and "atom.relaxed.gpu.global.add" not in start
@@ -99,7 +99,7 @@ def test_halves(kernel) -> None:
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_lines_lie_apart(name: str) -> None:
-    """Marked lines begin behind everything else, on lines of their own, and each slot holds a row and its weights."""
+    """Marked lines begin behind everything else, on lines of their own, and each place holds a row and its weights."""
     problem, tokens = PROBLEMS[name]
     heap = LatencyHeap(problem, tokens)
     assert heap.routes >= Heap(problem).nbytes

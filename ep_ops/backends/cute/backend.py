@@ -16,7 +16,7 @@ from ... import symmetric
 from ...config import Member
 from ...records import Placed, Route, Sizes
 from ..base import DispatchTensors
-from ..halves import Order, ticket
+from ..split import Order, ticket
 from . import latency
 from .budget import Traffic, default_budget
 from .launcher import Launcher
@@ -28,7 +28,7 @@ from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
 __all__ = ["CuteBackend", "kernels_of"]
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
-"""Capacity published by a dispatch into exactly as many rows as come; alignments (up to 1024) fit below 2**31."""
+"""The capacity that a dispatch into exactly as many rows as come publishes; alignments (up to 1024) fit below 2**31."""
 
 
 class CuteBackend:
@@ -180,7 +180,7 @@ class CuteBackend:
         return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
 
     def _begin(self) -> None:
-        """By every whole operator and every first half: what kernels reported is raised, halves are not interrupted."""
+        """By every operator that is no wait: what kernels reported is raised, split operations are not interrupted."""
         self.check_errors()
         self._order.check()
 

@@ -29,9 +29,10 @@ from ..budget import Budget
 PULL = 320e9
 """Bytes a second that a rank fetches from its peers by bulk copies of rows, in one direction."""
 PUSH = 331e9
-"""The same for rows that a combine sends to its peers, from its start to the last sum, with 4096 tokens a rank."""
+"""Bytes a second of the rows that a combine sends to its peers, from its beginning to the last sum, with 4096 tokens a
+rank."""
 MEMORY = 3.7e12
-"""Bytes a second read and written, as x is copied into staging."""
+"""Bytes a second that a GPU reads and writes in its memory, as x is copied into staging."""
 COPY_SM = 80e9
 """Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
 UNDER_WAY = 2.3e6
@@ -41,23 +42,25 @@ ADD_ITEM = 24e-9
 ADD_SLICE = 29e-9
 ADD = 146e9
 SEND = 0.45
-"""An SM of a combine takes `ADD_SLICE` seconds for each slice of a row that it adds up and one for every `ADD` bytes of
-it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows. (With fewer
-SMs than fill the link; rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB. That is up to 4 % less than was measured on 4
-ranks, 6 to 9 % on 2, 15 % where the memory is busy: 36 and more pushing.)"""
+"""What an SM of a combine needs: `ADD_SLICE` seconds for each slice of a row that it adds up and one for every `ADD`
+bytes of it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows.
+(With fewer SMs than fill the link; rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB. That is up to 4 % less than was
+measured on 4 ranks, 6 to 9 % on 2, 15 % where the memory is busy: 36 and more pushing.)"""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 SCALE_SLICE = 90e-9
-"""Seconds that an SM takes for a slice of a row, of a row for each expert and half a one for each rank reached, in the
-backward of a weighted combine (32 SMs, rows of 4 and 16 KiB)."""
+"""Seconds that an SM takes for a slice in the backward of a weighted combine: of a row for each expert, and of half a
+row for each rank reached (32 SMs, rows of 4 and 16 KiB)."""
 SCALE_HEADROOM = 1.5
-"""Of these, since skewed routing gives the busiest rank more."""
+"""The backward of a weighted combine takes this many times the SMs of the model, since skewed routing gives the busiest
+rank more."""
 PULL_HEADROOM = 6 / 5
-"""Of kernels that fetch. More SMs than these make them no faster."""
+"""Kernels that fetch take this many times the SMs of the model. More make them no faster."""
 PUSH_HEADROOM = 1.08
-"""Of the pushing SMs of a combine. With more of them fences wait for more rows under way, and sums start later."""
+"""This many times the SMs of the model push in a combine. With more of them fences wait for more rows under way, and
+sums start later."""
 SUM_HEADROOM = 1.3
-"""Of its summing SMs, which wait for flags."""
+"""This many times the SMs of the model sum in a combine: they wait for flags."""
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ from cute_kernels.latency.dispatch import Dispatch
 
 from ...records import Route, Sizes
 from ..base import DispatchTensors
-from ..halves import ticket
+from ..split import ticket
 from .launcher import Launcher
 from .outputs import Outputs
 
 FEW_TOKENS = 16
-"""With fewer, a packet a block is worth more than blocks that only receive."""
+"""A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
+receive."""
 
 NOTHING = (None,) * 7
-"""Instead of `DispatchTensors`, for a kernel that only sends."""
+"""What stands for `DispatchTensors` where a kernel only sends."""
 
 Deal = tuple[int, int, int]
 """How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
@@ -31,8 +32,8 @@ Deal = tuple[int, int, int]
 
 def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     """Every latency kernel that the operators of such a communicator launch."""
-    halves = ((True, True), (True, False), (False, True))
-    return [k(problem, tokens, weights, *h) for k in (Dispatch, Combine) for weights in (False, True) for h in halves]
+    parts = ((True, True), (True, False), (False, True))  # send and receive: a whole operation, a start, a wait
+    return [k(problem, tokens, weights, *p) for k in (Dispatch, Combine) for weights in (False, True) for p in parts]
 
 
 class LatencyPath:
@@ -46,12 +47,13 @@ class LatencyPath:
         self._kernel, self._outputs = launcher.get, outputs
         self._device = launcher.device
         self._multiprocessors = launcher.multiprocessors
-        self._side = torch.cuda.Stream(launcher.device, priority=-1)  # sends begin before what stands between halves
+        self._side = torch.cuda.Stream(launcher.device, priority=-1)  # sends begin before what stands behind a start
         self._alone = launcher.problem.world_size == 1
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
-        """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store several copies."""
+        """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store a row several
+        times."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms * 3 // 10 if max_tokens < FEW_TOKENS else sms * 2 // 11
         if not receive:  # leaves the rest to what runs beside it
@@ -86,7 +88,7 @@ class LatencyPath:
 
     def _launch_dispatch(
         self,
-        halves: tuple[bool, bool],
+        part: tuple[bool, bool],
         x: Tensor,
         topk_weights: Tensor | None,
         topk_idx: Tensor,
@@ -96,8 +98,8 @@ class LatencyPath:
         recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped = out
         capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None
-        senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *halves)
-        self._kernel(Dispatch, self.tokens, weighted, *halves)(
+        senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
+        self._kernel(Dispatch, self.tokens, weighted, *part)(
             marks.pack("dispatch", max_tokens, weighted, few=True),
             x=x, topk_weights=topk_weights, topk_idx=topk_idx, send_rows=send_rows, recv_rows=recv_rows, offs=offs,
             counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],
@@ -124,9 +126,9 @@ class LatencyPath:
         self._launch_combine((False, True), y, recv_weights, route, out)
         return out
 
-    # A kernel that sends lasts until the link has taken everything. It runs on a stream of its own, between the two
-    # halves: nothing of it is left when the second one runs, and since that one is given the same tensors, they live
-    # until then.
+    # A kernel that only sends lasts until the link has taken everything. It runs on a stream of its own, between start
+    # and wait: nothing of it is left when the wait's kernel runs, and since the wait is given the same tensors, they
+    # live until then.
 
     def _beside(self) -> contextlib.AbstractContextManager[None]:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -137,11 +139,11 @@ class LatencyPath:
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def _launch_combine(
-        self, halves: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None
+        self, part: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None
     ) -> None:
-        senders, first_receiver, blocks = self._combine_deal(*halves)
+        senders, first_receiver, blocks = self._combine_deal(*part)
         max_tokens = route.max_tokens
-        self._kernel(Combine, self.tokens, recv_weights is not None, *halves)(
+        self._kernel(Combine, self.tokens, recv_weights is not None, *part)(
             marks.pack("combine", max_tokens, few=True),
             y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
             recv_rows=route.recv_rows, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,

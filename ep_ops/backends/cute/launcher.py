@@ -13,8 +13,8 @@ from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, names
 
 Launch = Callable[..., None]
-"""(terms, **arguments): launches a kernel on the current stream. Its arguments (`kernel.Args`) go by name: tensors,
-None or left out where there is none; numbers as they are, all of them."""
+"""What launches a kernel on the current stream, called with (terms, **arguments). The arguments (`kernel.Args`) go by
+name: tensors, None or left out where there is none; numbers as they are, all of them."""
 
 
 class Launcher:

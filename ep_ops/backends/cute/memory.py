@@ -12,7 +12,7 @@ from ...config import Config
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 DEFAULT_TOKENS = 256
-"""Calls of at most this many tokens a rank run on the latency kernels, if the communicator does not say otherwise."""
+"""The largest `max_tokens` of calls that run on the latency kernels, if the communicator does not say otherwise."""
 
 
 def problem_with(config: Config) -> str | None:

@@ -14,7 +14,7 @@ from ...records import Placed, Sizes
 from ..base import DispatchTensors
 
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-"""(shape, strides, dtype) -> a tensor whose values are undefined"""
+"""What makes an output: (shape, strides, dtype) -> a tensor whose values are undefined."""
 
 
 def allocator(device: torch.device) -> New:

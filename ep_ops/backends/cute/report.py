@@ -92,4 +92,4 @@ def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
 
 
 _GIVEN = ("weights (or their gradients) are", "rows are", "a residual is")
-"""What `scalars`, `rows` and `few` tell of calls that are alike in all else."""
+"""What `scalars`, `rows` and `few` of the terms tell of calls that are alike in all else."""

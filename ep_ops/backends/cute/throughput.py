@@ -23,8 +23,8 @@ from .launcher import Launcher
 from .outputs import Outputs
 
 STAGING_BLOCKS = 16
-"""Multiprocessors that a budget leaves to staging and announcing. Fewer have not been tried, but for a single one that
-staged and announced, which took 3.9 ms for 59 MB."""
+"""Multiprocessors that the budget of a dispatch leaves to staging and announcing. Fewer have not been tried, but for a
+single one that staged and announced, which took 3.9 ms for 59 MB."""
 
 
 def kernels_of(problem: Problem) -> list[Any]:

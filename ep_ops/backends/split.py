@@ -1,4 +1,4 @@
-"""Dispatch and combine in two halves."""
+"""Split operations: a dispatch or a combine as a start and a wait."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def ticket(beside: Tensor) -> Tensor:
-    """What the first half returns: nothing but its place in the order of operators."""
+    """What a start returns: nothing but its place in the order of operators."""
     return beside.new_empty(0, dtype=torch.int64)
 
 
 class Order:
-    """Keeps a communicator's halves together: between a start and its wait nothing else of it may run."""
+    """Keeps a split operation together: between its start and its wait nothing else of the communicator may run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.started: str | None = None
 
     def start(self, operator: str) -> None:
-        """When it has been checked and the first half runs."""
+        """When a start has been checked and runs."""
         self.started = operator
 
     def wait(self, operator: str) -> None:
@@ -29,7 +29,7 @@ class Order:
         self.started = None
 
     def check(self) -> None:
-        """Before every operator that is no second half."""
+        """Before every operator that is no wait."""
         if self.started is not None:
             raise RuntimeError(
                 f"communicator {self._name!r}: ep::{self.started}_start must be followed by ep::{self.started}_wait;"

@@ -1,4 +1,4 @@
-"""Dispatch and combine in two halves: the whole's results and gradients, and what runs between them stays there."""
+"""Split operations: the whole's results and gradients, and what runs between start and wait stays there."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def whole(comm, x, topk_idx, weights, scale, shared):
     return out + torch.tanh(beside @ shared)
 
 
-def halved(comm, x, topk_idx, weights, scale, shared):
-    """The shared expert's products stand between the halves and are used at the very end."""
+def split(comm, x, topk_idx, weights, scale, shared):
+    """The shared expert's products stand between starts and waits and are used at the very end."""
     started = comm.dispatch_start(x, topk_idx, weights)
     beside = torch.tanh(x @ shared)
     rows = comm.dispatch_wait(started)
@@ -44,10 +44,10 @@ def step(layer, comm, tokens, grad):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_halves_are_the_whole(backend, grad):
+def test_split_operations_are_the_whole(backend, grad):
     torch._dynamo.reset()
     with toy.communicator() as comm:
-        layer = torch.compile(halved, backend=backend, fullgraph=True) if backend else halved
+        layer = torch.compile(split, backend=backend, fullgraph=True) if backend else split
         for tokens in (7, 0, 16):
             torch.testing.assert_close(step(layer, comm, tokens, grad), step(whole, comm, tokens, grad))
 
@@ -62,7 +62,7 @@ def test_inductor_leaves_between_what_stands_between(grad):
     torch._dynamo.reset()
     with toy.communicator() as comm:
         args = arguments(7, grad)
-        _, (forward, *_) = run_and_get_code(torch.compile(halved, fullgraph=True), comm, *args)
+        _, (forward, *_) = run_and_get_code(torch.compile(split, fullgraph=True), comm, *args)
         names = [operator or product for operator, product in order_in(forward)]
         assert names == ["dispatch_start", "mm", "dispatch_wait", "combine_start", "mm", "combine_wait"]
 
@@ -98,7 +98,7 @@ def _on_a_rank():
     with toy.communicator() as comm:
         local = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
         results = []
-        for layer in (halved, whole):
+        for layer in (split, whole):
             x, idx, weights, scale, shared = arguments(5 + comm.rank, True, seed=comm.rank)
             scale = scale.detach()[local].clone().requires_grad_()
             out = layer(comm, x, idx, weights, scale, shared)
