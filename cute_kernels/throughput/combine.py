@@ -148,8 +148,8 @@ class Combine(Kernel):
     def fetch_push(self, context: Any, item: Int32, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
         """The rows here of one token of some rank (see add_items); its scalars go out at once.
 
-        In the place of a row behind the last one, which is reported, the last one is read: the owner waits for a sum all
-        the same. (Where there is none to read it waits until its deadline.)
+        In the place of a row behind the last one, which is reported, the last one is read: the owner waits for a sum
+        all the same. (Where there is none to read it waits until its deadline.)
         """
         ranks, total, args, last = context
         p = self.problem
