@@ -59,9 +59,9 @@ class Communicator:
 
     Collective: all ranks of ``group`` create it with equal arguments (ValueError on every rank otherwise, naming the
     field, its values and the ranks), call its operators in the same order, and destroy it together. It lives until
-    :meth:`destroy` or the end of a ``with`` block; several may live at once. What one rank refuses (a wrong dtype, shape
-    or value) is raised there at once and ends that operation on all ranks: the others raise the same reason, on the
-    cute backend at their next call, and the communicator can be used as before.
+    :meth:`destroy` or the end of a ``with`` block; several may live at once. What one rank refuses (a wrong dtype,
+    shape or value) is raised there at once and ends that operation on all ranks: the others raise the same reason, on
+    the cute backend at their next call, and the communicator can be used as before.
 
     Args:
         group: process group. None: the default group, or this process alone if torch.distributed is not initialised.
