@@ -8,8 +8,9 @@ announced operation e - 1 (the hello flag, see sync.py) and an operation does no
 from dataclasses import dataclass
 from functools import cached_property
 
-MOST_RANKS = 32
-"""The most ranks of a communicator: a lane of a warp looks after each."""
+MOST_RANKS = 31
+"""The most ranks that kernels take: a lane of a warp looks after each, and one more after a combine's residual. (With
+32 ranks the residual's lane would be missing, and the residual left out without a word.)"""
 
 CHUNK_BYTES = 28 * 1024
 """The most bytes of a chunk of staged rows, unless `LEAST_CHUNK_TOKENS` rows are longer."""

@@ -73,7 +73,7 @@ class Communicator:
         experts_per_rank: experts of each rank, in contiguous blocks. None: as even as possible, first ranks more.
         alignment: default for the rows that each expert's segment is padded to a multiple of, 1..1024.
         device: None: the current CUDA device if there is one, else the CPU.
-        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 32), or "auto": cute where
+        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 31), or "auto": cute where
             it can run.
         timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
             reference backend follow their process group's timeout instead.
