@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +34,8 @@ def _implementation(op: Operator) -> Callable[..., Any]:
         try:
             check(comm, a)
         except (TypeError, ValueError) as error:
-            comm.backend.refuse(name, str(error))
+            with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
+                comm.backend.refuse(name, str(error))
             raise
         return run(comm.backend, a)
 
@@ -82,7 +83,7 @@ for _op in OPERATORS:
     eager.IMPLEMENTATIONS[_op.name] = _implementation(_op)
     # Opaque to Dynamo: called from a function that broke its graph, a backend's Python must not be traced into.
     # (torch.compiler.disable would do, but imports Dynamo at once; this one does so in the first call.)
-    _opaque = torch._disable_dynamo(functools.partial(eager.IMPLEMENTATIONS[_op.name]))
+    _opaque = torch._disable_dynamo(eager.IMPLEMENTATIONS[_op.name])
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_op.name, _opaque, _key)
     torch.library.register_fake(f"ep::{_op.name}", _fake(_op), lib=LIBRARY)
