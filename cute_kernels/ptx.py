@@ -162,6 +162,17 @@ def pack(values: Sequence[Float32], dtype: str) -> list[Uint32]:
     ]
 
 
+def look_then_wait(mbarrier: Any, phase: Any) -> None:
+    """Waits until the phase of an mbarrier in shared memory is over. The first try takes no time limit, hence does not
+    put the warp to sleep; those behind it may sleep for up to 10 ms, and wake when the phase is over."""
+    arch.inline_ptx(
+        "{ .reg .pred full; mbarrier.try_wait.parity.shared.b64 full, [{$r0}], {$r1}; @full bra.uni DONE; "
+        "WAIT: mbarrier.try_wait.parity.shared.b64 full, [{$r0}], {$r1}, 10000000; @full bra.uni DONE; bra.uni WAIT; "
+        "DONE: }",
+        read_only_args=[mbarrier, phase],
+    )
+
+
 def bulk_load(smem_ptr: Any, addr: Int64, nbytes: Any, mbarrier: Any) -> None:
     """Starts a bulk copy global -> shared by the calling thread; `mbarrier` counts its bytes on arrival."""
     prims.cp_async_bulk_shared_cluster_global(smem_ptr, inttoptr(addr, AddressSpace.gmem, Uint8), mbarrier, nbytes)

@@ -87,6 +87,10 @@ class Ring(Carried):
         """Until the stage is full: its bytes are visible to the waiting lanes and to their bulk copies."""
         arch.mbarrier_wait(self.barrier + stage, phase)
 
+    def wait_soon(self, stage: Int32 | int, phase: Int32) -> None:
+        """`wait` where the stage is likely to be full, or nearly so: looks once before it lets the warp sleep."""
+        ptx.look_then_wait(self.barrier + stage, phase)
+
     def store(self, stage: Int32 | int, addr: Int64, nbytes: Any) -> None:
         """By any lane: starts copying the stage to a row, in the lane's current bulk group."""
         ptx.bulk_store(addr, self.buffer + stage * self.shape.stride, nbytes)

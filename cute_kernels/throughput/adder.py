@@ -138,7 +138,7 @@ def add_items(
             stage = added % shape.stages
             # Where to look is worked out before the wait, so that nothing is left to do when it ends.
             at, noted = ring.buffer + stage * shape.stride + lane * 16, notes.marks + (first_note + stage)
-            ring.wait(stage, (added // shape.stages) & 1)
+            ring.wait_soon(stage, (added // shape.stages) & 1)
             mark = noted.load()
             if mark & FIRST != 0:
                 for i in range_constexpr(slices.values):

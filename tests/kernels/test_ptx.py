@@ -153,6 +153,9 @@ def test_combine(arch: str, residual: bool) -> None:
     assert count(ptx, "fence.proxy.async") == 1  # pushed rows are fetched by bulk copies
     assert count(ptx, "fma.rn") == 0, "products are rounded before they are added"
     assert count(ptx, "mul.rn.f32") > 0 and count(ptx, "add.rn.f32") > 0
+    tries = re.findall(r"mbarrier\.try_wait\.parity\.shared\.b64 [^;]*;", ptx)
+    # Pushing and summing: a look without a time limit, then the wait that may sleep.
+    assert [tried.count(",") for tried in tries] == [2, 3, 2, 3]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
