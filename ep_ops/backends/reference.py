@@ -62,7 +62,7 @@ _REASON_BYTES = 1024  # of a refusal's text, as it is told to the other ranks
 
 
 class ReferenceBackend:
-    """Runs on any device; holds no memory. Every operator synchronises with the host."""
+    """Runs on any device; holds no memory but the rows of empty_rows. Every operator synchronises with the host."""
 
     name = "reference"
 
