@@ -20,7 +20,7 @@ endif
 help:
 	@echo "make demo       train a small MoE on all GPUs, or on two CPU processes, and check it against a dense model"
 	@echo "make test       the tests that need no GPU (and what a GPU adds, where there is one)"
-	@echo "make gpu-test   tests/gpu under torchrun with 1 to 16 ranks, which share GPUs if need be, then both demos"
+	@echo "make gpu-test   tests/gpu under torchrun with 1 to 16 ranks and a part with up to 72, which share GPUs if need be, then both demos"
 	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
 	@echo "make lint       ruff;  make format: let ruff rewrite;  make typecheck: mypy"
 	@echo "make clean      remove .venv and the tools' caches"
@@ -51,12 +51,17 @@ test: $(NEEDS)
 
 # Every rank runs pytest over the same files in lockstep. More ranks than GPUs share them (tests/gpu/sharing.py).
 RANKS ?= 1 2 4 8 16
+MANY ?= 72
 gpu-test: $(NEEDS)
 	@set -e; gpus=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())'); \
 	if [ "$$gpus" -eq 0 ]; then echo "gpu-test: no GPU is visible to torch, nothing to run"; exit 0; fi; \
 	for n in $(RANKS); do \
 	  echo "== tests/gpu with $$n ranks on $$gpus GPUs"; \
 	  $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu $(ARGS); \
+	done; \
+	for n in $(MANY); do \
+	  echo "== tests/gpu/test_many.py: up to $$n ranks on $$gpus GPUs"; \
+	  $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu/test_many.py $(ARGS); \
 	done; \
 	$(PYTHON) -m ep_ops.cli demo; \
 	$(PYTHON) -m ep_ops.cli demo --decode

@@ -8,9 +8,8 @@ announced operation e - 1 (the hello flag, see sync.py) and an operation does no
 from dataclasses import dataclass
 from functools import cached_property
 
-MOST_RANKS = 31
-"""The most ranks that kernels take: a lane of a warp looks after each, and one more after a combine's residual. (With
-32 ranks the residual's lane would be missing, and the residual left out without a word.)"""
+MOST_RANKS = 72
+"""The most ranks that kernels take: as many GPUs as map each other's memory today."""
 
 CHUNK_BYTES = 28 * 1024
 """The most bytes of a chunk of staged rows, unless `LEAST_CHUNK_TOKENS` rows are longer."""
@@ -22,11 +21,20 @@ SHARED_BYTES = 226 * 1024
 RING_BYTES = 150 * 1024
 """The most bytes of a pulling block's ring of rows. What all blocks have asked for queues up at the links, and flags
 behind it: a larger ring moves no more and lets every flag come later."""
+SEND = 0.45
+"""What it takes a combine to send a copy's sum, as a part of what it takes to add a row up."""
 PLACING_WARPS = 32
 """Warps of a block that places the route."""
+COUNTING_BYTES = 128 * 1024
+"""The most bytes of shared memory for counters of single warps while a tile is counted."""
 
-HEADER_INTS = 16
-"""Size of the published header in int32. It holds tokens, capacity, alignment and slots; the rest is unused."""
+CAPACITY, ALIGNMENT, SLOTS, COPIES = 0, 1, 2, 3
+"""What a rank tells another one behind its counts: the first three are arguments of its call, the last is how many of
+its tile's tokens have an expert there."""
+TOLD_INTS = 8
+"""Room for that in int32; a multiple of 4 that leaves some unused."""
+ENTRY_BYTES = 16
+"""Bytes of an entry: what a rank tells the holder of an expert of one (token, k) that names it (route.py)."""
 
 REASON_BYTES = 512
 """The most bytes of the text that says why a rank refuses an operation; a multiple of 8."""
@@ -52,27 +60,65 @@ class Problem:
     max_tokens: int
 
     @property
-    def tiles(self) -> int:
-        """Into how many tiles of consecutive tokens a rank cuts its route, one block each. What a block reads of all
-        ranks' counts (world_size × tiles × experts) stays below 128 KiB."""
-        return max(1, min(16, 2**15 // (self.world_size * self.num_experts)))
+    def most_copies(self) -> int:
+        """Of a token: it reaches no more ranks than it names experts."""
+        return min(self.top_k, self.world_size)
 
     @property
-    def table_entries(self) -> int:
-        """Ints that a block has for the route: counting takes [warps, E], placing [W, E] twice, one after the other."""
-        return max(PLACING_WARPS, 2 * self.world_size) * self.num_experts
+    def tiles(self) -> int:
+        """Into how many tiles of consecutive tokens a rank cuts its route, one block each. What a block reads of all
+        ranks' counts (world_size × tiles × experts) stays below 512 KiB, unless one tile has more."""
+        return max(1, min(16, 2**17 // (self.world_size * self.num_experts)))
+
+    @property
+    def tile_tokens(self) -> int:
+        """The most tokens of a tile."""
+        return -(-self.max_tokens // self.tiles)
+
+    @property
+    def told_ints(self) -> int:
+        """What a tile tells a rank besides its entries: how many name each expert, and `TOLD_INTS` more."""
+        return -(-self.num_experts // 4) * 4 + TOLD_INTS
+
+    @property
+    def local_experts(self) -> int:
+        """The most experts of a rank."""
+        return max(self.experts_per_rank)
+
+    @property
+    def counters(self) -> int:
+        """What a tile counts: entries for each expert, then entries and copies for each rank."""
+        return self.num_experts + 2 * self.world_size
+
+    @property
+    def counting_warps(self) -> int:
+        """How many warps of a block count at a time, each for itself: as many as have shared memory beside what is
+        there for the whole tile."""
+        left = SHARED_BYTES - 2048 - self.tile_bytes
+        return max(1, min(PLACING_WARPS, min(COUNTING_BYTES, left) // (4 * self.counters)))
+
+    @property
+    def table_ints(self) -> int:
+        """What a block has for the route: counting takes [warps, counters], placing twice [W, local experts], one after
+        the other."""
+        return max(self.counting_warps * self.counters, 2 * self.world_size * self.local_experts)
 
     @property
     def placing_bytes(self) -> int:
-        """Shared memory of a block that places the route: the tables, two ints for each expert, four for each rank, and
-        a kilobyte for the rest."""
-        return (self.table_entries + 2 * self.num_experts + 4 * self.world_size) * 4 + 1024
+        """Shared memory of a block that places the route: the tables, what there is for the whole tile, and a kilobyte
+        for the rest."""
+        return 4 * self.table_ints + self.tile_bytes + 1024
 
     @property
-    def most_experts(self) -> int:
-        """As many as leave a kilobyte to the blocks that stage, which have the same shared memory."""
-        each = 4 * (self.table_entries // self.num_experts + 2)
-        return (SHARED_BYTES - 1024 - self.placing_bytes) // each + self.num_experts
+    def tile_bytes(self) -> int:
+        """Shared memory for a whole tile: its counters, four ints for each expert, eight for each rank."""
+        return 4 * (self.counters + 4 * self.num_experts + 8 * self.world_size)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the blocks that place the route have shared memory for so many experts. A kilobyte is left to the
+        blocks that stage, which have the same."""
+        return self.placing_bytes <= SHARED_BYTES - 1024
 
     @property
     def chunk_tokens(self) -> int:
@@ -112,31 +158,33 @@ class Heap:
         self.problem = p
         w, t = p.world_size, p.max_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
-        entries = t * p.top_k
         self.end = STATE_BYTES
         # Flags: 8 bytes each, one writer each (the source rank), read by this rank alone.
         self.hello, self.hello_stride = self.take(w * 8)
         self.route, self.route_stride = self.take(w * p.tiles * 8)
+        self.counted, self.counted_stride = self.take(p.tiles * 8)
         self.placed, self.placed_stride = self.take(p.tiles * 8)
         self.staged, self.staged_stride = self.take(w * 8)
         self.chunk, self.chunk_stride = self.take(w * self.chunks * 8)
-        self.token, self.token_stride = self.take(w * t * 8)
+        self.token, self.token_stride = self.take(p.most_copies * t * 8)
         self.fetched, self.fetched_stride = self.take(w * 8)
         # Set by any rank that refuses the operation, which leaves its reason with every rank.
         self.refusal, self.refusal_stride = self.take(8)
         self.reason, self.reason_stride = self.take(w * REASON_BYTES)
         self.flags_end = self.end
-        # What this rank publishes and its peers read.
-        self.header, self.header_stride = self.take(HEADER_INTS * 4)
-        self.counts, self.counts_stride = self.take(p.tiles * p.num_experts * 4)
-        self.experts, self.experts_stride = self.take(entries * 4)
-        self.positions, self.positions_stride = self.take(entries * 4)
-        self.weights, self.weights_stride = self.take(entries * 4)
-        # What peers write here in a combine: one scalar for each (token, k), one row for each (source rank, token).
-        # Dispatch stages the rank's own rows at the start of the same space: the banks alternate for all operations
-        # alike.
-        self.scalars, self.scalars_stride = self.take(entries * 4)
-        self.rows, self.rows_stride = self.take(w * t * p.row_bytes)
+        # What each tile of each source rank tells this one: its counts and its entries for experts here.
+        self.told, self.told_stride = self.take(w * p.tiles * p.told_ints * 4)
+        self.tile_entries = p.tile_tokens * p.top_k
+        self.entries, self.entries_stride = self.take(w * p.tiles * self.tile_entries * ENTRY_BYTES)
+        # What the blocks of this rank tell each other where rows are dropped: entries and copies that are kept.
+        self.kept, self.kept_stride = self.take(p.tiles * w * 8)
+        # Routing weights, which peers read here.
+        self.weights, self.weights_stride = self.take(t * p.top_k * 4)
+        # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token, by
+        # [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate for all
+        # operations alike.
+        self.scalars, self.scalars_stride = self.take(t * p.top_k * 4)
+        self.rows, self.rows_stride = self.take(p.most_copies * t * p.row_bytes)
         self.nbytes = self.end
 
     def take(self, nbytes: int) -> tuple[int, int]:
@@ -146,10 +194,10 @@ class Heap:
 
     def sizes(self) -> dict[str, int]:
         """Bytes by purpose, of both banks."""
-        published = self.scalars - self.header
+        told = self.scalars - self.told
         return {
             "flags": self.flags_end,
-            "published routes": published,
+            "routes": told,
             "gradients of weights": 2 * self.scalars_stride,
             "staged rows": 2 * self.rows_stride,
         }

@@ -16,14 +16,12 @@ from cutlass.cute.runtime import make_fake_stream
 
 from .heap import Problem
 
-Addresses = tuple[Int64, ...]
-"""An address for each rank, by rank."""
-
 
 class RankArgs(NamedTuple):
     """What the arguments of every operator's kernel begin with."""
 
-    peers: Addresses  # of all ranks' heaps
+    peers: Int64  # address of a table of the addresses of all ranks' heaps, by rank
+    own: Int64  # address of this rank's heap
     rank: Int32  # this one
     report: Int64  # address of the records that the host sees
     timeout_ns: Int64  # deadline of each wait
@@ -34,8 +32,8 @@ class RankArgs(NamedTuple):
 class Kernel:
     """A kernel that operators launch, as it is compiled for a problem; subclasses add what else distinguishes them.
 
-    The fields of `Args` are `ranks`, then addresses of tensors (Int64, 0: none), then numbers (Int32) and addresses
-    for each rank (`Addresses`). One of the numbers is `blocks`, the size of the grid.
+    The fields of `Args` are `ranks`, then addresses of tensors (Int64, 0: none), then numbers (Int32). One of them
+    is `blocks`, the size of the grid.
     """
 
     problem: Problem
@@ -51,7 +49,7 @@ class Kernel:
 
     def signature(self) -> tuple[Any, ...]:
         """Example values of what the compiled function takes."""
-        return (*_examples(self.Args, self.problem.world_size), make_fake_stream())
+        return (*_examples(self.Args), make_fake_stream())
 
     @cute.jit
     def __call__(self, *values: Any) -> None:
@@ -75,11 +73,9 @@ def gather(args: type[Any], values: Sequence[Any]) -> Any:
     return args(RankArgs(*values[:first]), *values[first:])
 
 
-def _examples(args: type[Any], world_size: int) -> Iterator[Any]:
+def _examples(args: type[Any]) -> Iterator[Any]:
     for kind in args.__annotations__.values():
         if kind is RankArgs:
-            yield from _examples(RankArgs, world_size)
-        elif kind is Addresses:
-            yield tuple(Int64(0) for _ in range(world_size))
+            yield from _examples(RankArgs)
         else:
             yield kind(0)

@@ -9,7 +9,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .sync import Ranks, select
+from .sync import Ranks
 
 
 class Outbox(Carried):
@@ -67,11 +67,9 @@ def close(outbox: Outbox, worker: Int32, count: Int32) -> None:
 
 
 @cute.jit
-def deliver(
-    outbox: Outbox, ranks: Ranks, flag: cutlass.Constexpr[str], index: Int32, per_peer: cutlass.Constexpr[int]
-) -> None:
-    """By one warp: sets the flag of each code posted, `index + code % per_peer` at rank `code // per_peer`, until all
-    workers have closed."""
+def deliver(outbox: Outbox, ranks: Ranks, flag: cutlass.Constexpr[str], per_peer: cutlass.Constexpr[int]) -> None:
+    """By one warp: sets the flag of each code posted, `code % per_peer` at rank `code // per_peer`, until all workers
+    have closed."""
     lane = arch.lane_idx()
     taken = Int32(0)
     more = Int32(1)
@@ -86,8 +84,8 @@ def deliver(
             arch.fence_acq_rel_sys()
             while taken < due:
                 code = outbox.queue[lane * Outbox.DEPTH + taken % Outbox.DEPTH]
-                heap = select(ranks.peers, code // per_peer)
-                ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(index + code % per_peer) * 8, ranks.mark)
+                heap = ranks.peer(code // per_peer)
+                ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(code % per_peer) * 8, ranks.mark)
                 taken += 1
             if lane < outbox.workers:
                 ptx.st_release_shared(outbox.taken + lane, taken)

@@ -27,8 +27,25 @@ def ld_u64(addr: Int64) -> Int64:
     return arch.inline_ptx("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
 
 
+def ld_pair(addr: Int64) -> tuple[Int32, Int32]:
+    """Two ints at a multiple of 8 bytes."""
+    return arch.inline_ptx(
+        "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int32, Int32], read_only_args=[addr]
+    )
+
+
+def ld_constant(addr: Int64) -> Int64:
+    """A word that nobody writes while the kernel runs."""
+    return arch.inline_ptx("ld.global.nc.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
+
+
 def st_i32(addr: Int64, value: Int32) -> None:
     arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_pair(addr: Int64, first: Int32, second: Int32) -> None:
+    """Two ints at a multiple of 8 bytes."""
+    arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, first, second])
 
 
 def st_f32(addr: Int64, value: Float32) -> None:
@@ -84,6 +101,11 @@ def ld_acquire_shared(ptr: Any) -> Int32:
 
 def st_release_shared(ptr: Any, value: Int32) -> None:
     arch.inline_ptx("st.release.cta.shared.b32 [{$r0}], {$r1};", read_only_args=[Int32(ptr.toint()), value])
+
+
+def add_shared(ptr: Any, value: Int32) -> None:
+    """Adds to a word of shared memory that other threads of the block add to as well."""
+    arch.inline_ptx("red.relaxed.cta.shared.add.u32 [{$r0}], {$r1};", read_only_args=[Int32(ptr.toint()), value])
 
 
 def ld_shared_v4(ptr: Any) -> tuple[Uint32, Uint32, Uint32, Uint32]:

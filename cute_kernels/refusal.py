@@ -42,7 +42,7 @@ class Refuse(Kernel):
         while i < world_size * WORDS:
             peer = i // WORDS
             at = Int64(i - peer * WORDS) * 8
-            place = ranks.at(sync.select(ranks.peers, peer), "reason") + Int64(ranks.rank) * REASON_BYTES
+            place = ranks.at(ranks.peer(peer), "reason") + Int64(ranks.rank) * REASON_BYTES
             ptx.st_relaxed_sys(place + at, ptx.ld_u64(args.text + at))
             i += THREADS
         # The whole block's text comes before each thread's releases.

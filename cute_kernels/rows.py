@@ -21,6 +21,9 @@ MAX_PIECE = 16 * 1024
 BOOKKEEPING = 32 * 4 + 8
 """Bytes of shared memory that a stage has besides its piece: an int32 for each lane and a barrier."""
 
+RANK_BYTES = 2048
+"""Bytes of shared memory that a block has besides its stages: what it knows of each rank."""
+
 SLICE_BOOKKEEPING = 40
 """Bytes of shared memory that a stage has besides its slice, where it holds one: a barrier and adder.Notes."""
 
@@ -44,7 +47,7 @@ class RingShape:
     @staticmethod
     def slices(shape: "Slices", warps: int) -> "RingShape":
         """One register slice of a row a stage. Lanes behind a short row's end still read: a stage has room for them."""
-        stages = min(8, SHARED_BYTES // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
+        stages = min(8, (SHARED_BYTES - RANK_BYTES) // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
         return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
 
     @staticmethod

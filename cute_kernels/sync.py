@@ -38,10 +38,10 @@ from cutlass.cute import arch
 from . import ptx
 from .carried import Carried
 from .heap import CLAIMS, EPOCH, FAILED, REFUSED, TICKET, Heap
-from .launch import Addresses, RankArgs
+from .launch import RankArgs
 from .marks import SHIFT
 
-FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched")
+FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
 
 REPORT_WORDS = 16
@@ -61,15 +61,23 @@ class Ranks(Carried):
 
     def __init__(self, heap: Heap, args: RankArgs) -> None:
         self.heap: Any = heap  # or LatencyHeap, where that is what the kernel is made for
-        self.peers = tuple(args.peers)
+        self.peers = args.peers
         self.rank = args.rank
         self.report = args.report
         self.timeout_ns = args.timeout_ns
         self.terms = args.terms
-        self.own = select(args.peers, args.rank)
+        self.own = args.own
         self.epoch = ptx.ld_u64(self.own + EPOCH * 8)
         self.bank = self.epoch & 1
         self.mark = mark_of(self.epoch, self.terms)
+
+    @property
+    def world_size(self) -> int:
+        return self.heap.problem.world_size
+
+    def peer(self, rank: Int32) -> Int64:
+        """Address of a rank's heap."""
+        return ptx.ld_constant(self.peers + Int64(rank) * 8)
 
     def at(self, base: Int64, name: str) -> Int64:
         """Address of a heap section in the heap at `base`, in the bank that this operation uses."""
@@ -77,7 +85,7 @@ class Ranks(Carried):
 
     def signal(self, flag: str, peer: Int32, index: Int32) -> None:
         """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote."""
-        ptx.st_release_sys(self.at(select(self.peers, peer), flag) + Int64(index) * 8, self.mark)
+        ptx.st_release_sys(self.at(self.peer(peer), flag) + Int64(index) * 8, self.mark)
 
     def wait(self, flag: str, index: Int32, peer: Int32, detail: Int32 | int) -> Boolean:
         """Acquires flag `index` of its kind, set by `peer`. False when it gave up (`why_stop`)."""
@@ -100,16 +108,6 @@ def again(ranks: Ranks) -> Ranks:
 def mark_of(epoch: Int64, terms: Int32) -> Int64:
     """See marks.py."""
     return (epoch << SHIFT) | Int64(terms)
-
-
-@cute.jit
-def select(values: Addresses, index: Int32) -> Int64:
-    """values[index] of a tuple of launch arguments, for an index known at run time."""
-    picked = values[0]
-    for i in range_constexpr(1, len(values)):
-        if index == i:
-            picked = values[i]
-    return picked
 
 
 # ---------------------------------------------------------------------- waits
@@ -207,6 +205,15 @@ def meet(ranks: Ranks, peer: Int32) -> None:
 
 
 @cute.jit
+def meet_all(ranks: Ranks, lane: Int32) -> None:
+    """By a warp: `meet` with every rank."""
+    peer = Int32(lane)
+    while peer < ranks.world_size:
+        meet(ranks, peer)
+        peer += arch.WARP_SIZE
+
+
+@cute.jit
 def write_report(
     ranks: Ranks, record: Int32 | int, reason: Int32, flag: Int32, peer: Int32, detail: Int32, seen: Int64
 ) -> None:
@@ -229,30 +236,29 @@ def refuse(ranks: Ranks, reason: cutlass.Constexpr[int], detail: Int32, value: I
 
 
 @cute.jit
-def say_hello(ranks: Ranks, number: Int32, release: cutlass.Constexpr[bool]) -> None:
-    """By threads `number` 0, 1, ... of one block: tells every rank that this one has begun the operation, hence has
-    left the one before.
+def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], release: cutlass.Constexpr[bool]) -> None:
+    """By `threads` threads of one block, `number` 0, 1, ...: tells every rank that this one has begun the operation,
+    hence has left the one before.
 
     With `release`, who sees the hello sees what kernels before this one wrote (rows, in a gather). Without, it is no
     round trip: for kernels whose peers read nothing that was written before.
     """
-    if number < len(ranks.peers):
+    peer = Int32(number)
+    while peer < ranks.world_size:
         if const_expr(release):
-            ranks.signal("hello", number, ranks.rank)
+            ranks.signal("hello", peer, ranks.rank)
         else:
-            address = ranks.at(select(ranks.peers, number), "hello") + Int64(ranks.rank) * 8
-            ptx.st_relaxed_sys(address, ranks.mark)
+            ptx.st_relaxed_sys(ranks.at(ranks.peer(peer), "hello") + Int64(ranks.rank) * 8, ranks.mark)
+        peer += threads
 
 
 @cute.jit
-def finish(ranks: Ranks, fetched: cutlass.Constexpr[bool] = False) -> None:
-    """Ends an operation: the last block to come here waits for all hellos and opens the next epoch.
+def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False) -> None:
+    """Ends an operation: the last of so many blocks to come here waits for all hellos and opens the next epoch.
 
     With `fetched` no rank's operation ends before all ranks have come here: nobody reads its memory any more.
     """
     tid, _, _ = arch.thread_idx()
-    blocks, _, _ = arch.grid_dim()
-    world_size = len(ranks.peers)
     # Every thread's reads of staging precede the block's ticket.
     arch.sync_threads()
     if tid < arch.WARP_SIZE:
@@ -264,11 +270,15 @@ def finish(ranks: Ranks, fetched: cutlass.Constexpr[bool] = False) -> None:
             if const_expr(fetched):
                 # What thread 0 acquired with the ticket, all blocks' reads, comes before every lane's release.
                 arch.sync_warp()
-                if tid < world_size:
-                    ranks.signal("fetched", tid, ranks.rank)
-                    ranks.wait("fetched", tid, tid, 0)
-            if tid < world_size:
-                meet(ranks, tid)
+                peer = Int32(tid)
+                while peer < ranks.world_size:
+                    ranks.signal("fetched", peer, ranks.rank)
+                    peer += arch.WARP_SIZE
+                peer = Int32(tid)
+                while peer < ranks.world_size:
+                    ranks.wait("fetched", peer, peer, 0)
+                    peer += arch.WARP_SIZE
+            meet_all(ranks, tid)
             arch.sync_warp()
             if tid == 0:
                 ptx.st_u64(ranks.own + CLAIMS * 8, Int64(0))

@@ -18,6 +18,11 @@ from .exchange import Exchange
 
 GpuFacts = tuple[str, str]  # host, GPU
 
+NEEDED_CAPABILITY = 9
+"""The oldest compute capability that kernels are made for: its first number."""
+NEEDED_SHARED_BYTES = 227 * 1024
+"""Bytes of shared memory that a block of a kernel may ask for."""
+
 
 def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool) -> Config:
     """The configuration of all ranks, with "auto" resolved. Collective.
@@ -67,7 +72,7 @@ def choose_backend(facts: Sequence[GpuFacts | None]) -> str:
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:
     """(host, GPU) if this rank can run kernels that reach every GPU it sees, else None."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+    if device.type != "cuda" or gpu_problem(device) is not None:
         return None
     if importlib.util.find_spec("cutlass") is None:
         return None
@@ -75,6 +80,19 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
     if not all(torch.cuda.can_device_access_peer(device.index, other) for other in others):
         return None
     return _host(), str(torch.cuda.get_device_properties(device).uuid)
+
+
+def gpu_problem(device: torch.device) -> str | None:
+    """What a GPU lacks that the kernels of backend "cute" need, whatever else there is; None: nothing."""
+    gpu = torch.cuda.get_device_properties(device)
+    name = f"GPU {device.index} ({gpu.name}, capability {gpu.major}.{gpu.minor})"
+    if gpu.major < NEEDED_CAPABILITY:
+        return f"{name} is too old; backend 'cute' needs capability {NEEDED_CAPABILITY}.0 or newer"
+    # Not all that is newer has as much: sm_120 and sm_121 have 99 KiB.
+    shared: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if shared < NEEDED_SHARED_BYTES:
+        return f"{name} has {shared} bytes of shared memory a block; backend 'cute' needs {NEEDED_SHARED_BYTES}"
+    return None
 
 
 def _host() -> str:

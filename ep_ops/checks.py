@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .arrivals import rows_of, size
 from .config import Member
 from .records import INT32_LIMIT, MAX_ALIGNMENT
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
+_AS_PLANNED = "as many rows as arrivals was planned for"
 _MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones come in every step
 
 
@@ -51,17 +53,16 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
 
 def dispatch_planned(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_planned cannot take."""
-    _route(m, a)
-    _num_rows(a.num_rows)
+    _num_rows(a.num_rows, _route(m, a))
     _of_tokens(m, a)
 
 
 def combine(m: Member, a: Any) -> None:
     """Refuse what ep::combine, or a start or wait of one, cannot take."""
-    _route(m, a)
-    _rows(m, "y", a.y, None, "")
+    rows = _route(m, a)
+    _rows(m, "y", a.y, rows, _AS_PLANNED)
     if a.recv_weights is not None:
-        _row_weights(m, "recv_weights", a.recv_weights, a.y.shape[0])
+        _row_weights(m, "recv_weights", a.recv_weights, rows)
     residual = getattr(a, "residual", None)  # split operations take none
     if residual is not None:
         _rows(m, "residual", residual, a.topk_idx.shape[0], "rows as topk_idx has")
@@ -69,31 +70,29 @@ def combine(m: Member, a: Any) -> None:
 
 def combine_gathered(m: Member, a: Any) -> None:
     """Refuse what ep::combine_gathered cannot take. Where y lies is the backend's affair."""
-    _route(m, a)
-    _rows(m, "y", a.y, None, "")
+    _rows(m, "y", a.y, _route(m, a), _AS_PLANNED)
 
 
 def dispatch_backward(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_backward cannot take."""
-    _route(m, a)
+    rows = _route(m, a)
     if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if a.grad_recv_x is not None:
-        _rows(m, "grad_recv_x", a.grad_recv_x, None, "")
+        _rows(m, "grad_recv_x", a.grad_recv_x, rows, _AS_PLANNED)
     if a.grad_recv_weights is not None:
-        rows = a.grad_recv_weights.numel() if a.grad_recv_x is None else a.grad_recv_x.shape[0]
         _row_weights(m, "grad_recv_weights", a.grad_recv_weights, rows)
 
 
 def combine_backward(m: Member, a: Any) -> None:
     """Refuse what ep::combine_backward cannot take."""
-    _route(m, a)
-    _num_rows(a.num_rows)
+    rows = _route(m, a)
+    _num_rows(a.num_rows, rows)
     _rows(m, "grad_out", a.grad_out, a.topk_idx.shape[0], "rows as topk_idx has")
     if a.y is not None:
-        _rows(m, "y", a.y, a.num_rows, "num_rows rows")
+        _rows(m, "y", a.y, rows, _AS_PLANNED)
     if a.recv_weights is not None:
-        _row_weights(m, "recv_weights", a.recv_weights, a.num_rows)
+        _row_weights(m, "recv_weights", a.recv_weights, rows)
 
 
 def empty_rows(m: Member, num_rows: int) -> None:
@@ -118,9 +117,9 @@ def _alignment(alignment: int) -> None:
         raise ValueError(f"alignment is {alignment}; allowed: 1..{MAX_ALIGNMENT}")
 
 
-def _num_rows(num_rows: int) -> None:
-    if not 0 <= num_rows < INT32_LIMIT:
-        raise ValueError(f"num_rows is {num_rows}; allowed: 0..2**31 - 1")
+def _num_rows(num_rows: int, planned: int) -> None:
+    if num_rows != planned:
+        raise ValueError(f"num_rows is {num_rows}; allowed: {planned} ({_AS_PLANNED})")
 
 
 def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
@@ -169,20 +168,24 @@ def _of_tokens(comm: Member, a: Any) -> None:
         _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, a.topk_idx.shape, "the shape of topk_idx")
 
 
-def _route(comm: Member, a: Any) -> None:
-    recv_rows = a.recv_rows
-    if recv_rows is None:
-        _no_tensor("recv_rows")
-    came = recv_rows.shape
-    if len(came) != 3 or came[0] != comm.world_size or came[2] != comm.top_k or came[1] > comm.max_tokens_per_rank:
+def _route(comm: Member, a: Any) -> int:
+    """Returns the number of rows that the route was planned for."""
+    arrivals = a.arrivals
+    if arrivals is None:
+        _no_tensor("arrivals")
+    shape = arrivals.shape
+    rows = rows_of(shape[0], comm.world_size) if len(shape) == 1 else -1
+    if rows < 0:
+        least = size(0, comm.world_size)
         raise ValueError(
-            f"recv_rows has shape {tuple(came)}; allowed: [world_size {comm.world_size}, max_tokens"
-            f" 0..{comm.max_tokens_per_rank}, top_k {comm.top_k}]"
+            f"arrivals has shape {tuple(shape)}; allowed: [4 R + {least}] for R rows (world_size {comm.world_size} + 3)"
         )
-    if recv_rows.dtype is not _INT32 or recv_rows.device != comm.device or not recv_rows.is_contiguous():
-        _wrong_kind(comm, "recv_rows", recv_rows, _INT32)
+    if arrivals.dtype is not _INT32 or arrivals.device != comm.device or not arrivals.is_contiguous():
+        _wrong_kind(comm, "arrivals", arrivals, _INT32)
     topk_idx, send_rows, offs, counts, device = a.topk_idx, a.send_rows, a.offs, a.counts, comm.device
-    _tokens(comm, topk_idx, came[1])
+    if not 0 <= a.max_tokens <= comm.max_tokens_per_rank:
+        _bound(comm, a.max_tokens)
+    _tokens(comm, topk_idx, a.max_tokens)
     per_expert = (comm.num_local_experts,)
     if (
         send_rows is None or send_rows.dtype is not _INT32 or send_rows.shape != topk_idx.shape
@@ -195,17 +198,19 @@ def _route(comm: Member, a: Any) -> None:
         _tensor(comm, "send_rows", send_rows, _INT32, topk_idx.shape, "the shape of topk_idx")
         _tensor(comm, "offs", offs, _INT32, per_expert, "one for each local expert")
         _tensor(comm, "counts", counts, _INT32, per_expert, "one for each local expert")
-    _alignment(a.alignment)
+    if not 1 <= a.alignment <= MAX_ALIGNMENT:
+        _alignment(a.alignment)
+    return rows
 
 
-def _rows(comm: Member, name: str, rows: Tensor, count: int | None, why: str) -> None:
-    """``rows`` [count, H] of the communicator's dtype, each at a multiple of 16 bytes; any count if None."""
+def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str) -> None:
+    """``rows`` [count, H] of the communicator's dtype, each at a multiple of 16 bytes."""
     if rows is None:
         _no_tensor(name)
     shape = rows.shape
-    if len(shape) != 2 or shape[1] != comm.hidden_size or (count is not None and shape[0] != count):
-        length = "rows" if count is None else f"{count} ({why})"
-        raise ValueError(f"{name} has shape {tuple(shape)}; allowed: [{length}, hidden_size {comm.hidden_size}]")
+    if len(shape) != 2 or shape[1] != comm.hidden_size or shape[0] != count:
+        allowed = f"[{count} ({why}), hidden_size {comm.hidden_size}]"
+        raise ValueError(f"{name} has shape {tuple(shape)}; allowed: {allowed}")
     if rows.dtype is not comm.dtype or rows.device != comm.device or not rows.is_contiguous():
         _wrong_kind(comm, name, rows, comm.dtype)
     if rows.data_ptr() % _ROW_BYTES:

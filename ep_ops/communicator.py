@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backends, checks, registry
-from .agreement import agree
+from .agreement import agree, gpu_problem
 from .backends.base import Backend
 from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
@@ -65,7 +65,8 @@ class Communicator:
 
     Args:
         group: process group. None: the default group, or this process alone if torch.distributed is not initialised.
-        num_experts: experts of all ranks together (cute: at most some 1680, fewer on more than 16 ranks).
+        num_experts: experts of all ranks together (cute: spread evenly, at most 8188 on 2 ranks, 8070
+            on 72).
         hidden_size: elements of a row; its bytes must be a multiple of 16.
         top_k: experts that a token names, at most 32.
         max_tokens_per_rank: the most tokens that any rank passes in one call.
@@ -73,13 +74,14 @@ class Communicator:
         experts_per_rank: experts of each rank, in contiguous blocks. None: as even as possible, first ranks more.
         alignment: default for the rows that each expert's segment is padded to a multiple of, 1..1024.
         device: None: the current CUDA device if there is one, else the CPU.
-        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 31), or "auto": cute where
+        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 72), or "auto": cute where
             it can run.
         timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
             reference backend follow their process group's timeout instead.
         dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them (a dispatch
-            leaves some to the blocks that work beside it); None: what a model of the bytes says
-            (``ep_ops.backends.budget``). :meth:`sm_budget` changes them for a while.
+            leaves some to the blocks that work beside it); None: what a model of the bytes says, and more where more
+            rows come than to an average rank (``ep_ops.backends.cute.budget``). :meth:`sm_budget` changes them for a
+            while.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels (same results to
             the bit; cute backend); 0: never; None: the backend's choice.
         symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
@@ -126,6 +128,8 @@ class Communicator:
             latency_max_tokens, symmetric_rows, bool(strict), __version__,
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
+        if problem is None and own.backend == "cute":
+            problem = gpu_problem(self.device)
         if problem is None and registry.taken(own.name):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
         cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
@@ -185,9 +189,9 @@ class Communicator:
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        send_rows, recv_rows, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
-        rows, alignment, _, _ = sizes
-        return Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, rows), dropped
+        send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
+        rows, alignment, _, tokens = sizes
+        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens), dropped
 
     def dispatch(
         self,
@@ -210,7 +214,7 @@ class Communicator:
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, sizes[1], sizes[0])
+        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3]))
 
     def dispatch_dynamic(
         self,
@@ -225,7 +229,7 @@ class Communicator:
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
         out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, align, out[0].shape[0])
+        return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens))
 
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None
@@ -234,7 +238,7 @@ class Communicator:
 
         Differentiable.
         """
-        args = (*route[:5], route.num_rows, route.alignment, self.name)
+        args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
         rows, weights = call("dispatch_planned", x, topk_weights, *args)
         return rows, None if topk_weights is None else weights
 
@@ -245,7 +249,7 @@ class Communicator:
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
-        return call("combine", y, weights, *route[:6], self.name, residual)
+        return call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
@@ -266,7 +270,7 @@ class Communicator:
         So this is for one row for each copy of a token: experts that are as many as ranks, or rows that are added up
         already. Ends when all ranks have fetched theirs. Differentiable.
         """
-        return call("combine_gathered", y, *route[:6], self.name)
+        return call("combine_gathered", y, *route[:6], route.max_tokens, self.name)
 
     def dispatch_start(
         self,
@@ -292,17 +296,17 @@ class Communicator:
         """What :meth:`dispatch` returns. Differentiable."""
         ticket, x, topk_weights, topk_idx, sizes = started
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, sizes[1], sizes[0])
+        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3]))
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
-        ticket = call("combine_start", y, weights, *route[:6], self.name)
+        ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
         return StartedCombine(ticket, y, weights, route)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """What :meth:`combine` returns. Differentiable."""
         ticket, y, weights, route = started
-        return call("combine_wait", ticket, y, weights, *route[:6], self.name)
+        return call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name)
 
     def _sizes(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
@@ -325,7 +329,7 @@ class Communicator:
         (so put the block around the call; inside a function that is compiled with ``fullgraph=True`` it is an error),
         and a captured CUDA graph replays with what held during the capture. The latency kernels follow no budget,
         the reference backend ignores it. ValueError for less than 1 (dispatch) or 2 (combine), and for more than the
-        GPU has to give.
+        GPU has to give. What is set is a limit: a rank with more rows than others takes no more either.
         """
         return self.backend.budget.changed(dispatch, combine)
 
@@ -388,9 +392,10 @@ class Communicator:
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
 
 
-def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, alignment: int, num_rows: int) -> Dispatched:
-    x, weights, send_rows, recv_rows, offs, counts, dropped = out
-    route = Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, num_rows)
+def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, ints: tuple[int, int, int]) -> Dispatched:
+    """``ints``: the last fields of `Route`."""
+    x, weights, send_rows, arrivals, offs, counts, dropped = out
+    route = Route(topk_idx, send_rows, arrivals, offs, counts, *ints)
     return Dispatched(x, None if topk_weights is None else weights, route, dropped)
 
 

@@ -105,7 +105,7 @@ def symmetric_memory() -> list[str]:
 
 def backend() -> list[str]:
     """What ``Communicator(backend="auto")`` chooses with one process per visible GPU, and what speaks against cute."""
-    from ep_ops.agreement import choose_backend, gpu_facts
+    from ep_ops.agreement import choose_backend, gpu_facts, gpu_problem
 
     count = gpu_count()
     if count == 0:
@@ -117,9 +117,8 @@ def backend() -> list[str]:
     if importlib.util.find_spec("cutlass") is None:
         lines.append("- nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'")
     for i in range(count):
-        major, minor = torch.cuda.get_device_capability(i)
-        if major < 9:
-            lines.append(f"- GPU {i} has capability {major}.{minor}; the kernels need 9.0")
+        if lack := gpu_problem(torch.device("cuda", i)):
+            lines.append(f"- {lack}")
         if closed := [j for j in range(count) if j != i and not torch.cuda.can_device_access_peer(i, j)]:
             lines.append(f"- GPU {i} cannot map the memory of {closed}")
     return lines

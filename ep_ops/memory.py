@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import backends
+from . import arrivals, backends
 from .config import Config, even_experts, worst_case_rows
 
 
@@ -72,6 +72,6 @@ def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPla
     plan = MemoryPlan(backends.held_bytes(config, rank))
     plan["call: recv_x"] = capacity * row
     plan["call: recv_weights"] = capacity * weight
-    plan["call: route"] = 4 * (tokens * top_k + config.world_size * tokens * top_k + 3 * local)
+    plan["call: route"] = 4 * (tokens * top_k + arrivals.size(capacity, config.world_size) + 3 * local)
     plan["call: combined out"] = tokens * row
     return plan

@@ -1,6 +1,6 @@
-"""What functions hand to each other instead of long positional lists. Imports torch alone.
+"""What functions hand to each other instead of long positional lists.
 
-W ranks, T tokens of this rank, K = top_k, El local experts.
+W ranks, T tokens of this rank, K = top_k, El local experts, R rows, C = min(K, W).
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+
+from . import arrivals as lists
 
 MAX_ALIGNMENT = 1024
 INT32_LIMIT = 2**31
@@ -26,7 +28,7 @@ class Placed(NamedTuple):
     """What a plan returns: int32 tensors."""
 
     send_rows: Tensor  # [T, K] row at the destination rank, -1 where there is none or it was dropped
-    recv_rows: Tensor  # [W, max_tokens, K] row here of (source rank, token, k), -1 where nothing came here
+    arrivals: Tensor  # [4 R + W + 3] what arrives here: three lists, see ep_ops.arrivals
     offs: Tensor  # [El] end of each local expert's segment, padded to the alignment
     counts: Tensor  # [El] kept rows of each local expert
     dropped: Tensor  # [El] rows routed here that did not fit
@@ -37,11 +39,17 @@ class Route(NamedTuple):
 
     topk_idx: Tensor  # [T, K] global expert id, -1 none
     send_rows: Tensor  # [T, K] row at the destination rank, -1 where there is none or it was dropped
-    recv_rows: Tensor  # [W, max_tokens, K] row here of (source rank, token, k), -1 where nothing came here
+    arrivals: Tensor  # [4 R + W + 3] what arrives here: three lists, see ep_ops.arrivals
     offs: Tensor  # [El] end of each local expert's segment, padded to the alignment
     counts: Tensor  # [El] kept rows of each local expert
     alignment: int  # segments are padded to a multiple of it
-    num_rows: int  # rows of the buffers that it fills: the capacity, or what a dynamic dispatch needed
+    num_rows: int  # R: rows of the buffers that it fills, the capacity or what a dynamic dispatch needed
+    max_tokens: int  # bound on T that all ranks shared
+
+    @property
+    def ints(self) -> tuple[int, int]:
+        """What operators that do not take ``num_rows`` take behind the tensors: alignment, max_tokens."""
+        return self.alignment, self.max_tokens
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -49,6 +57,25 @@ class Route(NamedTuple):
         return self[:5]
 
     @property
-    def max_tokens(self) -> int:
-        """Bound on T that the ranks shared."""
-        return self.recv_rows.shape[1]
+    def copies(self) -> Tensor:
+        """[R + 1, 2] for each copy, by (source rank, token): where its rows begin in ``owned``, and its home,
+        ``(source * max_tokens + token) * C + copy number``. Behind the last: the number of owned rows, and something
+        undefined."""
+        return lists.views(self.arrivals, self.num_rows).copies
+
+    @property
+    def owned(self) -> Tensor:
+        """[R, 2] the owned rows in the order of (source rank, token, k): the row, and who asked for it,
+        ``(source * max_tokens + token) * K + k``; undefined behind the last."""
+        return lists.views(self.arrivals, self.num_rows).owned
+
+    @property
+    def recv_from(self) -> Tensor:
+        """[R] who asked for each row, ``(source * max_tokens + token) * K + k``; -1 for rows that nobody owns. It is
+        worked out at every call, on the device, without waiting for it."""
+        return lists.recv_from(self.arrivals, self.num_rows)
+
+    @property
+    def sources(self) -> Tensor:
+        """[W + 1] where in ``copies`` those of each source rank begin; the last: the number of copies."""
+        return lists.views(self.arrivals, self.num_rows).sources

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plan import plan
+from .plan import placed
 from .rows import rows_like, scalars_like
 
 Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -15,13 +15,13 @@ Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def dispatch(a: Any) -> Dispatched:
     """-> recv_x [capacity, H], recv_weights [capacity] or [0], then what plan returns"""
-    return rows_like(a.x, a.capacity), scalars_like(a.topk_weights, (a.capacity,), a.x), *plan(a)
+    return rows_like(a.x, a.capacity), scalars_like(a.topk_weights, (a.capacity,), a.x), *placed(a, a.capacity)
 
 
 def dispatch_dynamic(a: Any) -> Dispatched:
     """As dispatch, with a number of rows that only the data tell."""
     num_rows = torch.library.get_ctx().new_dynamic_size()
-    return rows_like(a.x, num_rows), scalars_like(a.topk_weights, (num_rows,), a.x), *plan(a)
+    return rows_like(a.x, num_rows), scalars_like(a.topk_weights, (num_rows,), a.x), *placed(a, num_rows)
 
 
 def dispatch_planned(a: Any) -> tuple[Tensor, Tensor]:

@@ -151,10 +151,11 @@ class Plan:
     """What planning returns on one rank."""
 
     send_rows: Tensor  # [T, K]
-    recv_rows: Tensor  # [W, max_tokens, K]
+    arrivals: Tensor  # [4 R + W + 3], -1 where it is undefined
     offs: Tensor  # [El]
     counts: Tensor  # [El]
     dropped: Tensor  # [El]
+    table: Tensor  # [W, max_tokens, K] row here of (source rank, token, k), -1 where none; not returned
 
 
 @dataclasses.dataclass
@@ -230,8 +231,34 @@ def expected_plan(case: RouteCase, exact: bool = False) -> list[Plan]:
                 offs.append(begin)
         first += held
         ints = [torch.tensor(values, dtype=torch.int32) for values in (offs, counts, dropped)]
-        plans.append(Plan(send[rank], recv, *ints))
+        num_rows = (offs[-1] if offs else 0) if exact else capacity
+        plans.append(Plan(send[rank], expected_arrivals(case, rank, recv, num_rows), *ints, recv))
     return plans
+
+
+def expected_arrivals(case: RouteCase, rank: int, table: Tensor, num_rows: int) -> Tensor:
+    """Copies, owned and sources of one rank, one after the other."""
+    copies, owned, sources = [], [], []
+    for source, idx in enumerate(case.topk_idx):
+        sources.append(len(copies))
+        for token, experts in enumerate(idx.tolist()):
+            flat = source * case.max_tokens + token
+            rows = [(k, row) for k, row in enumerate(table[source, token].tolist()) if row >= 0]
+            if rows:
+                home = flat * min(case.top_k, case.world_size) + copy_number(case, experts, rank)
+                copies.append((len(owned), home))
+            owned += [(row, flat * case.top_k + k) for k, row in rows]
+    sources.append(len(copies))
+    copies.append((len(owned), -1))
+    copies += [(-1, -1)] * (num_rows + 1 - len(copies))
+    owned += [(-1, -1)] * (num_rows - len(owned))
+    pairs = [number for pair in copies + owned for number in pair]
+    return torch.tensor(pairs + sources, dtype=torch.int32)
+
+
+def copy_number(case: RouteCase, experts: Sequence[int], rank: int) -> int:
+    """Of the copy at ``rank`` of a token that names ``experts``."""
+    return sorted({case.holder(expert)[0] for expert in experts if expert != -1}).index(rank)
 
 
 def blank_rows(case: RouteCase, plan: Plan, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Rows:

@@ -1,10 +1,11 @@
 """Latency combine, one kernel: experts' ranks add up rows and push the sums, owners add up what arrives.
 
-Blocks before `senders` push: a warp takes a packet of a token that has rows here, adds them in fp32 over k ascending,
-rounds and stores it into the owner's staging row [this rank][token]. Blocks from `first_receiver` on sum: a warp takes
-a packet of one of this rank's tokens, adds up what lies on this rank itself, waits for the packets of the other ranks
-that hold rows of the token (known from the route) and adds them in fp32 over ranks ascending. A block that does both
-pushes first, and pushing waits for nobody: all waits end, as long as all blocks fit on the device at once.
+Blocks before `senders` push: a warp takes a packet of a copy that has rows here (../arrivals.py), adds them in fp32
+over k ascending, rounds and stores it into the owner's staging row [number of the copy][token]. Blocks from
+`first_receiver` on sum: a warp takes a packet of one of this rank's tokens, adds up what lies on this rank itself,
+waits for the packets of the other ranks that hold rows of the token (known from the route) and adds them in fp32 over
+ranks ascending. A block that does both pushes first, and pushing waits for nobody: all waits end, as long as all blocks
+fit on the device at once.
 
 **Complete when it ends.** The kernel has seen every line that the route says must come. Ranks without rows for this
 one are heard by their hello flag, which the rule of two banks asks for (sync.py).
@@ -15,13 +16,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..arrivals import Copy, Lists, Walk, begin_walk, copy_of, guarded, lists, owner_of
 from ..experts import holder_of
 from ..launch import Kernel, RankArgs
-from ..route import given_row
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
 from .packets import (
     THREADS,
@@ -29,6 +30,7 @@ from .packets import (
     Share,
     Words,
     arrived,
+    by_mark,
     hold_epoch,
     lane_offset,
     lane_vector,
@@ -38,9 +40,13 @@ from .packets import (
     st_line,
     store_payload,
 )
+from .reach import Peers, below, heap_of, lowest, set_of
 
 BATCH = 4
-"""How many rows a warp loads together."""
+"""How many rows a warp loads together; half as many of this rank's own where there are more copies than `COPIES`: one
+rank then has few of a token, and registers are few."""
+COPIES = 4
+"""How many copies of a token a warp waits for together: what registers hold."""
 
 
 class CombineArgs(NamedTuple):
@@ -49,7 +55,7 @@ class CombineArgs(NamedTuple):
     recv_weights: Int64
     topk_idx: Int64
     send_rows: Int64
-    recv_rows: Int64
+    arrivals: Int64
     out: Int64
     tokens: Int32
     max_tokens: Int32
@@ -57,6 +63,23 @@ class CombineArgs(NamedTuple):
     senders: Int32
     first_receiver: Int32
     blocks: Int32
+
+
+class Found(NamedTuple):
+    """What a lane knows of one of the copies that its warp is to send: lane i of the i-th."""
+
+    begin: Int32  # of its rows in `owned`
+    rows: Int32  # how many; 0 where there is nothing to send
+    owner: Int32
+    line: Int32  # of the owner's staging rows
+
+
+class Named(NamedTuple):
+    """Which copies of a token have rows, in bits by their numbers."""
+
+    row: Int32  # of a lane's entry (of k), if it is here; else -1
+    expected: Int32  # all copies that have rows
+    own: Int32  # the one here, if it has
 
 
 @dataclass(frozen=True)
@@ -101,17 +124,21 @@ class Combine(Kernel):
         blocks, _, _ = arch.grid_dim()
         lane = arch.lane_idx()
         warp = arch.make_warp_uniform(tid // 32)
-        # Nothing is read or written before the kernel in front has ended: its epoch, its y.
+        if const_expr(self.send):
+            peers = Peers(p, args.ranks.peers, lane)
+        # Nothing else is read, or written, before the kernel in front has ended: its epoch, its y.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         ranks = sync.Ranks(self.heap, args.ranks)
 
         if const_expr(self.send):
             if bid == blocks - 1 and warp == WARPS - 1:
-                sync.say_hello(ranks, lane, False)
+                sync.say_hello(ranks, lane, 32, False)
             if const_expr(p.world_size > 1):
+                smem = cutlass.memory.SmemAllocator()
+                sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
                 if bid < args.senders:
-                    self.push(ranks, args, Share(bid, args.senders, warp, lane))
+                    self.push(ranks, args, peers, sources, Share(bid, args.senders, warp, lane))
 
         if const_expr(self.receive):
             hold_epoch(ranks)
@@ -123,44 +150,101 @@ class Combine(Kernel):
                 if lane == 0:
                     open_next_epoch(ranks)
                 if bid == blocks - 1:
-                    if lane < p.world_size:
-                        sync.meet(ranks, lane)
+                    sync.meet_all(ranks, lane)
                     arch.sync_warp()
             if bid >= args.first_receiver:
                 first = args.first_receiver
                 self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))
 
     @cute.jit
-    def push(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
-        lane = share.lane
-        max_tokens = args.max_tokens
+    def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, smem_sources: Any, share: Share) -> None:
+        """Packets of copies from other ranks. Lanes look the warp's next 32 items up at once, and the rows of the next
+        one are read while one is sent.
+
+        Items go through the list of copies in its order where there is only one other rank, or where each has a warp:
+        what the list says is then read before it is known how long it is. Where there are more, they alternate between
+        the sources, so that all links are busy.
+        """
         p = self.problem
+        lane = share.lane
         count = self.row_packets
-        others = p.world_size - 1
-        last = Int32(-1)  # row of all that this lane meets
+        at = lists(args.arrivals, args.num_rows)
+        total = ptx.ld_i32(at.sources + p.world_size * 4)
         item = share.first
-        while item < max_tokens * (others * count):
-            token = item // (others * count)
-            owner = (ranks.rank + 1 + (item // count) % others) % p.world_size
-            packet = item % count
-            row = Int32(-1)
-            if lane < p.top_k:
-                row = ptx.ld_i32(args.recv_rows + (Int64(owner * max_tokens + token) * p.top_k + lane) * 4)
-            now = sync.again(ranks)
-            if arch.vote_any_sync(row >= 0):
+        mine = item + lane * share.step
+        copy = listed(args, mine // count)
+        # The first copy has its rows at its own place in the list, or behind: most are in these 32.
+        index = item // count
+        near, _ = ptx.ld_pair(at.owned + Int64(cutlass.min(index + lane, cutlass.max(args.num_rows - 1, 0))) * 8)
+        total = cutlass.min(cutlass.max(total, 0), args.num_rows)
+        items = total * count
+        in_order = Boolean(True)
+        if const_expr(p.world_size > 2):
+            in_order = items <= share.step
+        walk = Walk(smem_sources, at, args.num_rows, args.max_tokens, total)
+        if not in_order:
+            walk = begin_walk(ranks, smem_sources, args.arrivals, args.num_rows, args.max_tokens)
+            items = walk.items * count
+        found = Found(Int32(0), Int32(0), Int32(0), Int32(0))
+        row, i = Int32(-1), Int32(0)
+        last = Int32(-1)  # row of all that this lane meets
+        while item < items:
+            if i == 0:
+                if not in_order:
+                    copy = copy_of(ranks, walk, (item + lane * share.step) // count)
+                else:
+                    if item != share.first:
+                        copy = listed(args, (item + lane * share.step) // count)
+                    if (item + lane * share.step) // count >= total:
+                        copy = Copy(Int32(0), Int32(0), Int32(0))
+                found = self.find(ranks, walk, copy)
+                row = self.row_at(at, found, Int32(0))
+                behind = arch.shuffle_sync(found.begin, 0) - index
+                first = arch.shuffle_sync(near, (behind + lane) & 31)
+                if item == share.first and in_order and behind >= 0 and behind + p.top_k <= 32:
+                    row = first if lane < arch.shuffle_sync(found.rows, 0) else Int32(-1)
+            held = arch.shuffle_sync(found.rows, i)
+            owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
+            ahead = self.row_at(at, found, i + 1)
+            if held > 0:
+                now = sync.again(ranks)
                 last = cutlass.max(last, row)
                 if row >= args.num_rows:
                     row = Int32(-1)
-                words = self.sum_rows(args, row, packet, lane)
-                at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
-                address = now.at(sync.select(now.peers, owner), "lines") + at
-                st_line(address, seal(words, lane, now.mark))
+                packet = item % count
+                words = self.sum_rows(args, row, packet, lane, BATCH)
+                place = Int64(line) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
+                st_line(now.at(heap_of(peers, owner), "lines") + place, seal(words, lane, now.mark))
+            row = ahead
+            i = (i + 1) & 31
             item += share.step
         # Told behind the loop: nothing is to be slow in it.
-        given_row(ranks, last, args.num_rows)
+        tell_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
-    def sum_rows(self, args: CombineArgs, row: Int32, packet: Int32, lane: Int32) -> Words:
+    def find(self, ranks: sync.Ranks, walk: Walk, copy: Copy) -> Found:
+        """By each lane: where its copy goes. Copies of this rank's own tokens go nowhere."""
+        copy = guarded(ranks, walk, copy)
+        owner, token, number = owner_of(self.problem, copy.home, walk.max_tokens)
+        rows = copy.rows
+        if owner == ranks.rank:
+            rows = Int32(0)
+        return Found(copy.begin, rows, owner, number * self.tokens + token)
+
+    @cute.jit
+    def row_at(self, at: Lists, found: Found, i: Int32) -> Int32:
+        """By a whole warp: a lane's row of the copy that lane i has found; none behind the last lane."""
+        lane = arch.lane_idx()
+        begin, rows = arch.shuffle_sync(found.begin, i & 31), arch.shuffle_sync(found.rows, i & 31)
+        row = Int32(-1)
+        if lane < rows and i < 32:
+            row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
+        return row
+
+    @cute.jit
+    def sum_rows(
+        self, args: CombineArgs, row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int]
+    ) -> Words:
         """The rounded sum over k ascending of the rows that the lanes hold, in a lane's payload vector."""
         p = self.problem
         weight = Float32(1.0)
@@ -171,18 +255,18 @@ class Combine(Kernel):
         for i in range_constexpr(self.values):
             acc[i] = Float32(0.0)
         vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
-        words = cute.make_rmem_tensor((4 * BATCH,), Uint32)
+        words = cute.make_rmem_tensor((4 * batch,), Uint32)
         left = arch.vote_ballot_sync(row >= 0)
         while left != 0:
             loading = left
-            for b in range_constexpr(BATCH):
+            for b in range_constexpr(batch):
                 if loading != 0:
                     k = arch.popc((loading & -loading) - 1)
                     loading = loading & (loading - 1)
                     got = ptx.ld_v4(args.y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes + vector)
                     for i in range_constexpr(4):
                         words[4 * b + i] = got[i]
-            for b in range_constexpr(BATCH):
+            for b in range_constexpr(batch):
                 if left != 0:
                     k = arch.popc((left & -left) - 1)
                     left = left & (left - 1)
@@ -200,70 +284,145 @@ class Combine(Kernel):
         lane = share.lane
         p = self.problem
         count = self.row_packets
-        staging = ranks.at(ranks.own, "lines")
-        words = cute.make_rmem_tensor((4 * p.world_size,), Uint32)
+        batch = BATCH if p.most_copies <= COPIES else BATCH // 2
         acc = cute.make_rmem_tensor((self.values,), Float32)
         last = Int32(-1)  # row here, of all that this lane meets
         item = share.first
         while item < args.tokens * count:
             token = item // count
             packet = item - token * count
-            row = Int32(-1)
-            holder = Int32(0)
-            if lane < p.top_k:
-                at = Int64(token * p.top_k + lane) * 4
-                row = ptx.ld_i32(args.send_rows + at)
-                holder = holder_of(p, ptx.ld_i32(args.topk_idx + at))
-            bit = Int32(0)
-            if row >= 0:
-                bit = Int32(1) << holder
-            expected = arch.warp_redux_sync(bit, "or")
-            if holder != ranks.rank:
-                row = Int32(-1)
+            named = self.named(ranks, args, token, lane)
+            row = named.row
             last = cutlass.max(last, row)
             if row >= args.num_rows:
                 row = Int32(-1)
-            own = seal(self.sum_rows(args, row, packet, lane), lane, Int64(0))
+            own = seal(self.sum_rows(args, row, packet, lane, batch), lane, Int64(0))
 
-            address = staging + Int64(token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
-            waiting = expected & ~(Int32(1) << ranks.rank)
-            polls = Int32(0)
-            start = Int64(0)
-            while waiting != 0:
-                for r in range_constexpr(p.world_size):
-                    if (waiting >> r) & 1 != 0:
-                        got = ld_line(address + r * (self.tokens * ranks.heap.row_stride))
-                        for i in range_constexpr(4):
-                            words[4 * r + i] = got[i]
-                missing = Int32(0)
-                for r in range_constexpr(p.world_size):
-                    if (waiting >> r) & 1 != 0:
-                        if not arrived(words[4 * r + 2], words[4 * r + 3], lane, ranks.mark):
-                            missing = missing | (Int32(1) << r)
-                waiting = missing
-                polls += 1
-                if polls == sync.POLLS_PER_CHECK and waiting != 0:
-                    polls = Int32(0)
-                    if start == 0:
-                        start = Int64(arch.globaltimer())
-                    peer = Int32(arch.popc((waiting & -waiting) - 1))
-                    if sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0)):
-                        waiting = Int32(0)
-                        expected = Int32(0)
-
+            now = by_mark(ranks)
+            address = (
+                now.at(now.own, "lines") + Int64(token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
+            )
             for i in range_constexpr(self.values):
                 acc[i] = Float32(0.0)
-            for r in range_constexpr(p.world_size):
-                if (expected >> r) & 1 != 0:
-                    w0, w1, w2, w3 = words[4 * r], words[4 * r + 1], words[4 * r + 2], words[4 * r + 3]
-                    if ranks.rank == r:
-                        w0, w1, w2, w3 = own[0], own[1], own[2], own[3]
-                    values = ptx.unpack([w0, w1, w2, w3], p.dtype)
-                    for i in range_constexpr(self.values):
-                        acc[i] = ptx.add_rn(acc[i], values[i])
+            if const_expr(p.most_copies <= COPIES):
+                self.add_copies(now, args, named, (own, acc), token, address, Int32(0))
+            else:
+                first = Int32(0)
+                left = Uint32(named.expected)
+                while left != 0:
+                    self.add_copies(now, args, named, (own, acc), token, address, first)
+                    address += COPIES * self.tokens * ranks.heap.row_stride
+                    first += COPIES
+                    left = left >> COPIES
             packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
             offset = packet * PAYLOAD_BYTES + lane_offset(lane)
             store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
             item += share.step
         # Told behind the loop: registers are few in it.
-        given_row(ranks, last, args.num_rows)
+        tell_bad_row(ranks, last, args.num_rows)
+
+    @cute.jit
+    def named(self, ranks: sync.Ranks, args: CombineArgs, token: Int32, lane: Int32) -> Named:
+        """Which copies of a token there are, and which of them have rows."""
+        p = self.problem
+        row, expert = Int32(-1), Int32(-1)
+        if lane < p.top_k:
+            at = Int64(token * p.top_k + lane) * 4
+            row = ptx.ld_i32(args.send_rows + at)
+            expert = ptx.ld_i32(args.topk_idx + at)
+        holder = holder_of(p, expert)
+        names = expert >= 0 and expert < p.num_experts
+        holders = set_of(p, holder, names)
+        bit = Int32(1) << below(holders, holder)
+        if row < 0 or not names:
+            bit = Int32(0)
+        expected = arch.warp_redux_sync(bit, "or")
+        if holder != ranks.rank:
+            bit = Int32(0)
+        if bit == 0:
+            row = Int32(-1)
+        return Named(row, expected, arch.warp_redux_sync(bit, "or"))
+
+    @cute.jit
+    def holder_of_copy(self, args: CombineArgs, token: Int32, number: Int32) -> Int32:
+        """By a whole warp: which rank the copy of that number is at. For those who wait in vain: registers are few."""
+        p = self.problem
+        expert = Int32(-1)
+        if arch.lane_idx() < p.top_k:
+            expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + arch.lane_idx()) * 4)
+        holder = holder_of(p, expert)
+        names = expert >= 0 and expert < p.num_experts
+        if below(set_of(p, holder, names), holder) != number or not names:
+            holder = Int32(0)
+        return arch.warp_redux_sync(holder, "max")
+
+    @cute.jit
+    def add_copies(
+        self, ranks: sync.Ranks, args: CombineArgs, named: Named, sums: Any, token: Int32, address: Int64, first: Int32
+    ) -> None:
+        """Waits for the lines of the expected ones of the copies `first`, ... (as many as are taken together), and adds
+        them to a sum, in order; `sums` are what this rank itself adds, and that sum.
+
+        A line that shows the mark is complete: nothing else is read on its word.
+        """
+        own, acc = sums
+        p = self.problem
+        together = min(COPIES, p.most_copies)
+        step = self.tokens * ranks.heap.row_stride
+        words = cute.make_rmem_tensor((4 * together,), Uint32)
+        group = (1 << together) - 1
+        expected = (named.expected >> first) & group
+        mine = (named.own >> first) & group
+        for u in range_constexpr(together):
+            if (mine >> u) & 1 != 0:
+                for i in range_constexpr(4):
+                    words[4 * u + i] = own[i]
+        waiting = expected & ~mine
+        polls = Int32(0)
+        start = Int64(0)
+        while waiting != 0:
+            for u in range_constexpr(together):
+                if (waiting >> u) & 1 != 0:
+                    got = ld_line(address + u * step)
+                    for i in range_constexpr(4):
+                        words[4 * u + i] = got[i]
+            missing = Int32(0)
+            for u in range_constexpr(together):
+                if (waiting >> u) & 1 != 0:
+                    if not arrived(words[4 * u + 2], words[4 * u + 3], lane_of(), ranks.mark):
+                        missing = missing | (1 << u)
+            waiting = missing
+            polls += 1
+            if polls == sync.POLLS_PER_CHECK and waiting != 0:
+                polls = Int32(0)
+                if start == 0:
+                    start = Int64(arch.globaltimer())
+                peer = self.holder_of_copy(args, token, first + lowest(waiting))
+                if sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0)):
+                    waiting = Int32(0)
+                    expected = Int32(0)
+        for u in range_constexpr(together):
+            if (expected >> u) & 1 != 0:
+                values = ptx.unpack([words[4 * u + i] for i in range(4)], p.dtype)
+                for i in range_constexpr(self.values):
+                    acc[i] = ptx.add_rn(acc[i], values[i])
+
+
+@cute.jit
+def listed(args: CombineArgs, index: Int32) -> Copy:
+    """By each lane: copy `index` of the list, garbage if there are not so many. Nothing outside of the list is read."""
+    index = cutlass.min(index, cutlass.max(args.num_rows - 1, 0))
+    place = lists(args.arrivals, args.num_rows).copies + Int64(index) * 8
+    begin, home = ptx.ld_pair(place)
+    return Copy(begin, ptx.ld_i32(place + 8), home)
+
+
+@cute.jit
+def tell_bad_row(ranks: sync.Ranks, row: Int32, num_rows: Int32) -> None:
+    """Reports a row that lies behind the `num_rows` that there are."""
+    if row >= num_rows:
+        sync.refuse(ranks, sync.BAD_ROW, row, num_rows)
+
+
+def lane_of() -> Int32:
+    return Int32(arch.lane_idx())

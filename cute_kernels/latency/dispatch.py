@@ -1,10 +1,12 @@
 """Latency dispatch, one kernel: every rank pushes its route and its rows, places what comes and stores it.
 
 Blocks before `senders` push: the route to every peer, each row once to every rank that holds one of its experts, a
-warp a packet. Blocks from `first_receiver` on receive: each waits for the routes of all ranks, works out where the
-rows of this rank go, waits for its share of the rows that must come and stores them to all their places. The last
-block does the same for all experts and writes the route. A block that does both pushes first, and pushing waits for
-nobody: all waits end, whatever order blocks start in, as long as all blocks fit on the device at once.
+warp a packet. Blocks from `first_receiver` on receive, two at least: each waits for the routes of all ranks, works out
+where the rows of this rank go, waits for its share of the rows that must come and stores them to all their places. The
+last block does not take rows: it does the same for all experts and writes segments and `send_rows`. Nor does the one
+before it, which writes the lists of what arrives; if only two receive, the last one does that, too. A block that pushes
+and receives pushes first, and pushing waits for nobody: all waits end, whatever order blocks start in, as long as all
+blocks fit on the device at once.
 
 **Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
 ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
@@ -19,10 +21,11 @@ from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..experts import first_expert, holder_of
+from ..experts import first_expert, holder_of, local_experts
 from ..launch import Kernel, RankArgs
 from ..rows import zero_row
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
+from .lists import own_weights, write_lists
 from .packets import (
     THREADS,
     WARPS,
@@ -44,11 +47,13 @@ from .place import (
     Tables,
     clear_counts,
     keep_route,
+    kept_rows,
     own_route_words,
     place_entries,
     source_stride,
     write_segments,
 )
+from .reach import Peers, heap_of, lowest, rotated, set_of
 
 BATCH = 4
 """How many packets a warp waits for together."""
@@ -60,7 +65,7 @@ class DispatchArgs(NamedTuple):
     topk_weights: Int64
     topk_idx: Int64
     send_rows: Int64
-    recv_rows: Int64
+    arrivals: Int64
     offs: Int64
     counts: Int64
     dropped: Int64
@@ -113,30 +118,31 @@ class Dispatch(Kernel):
         blocks, _, _ = arch.grid_dim()
         lane = arch.lane_idx()
         warp = arch.make_warp_uniform(tid // 32)
-        # Nothing is read or written before the kernel in front has ended: its epoch, its x.
+        if const_expr(self.send):
+            peers = Peers(p, args.ranks.peers, lane)
+        # Nothing else is read, or written, before the kernel in front has ended: its epoch, its x.
         arch.griddepcontrol_wait()
         arch.griddepcontrol_launch_dependents()
         ranks = sync.Ranks(self.heap, args.ranks)
-        rank, senders, first_receiver = ranks.rank, args.senders, args.first_receiver
+        senders, first_receiver = args.senders, args.first_receiver
 
         if const_expr(self.send):
             if bid < senders:
                 if const_expr(p.world_size > 1):
-                    self.push_route(ranks, args, Share(senders - 1 - bid, senders, warp, lane))
-                    self.push_rows(ranks, args, Share(bid, senders, warp, lane))
+                    self.push_route(ranks, args, peers, Share(senders - 1 - bid, senders, warp, lane))
+                    self.push_rows(ranks, args, peers, Share(bid, senders, warp, lane))
             if bid == blocks - 1 and warp == WARPS - 1:
-                sync.say_hello(ranks, lane, False)
+                sync.say_hello(ranks, lane, 32, False)
 
         if const_expr(self.receive):
             smem = cutlass.memory.SmemAllocator()
             tables = Tables(smem, ranks.heap)
-            entries = args.max_tokens * p.top_k
+            # The last block has all experts, the others this rank's.
+            low, high = local_experts(p, ranks.rank)
+            if bid == blocks - 1:
+                low = Int32(0)
+                high = Int32(p.num_experts)
             if bid >= first_receiver:
-                low = first_expert(p, rank)
-                high = first_expert(p, rank + 1)
-                if bid == blocks - 1:
-                    low = Int32(0)
-                    high = Int32(p.num_experts)
                 clear_counts(tables, high - low)
                 self.gather_routes(ranks, tables, args, warp, lane)
             hold_epoch(ranks)
@@ -144,26 +150,23 @@ class Dispatch(Kernel):
             if warp == WARPS - 1 and lane == 0:
                 open_next_epoch(ranks)
             if bid >= first_receiver:
-                low = first_expert(p, rank)
-                high = first_expert(p, rank + 1)
-                if bid == blocks - 1:
-                    low = Int32(0)
-                    high = Int32(p.num_experts)
-                place_entries(p, tables, entries, low, high)
+                place_entries(p, tables, args.max_tokens * p.top_k, low, high)
+                # Blocks that take rows: all but one or two.
+                takers = cutlass.max(blocks - first_receiver - 2, 1)
                 if bid == blocks - 1:
                     write_segments(p, tables, args)
-                    i = tid
-                    while i < args.tokens * p.top_k:
-                        ptx.st_i32(args.send_rows + Int64(i) * 4, tables.rows[rank * source_stride(entries) + i])
-                        i += THREADS
-                else:
-                    share = Share(bid - first_receiver, blocks - 1 - first_receiver, warp, lane)
-                    self.write_recv_rows(tables, args, share)
+                    self.write_send_rows(tables, args)
+                if bid - first_receiver < takers:
+                    share = Share(bid - first_receiver, takers, warp, lane)
+                    if const_expr(self.weights):
+                        own_weights(p, tables, args, share)
                     self.clear_padding(tables, args, share)
                     self.take_rows(ranks, tables, args, share)
+                elif bid - first_receiver == takers:
+                    write_lists(p, tables, args)
 
     @cute.jit
-    def push_route(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+    def push_route(self, ranks: sync.Ranks, args: DispatchArgs, peers: Peers, share: Share) -> None:
         """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
         p = self.problem
         lane = share.lane
@@ -173,13 +176,14 @@ class Dispatch(Kernel):
             now = sync.again(ranks)
             words = seal(own_route_words(ranks, args, packet, lane, True), lane, now.mark)
             at = Int64(ranks.rank * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
-            for d in range_constexpr(1, p.world_size):
-                peer = (ranks.rank + d) % p.world_size
-                st_line(now.at(sync.select(now.peers, peer), "routes") + at, words)
+            peer = (ranks.rank + 1) % p.world_size
+            while peer != ranks.rank:
+                st_line(now.at(heap_of(peers, peer), "routes") + at, words)
+                peer = (peer + 1) % p.world_size
             packet += share.step
 
     @cute.jit
-    def push_rows(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+    def push_rows(self, ranks: sync.Ranks, args: DispatchArgs, peers: Peers, share: Share) -> None:
         """Each row once to every other rank that holds one of its experts, a packet a warp."""
         p = self.problem
         lane = share.lane
@@ -194,15 +198,16 @@ class Dispatch(Kernel):
             words = self.row_words(args, token, packet, lane)
             now = sync.again(ranks)
             words = seal(words, lane, now.mark)
-            wanted = Int32(0)
-            if expert >= 0 and expert < p.num_experts:
-                wanted = Int32(1) << holder_of(p, expert)
-            wanted = arch.warp_redux_sync(wanted, "or")
+            holder = holder_of(p, expert)
+            wanted = set_of(p, holder, expert >= 0 and expert < p.num_experts and holder != ranks.rank)
             at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
-            for d in range_constexpr(1, p.world_size):
-                peer = (ranks.rank + d) % p.world_size
-                if (wanted >> peer) & 1 != 0:
-                    st_line(now.at(sync.select(now.peers, peer), "lines") + at, words)
+            for i in range_constexpr(len(wanted)):
+                # Higher ranks first: not all ranks begin with the same one.
+                left = rotated(wanted[i], ranks.rank + 1)
+                while left != 0:
+                    peer = 32 * i + ((lowest(left) + ranks.rank + 1) & 31)
+                    left = left & (left - 1)
+                    st_line(now.at(heap_of(peers, peer), "lines") + at, words)
             item += share.step
 
     @cute.jit
@@ -246,22 +251,14 @@ class Dispatch(Kernel):
             item += WARPS
 
     @cute.jit
-    def write_recv_rows(self, tables: Tables, args: DispatchArgs, share: Share) -> None:
-        """A block's share of recv_rows, and of the weights of rows that stay on this rank."""
-        p = self.problem
+    def write_send_rows(self, tables: Tables, args: DispatchArgs) -> None:
+        """By the block that placed all experts: the rows of this rank's entries."""
         tid, _, _ = arch.thread_idx()
-        rank = args.ranks.rank
-        entries = args.max_tokens * p.top_k
-        stride = source_stride(entries)
-        for source in range_constexpr(p.world_size):
-            i = share.block * THREADS + tid
-            while i < entries:
-                row = tables.rows[source * stride + i]
-                ptx.st_i32(args.recv_rows + (Int64(source) * entries + i) * 4, row)
-                if const_expr(self.weights):
-                    if row >= 0 and rank == source:
-                        ptx.st_i32(args.recv_weights + Int64(row) * 4, ptx.ld_i32(args.topk_weights + Int64(i) * 4))
-                i += share.blocks * THREADS
+        first = args.ranks.rank * source_stride(args.max_tokens * self.problem.top_k)
+        i = tid
+        while i < args.tokens * self.problem.top_k:
+            ptx.st_i32(args.send_rows + Int64(i) * 4, tables.rows[first + i])
+            i += THREADS
 
     @cute.jit
     def clear_padding(self, tables: Tables, args: DispatchArgs, share: Share) -> None:
@@ -273,9 +270,8 @@ class Dispatch(Kernel):
         item = share.first
         while item < experts * (alignment - 1):
             e = item // (alignment - 1)
-            asked = tables.asked[e]
             start = tables.start[e]
-            kept = cutlass.max(cutlass.min(asked, tables.limit[e] - start), 0)
+            kept = kept_rows(tables, e)
             row = start + kept + (item - e * (alignment - 1))
             if row < start + (kept + alignment - 1) // alignment * alignment:
                 zero_row(p.row_bytes, args.recv_x + Int64(row) * p.row_bytes, lane)
@@ -296,8 +292,8 @@ class Dispatch(Kernel):
         step = share.step
         item = share.first
         words = cute.make_rmem_tensor((4 * BATCH,), Uint32)
-        address = cute.make_rmem_tensor((BATCH,), Int64)
-        offset = cute.make_rmem_tensor((BATCH,), Int32)
+        vectors = ranks.heap.row_stride // 16
+        place = cute.make_rmem_tensor((BATCH,), Int32)  # a lane's part of a packet: which 16 bytes of the staging
         rows = cute.make_rmem_tensor((BATCH,), Int32)
         while item < total:
             waiting = Int32(0)
@@ -309,11 +305,7 @@ class Dispatch(Kernel):
                 rows[u] = Int32(-1)
                 if mine < total and lane < p.top_k:
                     rows[u] = tables.rows[source * stride + token * p.top_k + lane]
-                offset[u] = packet * PAYLOAD_BYTES + lane_offset(lane)
-                address[u] = (
-                    staging + Int64(source * self.tokens + token) * ranks.heap.row_stride
-                    + packet * PACKET_BYTES + lane * 16
-                )  # fmt: skip
+                place[u] = (source * self.tokens + token) * vectors + packet * (PACKET_BYTES // 16) + lane
                 if arch.vote_any_sync(rows[u] >= 0):
                     if source == ranks.rank:
                         vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
@@ -327,7 +319,7 @@ class Dispatch(Kernel):
             while waiting != 0:
                 for u in range_constexpr(BATCH):
                     if (waiting >> u) & 1 != 0:
-                        got = ld_line(address[u])
+                        got = ld_line(staging + Int64(place[u]) * 16)
                         for i in range_constexpr(4):
                             words[4 * u + i] = got[i]
                 missing = Int32(0)
@@ -349,14 +341,16 @@ class Dispatch(Kernel):
             for u in range_constexpr(BATCH):
                 left = arch.vote_ballot_sync(rows[u] >= 0)
                 mine = (words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
+                # Found again from the place: registers are few.
+                offset = place[u] % vectors // (PACKET_BYTES // 16) * PAYLOAD_BYTES + lane_offset(lane)
                 if const_expr(self.weights):
                     if left != 0:
-                        self.store_weights(tables, args, mine, offset[u], item + u * step, lane)
+                        self.store_weights(tables, args, mine, offset, item + u * step, lane)
                 while left != 0:
                     k = arch.popc((left & -left) - 1)
                     left = left & (left - 1)
                     row = Int64(arch.shuffle_sync(rows[u], k))
-                    store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset[u], p.row_bytes)
+                    store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
             item += BATCH * step
 
     @cute.jit

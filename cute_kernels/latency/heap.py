@@ -6,6 +6,7 @@ but lines of this kind, and no two operations have the same mark. Therefore this
 throughput kernels stage.
 """
 
+import bisect
 from typing import Any
 
 from ..heap import Heap, Problem
@@ -21,11 +22,15 @@ ROUTE_HEADER_BYTES = 16
 """Bytes of a route before its 16-bit expert ids in entry order: capacity, alignment, slots (int32), and four that are
 unused."""
 
-MAX_EXPERTS = 1024
-"""The most experts that these kernels take: blocks count entries by warp and expert in shared memory."""
+MOST_EXPERTS = 65534
+"""The most experts that 16-bit ids can tell from each other, and from none."""
 
-MAX_ENTRIES = 24576
-"""The most entries (source rank, token, k) that a block holds in shared memory, 6 bytes each."""
+MOST_BLOCK_BYTES = 113 * 1024
+"""The most bytes of shared memory of a block, so that two fit on a multiprocessor: the next kernel's block waits there
+for this one's to end. (Of 228 KiB the system takes one for each block.)"""
+
+WARPS = 16
+"""Warps of a block."""
 
 
 def packets(nbytes: Any) -> Any:
@@ -33,17 +38,44 @@ def packets(nbytes: Any) -> Any:
     return (nbytes + PAYLOAD_BYTES - 1) // PAYLOAD_BYTES
 
 
+def route_packets(p: Problem, tokens: int) -> int:
+    """Packets of a route of at most so many tokens."""
+    return packets(ROUTE_HEADER_BYTES + 2 * tokens * p.top_k)
+
+
+def table_ints(p: Problem, tokens: int) -> dict[str, int]:
+    """How long each of a dispatch block's tables is (`place.Tables`), in int32. `earlier` counts with 16 bits, which
+    suffice since `rows` would not fit otherwise."""
+    w, e = p.world_size, p.num_experts
+    return {
+        "route": w * route_packets(p, tokens) * (PAYLOAD_BYTES // 4),
+        "rows": w * (-(-tokens * p.top_k // 32) * 32),
+        "earlier": WARPS * e // 2,
+        "start": e,
+        "limit": e,
+        "asked": e,
+        "found": 2 * WARPS,
+    }
+
+
+def block_bytes(p: Problem, tokens: int) -> int:
+    """Bytes of shared memory of a dispatch block."""
+    return 4 * sum(table_ints(p, tokens).values())
+
+
 def most_tokens(p: Problem) -> int:
     """The largest token bound that the latency kernels can be compiled for; 0: none."""
-    if p.num_experts > MAX_EXPERTS:
+    if p.num_experts > MOST_EXPERTS:
         return 0
-    return min(p.max_tokens, MAX_ENTRIES // (p.world_size * p.top_k))
+    bounds = range(1, p.max_tokens + 1)
+    return bisect.bisect_right(bounds, MOST_BLOCK_BYTES, key=lambda tokens: block_bytes(p, tokens))
 
 
 class LatencyHeap(Heap):
-    """The heap with two more sections behind it: a route of each rank, a row of each (source rank, token).
+    """The heap with two more sections behind it: a route of each rank, and rows.
 
-    Their addresses are [bank][source rank] and [bank][source rank][token]; one writer each, the source rank.
+    A route's address is [bank][source rank]. A row's is [bank][source rank][token] in a dispatch, in a combine
+    [bank][copy of the token][token], which is no more: in each operation a place has one writer at most.
     """
 
     def __init__(self, p: Problem, tokens: int) -> None:
@@ -51,7 +83,7 @@ class LatencyHeap(Heap):
         self.tokens = tokens
         self.weight_bytes = (p.top_k * 4 + 15) // 16 * 16
         self.row_stride = packets(p.row_bytes + self.weight_bytes) * PACKET_BYTES
-        self.route_packets = packets(ROUTE_HEADER_BYTES + 2 * tokens * p.top_k)
+        self.route_packets = route_packets(p, tokens)
         self.routes, self.routes_stride = self.take(p.world_size * self.route_packets * PACKET_BYTES)
         self.lines, self.lines_stride = self.take(p.world_size * tokens * self.row_stride)
         self.nbytes = self.end

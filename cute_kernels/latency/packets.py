@@ -6,6 +6,7 @@ that shows the mark is complete. Two lines make 15 payload vectors of 16 bytes: 
 lanes 7 and 15 the two halves of the last one.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..heap import EPOCH, TICKET
+from ..marks import SHIFT
 from ..sync import POLLS_PER_CHECK, Ranks, await_begun, warp_gives_up
+from .heap import WARPS
 
-WARPS = 16
 THREADS = 32 * WARPS
 
 Words = tuple[Uint32, Uint32, Uint32, Uint32]
@@ -143,6 +145,15 @@ def receive_packet(
                     if lane == 0:
                         await_begun(ranks, peer)
     return words[0], words[1], words[2], words[3]
+
+
+def by_mark(ranks: Ranks) -> Ranks:
+    """`ranks` as the mark says, anew: what was made of the epoch before needs no registers until here."""
+    new = copy.copy(ranks)
+    new.mark = arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[ranks.mark])
+    new.epoch = new.mark >> SHIFT
+    new.bank = new.epoch & 1
+    return new
 
 
 def hold_epoch(ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, range_constexpr
+from cutlass import Int32, Int64, Uint16, Uint32, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
@@ -17,7 +17,7 @@ from ..carried import Carried
 from ..experts import first_expert
 from ..heap import Problem
 from ..sync import BAD_EXPERT, Ranks, refuse
-from .heap import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap
+from .heap import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, table_ints
 from .packets import THREADS, WARPS, Words, lane_offset, lane_vector, marks
 
 NO_EXPERT = 0xFFFF
@@ -33,23 +33,29 @@ class Tables(Carried):
     """What a block holds in shared memory while it places rows.
 
     `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
-    32]: the result. `earlier` [warps, experts]: how many entries other warps have seen before. `start`, `limit`,
-    `asked` [experts]: first row, row behind the last one that fits, number of entries.
+    32]: the result. `earlier` [warps, experts], of 16 bits: how many entries other warps have seen before. `start`,
+    `limit`, `asked` [experts]: first row, row behind the last one that fits, number of entries. `found` [2, warps]: how
+    many copies and rows each warp has found (lists.py).
+
+    How long each is says `table_ints`, which also bounds how many tokens there may be.
     """
 
-    carried = ("route", "rows", "earlier", "start", "limit", "asked")
+    carried = ("route", "rows", "earlier", "start", "limit", "asked", "found")
+
+    route: Any
+    rows: Any
+    earlier: Any
+    start: Any
+    limit: Any
+    asked: Any
+    found: Any
 
     def __init__(self, smem: Any, heap: LatencyHeap) -> None:
-        def ints(n: int) -> Any:
-            return smem.allocate_tensor(Int32, cute.make_layout(n))
-
-        problem = heap.problem
-        w, e = problem.world_size, problem.num_experts
         self.route_stride = heap.route_packets * ROUTE_WORDS
-        self.route = smem.allocate_tensor(Uint32, cute.make_layout(w * self.route_stride))
-        self.rows = ints(w * ((heap.tokens * problem.top_k + 31) // 32 * 32))
-        self.earlier = ints(WARPS * e)
-        self.start, self.limit, self.asked = ints(e), ints(e), ints(e)
+        kinds = {"route": Uint32, "earlier": Uint16}
+        for name, ints in table_ints(heap.problem, heap.tokens).items():
+            kind = kinds.get(name, Int32)
+            setattr(self, name, smem.allocate_tensor(kind, cute.make_layout(ints * 32 // kind.width)))
 
 
 @cute.jit
@@ -103,7 +109,7 @@ def clear_counts(tables: Tables, experts: Int32) -> None:
     tid, _, _ = arch.thread_idx()
     i = tid
     while i < WARPS * experts:
-        tables.earlier[i] = 0
+        tables.earlier[i] = Uint16(0)
         i += THREADS
 
 
@@ -183,11 +189,11 @@ def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: 
         at = warp * experts + expert
         number = Int32(-1)
         if expert >= 0:
-            number = tables.earlier[at] + below
+            number = Int32(tables.earlier[at]) + below
         # The leader's update comes after every lane's read.
         arch.sync_warp()
         if expert >= 0 and below == 0:
-            tables.earlier[at] = number + Int32(arch.popc(same))
+            tables.earlier[at] = Uint16(number + Int32(arch.popc(same)))
         arch.sync_warp()
         tables.rows[chunk * 32 + lane] = number
         chunk += 1
@@ -197,18 +203,18 @@ def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: 
     while e < experts:
         total = Int32(0)
         for w in range_constexpr(WARPS):
-            n = tables.earlier[w * experts + e]
-            tables.earlier[w * experts + e] = total
+            n = Int32(tables.earlier[w * experts + e])
+            tables.earlier[w * experts + e] = Uint16(total)
             total += n
         tables.asked[e] = total
         e += THREADS
     arch.sync_threads()
 
     # A warp for each destination: where its segments start. With more ranks than warps, they take turns.
-    for turn in range_constexpr((problem.world_size + WARPS - 1) // WARPS):
-        destination = warp + turn * WARPS
-        if destination < problem.world_size:
-            place_segments(problem, tables, destination, low, high)
+    destination = Int32(warp)
+    while destination < problem.world_size:
+        place_segments(problem, tables, destination, low, high)
+        destination += WARPS
     arch.sync_threads()
 
     chunk = begin
@@ -217,12 +223,19 @@ def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: 
         expert = asked_expert(tables, source, (chunk - source * chunks) * 32 + lane, entries, low, high)
         row = Int32(-1)
         if expert >= 0:
-            row = tables.rows[chunk * 32 + lane] + tables.start[expert] + tables.earlier[warp * experts + expert]
+            earlier = Int32(tables.earlier[warp * experts + expert])
+            row = tables.rows[chunk * 32 + lane] + tables.start[expert] + earlier
             if row >= tables.limit[expert]:
                 row = Int32(-1)
         tables.rows[chunk * 32 + lane] = row
         chunk += 1
     arch.sync_threads()
+
+
+@cute.jit
+def kept_rows(tables: Tables, e: Int32) -> Int32:
+    """How many entries of a placed expert have a row."""
+    return cutlass.max(cutlass.min(tables.asked[e], tables.limit[e] - tables.start[e]), 0)
 
 
 @cute.jit
@@ -240,7 +253,7 @@ def write_segments(problem: cutlass.Constexpr[Problem], tables: Tables, args: An
     while e < count:
         asked = tables.asked[first + e]
         start = tables.start[first + e]
-        kept = cutlass.max(cutlass.min(asked, tables.limit[first + e] - start), 0)
+        kept = kept_rows(tables, first + e)
         end = cutlass.min(start + (asked + alignment - 1) // alignment * alignment, capacity)
         if slots > 0:
             end = start + (kept + alignment - 1) // alignment * alignment

@@ -37,31 +37,35 @@ class Notes(Carried):
 
 @dataclass(frozen=True)
 class Adding:
-    """How a warp adds up items.
+    """How a warp adds up items, of which it looks three ahead.
 
-    `fetch(context, item, peeked)` gives, for a whole warp, the bit mask of lanes that hold a row, the lane's row
-    (counted from address `Items.base`), its weight (used if `weighted`), the address of the sum, and the code to post
-    when it is stored; an empty mask skips the item. `peek(context, item)` are two integers that fetch wants, loaded an
-    item ahead. The row of lane `apart`, if that is not None, is counted from address `Items.apart_base` instead.
+    `scout(context, item)` is what has to be loaded first of an item, `peek(context, scouted)` are two integers that
+    this leads to. `fetch(context, scouted, peeked)` gives, for a whole warp, the bit mask of lanes that hold a row,
+    the lane's row (counted from address `Items.base`), its weight (used if `weighted`), the address of the sum, and the
+    code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last, bit
+    32 of the mask says so; it is row `code` from address `Items.extra_base`.
     """
 
     slices: Slices
     weighted: bool
+    scout: Callable[..., Any]
     peek: Callable[..., Any]
     fetch: Callable[..., Any]
-    apart: int | None = None
+    extra: bool = False
 
 
 class Items(NamedTuple):
-    """Which items a warp adds up: `first` and `first + step`, as far as they are below `total`. Then it claims what
-    none of the `step` warps has, `claims` being this rank's heap, or, if that is None, goes on in steps."""
+    """Which items a warp adds up: `first` and `second`, as far as they are below `total`. Then it claims what none of
+    the `step` warps has that two were dealt out to, `claims` being this rank's heap, or, if that is None, goes on in
+    steps."""
 
     first: Int32
+    second: Int32
     step: Int32
     total: Int32
     base: Int64
     claims: Int64 | None = None
-    apart_base: Any = None  # an address, where a row lies apart
+    extra_base: Any = None  # an address, where there may be extra rows
 
 
 @cute.jit
@@ -70,19 +74,21 @@ def add_items(
     outbox: Outbox | None = None,
 ) -> None:  # fmt: skip
     """By one warp: all its items. Codes are posted to `outbox`, if there is one."""
-    slices, weighted, apart = adding.slices, adding.weighted, adding.apart
-    peek, fetch = adding.peek, adding.fetch
-    item, step, total, base, claims, apart_base = items
+    slices, weighted, extra = adding.slices, adding.weighted, adding.extra
+    scout, peek, fetch = adding.scout, adding.peek, adding.fetch
+    item, upcoming, step, total, base, claims, extra_base = items
     shape = ring.shape
     lane = arch.lane_idx()
     first_note = warp * shape.stages
     acc = cute.make_rmem_tensor((slices.values,), Float32)
     loaded, added, count = Int32(0), Int32(0), Int32(0)
     # The item that loads are being started for.
-    held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
+    mask_type: Any = Int64 if extra else Int32
+    held, left, piece = mask_type(0), mask_type(0), Int32(shape.pieces)
     row, weight, place, code = Int32(0), Float32(1.0), Int64(0), Int32(0)
-    peeked = peek(context, item)
-    upcoming = item + step
+    scouted = scout(context, item)
+    peeked = peek(context, scouted)
+    following = scout(context, upcoming)
     ticket = Int32(0)
     if const_expr(claims is not None):
         ticket = sync.claim(claims)
@@ -93,9 +99,9 @@ def add_items(
             if left == 0:
                 piece += 1
                 if piece >= shape.pieces:
-                    ahead = peek(context, upcoming)
-                    held, row, weight, place, code = fetch(context, item, peeked)
-                    peeked = ahead
+                    ahead = peek(context, following)
+                    held, row, weight, place, code = fetch(context, scouted, peeked)
+                    scouted, peeked = following, ahead
                     piece = Int32(0)
                     if held == 0:
                         piece = Int32(shape.pieces)
@@ -105,9 +111,10 @@ def add_items(
                     else:
                         upcoming = 2 * step + sync.granted(ticket)
                         ticket = sync.claim(claims)
+                    following = scout(context, upcoming)
                 left = held
             if left != 0:
-                k = arch.popc((left & -left) - 1)
+                k = Int32(arch.popc((left & -left) - 1))
                 mark = Int32(0)
                 if left == held:
                     mark = mark | FIRST
@@ -116,11 +123,10 @@ def add_items(
                     mark = mark | LAST
                     if piece == shape.pieces - 1:
                         mark = mark | END
-                rows = base
-                if const_expr(apart is not None):
-                    if k == apart:
-                        rows = apart_base
-                source = rows + Int64(arch.shuffle_sync(row, k)) * shape.row_bytes
+                source = base + Int64(arch.shuffle_sync(row, k & 31)) * shape.row_bytes
+                if const_expr(extra):
+                    if k == 32:
+                        source = extra_base + Int64(code) * shape.row_bytes
                 stage = loaded % shape.stages
                 if const_expr(weighted):
                     factor = arch.shuffle_sync(weight, k)

@@ -1,10 +1,10 @@
 """Throughput combine, one kernel: experts' ranks add up and push, owners add up what arrives behind the push.
 
-Blocks before `pushers` push: an item is a token that has rows here; they are added in fp32 over k ascending, the
-rounded sum goes to the owner's staging row [this rank][token], and the token's flag is set there. The other blocks sum:
-an item is one of this rank's tokens; its flags from the ranks that hold rows of it (known from the route) are awaited
-and their rows added in fp32 over ranks ascending, the token's residual after them. Pushers wait for nobody, so every
-wait ends.
+Blocks before `pushers` push: an item is a copy, the rows here of a token; they are added in fp32 over k ascending, the
+rounded sum goes to the owner's staging row [copy][token], and the flag of that row is set there. The other blocks sum:
+an item is one of this rank's tokens; the flags of its copies that have rows (known from the route) are awaited and
+their sums added in fp32 over ranks ascending, the token's residual after them. Pushers wait for nobody, so every wait
+ends.
 
 The flags of a pushing block are set by a warp of their own (outbox.py), so that no row waits for a fence.
 """
@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..experts import holder_of
-from ..heap import Heap
+from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, owner_of, row_of
+from ..copies import copies_of
+from ..heap import SEND, Heap
 from ..launch import Kernel, RankArgs
 from ..outbox import close, deliver, new_outbox, post
-from ..route import given_row
 from ..rows import Ring, RingShape, Slices, init_ring_barriers, zero_row
 from .adder import Adding, Items, Notes, add_items
-from .staged import token_of
+from .surplus import Parts, Share, count_parts, takes_part
 
 WARPS = 15
 
@@ -37,14 +37,16 @@ class CombineArgs(NamedTuple):
     row_scalars: Int64
     topk_idx: Int64
     send_rows: Int64
-    recv_rows: Int64
+    arrivals: Int64
     residual: Int64
     out: Int64
     out_scalars: Int64
     tokens: Int32
     max_tokens: Int32
     num_rows: Int32  # of y, recv_weights and row_scalars
-    pushers: Int32
+    pushers: Int32  # blocks that push
+    dealt: Int32  # these and those that sum; the others push too, where there are more rows than expected
+    expected: Int32  # load of an average rank: rows, and SEND times its copies
     blocks: Int32
 
 
@@ -83,32 +85,58 @@ class Combine(Kernel):
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()
         if bid == 0:
-            sync.say_hello(ranks, tid, True)
-        warp = arch.make_warp_uniform(tid // 32)
+            sync.say_hello(ranks, tid, 32 * (WARPS + 1), True)
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, WARPS * shape.stages)
         notes = Notes(smem, WARPS * shape.stages)
         buffers = smem.allocate_array(Uint8, WARPS * shape.stages * shape.stride, byte_alignment=128)
         if tid < 32:
             init_ring_barriers(barriers, WARPS * shape.stages)
+        sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
+        found = smem.allocate_tensor(Int32, cute.make_layout(1))
         outbox = new_outbox(smem, WARPS)
-        pushers = args.pushers
+        share = Share(args.pushers, args.expected, blocks - args.dealt)
+        parts = Parts(ranks, args.arrivals, args.num_rows, args.dealt, share, found)
+        if takes_part(parts, bid, SEND):
+            self.take_part(parts, (outbox, buffers, barriers, notes, sources), args)
+            # What was counted reaches all threads.
+            arch.sync_threads()
+            sync.finish(ranks, found[0])
+
+    @cute.jit
+    def take_part(self, parts: Parts, shared: Any, args: CombineArgs) -> None:
+        p, shape, ranks = self.problem, self.ring, parts.ranks
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        warp = arch.make_warp_uniform(tid // 32)
+        outbox, buffers, barriers, notes, sources = shared
+        pushers, dealt = args.pushers, args.dealt
+        pushes = bid < pushers or bid >= dealt
         if warp == WARPS:
-            if bid < pushers:
-                deliver(outbox, ranks, "token", ranks.rank * p.max_tokens, p.max_tokens)
-        elif bid < pushers:
-            item, step, total = warp * pushers + bid, pushers * WARPS, args.max_tokens * p.world_size
+            if tid == 32 * WARPS:
+                count_parts(parts, SEND)  # the warp that has time for it
+            if pushes:
+                deliver(outbox, ranks, "token", p.most_copies * p.max_tokens)
+        elif pushes:
+            item, step = warp * pushers + bid, pushers * WARPS
+            second = item + step
+            if bid >= dealt:
+                item = 2 * step + sync.granted(sync.claim(ranks.own))
+                second = 2 * step + sync.granted(sync.claim(ranks.own))
+            walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
             last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
             last[0] = Int32(-1)
-            pushing = (ranks, total, args, last)
+            pushing = (ranks, walk, args, last)
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
-                adding = Adding(self.slices, self.weighted, self.peek_push, self.fetch_push)
-                add_items(ring, notes, warp, adding, Items(item, step, total, args.y, ranks.own), pushing, outbox)
+                adding = Adding(self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push)
+                items = Items(item, second, step, walk.items, args.y, ranks.own)
+                add_items(ring, notes, warp, adding, items, pushing, outbox)
             else:
                 count = Int32(0)
-                while item < total:
-                    held, _, _, _, code = self.fetch_push(pushing, item, self.peek_push(pushing, item))
+                while item < walk.items:
+                    copy = self.scout_push(pushing, item)
+                    held, _, _, _, code = self.fetch_push(pushing, copy, self.peek_push(pushing, copy))
                     if held != 0:
                         post(outbox, warp, count, code)
                         count += 1
@@ -118,46 +146,49 @@ class Combine(Kernel):
             given_row(ranks, last[0], args.num_rows)
         else:
             summing = (ranks, args)
-            item, step = warp * (blocks - pushers) + bid - pushers, (blocks - pushers) * WARPS
+            item, step = warp * (dealt - pushers) + bid - pushers, (dealt - pushers) * WARPS
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
-                apart = p.world_size if self.residual else None
-                adding = Adding(self.slices, False, self.peek_sum, self.fetch_sum, apart)
-                items = Items(item, step, args.tokens, staging, None, args.residual)
+                adding = Adding(self.slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual)
+                items = Items(item, item + step, step, args.tokens, staging, None, args.residual)
                 add_items(ring, notes, warp, adding, items, summing)
             else:
                 while item < args.tokens:
-                    self.fetch_sum(summing, item, self.peek_sum(summing, item))
+                    token = self.scout_sum(summing, item)
+                    self.fetch_sum(summing, token, self.peek_sum(summing, token))
                     item += step
-        sync.finish(ranks)
 
     @cute.jit
-    def peek_push(self, context: Any, item: Int32) -> tuple[Int32, Int32]:
-        """A lane's row here of one token of some rank, -1 for none."""
-        ranks, total, args = context[:3]
-        p = self.problem
-        lane = arch.lane_idx()
-        token, owner = token_of(p, ranks.rank, item)
-        row = Int32(-1)
-        if item < total and lane < p.top_k:
-            row = ptx.ld_i32(args.recv_rows + (Int64(owner * args.max_tokens + token) * p.top_k + lane) * 4)
-        return row, Int32(0)
+    def scout_push(self, context: Any, item: Int32) -> Copy:
+        """A copy here, if the item is one."""
+        ranks, walk = context[:2]
+        return copy_of(ranks, walk, item)
 
     @cute.jit
-    def fetch_push(self, context: Any, item: Int32, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
-        """The rows here of one token of some rank (see add_items); its scalars go out at once.
+    def peek_push(self, context: Any, copy: Copy) -> tuple[Int32, Int32]:
+        """A lane's row of the copy, -1 for none, and who asked for it."""
+        return row_of(context[1], copy)
+
+    @cute.jit
+    def fetch_push(self, context: Any, copy: Copy, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
+        """The rows of a copy (see add_items); its scalars go out at once.
 
         In the place of a row behind the last one, which is reported, the last one is read: the owner waits for a sum
         all the same. (Where there is none to read it waits until its deadline.)
         """
-        ranks, total, args, last = context
+        ranks, walk, args, last = context
         p = self.problem
-        lane = arch.lane_idx()
-        token, owner = token_of(p, ranks.rank, item)
-        heap = sync.select(ranks.peers, owner)
-        row, _ = peeked
-        place = ranks.at(heap, "rows") + Int64(ranks.rank * p.max_tokens + token) * p.row_bytes
+        copy = guarded(ranks, walk, copy)
+        row, asker = peeked
+        if copy.rows == 0:
+            row = Int32(-1)
+        owner, token, number = Int32(0), Int32(0), Int32(0)
+        if copy.rows != 0:
+            owner, token, number = owner_of(p, copy.home, args.max_tokens)
+        heap = ranks.peer(owner)
+        at = number * p.max_tokens + token
+        place = ranks.at(heap, "rows") + Int64(at) * p.row_bytes
         last[0] = cutlass.max(last[0], row)
         row = cutlass.min(row, args.num_rows - 1)
         weight = Float32(1.0)
@@ -165,10 +196,16 @@ class Combine(Kernel):
             if const_expr(self.weighted):
                 weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
             if const_expr(self.scalars):
-                at = Int64(token * p.top_k + lane) * 4
-                ptx.st_f32(ranks.at(heap, "scalars") + at, ptx.ld_f32(args.row_scalars + Int64(row) * 4))
+                scalar = ptx.ld_f32(args.row_scalars + Int64(row) * 4)
+                k = cutlass.max(asker, 0) % p.top_k
+                ptx.st_f32(ranks.at(heap, "scalars") + Int64(token * p.top_k + k) * 4, scalar)
         held = arch.vote_ballot_sync(row >= 0)
-        return held, row, weight, place, owner * p.max_tokens + token
+        return held, row, weight, place, owner * (p.most_copies * p.max_tokens) + at
+
+    @cute.jit
+    def scout_sum(self, context: Any, token: Int32) -> Int32:
+        """Nothing has to be loaded first."""
+        return token
 
     @cute.jit
     def peek_sum(self, context: Any, token: Int32) -> tuple[Int32, Int32]:
@@ -183,27 +220,23 @@ class Combine(Kernel):
         return row, expert
 
     @cute.jit
-    def fetch_sum(self, context: Any, token: Int32, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
-        """The staged rows of one of this rank's tokens (see add_items), once they have arrived."""
+    def fetch_sum(self, context: Any, token: Int32, peeked: Any) -> tuple[Any, Int32, Float32, Int64, Int32]:
+        """The staged rows of one of this rank's tokens (see add_items), once they have arrived: lane c has copy c."""
         ranks, args = context
         p = self.problem
         lane = arch.lane_idx()
         row, expert = peeked
         at = Int64(token * p.top_k + lane) * 4
-        holder = holder_of(p, expert)
-        # Lane r waits for rank r, if that holds a row of this token.
-        expected = Int32(0)
-        for r in range_constexpr(p.world_size):
-            if arch.vote_any_sync(row >= 0 and holder == r):
-                expected = expected | (Int32(1) << r)
+        # A lane with an entry that opens a copy waits for it, if the copy has a row.
+        copy = copies_of(p, expert, row)
         arrived = Int32(1)
-        if lane < p.world_size:
-            if (expected >> lane) & 1 != 0:
-                arrived = Int32(ranks.wait("token", lane * p.max_tokens + token, lane, token))
+        if copy.expected != 0:
+            arrived = Int32(ranks.wait("token", copy.number * p.max_tokens + token, copy.holder, token))
         # Hands what each lane acquired to the whole warp.
         complete = arch.vote_all_sync(arrived != 0)
+        held = copy.mask
         if not complete:
-            expected = Int32(0)
+            held = Int32(0)
             row = Int32(-1)
         # Ordinary stores filled the staging, bulk copies read it.
         sync.fence_async()
@@ -215,14 +248,13 @@ class Combine(Kernel):
                     value = ptx.ld_f32(ranks.at(ranks.own, "scalars") + at)
                 ptx.st_f32(args.out_scalars + at, value)
         place = args.out + Int64(token) * p.row_bytes
-        source = lane * p.max_tokens + token
+        rows = held
         if const_expr(self.residual):
             # One row more, added last.
+            rows = Int64(held) & 0xFFFFFFFF
             if complete:
-                expected = expected | (Int32(1) << p.world_size)
-            if lane == p.world_size:
-                source = token
+                rows = rows | (Int64(1) << 32)
         if const_expr(self.rows):
-            if expected == 0:
+            if rows == 0:
                 zero_row(p.row_bytes, place, lane)
-        return expected, source, Float32(1.0), place, Int32(0)
+        return rows, lane * p.max_tokens + token, Float32(1.0), place, token

@@ -19,10 +19,10 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..arrivals import given_row
 from ..experts import holder_of
 from ..heap import Heap
-from ..launch import Addresses, Kernel, RankArgs
-from ..route import given_row
+from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
 
 WARPS = 12
@@ -42,9 +42,9 @@ class GatherArgs(NamedTuple):
     topk_idx: Int64
     send_rows: Int64
     out: Int64
+    bases: Int64  # address of a table of the addresses of row 0 at each rank
     tokens: Int32
     num_rows: Int32  # that each rank holds
-    bases: Addresses  # of row 0 at each rank
     blocks: Int32
 
 
@@ -76,7 +76,7 @@ class Gather(Kernel):
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
         sync.fence_async()
         if bid == 0:
-            sync.say_hello(ranks, tid, True)
+            sync.say_hello(ranks, tid, 32 * WARPS, True)
         warp = arch.make_warp_uniform(tid // 32)
         smem = cutlass.memory.SmemAllocator()
         stages = WARPS * shape.stages
@@ -91,9 +91,11 @@ class Gather(Kernel):
         if tid == 0:
             lost[0] = 0
         arch.sync_threads()
-        if tid < p.world_size:
-            if not ranks.wait("hello", tid, tid, 0):
+        peer = Int32(tid)
+        while peer < p.world_size:
+            if not ranks.wait("hello", peer, peer, 0):
                 lost[0] = 1
+            peer += 32 * WARPS
         # Hands the barriers, and what was acquired, to the whole block; then to its bulk copies.
         arch.sync_threads()
         sync.fence_async()
@@ -103,7 +105,7 @@ class Gather(Kernel):
             ring = Ring(shape, buffers, barriers, warp)
             context = (ranks, args, args.tokens * shape.pieces)
             self.add_items(ring, notes, context, warp * blocks + bid, blocks * WARPS)
-        sync.finish(ranks, fetched=True)
+        sync.finish(ranks, blocks, fetched=True)
 
     @cute.jit
     def add_items(self, ring: Ring, notes: Any, context: Any, item: Int32, step: Int32) -> None:
@@ -225,24 +227,23 @@ class Gather(Kernel):
         holder = Int32(-1)
         if row >= 0:
             holder = holder_of(p, expert)
-        held, position, mark = Int32(0), Int32(0), Int32(0)
-        for r in range_constexpr(p.world_size):
-            here = arch.vote_ballot_sync(holder == r)
-            count = Int32(arch.popc(here))
-            if holder > r:
-                position += count
-            if holder == r:
-                below = Int32(arch.popc(here & arch.lanemask_lt()))
-                position += below
-                if below == 0:
-                    mark = mark | OPENS
-                if below == count - 1:
-                    mark = mark | CLOSES
-            held += count
+        same = arch.match_sync(0xFFFFFFFF, holder)
+        held = Int32(arch.popc(arch.vote_ballot_sync(row >= 0)))
+        mark = Int32(0)
+        below = Int32(arch.popc(same & arch.lanemask_lt()))
+        position = below
+        for k in range_constexpr(p.top_k):
+            other = arch.shuffle_sync(holder, k)
+            if other >= 0 and other < holder:
+                position += 1
+        if below == 0:
+            mark = mark | OPENS
+        if below == Int32(arch.popc(same)) - 1:
+            mark = mark | CLOSES
         # Lane 0 has read the order of the item before.
         arch.sync_warp()
         if row >= 0:
-            address = sync.select(args.bases, holder) + Int64(row) * p.row_bytes + at
+            address = ptx.ld_constant(args.bases + Int64(holder) * 8) + Int64(row) * p.row_bytes + at
             (order + position).store(address + mark)
         arch.sync_warp()
         if held == 0:

@@ -1,11 +1,11 @@
 """First kernel of a throughput dispatch: publish the route, place every row, stage the rows.
 
 Blocks that work side by side:
-  tile blocks       (the first `problem.tiles`) write expert ids, positions, counts and weights of a tile of their own
-                    tokens where peers read them, wait for the tiles of all ranks, and turn them into rows
+  tile blocks       (the first `problem.tiles`) tell the peers of a tile of their own tokens: counts to all, entries to
+                    the holders of their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
   staging blocks    copy x into staging, chunk by chunk (stage.py)
   announcing block  (the last) tells the peers of each chunk
-Each tile block publishes before it waits, staging blocks wait for nobody, the announcing block for staging blocks that
+Each tile block tells before it waits, staging blocks wait for nobody, the announcing block for staging blocks that
 run already. So all waits end, provided that all tile blocks run at once: they are the first of the grid, and fewer than
 any supported GPU has multiprocessors.
 
@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
 from ..launch import Kernel, RankArgs
-from ..route import Tables, place_tile, place_weights, publish_positions
+from ..placing import finish_tile, new_tables, place_tile, place_weights
+from ..route import Counters, publish_tile, tile_of
 from ..rows import RingShape
 from .stage import announce, ring_shape, stage
 
@@ -32,14 +33,14 @@ THREADS = 32 * PLACING_WARPS
 
 
 class PublishArgs(NamedTuple):
-    """Along a known route `recv_rows` is given, not written, and `send_rows`, `offs`, `counts`, `dropped` are none."""
+    """Along a known route `arrivals` is given, not written, and `send_rows`, `offs`, `counts`, `dropped` are none."""
 
     ranks: RankArgs
     x: Int64
     topk_idx: Int64
     topk_weights: Int64
     send_rows: Int64
-    recv_rows: Int64
+    arrivals: Int64
     offs: Int64
     counts: Int64
     dropped: Int64
@@ -47,6 +48,7 @@ class PublishArgs(NamedTuple):
     tokens: Int32
     max_tokens: Int32
     capacity: Int32  # rows of the receive buffer
+    num_rows: Int32  # that `arrivals` has room for: as many, or all that may come where the capacity knows no bound
     alignment: Int32
     slots: Int32
     blocks: Int32
@@ -87,7 +89,7 @@ class Publish(Kernel):
         blocks, _, _ = arch.grid_dim()
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         if bid == 0:
-            sync.say_hello(ranks, tid, True)
+            sync.say_hello(ranks, tid, THREADS, True)
 
         # Every block runs and has read the epoch: the pull kernel may take the multiprocessors that are left. It reads
         # the epoch, x and a known route without waiting for this kernel to end, so all that must have been written
@@ -104,38 +106,34 @@ class Publish(Kernel):
             else:
                 announce(ranks, smem, args.tokens, THREADS)
         if const_expr(self.ends_operation):
-            sync.finish(ranks)
+            sync.finish(ranks, blocks)
 
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: PublishArgs) -> None:
         p = self.problem
         tid, _, _ = arch.thread_idx()
-        tokens, max_tokens = args.tokens, args.max_tokens
-        first = tile * ((max_tokens + p.tiles - 1) // p.tiles) * p.top_k
-        end = cutlass.min(first + (max_tokens + p.tiles - 1) // p.tiles * p.top_k, tokens * p.top_k)
         failed = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:
             failed[0] = 0
         if const_expr(self.route):
-            table = smem.allocate_tensor(Int32, cute.make_layout(p.table_entries))
-            start = smem.allocate_tensor(Int32, cute.make_layout(2 * p.num_experts))
-            header = smem.allocate_tensor(Int32, cute.make_layout(4 * p.world_size))
-            publish_positions(ranks, args.topk_idx, tile, first, end, THREADS // 32, table, start)
-            if tid == 0 and tile == 0:
-                values = (tokens, args.capacity, args.alignment, args.slots)
-                for i in range_constexpr(4):
-                    ptx.st_i32(ranks.at(ranks.own, "header") + i * 4, values[i])
+            table = smem.allocate_tensor(Int32, cute.make_layout(p.table_ints))
+            total = smem.allocate_tensor(Int32, cute.make_layout(p.counters))
+            tables = new_tables(p, smem, table)
+            publish_tile(ranks, Counters(table, total), THREADS, tile, args)
         if const_expr(self.weights):
-            j = first + tid
-            while j < end:
+            first, end = tile_of(p, tile, args.max_tokens, args.tokens)
+            j = first * p.top_k + tid
+            while j < end * p.top_k:
                 weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
                 ptx.st_f32(ranks.at(ranks.own, "weights") + Int64(j) * 4, weight)
                 j += THREADS
         # All of the block's stores come before the release of the flags.
         arch.sync_threads()
-        if tid < p.world_size:
-            ranks.signal("route", tid, ranks.rank * p.tiles + tile)
-        i = tid
+        peer = Int32(tid)
+        while peer < p.world_size:
+            ranks.signal("route", peer, ranks.rank * p.tiles + tile)
+            peer += THREADS
+        i = Int32(tid)
         while i < p.world_size * p.tiles:
             if not ranks.wait("route", i, i // p.tiles, i % p.tiles):
                 failed[0] = 1
@@ -144,10 +142,11 @@ class Publish(Kernel):
         arch.sync_threads()
         ok = 1 - failed[0]
         if const_expr(self.route):
-            earlier = cute.make_tensor(table.iterator + p.world_size * p.num_experts, table.layout)
-            place_tile(ranks, THREADS, self.weights, ok, tile, Tables(table, earlier, start, header), args)
+            place_tile(ranks, THREADS, ok, tile, tables, args)
+            # The tile's part of the lists comes before the release.
+            arch.sync_threads()
+            if tid == 0:
+                ranks.signal("placed", ranks.rank, tile)
+            finish_tile(ranks, THREADS, self.weights, tile, tables, args)
         else:
             place_weights(ranks, THREADS, ok, tile, args)
-        arch.sync_threads()
-        if tid == 0:
-            ranks.signal("placed", ranks.rank, tile)

@@ -5,6 +5,11 @@ hold one of its places each start a bulk copy out. Nothing passes through regist
 One more warp of each block clears the padding.
 
 Where a publish kernel goes before, this one is launched while that runs: `placed` flags say when the route is there.
+
+A rank with more rows than others takes more blocks (surplus.py). Where the route is known they belong to the grid.
+Where it is placed meanwhile they are a grid of their own (`joins`), launched when all blocks of the first have seen the
+route, so that none of them waits for it: they share the claims, and the operation ends with the last block of both. Its
+first block takes part in any case, and ends last: what follows on the stream is to wait for both.
 """
 
 from dataclasses import dataclass
@@ -15,18 +20,19 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import sync
+from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, owner_of
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
-from ..route import given_row
 from ..rows import Ring, RingShape, init_ring_barriers
-from .staged import Segments, await_rows, clear_padding, source_row, token_of
+from .staged import Segments, await_rows, clear_padding, new_known, source_row
+from .surplus import Parts, Share, count_parts, takes_part
 
 
 class PullArgs(NamedTuple):
     ranks: RankArgs
     x: Int64
-    recv_rows: Int64
+    arrivals: Int64
     offs: Int64
     counts: Int64
     recv_x: Int64
@@ -34,19 +40,24 @@ class PullArgs(NamedTuple):
     max_tokens: Int32
     alignment: Int32
     num_rows: Int32  # of recv_x
+    dealt: Int32  # blocks that have items dealt out
+    expected: Int32  # rows and copies of an average rank
+    joining: Int32  # blocks that may join these, in the same grid or in one that joins
     blocks: Int32
 
 
 @dataclass(frozen=True)
 class Pull(Kernel):
     """`weights`: recv_weights has padding to clear too. `begins_operation`: no publish kernel goes before.
-    `placed`: the publish kernel places the route that is read here."""
+    `placed`: the publish kernel places the route that is read here. `joins`: another grid of this operation has
+    begun."""
 
     NAME, Args = "ep_pull", PullArgs
 
     weights: bool
     begins_operation: bool
     placed: bool
+    joins: bool = False
 
     @property
     def ring(self) -> RingShape:
@@ -66,86 +77,122 @@ class Pull(Kernel):
         ranks = sync.Ranks(Heap(p), args.ranks)
         if const_expr(self.begins_operation):
             if bid == 0:
-                sync.say_hello(ranks, tid, True)
+                sync.say_hello(ranks, tid, 32 * (shape.warps + 1), True)
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, shape.warps * shape.stages)
         buffers = smem.allocate_array(Uint8, shape.warps * shape.stages * shape.stride, byte_alignment=128)
         # What a lane has to store from a stage; written and read by the same lane.
         places = smem.allocate_tensor(Int32, cute.make_layout(shape.warps * shape.stages * 32))
-        warp = arch.make_warp_uniform(tid // 32)
         if tid < 32:
             init_ring_barriers(barriers, shape.warps * shape.stages)
+        known = new_known(p, smem, shape.warps)
+        sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
+        ring_memory = (buffers, barriers)
+        found = smem.allocate_tensor(Int32, cute.make_layout(1))
         lost = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:
             lost[0] = 0
         arch.sync_threads()
         if const_expr(self.placed):
             if tid < p.tiles:
-                if not ranks.wait("placed", tid, ranks.rank, tid):
+                if const_expr(self.joins):
+                    # When this grid is launched the route is placed. A block that does not see it has come after the
+                    # operation's end, which waits for those alone that take part: it is not needed, and leaves.
+                    if not ranks.seen("placed", tid):
+                        lost[0] = 1
+                elif not ranks.wait("placed", tid, ranks.rank, tid):
                     lost[0] = 1
         # Hands the barriers, and the route that was acquired, to the whole block.
         arch.sync_threads()
+        if const_expr(self.placed and not self.joins):
+            arch.griddepcontrol_launch_dependents()
+        # Of a grid that joins, the first block takes part in any case.
+        always, number = args.dealt, bid
+        if const_expr(self.placed):
+            always += cutlass.min(args.joining, 1)
+        if const_expr(self.joins):
+            number += args.dealt
+        most = args.dealt + args.joining - always
+        share = Share(always, args.expected, most)
+        if lost[0] != 0:
+            share = Share(always, args.expected, Int32(0))
+        parts = Parts(ranks, args.arrivals, args.num_rows, always, share, found)
+        if takes_part(parts, number, 1.0):
+            self.take_part(parts, (ring_memory, places, sources, known, lost), number, args)
+            # What was counted reaches all threads.
+            arch.sync_threads()
+            sync.finish(ranks, found[0])
+        if const_expr(self.joins):
+            if bid == 0:
+                arch.griddepcontrol_wait()
+
+    @cute.jit
+    def take_part(self, parts: Parts, shared: Any, number: Int32, args: PullArgs) -> None:
+        """A block's share, as the `number`-th of all that take part."""
+        p, shape, ranks = self.problem, self.ring, parts.ranks
+        tid, _, _ = arch.thread_idx()
+        warp = arch.make_warp_uniform(tid // 32)
+        (buffers, barriers), places, sources, known, lost = shared
+        if tid == 32 * shape.warps:
+            count_parts(parts, 1.0)  # the warp that has time for it
         if lost[0] != 0:
             pass  # reported; without a route nothing can be moved
         elif warp < shape.warps:
             ring = Ring(shape, buffers, barriers, warp)
-            self.move_rows(ranks, ring, places, warp, args)
-        else:
+            mine = cute.make_tensor(known.iterator + warp * p.world_size, cute.make_layout(p.world_size))
+            self.move_rows(ranks, ring, (places, sources, mine), (warp, number), args)
+        elif number < args.dealt:
             segments = Segments(args.offs, args.counts, args.alignment, args.num_rows)
-            clear_padding(ranks, segments, not self.placed, args.recv_x, args.recv_weights, self.weights)
-        if const_expr(not self.begins_operation):
+            clear_padding(ranks, segments, not self.placed, args.recv_x, args.recv_weights, self.weights, args.dealt)
+        if const_expr(not self.begins_operation and not self.joins):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
-        sync.finish(ranks)
 
     @cute.jit
-    def move_rows(self, ranks: sync.Ranks, ring: Ring, places: Any, warp: Int32, args: PullArgs) -> None:
-        """One warp's items, one dealt out, others claimed. An item is a piece of the row of (source rank, token)."""
+    def move_rows(self, ranks: sync.Ranks, ring: Ring, shared: Any, place: tuple[Int32, Int32], args: PullArgs) -> None:
+        """One warp's items, two dealt out, others claimed. An item is a piece of the row of a copy. `place`: the warp
+        in its block, and the block among all that take part."""
         p, shape = self.problem, self.ring
+        places, sources, known = shared
+        warp, number = place
         lane = arch.lane_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
-        step = blocks * shape.warps
-        total = Int32(args.max_tokens * (p.world_size * shape.pieces))
-        item = warp * blocks + bid
+        step = args.dealt * shape.warps
+        walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
+        total = walk.items * shape.pieces
+        first = warp * args.dealt + number
+        ahead = look_ahead(ranks, walk, shape.pieces, first, step, number < args.dealt)
         loaded = Int32(0)
         stored = Int32(0)
-        known = Int32(1) << ranks.rank
-        ticket = sync.claim(ranks.own)
         more = Int32(1)
         while more != 0:
             # Start loads until all stages are under way.
-            while loaded - stored < shape.stages and item < total:
-                token, source = token_of(p, ranks.rank, item // shape.pieces)
-                place = Int32(-1)
-                if lane < p.top_k:
-                    at = (Int64(source * args.max_tokens + token) * p.top_k + lane) * 4
-                    place = ptx.ld_i32(args.recv_rows + at)
+            while loaded - stored < shape.stages and ahead.item < total:
+                copy, row = ahead.copy, ahead.row
                 if const_expr(not self.placed):
-                    place = given_row(ranks, place, args.num_rows)
-                if arch.vote_any_sync(place >= 0):
-                    ready, known = await_rows(ranks, known, source, token)
-                    if ready == 0:
+                    copy = guarded(ranks, walk, copy)
+                    row = given_row(ranks, row, args.num_rows)
+                if copy.rows > 0:
+                    source, token, _ = owner_of(p, copy.home, args.max_tokens)
+                    if await_rows(ranks, known, source, token) == 0:
                         total = Int32(0)  # reported: leave the rest
                     else:
                         stage = loaded % shape.stages
-                        piece = item % shape.pieces
-                        if place >= 0:
-                            place = place * shape.pieces + piece
-                        places[(warp * shape.stages + stage) * 32 + lane] = place
+                        piece = ahead.item % shape.pieces
+                        if row >= 0:
+                            row = row * shape.pieces + piece
+                        places[(warp * shape.stages + stage) * 32 + lane] = row
                         if lane == 0:
                             at = source_row(ranks, args.x, source, token) + piece * shape.piece_bytes
                             ring.load(stage, at, shape.bytes_of(piece))
                         loaded += 1
-                item = step + sync.granted(ticket)
-                ticket = sync.claim(ranks.own)
+                ahead = look_further(ranks, walk, shape.pieces, ahead, step)
             if stored < loaded:
                 stage = stored % shape.stages
                 ring.wait(stage, (stored // shape.stages) & 1)
-                place = places[(warp * shape.stages + stage) * 32 + lane]
-                if place >= 0:
-                    piece = place % shape.pieces
-                    at = Int64(place // shape.pieces) * p.row_bytes + piece * shape.piece_bytes
+                row = places[(warp * shape.stages + stage) * 32 + lane]
+                if row >= 0:
+                    piece = row % shape.pieces
+                    at = Int64(row // shape.pieces) * p.row_bytes + piece * shape.piece_bytes
                     ring.store(stage, args.recv_x + at, shape.bytes_of(piece))
                 # Until all lanes' copies have left shared memory, so that the stage may be filled again. Meanwhile the
                 # loads of the other stages are under way.
@@ -153,6 +200,6 @@ class Pull(Kernel):
                 arch.cp_async_bulk_wait_group(0, read=True)
                 arch.sync_warp()
                 stored += 1
-            more = Int32(stored < loaded or item < total)
+            more = Int32(stored < loaded or ahead.item < total)
         # The rows lie in memory before the block ends.
         arch.cp_async_bulk_wait_group(0)

@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, owner_of
 from ..heap import Heap
 from ..launch import Kernel, RankArgs
-from ..route import given_row
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
 from .adder import Notes
-from .staged import Segments, await_rows, clear_padding, source_row, token_of
+from .staged import Segments, await_rows, clear_padding, new_known, source_row
 
 WARPS = 15
 GRADIENT = 32
-"""What is noted of a stage that holds a slice of g; of other stages it is the k of their row."""
+"""What is noted of a stage that holds a slice of g; of other stages it is their row's number in the copy."""
 
 
 class PullScaledArgs(NamedTuple):
@@ -32,7 +32,7 @@ class PullScaledArgs(NamedTuple):
     grad_out: Int64
     y: Int64
     recv_weights: Int64
-    recv_rows: Int64
+    arrivals: Int64
     offs: Int64
     counts: Int64
     grad_y: Int64
@@ -73,34 +73,44 @@ class PullScaled(Kernel):
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         if const_expr(self.begins_operation):
             if bid == 0:
-                sync.say_hello(ranks, tid, True)
+                sync.say_hello(ranks, tid, 32 * (WARPS + 1), True)
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, WARPS * shape.stages)
         notes = Notes(smem, WARPS * shape.stages)
         buffers = smem.allocate_array(Uint8, WARPS * shape.stages * shape.stride, byte_alignment=128)
+        known = new_known(self.problem, smem, WARPS)
+        sources = smem.allocate_tensor(Int32, cute.make_layout(self.problem.world_size + 1))
         warp = arch.make_warp_uniform(tid // 32)
         if tid < 32:
             init_ring_barriers(barriers, WARPS * shape.stages)
+        blocks, _, _ = arch.grid_dim()
+        # Hands the barriers to the whole block.
         arch.sync_threads()
         if warp < WARPS:
             ring = Ring(shape, buffers, barriers, warp)
-            self.move(ranks, ring, notes, warp, args)
+            world_size = self.problem.world_size
+            mine = cute.make_tensor(known.iterator + warp * world_size, cute.make_layout(world_size))
+            self.move(ranks, ring, (notes, sources, mine), warp, args)
         else:
             segments = Segments(args.offs, args.counts, args.alignment, args.num_rows)
-            clear_padding(ranks, segments, True, args.grad_y, args.grad_weights, True)
+            clear_padding(ranks, segments, True, args.grad_y, args.grad_weights, True, blocks)
         if const_expr(not self.begins_operation):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
-        sync.finish(ranks)
+        sync.finish(ranks, blocks)
 
     @cute.jit
-    def move(self, ranks: sync.Ranks, ring: Ring, notes: Notes, warp: Int32, args: PullScaledArgs) -> None:
-        """One warp's items, one dealt out, the others claimed: an item is the rows here of (source rank, token)."""
+    def move(self, ranks: sync.Ranks, ring: Ring, shared: Any, warp: Int32, args: PullScaledArgs) -> None:
+        """One warp's items, two dealt out, the others claimed: an item is a copy."""
         p, shape, slices = self.problem, ring.shape, self.slices
+        notes, sources, known = shared
         lane = arch.lane_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        item, step, total = warp * blocks + bid, blocks * WARPS, args.max_tokens * p.world_size
+        step = blocks * WARPS
+        walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
+        total = walk.items
+        ahead = look_ahead(ranks, walk, 1, warp * blocks + bid, step, Boolean(True))
         first_note = warp * shape.stages
         g = cute.make_rmem_tensor((4 * slices.vectors,), Uint32)
         dot = Float32(0.0)
@@ -108,12 +118,10 @@ class PullScaled(Kernel):
         # The item that loads are being started for.
         held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
         row, weight, gradient = Int32(0), Float32(0.0), Int64(0)
-        known = Int32(1) << ranks.rank
-        ticket = sync.claim(ranks.own)
         more = Int32(1)
         while more != 0:
             # All stages are to be under way.
-            while loaded - used < shape.stages and (left != 0 or piece < shape.pieces - 1 or item < total):
+            while loaded - used < shape.stages and (left != 0 or piece < shape.pieces - 1 or ahead.item < total):
                 stage = loaded % shape.stages
                 note = first_note + stage
                 if left != 0:
@@ -132,18 +140,16 @@ class PullScaled(Kernel):
                 else:
                     piece += 1
                     if piece >= shape.pieces:
-                        token, source = token_of(p, ranks.rank, item)
-                        row = Int32(-1)
-                        if lane < p.top_k:
-                            at = (Int64(source * args.max_tokens + token) * p.top_k + lane) * 4
-                            row = ptx.ld_i32(args.recv_rows + at)
-                        row = given_row(ranks, row, args.num_rows)
+                        copy = guarded(ranks, walk, ahead.copy)
+                        row = given_row(ranks, ahead.row, args.num_rows)
                         held = arch.vote_ballot_sync(row >= 0)
+                        if copy.rows == 0:
+                            held = Int32(0)
                         piece = Int32(shape.pieces)
-                        item = step + sync.granted(ticket)
-                        ticket = sync.claim(ranks.own)
+                        ahead = look_further(ranks, walk, 1, ahead, step)
                         if held != 0:
-                            ready, known = await_rows(ranks, known, source, token)
+                            source, token, _ = owner_of(p, copy.home, args.max_tokens)
+                            ready = await_rows(ranks, known, source, token)
                             if ready == 0:
                                 # Reported: leave the rest.
                                 held = Int32(0)
@@ -201,4 +207,4 @@ class PullScaled(Kernel):
                 # All lanes have read the stage and its notes before they are filled again.
                 arch.sync_warp()
                 used += 1
-            more = Int32(used < loaded or left != 0 or piece < shape.pieces - 1 or item < total)
+            more = Int32(used < loaded or left != 0 or piece < shape.pieces - 1 or ahead.item < total)

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, range_constexpr
+from cutlass import Int32, Int64, Uint8
 from cutlass.cute import arch
 
 from .. import ptx, sync
@@ -124,10 +124,12 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Const
                 left = left & (left - 1)
                 at = arch.shuffle_sync(group, w) + lane
                 if (arch.shuffle_sync(theirs, w) >> lane) & 1 != 0:
-                    for r in range_constexpr(1, problem.world_size):
+                    r = Int32(1)
+                    while r < problem.world_size:
                         peer = (ranks.rank + r) % problem.world_size
-                        flags = ranks.at(sync.select(ranks.peers, peer), "chunk") + first * 8
+                        flags = ranks.at(ranks.peer(peer), "chunk") + first * 8
                         ptx.st_relaxed_sys(flags + Int64(at) * 8, ranks.mark)
+                        r += 1
             done = done | theirs
             if done == -1:
                 done = Int32(0)

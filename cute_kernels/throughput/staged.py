@@ -1,10 +1,10 @@
 """What kernels share that fetch staged rows: which rows, when they are there, and the padding that goes with them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int8, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
@@ -14,31 +14,34 @@ from ..rows import zero_row
 
 
 @cute.jit
-def token_of(problem: cutlass.Constexpr[Problem], rank: Int32, item: Int32) -> tuple[Int32, Int32]:
-    """Token and rank of an item. A token's ranks follow each other, rotated, so that all links are busy all the time
-    and no warp meets one rank only."""
-    token = item // problem.world_size
-    return token, (item + token + token // 4 + token // 16 + rank + 1) % problem.world_size
+def await_rows(ranks: sync.Ranks, known: Any, source: Int32, token: Int32) -> Int32:
+    """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported). `known` [W] in shared memory
+    is the warp's own: which ranks have told that all their rows are staged."""
+    ready = Int32(1)
+    if source != ranks.rank:
+        if arch.lane_idx() == 0:
+            if known[source] == 0:
+                if ranks.seen("staged", source):
+                    known[source] = Int8(1)
+                elif not ranks.wait("chunk", chunk_of(ranks, source, token), source, token):
+                    ready = Int32(0)
+                # Bulk copies come after what was acquired.
+                sync.fence_async()
+        ready = arch.shuffle_sync(ready, 0)
+    return ready
 
 
 @cute.jit
-def await_rows(ranks: sync.Ranks, known: Int32, source: Int32, token: Int32) -> tuple[Int32, Int32]:
-    """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported), and the updated `known`, the
-    bit mask of the ranks whose rows are all staged."""
-    ready = Int32(1)
-    if (known >> source) & 1 == 0:
-        ready = Int32(0)
-        if arch.lane_idx() == 0:
-            if ranks.seen("staged", source):
-                ready = Int32(2)
-            elif ranks.wait("chunk", chunk_of(ranks, source, token), source, token):
-                ready = Int32(1)
-            # Bulk copies come after what was acquired.
-            sync.fence_async()
-        ready = arch.shuffle_sync(ready, 0)
-        if ready == 2:
-            known = known | (Int32(1) << source)
-    return ready, known
+def new_known(problem: cutlass.Constexpr[Problem], smem: Any, warps: cutlass.Constexpr[int]) -> Any:
+    """By the whole block, with a barrier behind it: `known` of all warps, one after the other."""
+    tid, _, _ = arch.thread_idx()
+    threads, _, _ = arch.block_dim()
+    known = smem.allocate_tensor(Int8, cute.make_layout(warps * problem.world_size))
+    i = Int32(tid)
+    while i < warps * problem.world_size:
+        known[i] = Int8(0)
+        i += threads
+    return known
 
 
 def chunk_of(ranks: sync.Ranks, source: Int32, token: Int32) -> Int32:
@@ -51,7 +54,7 @@ def source_row(ranks: sync.Ranks, x: Int64, source: Int32, token: Int32) -> Int6
     """Address of a token's row: this rank's own lies in x."""
     base = x
     if source != ranks.rank:
-        base = ranks.at(sync.select(ranks.peers, source), "rows")
+        base = ranks.at(ranks.peer(source), "rows")
     return base + Int64(token) * ranks.heap.problem.row_bytes
 
 
@@ -67,15 +70,14 @@ class Segments(NamedTuple):
 @cute.jit
 def clear_padding(
     ranks: sync.Ranks, segments: Segments, given: cutlass.Constexpr[bool], rows: Int64, scalars: Int64,
-    scalar: cutlass.Constexpr[bool],
+    scalar: cutlass.Constexpr[bool], blocks: Int32,
 ) -> None:  # fmt: skip
-    """One warp of each block: zeroes the rows between each segment's last row and its padded end, and with `scalar`
-    the scalars that go with them. `given`: the segments come from the operator's caller."""
+    """One warp of each of the first `blocks` blocks: zeroes the rows between each segment's last row and its padded
+    end, and with `scalar` the scalars that go with them. `given`: the segments come from the operator's caller."""
     problem = ranks.heap.problem
     alignment = segments.alignment
     lane = arch.lane_idx()
     bid, _, _ = arch.block_idx()
-    blocks, _, _ = arch.grid_dim()
     first_local, end_local = local_experts(problem, ranks.rank)
     e = bid
     while e < end_local - first_local:

@@ -14,8 +14,23 @@ Asker number p gets row ``begin + p`` if that lies within the segment, and is *d
 capacity, alignment and slots apply to its rows; all ranks learn them. A naming outside [-1, E) is refused.
 
 **Route.** Five int32 tensors: ``topk_idx`` [T, K]; ``send_rows`` [T, K], the row at the expert's rank, -1 where none;
-``recv_rows`` [W, max_tokens, K], the row here of (source rank, token, k), -1 where none; ``counts`` [El], kept rows of
-each local expert; ``offs`` [El] = begin + pad(counts). Planning also gives ``dropped`` [El].
+``arrivals`` [4 R + W + 3]; ``counts`` [El], kept rows of each local expert; ``offs`` [El] = begin + pad(counts).
+Planning also gives ``dropped`` [El]. R is the number of rows of the receive buffer: the capacity, or ``offs[-1]`` of a
+dynamic dispatch.
+
+``arrivals`` holds three lists, one after the other. A token has a *copy* at each rank where rows of it were kept. The
+distinct ranks that its ids name, ascending, number its copies 0, 1, ..., those included that have kept none of its
+rows. C = min(K, W).
+
+* ``copies`` [R + 1, 2]: for each copy here, in the order of (source rank, token), where its rows begin in ``owned``
+  and its *home*, (source rank * max_tokens + token) * C + copy number; behind the last one the number of kept rows, and
+  something undefined;
+* ``owned`` [R, 2]: the kept rows in the order of (source rank, token, k), each with (source rank * max_tokens + token)
+  * K + k of its asker;
+* ``sources`` [W + 1]: where in ``copies`` those of each source rank begin; the last one is the number of copies.
+
+What lies behind the last copy and behind the last kept row is undefined (here -1) and no operator reads it. Operators
+along a route take the ``max_tokens`` that it was planned with, and rows as many as it was planned for.
 
 **Contents.** A kept row of ``recv_x`` holds x of its token, of ``recv_weights`` the weight of its (token, k). The
 padding rows of each segment, [begin + counts, offs), hold zeros. What other rows hold is undefined (here NaN, so that
@@ -46,6 +61,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import arrivals
 from ..config import Member
 from ..exchange import Exchange
 from ..records import Placed, Route, Sizes
@@ -113,13 +129,16 @@ class ReferenceBackend:
         expert = everyone.clamp(min=0)
         has_row = (everyone >= 0) & (position < keep[expert])
         rows = torch.where(has_row, begin[expert] + position, -1)
-        here = self.rank_of_expert[expert] == self.rank
+        destination = torch.where(everyone >= 0, self.rank_of_expert[expert], self.world_size)
         mine = slice(sum(self.experts_per_rank[: self.rank]), sum(self.experts_per_rank[: self.rank + 1]))
         counts = keep[mine]
+        offs = (begin[mine] + _pad(counts, alignment)).int()
+        if capacity == _UNBOUNDED:
+            capacity = int(offs[-1]) if offs.numel() else 0
         return Placed(
             rows[self.rank, : topk_idx.shape[0]].int(),
-            torch.where(here, rows, -1).int(),
-            (begin[mine] + _pad(counts, alignment)).int(),
+            arrivals.pack(torch.where(destination == self.rank, rows, -1), capacity, self._copy_numbers(destination)),
+            offs,
             counts.int(),
             (asked[mine] - counts).int(),
         )
@@ -133,6 +152,13 @@ class ReferenceBackend:
         position = torch.empty_like(none_last)
         position[order] = torch.arange(order.numel(), device=self.device) - before[none_last[order]]
         return position.view_as(everyone), asked[: self.num_experts]
+
+    def _copy_numbers(self, destination: Tensor) -> Tensor:
+        """[W, max_tokens] number of each token's copy here: how many earlier ranks its ids name."""
+        number = torch.zeros(destination.shape[:2], dtype=torch.long, device=self.device)
+        for rank in range(self.rank):
+            number += (destination == rank).any(2)
+        return number
 
     def _invalid_expert(self, topk_idx: Tensor) -> str | None:
         invalid = (topk_idx < -1) | (topk_idx >= self.num_experts)
@@ -150,7 +176,7 @@ class ReferenceBackend:
         """Plan and move."""
         self._begin()
         placed = self._plan("dispatch", topk_idx, sizes, topk_weights is not None)
-        return *self._to_rows(x, topk_weights, _along(topk_idx, placed, sizes.alignment, sizes.capacity)), *placed
+        return *self._to_rows(x, topk_weights, _along(topk_idx, placed, sizes)), *placed
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
@@ -159,8 +185,9 @@ class ReferenceBackend:
         self._begin()
         sizes = Sizes(_UNBOUNDED, alignment, 0, max_tokens)
         placed = self._plan("dispatch_dynamic", topk_idx, sizes, topk_weights is not None)
-        num_rows = int(placed.offs[-1]) if placed.offs.numel() else 0
-        return *self._to_rows(x, topk_weights, _along(topk_idx, placed, alignment, num_rows)), *placed
+        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.world_size)
+        route = _along(topk_idx, placed, sizes._replace(capacity=num_rows))
+        return *self._to_rows(x, topk_weights, route), *placed
 
     def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
         """Move along a known route."""
@@ -169,9 +196,9 @@ class ReferenceBackend:
         return self._to_rows(x, topk_weights, route)
 
     def _to_rows(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
-        asker, sent, recv_counts = self._sent(route)
-        recv_row = route.recv_rows[route.recv_rows >= 0].long()  # by (source rank, token, k), as rows arrive
-        token = asker // route.recv_rows.shape[2]
+        asker, sent = self._sent(route)
+        recv_row, recv_counts = self._received(route)
+        token = asker // route.topk_idx.shape[1]
 
         recv_x = self._blank_rows((route.num_rows, x.shape[1]), x.dtype, route)
         recv_x[recv_row] = self.exchange.all_to_all(x[token], sent, recv_counts)
@@ -219,11 +246,11 @@ class ReferenceBackend:
     def _to_tokens(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None
     ) -> Tensor:
-        topk_idx, send_rows, recv_rows = route.topk_idx, route.send_rows, route.recv_rows
+        topk_idx, table = route.topk_idx, self._table(route)
         exact = torch.float64 if y.dtype == torch.float64 else torch.float32
 
-        came = (recv_rows >= 0).any(2)  # [W, max_tokens]: tokens with a row here
-        rows = recv_rows[came].long()  # [tokens, K], in the order of (source rank, token)
+        came = (table >= 0).any(2)  # [W, max_tokens]: tokens with a row here
+        rows = table[came].long()  # [tokens, K], in the order of (source rank, token)
         partial = torch.zeros(rows.shape[0], y.shape[1], dtype=exact, device=self.device)
         for k in range(rows.shape[1]):
             present = rows[:, k] >= 0
@@ -233,7 +260,7 @@ class ReferenceBackend:
                 summand = summand * recv_weights[row].to(exact)[:, None]
             partial[present] += summand
 
-        destination = self._destinations(topk_idx, send_rows)  # [T, K]
+        destination = self._destinations(topk_idx, route.send_rows)  # [T, K]
         went = torch.stack([(destination == rank).any(1) for rank in range(self.world_size)])  # [W, T]
         went_counts = went.sum(1).tolist()
         arrived = self.exchange.all_to_all(partial.to(y.dtype), came.sum(1).tolist(), went_counts)
@@ -289,8 +316,9 @@ class ReferenceBackend:
         if grad_recv_x is not None:
             grad_x = self._to_tokens(grad_recv_x, None, route)
         if grad_recv_weights is not None:
-            asker, sent, recv_counts = self._sent(route)
-            grads = grad_recv_weights[route.recv_rows[route.recv_rows >= 0].long()]
+            asker, sent = self._sent(route)
+            recv_row, recv_counts = self._received(route)
+            grads = grad_recv_weights[recv_row]
             grad_topk_weights = grads.new_zeros(route.topk_idx.shape)
             grad_topk_weights.view(-1)[asker] = self.exchange.all_to_all(grads, recv_counts, sent)
         return grad_x, grad_topk_weights
@@ -305,7 +333,7 @@ class ReferenceBackend:
         if recv_weights is None:
             return grad_y, none
         exact = torch.float64 if grad_y.dtype == torch.float64 else torch.float32
-        row = route.recv_rows[route.recv_rows >= 0].long()
+        row, _ = self._received(route)
         g = grad_y[row].to(exact)
         grad_y[row] = (g * recv_weights[row].to(exact)[:, None]).to(grad_y.dtype)
         if y is None:
@@ -321,12 +349,21 @@ class ReferenceBackend:
         rank = self.rank_of_expert[topk_idx.long().clamp(0, self.num_experts - 1)]
         return torch.where(send_rows >= 0, rank, self.world_size)
 
-    def _sent(self, route: Route) -> tuple[Tensor, list[int], list[int]]:
-        """What dispatch sends: flat (token, k) sorted by destination; how many go to and come from each rank."""
+    def _sent(self, route: Route) -> tuple[Tensor, list[int]]:
+        """What dispatch sends: flat (token, k) sorted by destination, and how many go to each rank."""
         destination = self._destinations(route.topk_idx, route.send_rows).flatten()
         sent = torch.bincount(destination, minlength=self.world_size + 1)[: self.world_size].tolist()
         asker = destination.argsort(stable=True)[: sum(sent)]
-        return asker, sent, (route.recv_rows >= 0).sum((1, 2)).tolist()
+        return asker, sent
+
+    def _received(self, route: Route) -> tuple[Tensor, list[int]]:
+        """Where dispatch puts what arrives: rows by (source rank, token, k), and how many come from each rank."""
+        table = self._table(route)
+        return table[table >= 0].long(), (table >= 0).sum((1, 2)).tolist()
+
+    def _table(self, route: Route) -> Tensor:
+        """The row here of (source rank, token, k) [W, max_tokens, K], -1 where there is none."""
+        return arrivals.table(route.arrivals, self.world_size, route.max_tokens, route.topk_idx.shape[1])
 
     def refuse(self, operator: str, reason: str) -> None:
         """Meets the others where they run the operator (a split one: in its wait), who raise the reason."""
@@ -337,10 +374,17 @@ class ReferenceBackend:
 
     def _meet_along(self, operator: str, same: dict[str, int], route: Route, problem: str | None = None) -> None:
         """Meet, and make sure that both ends of the route expect the same number of rows."""
-        _, sent, recv_counts = self._sent(route)
-        last = int(route.recv_rows.max()) if route.recv_rows.numel() else -1
-        if problem is None and last >= route.num_rows:
-            problem = f"the route of rank {self.rank} fills row {last}, but only {route.num_rows} rows were given"
+        same = {"max_tokens": route.max_tokens, **same}
+        _, sent = self._sent(route)
+        askers = arrivals.known(route.arrivals, self.world_size)[:, 1]
+        last = int(askers.max()) if askers.numel() else -1
+        if last < self.world_size * route.max_tokens * route.topk_idx.shape[1]:
+            _, recv_counts = self._received(route)
+        else:
+            recv_counts = [0] * self.world_size
+            problem = (
+                problem or f"max_tokens is {route.max_tokens}; the route of rank {self.rank} was planned with more"
+            )
         published = self._meet(operator, same, (*sent, *recv_counts), problem)
         goes, comes = published[:, : self.world_size], published[:, self.world_size :].T
         if not torch.equal(goes, comes):
@@ -395,8 +439,8 @@ class ReferenceBackend:
         self._rows = None
 
 
-def _along(topk_idx: Tensor, placed: Placed, alignment: int, num_rows: int) -> Route:
-    return Route(topk_idx, placed.send_rows, placed.recv_rows, placed.offs, placed.counts, alignment, num_rows)
+def _along(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
+    return Route(topk_idx, *placed[:4], sizes.alignment, sizes.capacity, sizes.max_tokens)
 
 
 def _pad(count: Tensor, alignment: int) -> Tensor:

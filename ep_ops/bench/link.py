@@ -19,7 +19,7 @@ from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 from cutlass.cute.runtime import make_fake_stream
 
-from cute_kernels import jit, ptx, sync
+from cute_kernels import jit, ptx
 from cute_kernels.heap import SHARED_BYTES
 from cute_kernels.rows import Ring, RingShape, init_ring_barriers
 from ep_ops import symmetric
@@ -36,6 +36,11 @@ def _digest() -> str:
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
+def _heap(peers: Int64, rank: Int32) -> Int64:
+    """Address of a rank's symmetric memory, from the table of all."""
+    return ptx.ld_constant(peers + Int64(rank) * 8)
+
+
 @dataclass(frozen=True)
 class LinkCopy:
     """`rows` rows between this rank and each of its peers, in place: row i to row i.
@@ -50,28 +55,21 @@ class LinkCopy:
     source: str = field(default_factory=_digest)
 
     def signature(self):
-        return (
-            tuple(Int64(0) for _ in range(self.world_size)),
-            Int32(0),
-            Int64(0),
-            Int32(0),
-            Int32(0),
-            make_fake_stream(),
-        )
+        return (Int64(0), Int32(0), Int64(0), Int32(0), Int32(0), make_fake_stream())
 
     @property
     def ring(self) -> RingShape:
         return RingShape.of(self.row_bytes, SHARED_BYTES)
 
     @cute.jit
-    def __call__(self, peers: tuple, rank: Int32, local: Int64, rows: Int32, blocks: Int32, stream: cuda.CUstream):
+    def __call__(self, peers: Int64, rank: Int32, local: Int64, rows: Int32, blocks: Int32, stream: cuda.CUstream):
         self.kernel.set_name_prefix("ep_link", remove_cutlass_symbol=True)
         self.kernel(peers, rank, local, rows).launch(
             grid=(blocks, 1, 1), block=(32 * self.ring.warps, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, peers: tuple, rank: Int32, local: Int64, rows: Int32):
+    def kernel(self, peers: Int64, rank: Int32, local: Int64, rows: Int32):
         shape = self.ring
         tid, _, _ = arch.thread_idx()
         smem = cutlass.memory.SmemAllocator()
@@ -124,7 +122,7 @@ class LinkCopy:
         hop = (item // shape.pieces + row) % (self.world_size - 1)
         peer = (rank + 1 + hop) % self.world_size
         offset = piece * shape.piece_bytes
-        there = sync.select(peers, peer) + Int64(rank * rows + row) * self.row_bytes + offset
+        there = _heap(peers, peer) + Int64(rank * rows + row) * self.row_bytes + offset
         here = local + Int64(peer * rows + row) * self.row_bytes + offset
         return there, here, shape.bytes_of(piece)
 
@@ -137,20 +135,19 @@ class Barrier:
     source: str = field(default_factory=_digest)
 
     def signature(self):
-        peers = tuple(Int64(0) for _ in range(self.world_size))
-        return (peers, Int32(0), Int64(0), Int64(0), make_fake_stream())
+        return (Int64(0), Int32(0), Int64(0), Int64(0), make_fake_stream())
 
     @cute.jit
-    def __call__(self, peers: tuple, rank: Int32, mark: Int64, timeout_ns: Int64, stream: cuda.CUstream):
+    def __call__(self, peers: Int64, rank: Int32, mark: Int64, timeout_ns: Int64, stream: cuda.CUstream):
         self.kernel.set_name_prefix("ep_line_up", remove_cutlass_symbol=True)
         self.kernel(peers, rank, mark, timeout_ns).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, peers: tuple, rank: Int32, mark: Int64, timeout_ns: Int64):
+    def kernel(self, peers: Int64, rank: Int32, mark: Int64, timeout_ns: Int64):
         tid, _, _ = arch.thread_idx()
         if tid < self.world_size:
-            ptx.st_release_sys(sync.select(peers, tid) + Int64(rank) * 8, mark)
-            own = sync.select(peers, rank) + Int64(tid) * 8
+            ptx.st_release_sys(_heap(peers, tid) + Int64(rank) * 8, mark)
+            own = _heap(peers, rank) + Int64(tid) * 8
             begin = arch.globaltimer()
             while ptx.ld_acquire_sys(own) < mark and arch.globaltimer() - begin < timeout_ns:
                 pass
@@ -167,21 +164,20 @@ class RoundTrips:
     source: str = field(default_factory=_digest)
 
     def signature(self):
-        peers = tuple(Int64(0) for _ in range(self.world_size))
-        return (peers, Int32(0), Int64(0), Int32(0), make_fake_stream())
+        return (Int64(0), Int32(0), Int64(0), Int32(0), make_fake_stream())
 
     @cute.jit
-    def __call__(self, peers: tuple, rank: Int32, mark: Int64, rounds: Int32, stream: cuda.CUstream):
+    def __call__(self, peers: Int64, rank: Int32, mark: Int64, rounds: Int32, stream: cuda.CUstream):
         self.kernel.set_name_prefix("ep_round_trips", remove_cutlass_symbol=True)
         self.kernel(peers, rank, mark, rounds).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, peers: tuple, rank: Int32, mark: Int64, rounds: Int32):
+    def kernel(self, peers: Int64, rank: Int32, mark: Int64, rounds: Int32):
         tid, _, _ = arch.thread_idx()
         partner = rank ^ 1
         if tid == 0 and partner < self.world_size:
-            here = sync.select(peers, rank)
-            there = sync.select(peers, partner)
+            here = _heap(peers, rank)
+            there = _heap(peers, partner)
             end = mark + rounds
             looks = Int32(0)
             while mark < end:
@@ -232,7 +228,7 @@ class DeviceBarrier(Signals):
     def __call__(self) -> None:
         self.mark += 1
         nanoseconds = int(BARRIER_SECONDS * 1e9)
-        self.function(self.buffer.addresses, self.rank, self.mark, nanoseconds, _stream(self.device))
+        self.function(self.buffer.table.data_ptr(), self.rank, self.mark, nanoseconds, _stream(self.device))
 
 
 class Flags(Signals):
@@ -246,7 +242,7 @@ class Flags(Signals):
         """Time of one round trip: a figure for each kernel that makes `rounds` of them."""
 
         def trips(i: int) -> None:
-            self.function(self.buffer.addresses, self.rank, self.mark, rounds, _stream(self.device))
+            self.function(self.buffer.table.data_ptr(), self.rank, self.mark, rounds, _stream(self.device))
             self.mark += rounds
 
         return timer.row(trips, iterations).each(rounds)
@@ -300,7 +296,7 @@ class Link:
 
     def _launch(self, push: bool, blocks: int) -> None:
         local = self.local.data_ptr()
-        self.functions[push](self.buffer.addresses, self.rank, local, self.rows, blocks, _stream(self.device))
+        self.functions[push](self.buffer.table.data_ptr(), self.rank, local, self.rows, blocks, _stream(self.device))
 
     def _fill(self, memory: torch.Tensor) -> None:
         for peer, part in enumerate(memory.view(self.world_size, -1)):

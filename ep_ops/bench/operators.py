@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops import Communicator, Route
+from ep_ops import Communicator, Route, arrivals
 
 from .baselines import eager_combine, eager_dispatch
 from .timing import leaves
@@ -91,12 +91,12 @@ class Calls:
 
     def dispatch_backward(self, i: int) -> tuple[Tensor, Tensor]:
         s = self._set(i)
-        return torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, s.route.alignment, self.comm.name)
+        return torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, *s.route.ints, self.comm.name)
 
     def combine_backward(self, i: int) -> tuple[Tensor, Tensor]:
         s, comm = self._set(i), self.comm
         return torch.ops.ep.combine_backward(
-            s.grad_out, s.y, s.recv_weights, *s.route.tensors, s.route.num_rows, s.route.alignment, comm.name
+            s.grad_out, s.y, s.recv_weights, *s.route.tensors, s.route.num_rows, *s.route.ints, comm.name
         )
 
     # ------------------------------------------------------------------ compiled, with gradients
@@ -158,10 +158,10 @@ class Calls:
         weight_sum = s.topk_weights.sum(1, keepdim=True)
         got = comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
         planned, weights = comm.dispatch_planned(s.x, s.route, s.topk_weights)
-        back = torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, s.route.alignment, comm.name)[0]
+        back = torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, *s.route.ints, comm.name)[0]
         grad_y, _ = self.combine_backward(0)
         grad_rows, _ = comm.dispatch_planned(s.grad_out, s.route)
-        held = s.route.recv_rows[s.route.recv_rows >= 0].long()
+        held = s.route.recv_from >= 0
         with_residual = comm.combine(got.x, got.route, got.weights, residual=s.grad_out)
         found = {
             "dispatch": (comm.combine(got.x, got.route, got.weights), s.x * weight_sum),
@@ -176,12 +176,19 @@ class Calls:
 
     def same(self, i: int, one: Any, other: Any) -> bool:
         """Whether two results of a call with set `i` are equal, bit by bit, where they are defined: of what has the
-        receive buffer's size, the rows of the experts' segments."""
-        offs = self._set(i).route.offs
+        receive buffer's size, the rows of the experts' segments; of the lists of arrivals, up to their last copy."""
+        offs, world_size = self._set(i).route.offs, self.comm.world_size
         rows = int(offs[-1]) if offs.numel() else 0
+        ints = arrivals.size(self.capacity, world_size)
 
         def defined(results: Any) -> list[Tensor]:
-            return [t[:rows] if t.shape[:1] == (self.capacity,) else t for t in leaves(results)]
+            found: list[Tensor] = []
+            for t in leaves(results):
+                if t.shape == (ints,):
+                    found += arrivals.defined(t, world_size)
+                else:
+                    found.append(t[:rows] if t.shape[:1] == (self.capacity,) else t)
+            return found
 
         pairs = zip(defined(one), defined(other), strict=True)
         return all(torch.equal(a, b) for a, b in pairs)

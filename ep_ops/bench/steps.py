@@ -155,7 +155,7 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
         },
         "combine": {
             "call": steps.combine,
-            "operator": lambda i: ops.combine(d.x, d.weights, *d.route.tensors, d.route.alignment, comm.name),
+            "operator": lambda i: ops.combine(d.x, d.weights, *d.route.tensors, *d.route.ints, comm.name),
             "backend": lambda i: comm.backend.combine(d.x, d.weights, d.route),
             "outputs": outputs(out),
         },

@@ -26,10 +26,10 @@ class Gradient(NamedTuple):
 
 def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
     recv_x, recv_weights, *integers = output
-    planned = output[2:6] if integers else (a.send_rows, a.recv_rows, a.offs, a.counts)
+    planned = output[2:6] if integers else (a.send_rows, a.arrivals, a.offs, a.counts)
     ctx.save_for_backward(a.topk_idx, *planned)
     ctx.rows_shape, ctx.rows_dtype, ctx.weights_dtype = recv_x.shape, recv_x.dtype, recv_weights.dtype
-    ctx.alignment, ctx.comm = a.alignment, a.comm
+    ctx.along = a.alignment, a.max_tokens, a.comm
     ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
     ctx.mark_non_differentiable(*integers if asked.topk_weights else (recv_weights, *integers))
 
@@ -45,7 +45,7 @@ def _dispatch_backward(
         shape, dtype = ctx.rows_shape[:1], ctx.weights_dtype
         grad_weights = zeros(shape, dtype=dtype) if grad_weights is None else grad_weights.contiguous()
     home_x, home_weights = torch.ops.ep.dispatch_backward(
-        grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route, ctx.alignment, ctx.comm
+        grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route, *ctx.along
     )
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
@@ -54,17 +54,17 @@ def _save_combine(ctx: Any, a: Any, asked: Any, output: Tensor) -> None:
     weights = getattr(a, "recv_weights", None)  # a gathering combine takes none
     weights_asked = weights is not None and asked.recv_weights
     ctx.save_for_backward(
-        a.y if weights_asked else None, weights, a.topk_idx, a.send_rows, a.recv_rows, a.offs, a.counts
+        a.y if weights_asked else None, weights, a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts
     )
     ctx.rows_asked = asked.y or weights_asked
-    ctx.num_rows, ctx.alignment, ctx.comm = a.y.shape[0], a.alignment, a.comm
+    ctx.num_rows, ctx.along = a.y.shape[0], (a.alignment, a.max_tokens, a.comm)
 
 
 def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
     y, recv_weights, *route = ctx.saved_tensors
     grads: dict[str, Tensor | None] = {}
     if ctx.rows_asked:
-        given, along = grad_out.contiguous(), (*route, ctx.num_rows, ctx.alignment, ctx.comm)
+        given, along = grad_out.contiguous(), (*route, ctx.num_rows, *ctx.along)
         if recv_weights is None:
             grads["y"], _ = torch.ops.ep.dispatch_planned(given, None, *along)
         else:

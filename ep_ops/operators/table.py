@@ -75,25 +75,26 @@ def sizes(a: Any) -> Sizes:
 
 def route(a: Any, num_rows: int) -> Route:
     """Of the arguments of an operator that follows a known route."""
-    return Route(a.topk_idx, a.send_rows, a.recv_rows, a.offs, a.counts, a.alignment, num_rows)
+    return Route(a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts, a.alignment, num_rows, a.max_tokens)
 
 
 def route_of(y: Tensor, along: tuple[Any, ...]) -> Route:
-    """Of the tensors of a route and its alignment, which fills the rows ``y``."""
-    return tuple.__new__(Route, (*along, y.size(0)))
+    """Of the tensors of a route, its alignment and its max_tokens, which fills the rows ``y``."""
+    return tuple.__new__(Route, (*along[:6], y.size(0), along[6]))
 
 
 def _given_rows(a: Any) -> int:
     return a.grad_recv_weights.shape[0] if a.grad_recv_x is None else a.grad_recv_x.shape[0]
 
 
-_ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor recv_rows, Tensor offs, Tensor counts"
+_ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"
 _COMM = "int num_local_experts, int world_size, str comm"
-_PLANNED = "Tensor send_rows, Tensor recv_rows, Tensor offs, Tensor counts, Tensor dropped"
+_PLANNED = "Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts, Tensor dropped"
+_ALONG = "int alignment, SymInt max_tokens, str comm"  # ends the arguments along a known route
 _TOKENS = "Tensor x, Tensor? topk_weights, Tensor topk_idx"
 _SIZES = "SymInt capacity, int alignment, SymInt slots, SymInt max_tokens"
 _DISPATCHED = f"(Tensor recv_x, Tensor recv_weights, {_PLANNED})"
-_COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, int alignment, str comm"
+_COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, {_ALONG}"
 
 OPERATORS: tuple[Operator, ...] = (
     Operator(
@@ -126,7 +127,7 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "dispatch_planned",
-        f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, int alignment, str comm)"
+        f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, {_ALONG})"
         " -> (Tensor recv_x, Tensor recv_weights)",
         "dispatch along a known route",
         checks.dispatch_planned,
@@ -140,22 +141,22 @@ OPERATORS: tuple[Operator, ...] = (
         "rows [R, H] → [T, H]: weighted by the row's weight and added up in a fixed order, with a residual last if one"
         " is given",
         checks.combine,
-        lambda backend, a: backend.combine(a.y, a.recv_weights, route_of(a.y, a[2:8]), a.residual),
+        lambda backend, a: backend.combine(a.y, a.recv_weights, route_of(a.y, a[2:9]), a.residual),
         meta_kernels.combine,
         gradients.OF_COMBINE,
     ),
     Operator(
         "combine_gathered",
-        f"(Tensor y, {_ROUTE}, int alignment, str comm) -> Tensor out",
+        f"(Tensor y, {_ROUTE}, {_ALONG}) -> Tensor out",
         "combine without weights, of rows written to `Communicator.empty_rows`: owners fetch them from there",
         checks.combine_gathered,
-        lambda backend, a: backend.combine_gathered(a.y, route_of(a.y, a[1:7])),
+        lambda backend, a: backend.combine_gathered(a.y, route_of(a.y, a[1:8])),
         meta_kernels.combine,
         gradients.OF_GATHERED,
     ),
     Operator(
         "dispatch_backward",
-        f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, int alignment, str comm)"
+        f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, {_ALONG})"
         " -> (Tensor grad_x, Tensor grad_topk_weights)",
         "the gradients of a dispatch",
         checks.dispatch_backward,
@@ -164,7 +165,7 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "combine_backward",
-        f"(Tensor grad_out, Tensor? y, Tensor? recv_weights, {_ROUTE}, SymInt num_rows, int alignment, str comm)"
+        f"(Tensor grad_out, Tensor? y, Tensor? recv_weights, {_ROUTE}, SymInt num_rows, {_ALONG})"
         " -> (Tensor grad_y, Tensor grad_recv_weights)",
         "the gradients of a combine",
         checks.combine_backward,
@@ -194,7 +195,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_COMBINE}) -> Tensor ticket",
         "the start of a combine: adds up and sends",
         checks.combine,
-        lambda backend, a: backend.combine_start(a.y, a.recv_weights, route_of(a.y, a[2:8])),
+        lambda backend, a: backend.combine_start(a.y, a.recv_weights, route_of(a.y, a[2:9])),
         meta_kernels.combine_start,
     ),
     Operator(
@@ -202,7 +203,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor ticket, {_COMBINE}) -> Tensor out",
         "the wait of a combine: receives and adds up",
         checks.combine,
-        lambda backend, a: backend.combine_wait(a.y, a.recv_weights, route_of(a.y, a[3:9])),
+        lambda backend, a: backend.combine_wait(a.y, a.recv_weights, route_of(a.y, a[3:10])),
         meta_kernels.combine,
         gradients.OF_COMBINE,
         starts="combine_start",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,11 @@ class SymmetricBuffer:
     local: torch.Tensor  # uint8 [nbytes] on this rank's device
     addresses: tuple[int, ...]  # device address of every rank's buffer, as seen from this device; own included
     _release: Callable[[], None] | None = None
+
+    @functools.cached_property
+    def table(self) -> torch.Tensor:
+        """`addresses` as int64 on the device, where kernels read them; ask for it before they run."""
+        return torch.tensor(self.addresses, dtype=torch.int64, device=self.local.device)
 
     def free(self) -> None:
         """Give the memory back; no rank may touch it any more (barrier first). Calling it again does nothing."""

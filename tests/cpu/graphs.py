@@ -42,7 +42,7 @@ def ep_operators(graph: torch.fx.Graph, labels: dict[str, str]) -> str:
             labels[node.name] = name
             given = ", ".join(labels[a.name] if isinstance(a, torch.fx.Node) else str(a) for a in node.args)
             for source in labels.values():
-                four = (f"{source}.{part}" for part in ("send_rows", "recv_rows", "offs", "counts"))
+                four = (f"{source}.{part}" for part in ("send_rows", "arrivals", "offs", "counts"))
                 given = given.replace(", ".join(four), f"{source}.route")
             lines.append(f"{name}({given})")
         elif target is operator.getitem and getattr(node.args[0].target, "namespace", None) == "ep":

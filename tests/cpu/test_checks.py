@@ -10,6 +10,7 @@ import torch
 from calls import counted
 
 import ep_ops
+from ep_ops import arrivals
 from ep_ops.operators import OPERATORS
 
 T, K, H, EXPERTS, MAX_TOKENS, ALIGN, ROWS = 5, 2, 8, 3, 6, 4, 24
@@ -46,7 +47,7 @@ def good(name: str) -> dict[str, Any]:
         "grad_recv_weights": torch.zeros(ROWS),
         "topk_idx": torch.zeros(T, K, dtype=ints),
         "send_rows": torch.zeros(T, K, dtype=ints),
-        "recv_rows": torch.zeros(1, MAX_TOKENS, K, dtype=ints),
+        "arrivals": torch.zeros(arrivals.size(ROWS, 1), dtype=ints),
         "offs": torch.zeros(EXPERTS, dtype=ints),
         "counts": torch.zeros(EXPERTS, dtype=ints),
         "capacity": ROWS,
@@ -124,14 +125,24 @@ def test_good_sizes_pass(comm: ep_ops.Communicator, name: str) -> None:
     check(comm, name, arguments | nobody)
 
 
-@pytest.mark.parametrize("name", those_with("num_rows"))
+ROW_TENSORS = ("y", "grad_recv_x", "recv_weights", "grad_recv_weights")  # as many rows as arrivals was planned for
+
+
+def of_rows(name: str, num_rows: int) -> dict[str, Any]:
+    """Arguments that have to do with the number of rows."""
+    rows = {"num_rows": num_rows, "arrivals": torch.zeros(arrivals.size(num_rows, 1), dtype=torch.int32)}
+    given = good(name)
+    rows |= {key: given[key][:1].expand(num_rows, *given[key].shape[1:]).clone() for key in ROW_TENSORS if key in given}
+    return {key: value for key, value in rows.items() if key in given}
+
+
+@pytest.mark.parametrize("name", those_with("arrivals"))
 def test_any_number_of_rows_passes(comm: ep_ops.Communicator, name: str) -> None:
-    """None at all as well, and as many as an int32 can number; without y where that may be left out."""
+    """None at all as well; without y where that may be left out."""
     arguments = good(name)
-    rowless = {key: None for key in ("y", "recv_weights") if key in arguments}
-    for num_rows in (0, 1, 2**31 - 1):
-        check(comm, name, arguments | rowless | {"num_rows": num_rows})
-    if "y" in arguments:
+    for num_rows in (0, 1, 7, 1000):
+        check(comm, name, arguments | of_rows(name, num_rows))
+    if name == "combine_backward":
         check(comm, name, arguments | {"y": None})
 
 
@@ -146,7 +157,7 @@ TENSORS = {
     "grad_recv_weights": torch.float32,
     "topk_idx": torch.int32,
     "send_rows": torch.int32,
-    "recv_rows": torch.int32,
+    "arrivals": torch.int32,
     "offs": torch.int32,
     "counts": torch.int32,
 }
@@ -163,7 +174,7 @@ def test_dtype(comm: ep_ops.Communicator, name: str, argument: str) -> None:
 @pytest.mark.parametrize(("name", "argument"), every(*TENSORS))
 def test_shape(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     given = good(name)[argument]
-    wider = torch.zeros(*given.shape[:-1], given.shape[-1] + 8, dtype=given.dtype)
+    wider = torch.zeros(*given.shape[:-1], given.shape[-1] + 5, dtype=given.dtype)
     refused(comm, name, ValueError, f"{argument} has shape {tuple(wider.shape)}", "allowed: [", **{argument: wider})
     deeper = torch.zeros(1, *given.shape, dtype=given.dtype)
     refused(comm, name, ValueError, f"{argument} has shape {tuple(deeper.shape)}", "allowed: [", **{argument: deeper})
@@ -186,16 +197,20 @@ def test_as_many_tokens_as_topk_idx(comm: ep_ops.Communicator, name: str, argume
     refused(comm, name, ValueError, f"{argument} has shape ({T - 1}, ", f"[{T}", "topk_idx", **{argument: fewer})
 
 
+@pytest.mark.parametrize(("name", "argument"), every(*ROW_TENSORS, "num_rows"))
+def test_as_many_rows_as_arrivals_was_planned_for(comm: ep_ops.Communicator, name: str, argument: str) -> None:
+    for wrong in (0, ROWS - 1, ROWS + 1, 2 * ROWS):
+        given = of_rows(name, wrong)[argument]
+        texts = (f"{argument} is {wrong}; allowed: {ROWS}",) if argument == "num_rows" else (f"({wrong},", f"[{ROWS}")
+        refused(comm, name, ValueError, argument, *texts, **{argument: given})
+
+
 @pytest.mark.parametrize("name", those_with("recv_weights") + those_with("grad_recv_weights"))
 def test_as_many_weights_as_rows(comm: ep_ops.Communicator, name: str) -> None:
     argument = "grad_recv_weights" if name == "dispatch_backward" else "recv_weights"
     for wrong in (0, ROWS - 1):
         expected = (f"{argument} has shape ({wrong},)", f"[{ROWS}]", "pass None")
         refused(comm, name, ValueError, *expected, **{argument: torch.zeros(wrong)})
-
-
-def test_as_many_rows_as_num_rows(comm: ep_ops.Communicator) -> None:
-    refused(comm, "combine_backward", ValueError, f"y has shape ({ROWS}, {H})", "25 (num_rows rows)", num_rows=25)
 
 
 def test_some_gradient_is_given(comm: ep_ops.Communicator) -> None:
@@ -228,18 +243,16 @@ def test_rows_begin_at_multiples_of_16_bytes(comm: ep_ops.Communicator, name: st
 
 @pytest.mark.parametrize("name", those_with("topk_idx"))
 def test_too_many_tokens(comm: ep_ops.Communicator, name: str) -> None:
-    if "max_tokens" in good(name):
-        refused(comm, name, ValueError, f"topk_idx has {T} tokens", "at most max_tokens 4", max_tokens=T - 1)
-    else:
-        shorter = torch.zeros(1, T - 1, K, dtype=torch.int32)
-        refused(comm, name, ValueError, f"topk_idx has {T} tokens", "at most max_tokens 4", recv_rows=shorter)
+    refused(comm, name, ValueError, f"topk_idx has {T} tokens", "at most max_tokens 4", max_tokens=T - 1)
 
 
-@pytest.mark.parametrize("name", those_with("recv_rows"))
-def test_recv_rows_of_other_sizes(comm: ep_ops.Communicator, name: str) -> None:
-    for shape in ((2, MAX_TOKENS, K), (1, MAX_TOKENS + 1, K), (1, MAX_TOKENS, K + 1)):
-        given = torch.zeros(shape, dtype=torch.int32)
-        refused(comm, name, ValueError, f"recv_rows has shape {shape}", "world_size 1", "0..6", recv_rows=given)
+@pytest.mark.parametrize("name", those_with("arrivals"))
+def test_arrivals_of_no_number_of_rows(comm: ep_ops.Communicator, name: str) -> None:
+    """Too short for any, of another world size, or in another shape."""
+    fits = arrivals.size(ROWS, 1)
+    for shape in ((0,), (3,), (fits - 1,), (fits + 1,), (arrivals.size(ROWS, 2),), (1, fits), ()):
+        texts = (f"arrivals has shape {shape}", "allowed: [4 R + 4] for R rows", "world_size 1")
+        refused(comm, name, ValueError, *texts, arrivals=torch.zeros(shape, dtype=torch.int32))
 
 
 INTS = [
@@ -253,8 +266,8 @@ INTS = [
     ("capacity", 2, "multiple of alignment 4"),
     ("slots", -8, "positive multiple of alignment 4"),
     ("slots", 6, "positive multiple of alignment 4"),
-    ("num_rows", -1, "allowed: 0..2**31 - 1"),
-    ("num_rows", 2**31, "allowed: 0..2**31 - 1"),
+    ("num_rows", -1, "allowed: 24"),
+    ("num_rows", 2**31, "allowed: 24"),
     ("num_local_experts", EXPERTS + 1, "has 3 on this rank"),
     ("world_size", 2, "has 1 ranks"),
 ]

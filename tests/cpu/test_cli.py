@@ -155,13 +155,13 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, 
             total_memory=80 * 2**30,
             multi_processor_count=132,
             uuid=f"GPU-{number}",
+            shared_memory_per_block_optin=(99 if major == 12 else 227) * 1024,
         )
 
     fakes = {
         "is_available": lambda: True,
         "device_count": lambda: len(capabilities),
         "get_device_properties": properties,
-        "get_device_capability": lambda index: (properties(index).major, properties(index).minor),
         "can_device_access_peer": lambda i, j: (i, j) not in closed,
     }
     for name, fake in fakes.items():
@@ -172,10 +172,19 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, 
     ("capabilities", "closed", "expected"),
     [
         ([(9, 0), (9, 0)], set(), ["cute: 2 GPU(s) of capability 9.0 or newer"]),
-        ([(9, 0), (8, 0)], set(), ["reference, because:", "GPU 1 has capability 8.0"]),
+        ([(9, 0), (8, 0)], set(), ["reference, because:", "GPU 1 (NVIDIA Something, capability 8.0) is too old"]),
+        (
+            [(9, 0), (12, 0)],
+            set(),
+            [
+                "reference, because:",
+                "GPU 1 (NVIDIA Something, capability 12.0) has 101376 bytes of shared memory a block;"
+                " backend 'cute' needs 232448",
+            ],
+        ),
         ([(9, 0), (9, 0)], {(0, 1)}, ["reference, because:", "GPU 0 cannot map the memory of [1]"]),
     ],
-    ids=["cute", "old", "closed"],
+    ids=["cute", "old", "small", "closed"],
 )
 def test_doctor_on_gpus(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], closed: set, expected: list[str]

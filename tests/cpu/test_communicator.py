@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -232,7 +234,7 @@ def test_planned_bytes_are_those_of_the_results(dtype: torch.dtype) -> None:
         x, topk_idx = torch.zeros(4, 8, dtype=dtype), torch.zeros(4, 2, dtype=torch.int32)
         topk_idx[:, 1] = 1
         got = comm.dispatch(x, topk_idx, torch.ones(4, 2, dtype=comm.weights_dtype))
-        route = (got.route.send_rows, got.route.recv_rows, got.route.offs, got.route.counts, got.dropped)
+        route = (got.route.send_rows, got.route.arrivals, got.route.offs, got.route.counts, got.dropped)
         assert comm.memory_plan() == {  # the reference backend holds nothing
             "call: recv_x": got.x.nbytes,
             "call: recv_weights": got.weights.nbytes,
@@ -275,7 +277,27 @@ def test_choice_of_backend() -> None:
     assert gpu_facts(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 2000}])
+@pytest.mark.parametrize(
+    ("capability", "shared", "said"),
+    [
+        ((8, 0), 163 * 1024, "capability 8.0) is too old; backend 'cute' needs capability 9.0 or newer"),
+        ((12, 0), 99 * 1024, "capability 12.0) has 101376 bytes of shared memory a block; backend 'cute' needs 232448"),
+    ],
+)
+def test_gpus_that_cannot_hold_the_kernels_are_refused_by_name(
+    capability: tuple[int, int], shared: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the backend was asked for; "auto" takes the other one."""
+    gpu = SimpleNamespace(
+        name="NVIDIA Something", major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with pytest.raises(ValueError, match=re.escape(f"rank 0: GPU 3 (NVIDIA Something, {said}")):
+        make(device="cuda:3", backend="cute")
+    assert gpu_facts(torch.device("cuda", 3)) is None and choose_backend([None]) == "reference"
+
+
+@pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 20000}])
 def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "choose_backend", lambda facts: "cute")  # as on a host of GPUs
     chosen = []
@@ -293,21 +315,33 @@ def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch
 
 def test_as_many_experts_as_the_kernels_place() -> None:
     sizes: dict[str, Any] = dict(world_size=2, hidden_size=64, top_k=2, max_tokens_per_rank=8)
-    with pytest.raises(ValueError, match="num_experts is 2000; backend 'cute' takes at most [0-9]+ on 2 ranks") as told:
-        ep_ops.memory_plan(num_experts=2000, backend="cute", **sizes)
-    most = int(str(told.value).split()[-4])
+    text = (
+        r"num_experts is 20000, at most 10000 a rank; on 2 ranks backend 'cute' needs [0-9]+ bytes of shared memory to"
+        r" place rows; allowed: at most [0-9]+"
+    )
+    with pytest.raises(ValueError, match=text) as told:
+        ep_ops.memory_plan(num_experts=20000, backend="cute", **sizes)
+    needed, has = (int(word) for word in re.findall(r"needs (\d+) .* at most (\d+)", str(told.value))[0])
+    assert needed > has
+    assert ep_ops.memory_plan(num_experts=4096, backend="cute", **sizes)
+    assert ep_ops.memory_plan(num_experts=20000, backend="reference", **sizes)
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(2, 8188), (8, 8179), (32, 8140), (72, 8070)])
+def test_as_many_experts_as_the_readme_says(world_size: int, most: int) -> None:
+    sizes: dict[str, Any] = dict(world_size=world_size, hidden_size=64, top_k=2, max_tokens_per_rank=8)
     assert ep_ops.memory_plan(num_experts=most, backend="cute", **sizes)
-    with pytest.raises(ValueError, match=f"num_experts is {most + 1};"):
+    with pytest.raises(ValueError, match=f"num_experts is {most + 1}, "):
         ep_ops.memory_plan(num_experts=most + 1, backend="cute", **sizes)
-    assert ep_ops.memory_plan(num_experts=2000, backend="reference", **sizes)
 
 
-def test_as_many_ranks_as_a_warp_has_lanes_besides_the_residuals() -> None:
+def test_as_many_ranks_as_map_each_others_memory() -> None:
     sizes: dict[str, Any] = dict(num_experts=64, hidden_size=64, top_k=2, max_tokens_per_rank=8)
-    assert ep_ops.memory_plan(world_size=31, backend="cute", **sizes)
-    with pytest.raises(ValueError, match="world_size is 32; backend 'cute' takes at most 31 ranks"):
-        ep_ops.memory_plan(world_size=32, backend="cute", **sizes)
-    assert ep_ops.memory_plan(world_size=32, backend="reference", **sizes)
+    for world_size in (31, 32, 33, 64, 72):
+        assert ep_ops.memory_plan(world_size=world_size, backend="cute", **sizes)
+    with pytest.raises(ValueError, match="world_size is 73; backend 'cute' takes at most 72 ranks"):
+        ep_ops.memory_plan(world_size=73, backend="cute", **sizes)
+    assert ep_ops.memory_plan(world_size=73, backend="reference", **sizes)
 
 
 def test_symmetric_memory_of_one_rank() -> None:

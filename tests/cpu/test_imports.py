@@ -15,15 +15,18 @@ PACKAGES = ("ep_ops", "cute_kernels", "meta_kernels")
 ROOMS = {
     # room: what it may import of our own code
     "ep_ops.version": (),
-    "ep_ops.records": (),
+    "ep_ops.arrivals": (),
+    "ep_ops.records": ("ep_ops.arrivals",),
     "ep_ops.exchange": (),
     "ep_ops.launch": (),
     "ep_ops.config": ("ep_ops.records",),
-    "ep_ops.checks": ("ep_ops.records", "ep_ops.config"),
+    "ep_ops.checks": ("ep_ops.arrivals", "ep_ops.records", "ep_ops.config"),
     "ep_ops.agreement": ("ep_ops.config", "ep_ops.exchange"),
     "ep_ops.symmetric": ("ep_ops.exchange",),
-    "ep_ops.backends": ("ep_ops.records", "ep_ops.config", "ep_ops.exchange", "ep_ops.symmetric", "cute_kernels"),
-    "ep_ops.memory": ("ep_ops.config", "ep_ops.backends"),
+    "ep_ops.backends": (
+        "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.exchange", "ep_ops.symmetric", "cute_kernels",
+    ),
+    "ep_ops.memory": ("ep_ops.arrivals", "ep_ops.config", "ep_ops.backends"),
     "ep_ops.registry": ("ep_ops.config", "ep_ops.backends"),
     "ep_ops.operators": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.backends", "ep_ops.registry", "meta_kernels",
@@ -38,8 +41,8 @@ ROOMS = {
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),
     "ep_ops.doctor": ("ep_ops", "ep_ops.agreement", "cute_kernels"),
     "ep_ops.bench": (
-        "ep_ops", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric", "ep_ops.backends",
-        "cute_kernels",
+        "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric",
+        "ep_ops.backends", "cute_kernels",
     ),
     "ep_ops.cli": ("ep_ops", "ep_ops.demo", "ep_ops.decode_demo", "ep_ops.doctor", "ep_ops.launch", "ep_ops.bench"),
     "cute_kernels": (),

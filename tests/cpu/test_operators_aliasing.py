@@ -20,8 +20,8 @@ def every_operator(comm):
     capacity = comm.capacity()
     flat, grouped = (capacity, 4, 0, 16, *sizes), (16 * comm.num_local_experts, 4, 16, 16, *sizes)
     rows = comm.dispatch(x, topk_idx, weights)
-    along = (*rows.route.tensors, 4, comm.name)
-    planned = (*rows.route.tensors, capacity, 4, comm.name)
+    along = (*rows.route.tensors, *rows.route.ints, comm.name)
+    planned = (*rows.route.tensors, capacity, *rows.route.ints, comm.name)
     grad = torch.ones_like(x)
     ticket = torch.empty(0, dtype=torch.int64)
     for name, *args in (

@@ -29,14 +29,14 @@ class TestGraphs(TestCase):
             forward,
             """\
 dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
-combine(computed, dispatch.recv_weights, input, dispatch.route, 4, pinned)
+combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
         self.assertExpectedInline(
             backward,
             """\
-combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, pinned)
+combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, 16, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
 
@@ -47,10 +47,10 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
             "\n".join(graphs),
             """\
 dispatch(input, input, input, size, 4, 0, size, 4, 1, pinned)
-combine(computed, dispatch.recv_weights, input, dispatch.route, 4, pinned)
+combine(computed, dispatch.recv_weights, input, dispatch.route, 4, size, pinned)
 
-combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, size, 4, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, pinned)
+combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, size, 4, size, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, size, pinned)
 """,
         )
 
@@ -61,10 +61,10 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
             "\n".join(graphs),
             """\
 dispatch(input, None, input, 44, 4, 0, 16, 4, 1, pinned)
-combine(computed, None, input, dispatch.route, 4, pinned)
+combine(computed, None, input, dispatch.route, 4, 16, pinned)
 
-dispatch_planned(grad, None, input, dispatch.route, 44, 4, pinned)
-dispatch_backward(computed, None, input, dispatch.route, 4, pinned)
+dispatch_planned(grad, None, input, dispatch.route, 44, 4, 16, pinned)
+dispatch_backward(computed, None, input, dispatch.route, 4, 16, pinned)
 """,
         )
 
@@ -78,10 +78,10 @@ dispatch_backward(computed, None, input, dispatch.route, 4, pinned)
             "\n".join(graphs),
             """\
 dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
-combine(computed, dispatch.recv_weights, input, dispatch.route, 4, pinned, computed)
+combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned, computed)
 
-combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, pinned)
+combine_backward(grad, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, 16, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
 
@@ -93,7 +93,7 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
             "\n".join(graphs),
             """\
 dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
-combine(computed, dispatch.recv_weights, input, dispatch.route, 4, pinned)
+combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
 
@@ -113,13 +113,13 @@ combine(computed, dispatch.recv_weights, input, dispatch.route, 4, pinned)
             """\
 dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
 dispatch'(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
-combine(computed, dispatch.recv_weights, input, dispatch.route, 4, pinned)
-combine'(computed, dispatch'.recv_weights, input, dispatch'.route, 4, pinned)
+combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
+combine'(computed, dispatch'.recv_weights, input, dispatch'.route, 4, 16, pinned)
 
-combine_backward(computed, computed, dispatch'.recv_weights, input, dispatch'.route, 44, 4, pinned)
-combine_backward'(computed, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch'.route, 4, pinned)
-dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatch.route, 4, pinned)
+combine_backward(computed, computed, dispatch'.recv_weights, input, dispatch'.route, 44, 4, 16, pinned)
+combine_backward'(computed, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, 16, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch'.route, 4, 16, pinned)
+dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
 
@@ -137,14 +137,14 @@ dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatc
             "\n".join(graphs),
             """\
 plan(input, 44, 4, 0, 16, 4, 1, pinned)
-dispatch_planned(input, None, input, plan.route, 44, 4, pinned)
-combine(computed, None, input, plan.route, 4, pinned)
+dispatch_planned(input, None, input, plan.route, 44, 4, 16, pinned)
+combine(computed, None, input, plan.route, 4, 16, pinned)
 dispatch_dynamic(computed, input, input, 4, 16, 4, 1, pinned)
-combine'(computed, dispatch_dynamic.recv_weights, input, dispatch_dynamic.route, 4, pinned)
+combine'(computed, dispatch_dynamic.recv_weights, input, dispatch_dynamic.route, 4, 16, pinned)
 
-combine_backward(grad, computed, dispatch_dynamic.recv_weights, input, dispatch_dynamic.route, size, 4, pinned)
-dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch_dynamic.route, 4, pinned)
-dispatch_planned(dispatch_backward.grad_x, None, input, plan.route, 44, 4, pinned)
-dispatch_backward'(computed, None, input, plan.route, 4, pinned)
+combine_backward(grad, computed, dispatch_dynamic.recv_weights, input, dispatch_dynamic.route, size, 4, 16, pinned)
+dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch_dynamic.route, 4, 16, pinned)
+dispatch_planned(dispatch_backward.grad_x, None, input, plan.route, 44, 4, 16, pinned)
+dispatch_backward'(computed, None, input, plan.route, 4, 16, pinned)
 """,
         )

@@ -142,7 +142,7 @@ def test_compiled_code_returns_what_eager_code_does(dtype):
         sizes = (44, toy.ALIGNMENT, 0, 16, comm.num_local_experts, 1, comm.name)
         _, given, *_ = torch.ops.ep.dispatch(x, weights, topk_idx, *sizes)
         _, none, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
-        held = route.recv_rows[route.recv_rows >= 0].long()
+        held = route.recv_from >= 0
         return x.sum() + given[held].sum(), torch.cat([none, none]), none.new_ones(3) / 3
 
     with toy.communicator(dtype=dtype) as comm:

@@ -62,8 +62,7 @@ def _every_operator(case: RouteCase, given: list[Given]) -> dict[str, Any]:
         out["dispatch again"] = run.dispatch(x, weights, idx, size)
         out["dispatch unweighted"] = run.dispatch(x, None, idx, size)
         out["dynamic"] = run.dispatch_dynamic(x, weights, idx, align, case.max_tokens)
-        send_rows, recv_rows, offs, counts, _ = out["plan"]
-        route = Route(idx, send_rows, recv_rows, offs, counts, align, case.capacity[rank])
+        route = Route(idx, *out["plan"][:4], align, case.capacity[rank], case.max_tokens)
         out["planned"] = run.dispatch_planned(x, weights, route)
         out["planned unweighted"] = run.dispatch_planned(x, None, route)
         out["combine"] = run.combine(mine.y, None, route)
@@ -90,7 +89,7 @@ def _draw(case: RouteCase, hidden_size: int, dtype: torch.dtype, seed: int) -> l
         plans, case.capacity, cases.random_tokens(case, hidden_size, dtype, seed), strict=True
     ):
         rows = cases.blank_rows(case, plan, size, hidden_size, dtype)
-        kept = plan.recv_rows[plan.recv_rows >= 0].long()
+        kept = plan.table[plan.table >= 0].long()
         spread = torch.randn(kept.numel(), 1, generator=draw).mul(3).exp()  # the order of additions shows
         rows.x[kept] = (spread * torch.randn(kept.numel(), hidden_size, generator=draw)).to(dtype)
         rows.weights[kept] = torch.rand(kept.numel(), generator=draw, dtype=rows.weights.dtype) * 3 - 1
@@ -105,7 +104,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 
 def assert_plan(got: tuple[Tensor, ...], plan: cases.Plan) -> None:
-    for tensor, name in zip(got, ("send_rows", "recv_rows", "offs", "counts", "dropped"), strict=True):
+    for tensor, name in zip(got, ("send_rows", "arrivals", "offs", "counts", "dropped"), strict=True):
         torch.testing.assert_close(tensor, getattr(plan, name), rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -203,8 +202,8 @@ def test_without_process_group() -> None:
     "dispatch_planned", "combine", "combine weighted", "combine_gathered", "dispatch_backward",
     "dispatch_backward of weights", "combine_backward",
 ])  # fmt: skip
-def test_as_many_rows_as_the_route_fills(operator: str) -> None:
-    """Exactly as many are enough; with one less the last row would lie outside."""
+def test_as_many_rows_as_the_route_was_planned_for(operator: str) -> None:
+    """Each of them is owned, and none are left over."""
     seed = cases.fresh_seed()
     tokens, top_k, hidden = 5, 2, 8
     draw = torch.Generator().manual_seed(seed)
@@ -217,7 +216,7 @@ def test_as_many_rows_as_the_route_fills(operator: str) -> None:
         route, _ = comm.plan(idx, capacity=filled)
         x, weights = torch.randn(tokens, hidden, generator=draw), torch.rand(tokens, top_k, generator=draw)
         y, row_weights = torch.randn(filled, hidden, generator=draw), torch.rand(filled, generator=draw)
-        ep, tail = torch.ops.ep, (1, comm.name)
+        ep, tail = torch.ops.ep, (*route.ints, comm.name)
 
         def run(rows: int) -> Tensor:
             if operator == "dispatch_planned":
@@ -246,7 +245,7 @@ def test_as_many_rows_as_the_route_fills(operator: str) -> None:
         if operator == "dispatch_backward of weights":
             expected = row_weights[route.send_rows.long()]
         torch.testing.assert_close(run(filled), expected)
-        with pytest.raises(ValueError, match=rf"fills row {filled - 1}, but only {filled - 1} rows were given"):
+        with pytest.raises(ValueError, match=rf"allowed: \[?{filled} \(as many|allowed: \[{filled}\] \(one"):
             run(filled - 1)
 
 
@@ -342,7 +341,7 @@ def _mismatch(kind: str) -> None:
         x, weights = torch.randn(3, 8).bfloat16(), torch.rand(3, 2)
         sizes = Sizes(16, 4, 0, 4)
         rows, _, *planned, _ = run.dispatch(x, None, idx, sizes)
-        route = Route(idx, *planned, alignment=4, num_rows=16)
+        route = Route(idx, *planned, alignment=4, num_rows=16, max_tokens=4)
         if kind == "expert":
             idx[2, 1] = 4 if other else 3
             run.plan(idx, sizes)
@@ -375,8 +374,10 @@ def _mismatch(kind: str) -> None:
             if other:
                 route = route._replace(send_rows=torch.full_like(planned[0], -1))  # of a plan that sent nothing
             run.combine(rows, None, route)
-        elif kind == "rows":
-            run.combine(rows[:4], None, route._replace(num_rows=4)) if other else run.combine(rows, None, route)
+        elif kind == "max_tokens of a route":
+            run.combine(rows, None, route._replace(max_tokens=3) if other else route)
+        elif kind == "lower max_tokens":
+            run.combine(rows, None, route._replace(max_tokens=1))
 
 
 @pytest.mark.parametrize(("kind", "error", "text", "own_text"), [
@@ -395,7 +396,8 @@ def _mismatch(kind: str) -> None:
     ("max_tokens", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
     ("route", RuntimeError, "combine: rank 1 sends 0 rows to rank 0, which expects 3; the ranks must use routes of"
       " the same plan", None),
-    ("rows", ValueError, "refused by rank 1: the route of rank 1 fills row 5", "row 5, but only 4 rows were given"),
+    ("max_tokens of a route", ValueError, "ranks disagree on max_tokens: [4, 3] by rank", None),
+    ("lower max_tokens", ValueError, "max_tokens is 1; the route of rank ", "was planned with more"),
 ])  # fmt: skip
 def test_every_rank_raises(kind: str, error: type[Exception], text: str, own_text: str | None) -> None:
     raised = run_ranks(2, _mismatch, kind, return_exceptions=True)

@@ -1,4 +1,5 @@
-"""A route knows what it was planned with; what belongs to an expert finds its rows; undefined rows show."""
+"""A route knows what it was planned with and what arrives; what belongs to an expert finds its rows; undefined rows
+show."""
 
 from __future__ import annotations
 
@@ -10,7 +11,118 @@ from cases import expected_plan, route_cases
 from ranks import run_ranks
 
 import ep_ops
+from ep_ops import arrivals
 from ep_ops.nn import expert_of_rows, grouped_mm, of_rows
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", cases.CASE_NAMES)
+def test_arrivals_are_what_loops_find(name, world_size):
+    case = route_cases(world_size, cases.fresh_seed())[name]
+    for exact in (False, True):
+        for rank, plan in enumerate(expected_plan(case, exact)):
+            rows = arrivals.rows_of(plan.arrivals.numel(), world_size)
+            assert rows == (int(plan.offs[-1]) if plan.offs.numel() else 0) if exact else rows == case.capacity[rank]
+            assert arrivals.size(rows, world_size) == plan.arrivals.numel()
+            numbers = torch.full((world_size, case.max_tokens), 99)
+            for source, idx in enumerate(case.topk_idx):
+                for token, experts in enumerate(idx.tolist()):
+                    if (plan.table[source, token] >= 0).any():
+                        numbers[source, token] = cases.copy_number(case, experts, rank)
+            assert torch.equal(arrivals.pack(plan.table, rows, numbers), plan.arrivals)
+            table = arrivals.table(plan.arrivals, world_size, case.max_tokens, case.top_k)
+            assert torch.equal(table, plan.table)
+            rows_here = torch.full((rows,), -1, dtype=torch.int32)
+            for asker, row in enumerate(plan.table.flatten().tolist()):
+                if row >= 0:
+                    rows_here[row] = asker
+            for lists in (plan.arrivals, with_garbage(plan.arrivals, world_size)):
+                assert torch.equal(arrivals.recv_from(lists, rows), rows_here)
+                assert torch.equal(arrivals.known(lists, world_size)[:, 0], plan.table[plan.table >= 0])
+
+
+def with_garbage(lists: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Something else in the place of all that is undefined."""
+    found = lists.clone()
+    copies, owned, sources = arrivals.views(found, arrivals.rows_of(found.numel(), world_size))
+    last = int(sources[-1])
+    for undefined in (copies[last, 1:], copies[last + 1 :], owned[int(copies[last, 0]) :]):
+        undefined.random_(-(2**31), 2**31 - 1)
+    return found
+
+
+@pytest.mark.parametrize("name", cases.CASE_NAMES)
+def test_only_what_is_defined_is_compared(name):
+    world_size = 3
+    case = route_cases(world_size, cases.fresh_seed())[name]
+    for plan in expected_plan(case):
+        expected = arrivals.defined(plan.arrivals.clone(), world_size)
+        got = arrivals.defined(with_garbage(plan.arrivals, world_size), world_size)
+        assert all(map(torch.equal, got, expected))
+        assert torch.equal(torch.cat([part.flatten() for part in expected]), plan.arrivals)  # which holds -1 there
+        lists = arrivals.views(plan.arrivals, arrivals.rows_of(plan.arrivals.numel(), world_size))
+        last = int(lists.sources[-1])
+        places = [(lists.owned.view(-1), at) for at in range(2 * int(lists.copies[last, 0]))]
+        places += [(lists.copies.view(-1), at) for at in range(2 * last + 1)]
+        places += [(lists.sources, at) for at in range(world_size + 1)]
+        for part, at in places:
+            before = int(part[at])
+            part[at] = before + 1000
+            assert not all(map(torch.equal, arrivals.defined(plan.arrivals, world_size), expected))
+            part[at] = before
+
+
+def test_arrivals_fit_whole_numbers_of_rows():
+    for world_size in (1, 2, 31):
+        fits = {arrivals.size(rows, world_size): rows for rows in range(5)}
+        assert all(arrivals.rows_of(numel, world_size) == fits.get(numel, -1) for numel in range(max(fits) + 1))
+
+
+def test_nothing_undefined_is_read():
+    with toy.communicator(symmetric_rows=44) as comm:
+        x, topk_idx, weights = toy.inputs(7, seed=cases.fresh_seed())
+        sent = comm.dispatch(x, topk_idx, weights, capacity=44)
+        other = sent.route._replace(arrivals=with_garbage(sent.route.arrivals, 1))
+        assert not torch.equal(other.arrivals, sent.route.arrivals)
+        for one, two in zip(comm.dispatch_planned(x, other, weights), (sent.x, sent.weights), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(comm.combine(sent.x, other, sent.weights), comm.combine(sent.x, sent.route, sent.weights))
+        y = comm.empty_rows(44).copy_(sent.x)
+        assert torch.equal(comm.combine_gathered(y, other), comm.combine(sent.x, sent.route))
+
+
+def test_a_route_shows_its_lists():
+    """One rank, three experts, padded to 4: token 0 is here twice, token 1 not at all, of token 2 a row is dropped."""
+    with ep_ops.Communicator(
+        num_experts=3, hidden_size=8, top_k=2, max_tokens_per_rank=5, alignment=1, device="cpu"
+    ) as comm:  # fmt: skip
+        topk_idx = torch.tensor([[2, 0], [-1, -1], [1, 2]], dtype=torch.int32)
+        route, dropped = comm.plan(topk_idx, capacity=4, max_tokens=4)
+        assert route.max_tokens == 4 and route.ints == (1, 4) and dropped.tolist() == [0, 0, 0]
+        assert route.recv_from.tolist() == [1, 4, 0, 5]  # by expert
+        assert route.owned.tolist() == [[2, 0], [0, 1], [1, 4], [3, 5]]  # by (token, k)
+        assert route.copies[:2].tolist() == [[0, 0], [2, 2]] and int(route.copies[2, 0]) == 4
+        assert route.copies.shape == (5, 2) and route.sources.tolist() == [0, 2]
+        route, dropped = comm.plan(topk_idx, capacity=3, max_tokens=4)
+        assert dropped.tolist() == [0, 0, 1] and route.owned.tolist() == [[2, 0], [0, 1], [1, 4]]
+        assert route.copies[:2].tolist() == [[0, 0], [2, 2]] and int(route.copies[2, 0]) == 3
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_lists_in_a_compiled_graph(dynamic):
+    """Of a capacity, and of as many rows as only the data tell."""
+    torch._dynamo.reset()
+    with toy.communicator(strict=False) as comm:
+        x, topk_idx, _ = toy.inputs(6, seed=cases.fresh_seed())
+
+        def lists(x, topk_idx):
+            sent = comm.dispatch_dynamic(x, topk_idx) if dynamic else comm.dispatch(x, topk_idx)
+            route = sent.route
+            return route.copies + 1, route.owned + 1, route.recv_from, route.recv_from >= 0, route.sources + 1
+
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            got = torch.compile(lists, fullgraph=True)(x, topk_idx)
+        torch.testing.assert_close(got, lists(x, topk_idx), rtol=0, atol=0)
 
 
 def test_alignment_of_a_dispatch_is_that_of_its_backward():
@@ -47,10 +159,11 @@ def check_expert_of_rows(name: str, seed: int) -> None:
         for source, idx in enumerate(case.topk_idx):
             for token, experts in enumerate(idx.tolist()):
                 for k, expert in enumerate(experts):
-                    row = int(plan.recv_rows[source, token, k])
+                    row = int(plan.table[source, token, k])
                     if row >= 0:
                         expected[row] = case.holder(expert)[1]
         assert torch.equal(expert_of_rows(route), expected)
+        assert torch.equal(route.recv_from >= 0, expected >= 0)
         values = torch.randn(comm.num_local_experts, 3)
         wanted = torch.zeros(case.capacity[rank], 3)
         wanted[expected >= 0] = values[expected[expected >= 0]]
@@ -124,6 +237,8 @@ REFUSALS = {
     "tokens": "topk_idx has 6 tokens; allowed: at most max_tokens 5",
     "dtype": "x has dtype torch.float64; allowed: torch.float32",
     "num_rows": "num_rows is -1",
+    "rows": "y has shape (5, 8); allowed: [28 (as many rows as arrivals was planned for), hidden_size 8]",
+    "max_tokens": "max_tokens is 6; allowed: 0..max_tokens_per_rank 5",
     "gathered": "y does not lie in symmetric memory",
     "start": "x has shape (3, 8); allowed: [4 (rows as topk_idx has), hidden_size 8]",
 }
@@ -141,6 +256,8 @@ def check_refusal(kind: str) -> str:
             "tokens": lambda: comm.plan(more[1] if wrong else topk_idx),
             "dtype": lambda: comm.dispatch(x.double() if wrong else x, topk_idx),
             "num_rows": lambda: comm.dispatch_planned(x, sent.route._replace(num_rows=-1) if wrong else sent.route),
+            "rows": lambda: comm.combine(sent.x[:5] if wrong else sent.x, sent.route),
+            "max_tokens": lambda: comm.combine(sent.x, sent.route._replace(max_tokens=6) if wrong else sent.route),
             "gathered": lambda: comm.combine_gathered(sent.x if wrong else y, sent.route),
             "start": lambda: comm.dispatch_wait(comm.dispatch_start(x[:3] if wrong else x, topk_idx)),
         }

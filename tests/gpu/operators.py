@@ -11,6 +11,7 @@ from sharing import SHARING
 from torch import Tensor
 
 import ep_ops
+from ep_ops import arrivals
 
 
 def ranks() -> tuple[int, int]:
@@ -45,13 +46,18 @@ class Call:
 
 def covered(route: tuple[Tensor, ...], alignment: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Masks [R]: rows that hold something, and padding."""
-    _, _, recv_rows, offs, counts = route
-    held = torch.zeros(num_rows, dtype=torch.bool, device=offs.device)
-    held[recv_rows[recv_rows >= 0].long()] = True
+    _, _, lists, offs, counts = route
+    held = arrivals.recv_from(lists, num_rows) >= 0
     padding = torch.zeros_like(held)
     for end, count in zip(offs.tolist(), counts.tolist(), strict=True):
         padding[end - (-count) % alignment : end] = True
     return held, padding
+
+
+def unequal(one: ep_ops.Route, other: ep_ops.Route) -> Tensor:
+    """How many numbers of what arrives differ, where they are defined; stays on the device."""
+    lists = zip(*(arrivals.defined(route.arrivals, ranks()[1]) for route in (one, other)), strict=True)
+    return torch.stack([(mine != theirs).sum() for mine, theirs in lists]).sum()
 
 
 def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y: Tensor, row_weights: Tensor) -> dict:
@@ -63,13 +69,12 @@ def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y
     out["dispatch"] = ops.dispatch(x, weights, idx, *sizes)
     out["dispatch unweighted"] = ops.dispatch(x, None, idx, *sizes)
     out["dynamic"] = ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *sizes[4:])
-    send_rows, recv_rows, offs, counts, _ = out["plan"]
-    route = (idx, send_rows, recv_rows, offs, counts)
+    route = (idx, *out["plan"][:4])
     rows = call.capacity
     held, padding = covered(route, align, rows)
     y = torch.where((held | padding)[:, None], y, torch.nan)
     row_weights = torch.where(held, row_weights, torch.where(padding, 0.0, torch.nan))
-    tail = (align, comm.name)
+    tail = (align, call.max_tokens, comm.name)
     out["planned"] = ops.dispatch_planned(x, weights, *route, rows, *tail)
     out["planned unweighted"] = ops.dispatch_planned(x, None, *route, rows, *tail)
     out["combine"] = ops.combine(y, None, *route, *tail)
@@ -85,6 +90,10 @@ def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y
     return out
 
 
+ARRIVALS = {"plan": 1, "dispatch": 3, "dispatch unweighted": 3, "dynamic": 3}
+"""Result -> which of its tensors holds what arrives."""
+
+
 def compare(got: dict, expected: dict, call: Call) -> None:
     """Every number equal, but dot products, whose order over the hidden size is free."""
     for name, values in expected.items():
@@ -96,13 +105,15 @@ def compare(got: dict, expected: dict, call: Call) -> None:
             by_rows = name in ("dispatch", "dispatch unweighted", "planned", "planned unweighted") or name.startswith(
                 "combine backward"
             )
-            if name == "dynamic" and i < 2:
-                _, _, _, recv_rows, offs, counts, _ = expected["dynamic"]
-                route = (None, None, recv_rows, offs, counts)
-                mine, theirs = _only(mine, theirs, route, call.alignment)
+            if i == ARRIVALS.get(name):
+                mine, theirs = (
+                    torch.cat([part.flatten() for part in arrivals.defined(lists, ranks()[1])])
+                    for lists in (mine, theirs)
+                )
+            elif name == "dynamic" and i < 2:
+                mine, theirs = _only(mine, theirs, (None, *expected["dynamic"][2:6]), call.alignment)
             elif by_rows and i < 2 and mine.numel():
-                _, recv_rows, offs, counts, _ = expected["plan"]
-                mine, theirs = _only(mine, theirs, (None, None, recv_rows, offs, counts), call.alignment)
+                mine, theirs = _only(mine, theirs, (None, *expected["plan"][:4]), call.alignment)
             if name == "combine backward" and i == 1:
                 torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3, msg=lambda m, w=where: f"{w}: {m}")
             else:

@@ -1,4 +1,5 @@
-"""Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`.
+"""Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
+of test_many.py alone, `many16 many72`.
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -73,6 +74,16 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_steps.CONFIG)
     for bound in (32, 64):
         want.add(test_failures.CONFIG, bound)
+    return [*want.kernels, *of_many(world_size, seed)]
+
+
+def of_many(world_size: int, seed: int) -> list[Any]:
+    """What test_many launches on so many ranks."""
+    import test_many
+
+    want = Wanted(world_size)
+    for config in test_many.configs(world_size, seed):
+        want.add(config, test_many.FEW)
     return list(want.kernels)
 
 
@@ -87,7 +98,8 @@ def main() -> None:
 
     major, minor = torch.cuda.get_device_capability()
     seed = int(os.environ["EP_OPS_TEST_SEED"])
-    wanted = [kernel for world_size in sys.argv[1:] for kernel in kernels(int(world_size), seed)]
+    asked = [(of_many if text.startswith("many") else kernels, int(text.removeprefix("many"))) for text in sys.argv[1:]]
+    wanted = list(dict.fromkeys(kernel for of, world_size in asked for kernel in of(world_size, seed)))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         list(pool.map(build, wanted, [f"sm_{major}{minor}a"] * len(wanted)))

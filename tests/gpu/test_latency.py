@@ -10,11 +10,12 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from operators import Call, compare, covered, make_comm, ranks
+from operators import Call, compare, covered, make_comm, ranks, unequal
 from sharing import SHARING, few_processes, fewer
 
 import ep_ops
-from cute_kernels.latency.heap import MAX_ENTRIES
+from cute_kernels.latency.heap import most_tokens
+from ep_ops.backends.cute.memory import problem_of
 
 BF16 = torch.bfloat16
 HIDDEN = {BF16: 24, torch.float16: 1032, torch.float32: 8200}
@@ -39,8 +40,7 @@ def size_config(hidden: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def latency_comm(name: str, **config: Any) -> Iterator[ep_ops.Communicator]:
     with make_comm("cute", name, latency_max_tokens=None, **config) as comm:
-        most = MAX_ENTRIES // (comm.world_size * config["top_k"])
-        assert comm.backend.latency.tokens == min(256, most, config["max_tokens_per_rank"])
+        assert comm.backend.latency.tokens == min(256, most_tokens(problem_of(comm.config)))
         yield comm
 
 
@@ -63,15 +63,15 @@ def run(comm: ep_ops.Communicator, call: Call, x, weights, y, row_weights) -> di
     out: dict[str, Any] = {"dispatch": ops.dispatch(x, weights, idx, *sizes)}
     out["dispatch unweighted"] = ops.dispatch(x, None, idx, *sizes)
     out["plan"] = out["dispatch"][2:]
-    send_rows, recv_rows, offs, counts, _ = out["plan"]
-    route = (idx, send_rows, recv_rows, offs, counts)
+    route = (idx, *out["plan"][:4])
+    tail = (call.alignment, call.max_tokens, comm.name)
     held, padding = covered(route, call.alignment, call.capacity)
     y = torch.where((held | padding)[:, None], y, torch.nan)
     row_weights = torch.where(held, row_weights, torch.where(padding, 0.0, torch.nan))
-    out["combine"] = ops.combine(y, None, *route, call.alignment, comm.name)
-    out["dispatch backward x"] = ops.dispatch_backward(y, None, *route, call.alignment, comm.name)
-    out["combine weighted"] = ops.combine(y, row_weights, *route, call.alignment, comm.name)
-    out["combine residual"] = ops.combine(y, row_weights, *route, call.alignment, comm.name, x)
+    out["combine"] = ops.combine(y, None, *route, *tail)
+    out["dispatch backward x"] = ops.dispatch_backward(y, None, *route, *tail)
+    out["combine weighted"] = ops.combine(y, row_weights, *route, *tail)
+    out["combine residual"] = ops.combine(y, row_weights, *route, *tail, x)
     return out
 
 
@@ -138,7 +138,7 @@ class Oracle:
         delay()
         b = slow.dispatch(x, idx, weights, **self.sizes)
         expected = slow.combine(b.x, b.route, b.weights)
-        self.wrong += (got != expected).sum() + (a.route.recv_rows != b.route.recv_rows).sum()
+        self.wrong += (got != expected).sum() + unequal(a.route, b.route)
         self.wrong += (a.route.send_rows != b.route.send_rows).sum() + (a.route.offs != b.route.offs).sum()
 
     def verdict(self, fast: ep_ops.Communicator, together) -> None:
@@ -283,7 +283,7 @@ def test_split_operations_are_the_whole(bound, seed, together):
             got, route = step(x, idx, weights)
             d = slow.dispatch(x, idx, weights, max_tokens=bound)
             oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
-            oracle.wrong += (route.recv_rows != d.route.recv_rows).sum()
+            oracle.wrong += unequal(route, d.route)
 
         delay = one_is_late(seed)
         for turn in range(12):
@@ -384,7 +384,7 @@ def test_compiled(slots, seed, together):
                 got, route = compiled(x, idx, weights)
                 d = slow.dispatch(x, idx, weights, **sizes)
                 oracle.wrong += (got != slow.combine(d.x, d.route, d.weights)).sum()
-                oracle.wrong += (route.recv_rows != d.route.recv_rows).sum()
+                oracle.wrong += unequal(route, d.route)
             oracle.verdict(fast, together)
         torch.cuda.synchronize()
         torch._dynamo.reset()

@@ -46,7 +46,7 @@ def test_launches(path, recorder, max_tokens: int, weighted: bool) -> None:
     sizes = Sizes(32, 1, 0, max_tokens)
     recv_x, recv_weights, *placed = path.dispatch(x, weights, idx, sizes)
     assert recv_x.shape == (32, 64) and recv_weights.shape == (32 * weighted,)
-    route = Route(idx, *placed[:4], 1, 32)
+    route = Route(idx, *placed[:4], 1, 32, max_tokens)
     row_weights = recv_weights if weighted else None
     assert path.combine(recv_x, row_weights, route).shape == x.shape
     assert path.dispatch_start(x, weights, idx, sizes).shape == (0,)

@@ -16,22 +16,23 @@ from cute_kernels.heap import Heap, Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 from cute_kernels.latency.heap import (
-    MAX_ENTRIES,
+    MOST_BLOCK_BYTES,
     PACKET_BYTES,
     PAYLOAD_BYTES,
     LatencyHeap,
+    block_bytes,
     most_tokens,
     packets,
 )
+from cute_kernels.latency.reach import words_of
 
 dumps_elsewhere = test_ptx.dumps_elsewhere
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
 WIDEST = Problem(8, (32,) * 8, 8, 7168, "bf16", 4096)
 UNEVEN = Problem(3, (3, 0, 5), 4, 8200, "fp32", 100)
 ALONE = Problem(1, (8,), 32, 128, "fp16", 16)
+MOST = Problem(72, (4,) * 72, 8, 7168, "bf16", 4096)  # ranks
 PROBLEMS = {"large": (LARGE, 256), "widest": (WIDEST, 256), "uneven": (UNEVEN, 100), "alone": (ALONE, 16)}
-
-SHARED_BYTES = 226 * 1024
 
 
 def assert_two_blocks_fit(kernel, arch: str, tmp_path: Path) -> None:
@@ -64,8 +65,9 @@ def test_registers_and_spills_of_split_operations(kernel, tmp_path: Path) -> Non
 def test_dispatch(name: str, arch: str) -> None:
     problem, tokens = PROBLEMS[name]
     ptx = compiled_ptx(Dispatch(problem, tokens, True), arch)
-    # The route and a row to each peer: whole lines, and nothing that waits for them to arrive.
-    assert count(ptx, "st.volatile.global.v4.b32") == 2 * (problem.world_size - 1)
+    # The route to each peer in turn, and a row to each of a set of ranks, whose words are gone through one after the
+    # other: whole lines, and nothing that waits for them to arrive.
+    assert count(ptx, "st.volatile.global.v4.b32") == (problem.world_size > 1) * (1 + words_of(problem))
     assert count(ptx, "ld.volatile.global.v4.b32") >= 1
     assert count(ptx, "griddepcontrol.wait") == count(ptx, "griddepcontrol.launch_dependents") == 1
     assert count(ptx, "atom.relaxed.gpu.global.add.u32") == 1
@@ -111,10 +113,14 @@ def test_lines_lie_apart(name: str) -> None:
 
 
 def test_bound() -> None:
-    """The most tokens that a block can place in shared memory; none with very many experts."""
-    assert most_tokens(LARGE) == MAX_ENTRIES // 32
-    assert most_tokens(ALONE) == 16
-    assert most_tokens(Problem(8, (256,) * 8, 8, 7168, "bf16", 4096)) == 0
-    for problem, tokens in PROBLEMS.values():
-        entries = problem.world_size * tokens * problem.top_k
-        assert 6 * entries + 4 * 19 * problem.num_experts + 4096 * problem.world_size <= SHARED_BYTES
+    """The most tokens that a block can place in shared memory, two blocks a multiprocessor; none with very many
+    experts."""
+    assert 2 * (MOST_BLOCK_BYTES + 1024) <= 228 * 1024  # the system takes one KiB for each
+    many = Problem(8, (256,) * 8, 8, 7168, "bf16", 4096)
+    most = {"large": 539, "widest": 269, "uneven": UNEVEN.max_tokens, "alone": ALONE.max_tokens}
+    for problem, tokens in [*((PROBLEMS[name][0], most[name]) for name in PROBLEMS), (many, 59), (MOST, 28)]:
+        assert most_tokens(problem) == tokens and block_bytes(problem, tokens) <= MOST_BLOCK_BYTES
+        assert tokens == problem.max_tokens or block_bytes(problem, tokens + 1) > MOST_BLOCK_BYTES
+    assert all(tokens <= most[name] for name, (_, tokens) in PROBLEMS.items())
+    assert most_tokens(Problem(8, (1024,) * 8, 8, 7168, "bf16", 4096)) == 0  # counters alone take more
+    assert most_tokens(Problem(2, (32768,) * 2, 1, 16, "bf16", 1)) == 0  # their ids do not fit into 16 bits

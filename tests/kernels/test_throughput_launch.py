@@ -15,7 +15,8 @@ from launches import Recorder, allocate_on_cpu
 
 from cute_kernels import jit, marks
 from cute_kernels.heap import Problem
-from cute_kernels.launch import Addresses, RankArgs, gather, names
+from cute_kernels.launch import RankArgs, gather, names
+from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import latency, launcher
@@ -37,17 +38,14 @@ def test_signature_follows_from_the_arguments(kernel: Any) -> None:
     flat = [*RankArgs.__annotations__.values(), *list(fields.values())[1:]]
     assert len(given) == len(flat)
     for value, kind in zip(given, flat, strict=True):
-        if kind is Addresses:
-            assert isinstance(value, tuple) and [type(v) for v in value] == [Int64] * PROBLEM.world_size
-        else:
-            assert type(value) is kind and kind in (Int32, Int64)
+        assert type(value) is kind and kind in (Int32, Int64)
     tensors, numbers = names(kernel.Args)
     assert ("ranks", *tensors, *numbers) == kernel.Args._fields, "addresses come first"
     assert len(kernel.signature()) == len(RankArgs._fields) + len(tensors) + len(numbers) + 1
 
     marked = tuple(range(len(flat)))
     args = gather(kernel.Args, marked)
-    assert args.ranks == RankArgs(*marked[:5]) and tuple(args[1:]) == marked[5:]
+    assert args.ranks == RankArgs(*marked[:6]) and tuple(args[1:]) == marked[6:]
 
 
 @pytest.fixture
@@ -55,40 +53,80 @@ def recorder() -> Recorder:
     return Recorder(PROBLEM, 132)
 
 
-@pytest.fixture
-def path(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> ThroughputPath:
+def path_of(recorder: Recorder, budget: Budget, monkeypatch: pytest.MonkeyPatch) -> ThroughputPath:
     allocate_on_cpu(monkeypatch)
     traffic = Traffic.of(PROBLEM.experts_per_rank, PROBLEM.top_k, PROBLEM.row_bytes, 1)
-    return ThroughputPath(recorder, Outputs(PROBLEM, 3, recorder.device), Budget(20, 30), traffic)  # type: ignore[arg-type]
+    return ThroughputPath(recorder, Outputs(PROBLEM, 3, recorder.device), budget, traffic)  # type: ignore[arg-type]
 
 
-def test_launches(path: ThroughputPath, recorder: Recorder) -> None:
+def joins(kernel: Any) -> bool:
+    return isinstance(kernel, Pull) and kernel.joins
+
+
+@pytest.mark.parametrize("beyond", [(0, 0), (66, 99)], ids=["fixed", "joining"])
+def test_launches(beyond: tuple[int, int], recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = path_of(recorder, Budget(20, 30, beyond=beyond), monkeypatch)
+    dispatch = ["dispatch"] * (3 if any(beyond) else 2)  # where blocks may join, they are a grid of their own
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     weights = torch.zeros(7, 4)
     sizes = Sizes(48, 16, 0, 100)
     kinds = []
     for given in (None, weights):
         recv_x, recv_weights, *placed = path.dispatch(x, given, idx, sizes)
-        route = Route(idx, *placed[:4], 16, 48)
+        route = Route(idx, *placed[:4], 16, 48, 100)
         row_weights = None if given is None else recv_weights
         path.along("dispatch_planned", x, given, route)
         assert path.combine(recv_x, row_weights, route, None).shape == x.shape
         path.combine(recv_x, row_weights, route, x)
         path.dispatch_backward(recv_x, row_weights, route)
-        kinds += ["dispatch"] * 2 + ["dispatch_planned"] * 2 + ["combine"] * 2 + ["dispatch_backward"]
+        kinds += dispatch + ["dispatch_planned"] * 2 + ["combine"] * 2 + ["dispatch_backward"]
     path.dispatch_backward(None, recv_weights, route)
     path.plan(idx, sizes)
     path.combine_backward(x, recv_x, recv_weights, route)
-    path.combine_gathered(recv_x, route, (0, 0, 0), 40)
+    path.combine_gathered(recv_x, route, torch.zeros(3, dtype=torch.int64), 40)
     kinds += ["dispatch_backward", "plan", "combine_backward", "combine_backward", "combine_gathered"]
     assert [marks.unpack(terms)[1].kind for _, terms, _ in recorder.launched] == kinds
-    assert {kernel for kernel, _, _ in recorder.launched} == set(kernels_of(PROBLEM))
+    wanted = {kernel for kernel in kernels_of(PROBLEM) if any(beyond) or not joins(kernel)}
+    assert {kernel for kernel, _, _ in recorder.launched} == wanted
     for kernel, terms, given in recorder.launched:
         assert marks.unpack(terms)[1].max_tokens == 100
         assert given["tokens" if "tokens" in given else "max_tokens"] in (7, 100)
         # Whatever it is given, a kernel knows how many rows there are.
         assert {given[name] for name in ("num_rows", "capacity") if name in given} <= {48, 40}, kernel
         assert "num_rows" in given or "capacity" in given
+        if isinstance(kernel, Publish):
+            assert given["capacity"] == given["num_rows"] == 48, "of the lists"
+
+
+def test_blocks_that_join(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of an operation are told of the same blocks; there are as many as the budget allows, no more."""
+    path = path_of(recorder, Budget(20, 30, 22, 24, beyond=(66, 99)), monkeypatch)
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    recv_x, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100))
+    route = Route(idx, *placed[:4], 16, 48, 100)
+    _, first, second = recorder.launched
+    assert not joins(first[0]) and joins(second[0]) and first[1] == second[1], "one operation"
+    # One block of the grid that joins takes part in any case: the budget of 20 holds it.
+    assert (first[2]["blocks"], second[2]["blocks"]) == (19, 1 + 66 - 20)
+    assert {**first[2], "blocks": 0} == {**second[2], "blocks": 0}
+    assert (first[2]["dealt"], first[2]["joining"]) == (19, second[2]["blocks"])
+
+    recorder.launched.clear()
+    path.along("dispatch_planned", x, None, route)
+    path.combine(recv_x, recv_weights, route, None)
+    path.dispatch_backward(recv_x, recv_weights, route)
+    path.dispatch_backward(None, recv_weights, route)
+    path.combine_backward(x, recv_x, recv_weights, route)
+    given = [(given["dealt"], given["blocks"]) for _, _, given in recorder.launched if "dealt" in given]
+    assert given == [(20, 66), (30, 99), (30, 99), (30, 30)]  # scalars alone: nobody joins
+    (pull,) = (given for kernel, _, given in recorder.launched if isinstance(kernel, Pull))
+    assert pull["joining"] == 66 - 20
+
+    recorder.launched.clear()
+    single = path_of(recorder, Budget(1, 2, beyond=(66, 99)), monkeypatch)
+    single.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
+    _, (kernel, _, given) = recorder.launched
+    assert not joins(kernel) and (given["dealt"], given["joining"], given["blocks"]) == (1, 0, 1), "none to give away"
 
 
 def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +137,19 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for name, answer in (("_cuda_getDevice", lambda: 1), ("_cuda_getCurrentRawStream", lambda index: 77)):
         monkeypatch.setattr(torch._C, name, answer, raising=False)
-    made = launcher.Launcher(PROBLEM, torch.device("cuda", 1), ((10, 20, 30), 1, 5, 6))
+    table = torch.tensor([10, 20, 30])
+    heap = SimpleNamespace(
+        local=SimpleNamespace(device=torch.device("cuda", 1)), table=table, addresses=(10, 20, 30)
+    )  # fmt: skip
+    made = launcher.Launcher(PROBLEM, heap, (1, 5, 6))  # type: ignore[arg-type]
     rows = torch.zeros(4)
     launch = made.get(Pull, True, False, True)
     assert made.get(Pull, True, False, True) is launch
-    launch(9, blocks=3, num_rows=8, alignment=2, max_tokens=1, recv_rows=rows, x=None)
-    assert calls == [((10, 20, 30), 1, 5, 6, 9, 0, rows.data_ptr(), 0, 0, 0, 0, 1, 2, 8, 3, 77)]
+    launch(9, blocks=3, joining=4, expected=7, dealt=3, num_rows=8, alignment=2, max_tokens=1, arrivals=rows, x=None)
+    ranks = (table.data_ptr(), 20, 1, 5, 6, 9)  # the table of all heaps, and this rank's own
+    assert calls == [(*ranks, 0, rows.data_ptr(), 0, 0, 0, 0, 1, 2, 8, 3, 7, 4, 3, 77)]
     assert len(calls[0]) == len(KERNELS[Pull].signature())
     with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
-        launch(9, blocks=3, num_rows=8, alignment=2, max_tokens=1, rows=rows)
+        launch(9, blocks=3, joining=4, expected=7, dealt=3, num_rows=8, alignment=2, max_tokens=1, rows=rows)
     with pytest.raises(TypeError, match="'num_rows' and 'blocks'"):
-        launch(9, alignment=2, max_tokens=1, x=rows)
+        launch(9, joining=4, expected=7, dealt=3, alignment=2, max_tokens=1, x=rows)

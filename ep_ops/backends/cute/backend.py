@@ -12,7 +12,7 @@ from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.rows import Slices
 
-from ... import symmetric
+from ... import arrivals, symmetric
 from ...config import Member
 from ...records import Placed, Route, Sizes
 from ..base import DispatchTensors
@@ -53,8 +53,8 @@ class CuteBackend:
         torch.cuda.synchronize(member.device)
         self._report = Report(problem.num_experts, config.timeout)
         self._launcher = Launcher(
-            problem, member.device,
-            (self._buffer.addresses, member.rank, self._report.address, int(config.timeout * 1e9)),
+            problem, self._buffer,
+            (member.rank, self._report.address, int(config.timeout * 1e9)),
         )  # fmt: skip
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
@@ -84,11 +84,13 @@ class CuteBackend:
     ) -> DispatchTensors:
         self._begin()
         capacity = NO_CAPACITY_LIMIT // alignment * alignment
-        placed = self.throughput.plan(topk_idx, Sizes(capacity, alignment, 0, max_tokens))
+        most = self._problem.world_size * max_tokens * self._problem.top_k + self._local_experts * (alignment - 1)
+        placed = self.throughput.plan(topk_idx, Sizes(capacity, alignment, 0, max_tokens), most)
         num_rows = int(placed.offs[-1]) if self._local_experts else 0
         if self._report.failed() is not None:
             self.check_errors()  # the host has waited: say it now
-        route = _route(topk_idx, placed, alignment, num_rows)
+        placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
+        route = _route(topk_idx, placed, num_rows, Sizes(num_rows, alignment, 0, max_tokens))
         return (*self.throughput.along("dispatch_planned", x, topk_weights, route), *placed)
 
     def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
@@ -103,16 +105,15 @@ class CuteBackend:
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         self._begin()
-        bases = () if self._rows is None else self._rows.addresses
-        problem = None
-        if not bases:
+        problem, rows = None, self._rows
+        if rows is None:
             problem = f"communicator {self._config.name!r} has no rows in symmetric memory: symmetric_rows is 0"
-        elif y.numel() and y.data_ptr() != bases[self._rank]:
+        elif y.numel() and y.data_ptr() != rows.addresses[self._rank]:
             problem = "y does not lie in symmetric memory; pass the tensor that empty_rows returned"
-        if problem is not None:
-            self.refuse("combine_gathered", problem)
+        if problem is not None or rows is None:
+            self.refuse("combine_gathered", str(problem))
             raise ValueError(problem)
-        return self.throughput.combine_gathered(y, route, bases, self._config.symmetric_rows)
+        return self.throughput.combine_gathered(y, route, rows.table, self._config.symmetric_rows)
 
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
@@ -203,13 +204,13 @@ class CuteBackend:
         for given in (None, weights):
             for sizes in (few, many):  # latency kernels, throughput kernels
                 recv_x, recv_weights, *placed = self.dispatch(x, given, topk_idx, sizes)
-                route = _route(topk_idx, placed, rows, rows)
+                route = _route(topk_idx, placed, rows, sizes)
                 row_weights = None if given is None else recv_weights
                 self.combine(recv_x, row_weights, route)
                 self.combine(recv_x, row_weights, route, x)
             self.dispatch_start(x, given, topk_idx, few)
             recv_x, recv_weights, *placed = self.dispatch_wait(x, given, topk_idx, few)
-            small = _route(topk_idx, placed, rows, rows)
+            small = _route(topk_idx, placed, rows, few)
             self.combine_start(recv_x, row_weights, small)
             self.combine_wait(recv_x, row_weights, small)
             self.dispatch_planned(x, given, route)
@@ -253,6 +254,6 @@ class CuteBackend:
             self._rows.free()
 
 
-def _route(topk_idx: Tensor, placed: Sequence[Tensor], alignment: int, num_rows: int) -> Route:
-    send_rows, recv_rows, offs, counts, _ = placed
-    return Route(topk_idx, send_rows, recv_rows, offs, counts, alignment, num_rows)
+def _route(topk_idx: Tensor, placed: Sequence[Tensor], num_rows: int, sizes: Sizes) -> Route:
+    send_rows, lists, offs, counts, _ = placed
+    return Route(topk_idx, send_rows, lists, offs, counts, sizes.alignment, num_rows, sizes.max_tokens)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cute_kernels.heap import RING_BYTES
+from cute_kernels.heap import RING_BYTES, SEND
 
 from ..budget import Budget
 
@@ -41,7 +41,6 @@ UNDER_WAY = 2.3e6
 ADD_ITEM = 24e-9
 ADD_SLICE = 29e-9
 ADD = 146e9
-SEND = 0.45
 """What an SM of a combine needs: `ADD_SLICE` seconds for each slice of a row that it adds up and one for every `ADD`
 bytes of it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows.
 (With fewer SMs than fill the link; rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB. That is up to 4 % less than was
@@ -136,10 +135,17 @@ class Traffic:
         """Whole pairs, as GPUs are built of them."""
         return min(2 * math.ceil(needed / 2), sms // 2 if self.crossing else sms)
 
+    def expected(self, tokens: int, of_copy: float = 1.0) -> int:
+        """Load of an average rank whose ranks have so many tokens: one for each row, `of_copy` for each copy."""
+        return round(tokens * (self.top_k + of_copy * self.reached))
+
 
 def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None) -> Budget:
-    """What is asked for, as far as the GPU has it; else what the model says."""
+    """What is asked for, as far as the GPU has it; else what the model says, and more on a rank with more rows: half of
+    the GPU for a dispatch, with which the memory is busy, three quarters where rows are added up."""
+    alone = traffic.ranks == 1
+    beyond = (0 if alone or dispatch else sms // 2, 0 if alone or combine else sms * 3 // 4)
     return Budget(
         dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
-        combine or traffic.scaled_sms(sms), most_dispatch, sms,
+        combine or traffic.scaled_sms(sms), most_dispatch, sms, beyond,
     )  # fmt: skip

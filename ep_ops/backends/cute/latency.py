@@ -95,13 +95,13 @@ class LatencyPath:
         sizes: Sizes,
         out: DispatchTensors | tuple[None, ...],
     ) -> None:
-        recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped = out
+        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out
         capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
         self._kernel(Dispatch, self.tokens, weighted, *part)(
             marks.pack("dispatch", max_tokens, weighted, few=True),
-            x=x, topk_weights=topk_weights, topk_idx=topk_idx, send_rows=send_rows, recv_rows=recv_rows, offs=offs,
+            x=x, topk_weights=topk_weights, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals, offs=offs,
             counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],
             max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots,
             senders=senders, first_receiver=first_receiver, blocks=blocks,
@@ -146,6 +146,6 @@ class LatencyPath:
         self._kernel(Combine, self.tokens, recv_weights is not None, *part)(
             marks.pack("combine", max_tokens, few=True),
             y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-            recv_rows=route.recv_rows, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,
+            arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,
             num_rows=route.num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip

@@ -12,6 +12,8 @@ from cute_kernels import jit
 from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, names
 
+from ...symmetric import SymmetricBuffer
+
 Launch = Callable[..., None]
 """What launches a kernel on the current stream, called with (terms, **arguments). The arguments (`kernel.Args`) go by
 name: tensors, None or left out where there is none; numbers as they are, all of them."""
@@ -20,13 +22,14 @@ name: tensors, None or left out where there is none; numbers as they are, all of
 class Launcher:
     """Of one rank of a communicator, on its device."""
 
-    def __init__(self, problem: Problem, device: torch.device, ranks: tuple[tuple[int, ...], int, int, int]) -> None:
-        """`ranks`: addresses of all ranks' heaps, this rank, address of the report, deadline of waits in ns."""
-        self.problem, self.device = problem, device
+    def __init__(self, problem: Problem, heap: SymmetricBuffer, rest: tuple[int, int, int]) -> None:
+        """The rest: this rank, address of the report, deadline of waits in ns."""
+        self.problem, self.device = problem, heap.local.device
+        device = self.device
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors: int = properties.multi_processor_count
         self._arch = f"sm_{properties.major}{properties.minor}a"
-        self._ranks = ranks
+        self._ranks = (heap.table.data_ptr(), heap.addresses[rest[0]], *rest)
         self._launches: dict[Any, Launch] = {}
 
     def get(self, kernel: type[Kernel], *variant: int) -> Launch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_kernels.heap import MOST_RANKS, Heap, Problem
+from cute_kernels.heap import MOST_RANKS, SHARED_BYTES, Heap, Problem
 from cute_kernels.latency.heap import LatencyHeap, most_tokens
 
 from ...config import Config
@@ -21,9 +21,13 @@ def problem_with(config: Config) -> str | None:
         return "dtype torch.float64 is supported by backend 'reference' only"
     if config.world_size > MOST_RANKS:
         return f"world_size is {config.world_size}; backend 'cute' takes at most {MOST_RANKS} ranks"
-    most = problem_of(config).most_experts
-    if config.num_experts > most:
-        return f"num_experts is {config.num_experts}; backend 'cute' takes at most {most} on {config.world_size} ranks"
+    problem = problem_of(config)
+    if not problem.fits:
+        return (
+            f"num_experts is {config.num_experts}, at most {problem.local_experts} a rank; on {config.world_size} ranks"
+            f" backend 'cute' needs {problem.placing_bytes} bytes of shared memory to place rows;"
+            f" allowed: at most {SHARED_BYTES - 1024}"
+        )
     return None
 
 

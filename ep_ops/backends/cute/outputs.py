@@ -10,6 +10,7 @@ from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-def
 
 from cute_kernels.heap import Problem
 
+from ... import arrivals
 from ...records import Placed, Sizes
 from ..base import DispatchTensors
 
@@ -35,25 +36,25 @@ class Outputs:
         self._local = (num_local_experts,)
         self._device = device
 
-    def placed(self, topk_idx: Tensor, max_tokens: int) -> Placed:
-        return Placed(*self._placed(allocator(self._device), topk_idx, max_tokens))
+    def placed(self, topk_idx: Tensor, num_rows: int) -> Placed:
+        return Placed(*self._placed(allocator(self._device), topk_idx, num_rows))
 
     def dispatched(self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
         new = allocator(self._device)
-        capacity, _, _, max_tokens = sizes
+        capacity = sizes.capacity
         hidden = x.shape[1]
         return (
             new((capacity, hidden), (hidden, 1), x.dtype),
             new((capacity if weighted else 0,), (1,), torch.float32),
-            *self._placed(new, topk_idx, max_tokens),
+            *self._placed(new, topk_idx, capacity),
         )
 
-    def _placed(self, new: New, topk_idx: Tensor, max_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _placed(self, new: New, topk_idx: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         tokens, top_k = topk_idx.shape
         ints, local = torch.int32, self._local
         return (
             new((tokens, top_k), (top_k, 1), ints),
-            new((self._world_size, max_tokens, top_k), (max(max_tokens, 1) * top_k, top_k, 1), ints),
+            new((arrivals.size(num_rows, self._world_size),), (1,), ints),
             new(local, (1,), ints),
             new(local, (1,), ints),
             new(local, (1,), ints),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels import marks
-from cute_kernels.heap import Problem
+from cute_kernels.heap import SEND, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
@@ -39,9 +39,9 @@ def kernels_of(problem: Problem) -> list[Any]:
     variants: dict[Any, Sequence[tuple[Any, ...]]] = {
         Publish: publish,
         Pull: [
-            (weights, alone and not placed and not weights, placed)
+            (weights, alone and not placed and not weights, placed, joins)
             for weights in (False, True)
-            for placed in (False, True)
+            for placed, joins in ((False, False), (True, False), *(() if alone else ((True, True),)))
         ],
         Combine: combine,
         PullScaled: [(alone,)],
@@ -58,37 +58,46 @@ class ThroughputPath:
         self._problem, self._all_blocks = launcher.problem, launcher.multiprocessors
         self._outputs, self._budget, self._traffic = outputs, budget, traffic
 
-    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
-        placed = self._outputs.placed(topk_idx, sizes.max_tokens)
+    def plan(self, topk_idx: Tensor, sizes: Sizes, num_rows: int | None = None) -> Placed:
+        """With room for `num_rows` in the lists, if that is not the capacity."""
+        num_rows = sizes.capacity if num_rows is None else num_rows
+        placed = self._outputs.placed(topk_idx, num_rows)
         variant = (True, False, False, True)
         self._kernel(Publish, *variant)(
             marks.pack("plan", sizes.max_tokens, rows=False),
-            topk_idx=topk_idx, send_rows=placed.send_rows, recv_rows=placed.recv_rows, offs=placed.offs,
+            topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
             counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
-            capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+            capacity=sizes.capacity, num_rows=num_rows, alignment=sizes.alignment, slots=sizes.slots,
             blocks=self._publish_blocks(variant, 0),
         )  # fmt: skip
         return placed
 
     def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
         weighted, pulling = topk_weights is not None, self._budget.dispatch
+        beyond = max(0, self._budget.beyond[0] - pulling) if pulling > 1 else 0
         out = self._outputs.dispatched(x, weighted, topk_idx, sizes)
-        recv_x, recv_weights, send_rows, recv_rows, offs, counts, dropped = out
+        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out
         capacity, alignment, slots, max_tokens = sizes
         terms = marks.pack("dispatch", max_tokens, weighted)
         variant = (True, self._problem.world_size > 1, weighted, False)
         self._kernel(Publish, *variant)(
             terms,
-            x=x, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows, recv_rows=recv_rows, offs=offs,
+            x=x, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows, arrivals=arrivals, offs=offs,
             counts=counts, dropped=dropped, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots,
+            max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment, slots=slots,
             blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
-        self._kernel(Pull, weighted, False, True)(
-            terms,
-            x=x, recv_rows=recv_rows, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
-            max_tokens=max_tokens, alignment=alignment, num_rows=capacity, blocks=pulling,
-        )  # fmt: skip
+        # A grid that may join has one block in any case.
+        dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
+        expected = self._traffic.expected(x.shape[0])
+        for joins, blocks in ((False, dealt), (True, joining)):
+            if blocks:
+                self._kernel(Pull, weighted, False, True, joins)(
+                    terms,
+                    x=x, arrivals=arrivals, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
+                    max_tokens=max_tokens, alignment=alignment, num_rows=capacity, dealt=dealt, expected=expected,
+                    joining=joining, blocks=blocks,
+                )  # fmt: skip
         return out
 
     def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
@@ -98,11 +107,13 @@ class ThroughputPath:
         max_tokens = route.max_tokens
         terms = marks.pack(kind, max_tokens, weighted)
         published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route)
-        self._kernel(Pull, weighted, not published, False)(
+        joining = max(0, self._budget.beyond[0] - pulling)
+        self._kernel(Pull, weighted, not published, False, False)(
             terms,
-            x=x, recv_rows=route.recv_rows, offs=route.offs, counts=route.counts, recv_x=recv_x,
+            x=x, arrivals=route.arrivals, offs=route.offs, counts=route.counts, recv_x=recv_x,
             recv_weights=recv_weights, max_tokens=max_tokens, alignment=route.alignment,
-            num_rows=route.num_rows, blocks=pulling,
+            num_rows=route.num_rows, dealt=pulling, expected=self._traffic.expected(x.shape[0]), joining=joining,
+            blocks=pulling + joining,
         )  # fmt: skip
         return recv_x, recv_weights
 
@@ -112,19 +123,19 @@ class ThroughputPath:
         self._kernel(Combine, True, recv_weights is not None, False, residual is not None)(
             marks.pack("combine", max_tokens),
             y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-            recv_rows=route.recv_rows, residual=residual, out=out, tokens=tokens, max_tokens=max_tokens,
-            num_rows=route.num_rows, pushers=self._traffic.pushers(blocks), blocks=blocks,
+            arrivals=route.arrivals, residual=residual, out=out, tokens=tokens, max_tokens=max_tokens,
+            num_rows=route.num_rows, **self._pushing(blocks, tokens, True),
         )  # fmt: skip
         return out
 
-    def combine_gathered(self, y: Tensor, route: Route, bases: tuple[int, ...], num_rows: int) -> Tensor:
-        """`bases`: address of row 0 at each rank, of `num_rows` each."""
+    def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
+        """`bases`: a table of the address of row 0 at each rank, of `num_rows` each."""
         tokens = route.topk_idx.shape[0]
         out = self._outputs.tokens(y, tokens)
         self._kernel(Gather)(
             marks.pack("combine_gathered", route.max_tokens),
-            topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, tokens=tokens, num_rows=num_rows,
-            bases=bases, blocks=self._budget.gather,
+            topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, bases=bases, tokens=tokens, num_rows=num_rows,
+            blocks=self._budget.gather,
         )  # fmt: skip
         return out
 
@@ -139,9 +150,8 @@ class ThroughputPath:
         self._kernel(Combine, rows, False, scalars, False)(
             marks.pack("dispatch_backward", max_tokens, scalars, rows),
             y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=topk_idx, send_rows=route.send_rows,
-            recv_rows=route.recv_rows, out=grad_x, out_scalars=grad_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, num_rows=route.num_rows,
-            pushers=self._traffic.pushers(blocks), blocks=blocks,
+            arrivals=route.arrivals, out=grad_x, out_scalars=grad_weights, tokens=topk_idx.shape[0],
+            max_tokens=max_tokens, num_rows=route.num_rows, **self._pushing(blocks, topk_idx.shape[0], rows),
         )  # fmt: skip
         return grad_x, grad_weights
 
@@ -156,11 +166,20 @@ class ThroughputPath:
         # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
         self._kernel(PullScaled, not published)(
             terms,
-            grad_out=grad_out, y=grad_y if y is None else y, recv_weights=recv_weights, recv_rows=route.recv_rows,
+            grad_out=grad_out, y=grad_y if y is None else y, recv_weights=recv_weights, arrivals=route.arrivals,
             offs=route.offs, counts=route.counts, grad_y=grad_y, grad_weights=grad_weights,
             max_tokens=route.max_tokens, alignment=route.alignment, num_rows=route.num_rows, blocks=blocks,
         )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
+
+    def _pushing(self, blocks: int, tokens: int, rows: bool) -> dict[str, int]:
+        """How a combine of so many blocks deals them out; without rows none may join."""
+        return {
+            "pushers": self._traffic.pushers(blocks),
+            "dealt": blocks,
+            "expected": self._traffic.expected(tokens, SEND),
+            "blocks": max(blocks, self._budget.beyond[1]) if rows else blocks,
+        }
 
     def _publish_along(
         self,
@@ -177,9 +196,10 @@ class ThroughputPath:
             return False
         self._kernel(Publish, *variant)(
             terms,
-            x=x, topk_idx=route.topk_idx, topk_weights=topk_weights, recv_rows=route.recv_rows,
+            x=x, topk_idx=route.topk_idx, topk_weights=topk_weights, arrivals=route.arrivals,
             recv_weights=recv_weights, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
-            capacity=route.num_rows, alignment=1, slots=0, blocks=self._publish_blocks(variant, pulling),
+            capacity=route.num_rows, num_rows=route.num_rows, alignment=1, slots=0,
+            blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
         return True
 

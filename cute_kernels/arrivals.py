@@ -1,0 +1,188 @@
+"""What arrives at a rank, as operators hand it on (`arrivals` of a route): where it lies, and how warps walk over it.
+
+A copy is the visit of a token at a rank: all rows here of one (source rank, token). `arrivals` is int32
+[4 R + W + 3] for R rows, three lists one after the other:
+
+  copies   [R + 1, 2]  where the copy's rows begin in `owned`, and its home; by source rank, then by token
+  owned    [R, 2]      the rows of each copy by k ascending, copy after copy: the row, and the (source rank, token, k)
+                       that asked for it, as a flat index
+  sources  [W + 1]     where the copies of each source rank begin; the last: how many there are
+
+The pair behind the last copy holds how many rows have an owner. What lies behind the last copy and behind the last row
+is undefined. A home is (source rank × max_tokens + token) × most_copies + the copy's number at its owner, where a
+token's copies are numbered 0, 1, ... over the ranks that its ids name, ascending.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute import arch
+
+from . import ptx
+from .heap import Problem
+from .sync import BAD_ROW, Ranks, claim, granted, refuse
+
+
+class Lists(NamedTuple):
+    """Addresses of the three lists."""
+
+    copies: Int64
+    owned: Int64
+    sources: Int64
+
+
+def lists(arrivals: Int64, num_rows: Int32) -> Lists:
+    """Of `arrivals` for a buffer of `num_rows`."""
+    each = Int64(num_rows) * 8
+    return Lists(arrivals, arrivals + each + 8, arrivals + 2 * each + 8)
+
+
+class Copy(NamedTuple):
+    """What is known of a copy before its rows are. Where there is none it has no rows."""
+
+    begin: Int32
+    end: Int32  # nothing is worked out of these until they are used: a warp would wait for their loads
+    home: Int32
+
+    @property
+    def rows(self) -> Int32:
+        """How many."""
+        return self.end - self.begin
+
+
+class Walk(NamedTuple):
+    """What a warp needs to find copies by the number of an item."""
+
+    sources: Any  # [W + 1] in shared memory
+    lists: Lists
+    num_rows: Int32
+    max_tokens: Int32
+    items: Int32  # how many there are
+
+
+@cute.jit
+def begin_walk(ranks: Ranks, smem_sources: Any, arrivals: Int64, num_rows: Int32, max_tokens: Int32) -> Walk:
+    """By every warp of a block, each for itself and all with the same values: `smem_sources` holds W + 1 ints that a
+    barrier behind this hands to nobody else.
+
+    Items are (number within a source, source), so that all links are busy all the time: of each source as many as the
+    one with the most has.
+    """
+    world_size = ranks.heap.problem.world_size
+    lane = arch.lane_idx()
+    at = lists(arrivals, num_rows)
+    most = Int32(0)
+    source = Int32(lane)
+    while source <= world_size:
+        begin = cutlass.min(cutlass.max(ptx.ld_i32(at.sources + Int64(source) * 4), 0), num_rows)
+        smem_sources[source] = begin
+        if source < world_size:
+            end = cutlass.min(ptx.ld_i32(at.sources + Int64(source + 1) * 4), num_rows)
+            most = cutlass.max(most, end - begin)
+        source += 32
+    most = arch.warp_redux_sync(most, "max")
+    # Every lane's part comes before the other lanes' reads.
+    arch.sync_warp()
+    return Walk(smem_sources, at, num_rows, max_tokens, most * world_size)
+
+
+@cute.jit
+def copy_of(ranks: Ranks, walk: Walk, item: Int32) -> Copy:
+    """By each lane: the copy of an item, if there is one."""
+    world_size = ranks.heap.problem.world_size
+    begin, end, home = Int32(0), Int32(0), Int32(0)
+    if item < walk.items:
+        number = item // world_size
+        # Rotated from number to number, and from rank to rank, so that no warp and no rank meets one source only.
+        source = (item + number + number // 4 + number // 16 + ranks.rank + 1) % world_size
+        index = walk.sources[source] + number
+        if index < walk.sources[source + 1]:
+            at = walk.lists.copies + Int64(index) * 8
+            begin, home = ptx.ld_pair(at)
+            end = ptx.ld_i32(at + 8)
+    return Copy(begin, end, home)
+
+
+@cute.jit
+def guarded(ranks: Ranks, walk: Walk, copy: Copy) -> Copy:
+    """By each lane: the copy, without rows if its place in the lists or its home cannot be, which is reported. Whatever
+    integers an operator is called with, nothing outside of its tensors is read or written."""
+    problem = ranks.heap.problem
+    begin, end, home = copy
+    count = end - begin
+    homes = walk.max_tokens * (problem.world_size * problem.most_copies)
+    if count != 0 and (
+        count < 0 or count > problem.top_k or begin < 0 or end > walk.num_rows or home < 0 or home >= homes
+    ):
+        refuse(ranks, BAD_ROW, begin, walk.num_rows)
+        end = begin
+    return Copy(begin, end, home)
+
+
+@cute.jit
+def row_of(walk: Walk, copy: Copy) -> tuple[Int32, Int32]:
+    """By a warp: lane i gets the copy's i-th row, -1 behind the last, and who asked for it."""
+    lane = arch.lane_idx()
+    row, asker = Int32(-1), Int32(-1)
+    # Where a list is garbage (`guarded` looks at that) nothing outside of it is read.
+    if lane < copy.rows and copy.begin >= 0 and copy.begin + lane < walk.num_rows:
+        row, asker = ptx.ld_pair(walk.lists.owned + Int64(copy.begin + lane) * 8)
+    return row, asker
+
+
+@cute.jit
+def owner_of(problem: cutlass.Constexpr[Problem], home: Int32, max_tokens: Int32) -> tuple[Int32, Int32, Int32]:
+    """Source rank, token and number of the copy of a home."""
+    number = home % problem.most_copies
+    token = home // problem.most_copies
+    source = token // cutlass.max(max_tokens, 1)
+    return source, token - source * max_tokens, number
+
+
+@cute.jit
+def given_row(ranks: Ranks, row: Int32, num_rows: Int32) -> Int32:
+    """A row of a route that an operator was given: -1, and reported, if it lies behind the `num_rows` that there are.
+    Kernels that place the route themselves need no such look."""
+    if row >= num_rows:
+        refuse(ranks, BAD_ROW, row, num_rows)
+        row = Int32(-1)
+    return row
+
+
+class Ahead(NamedTuple):
+    """How far ahead a warp has looked: the item that it is to do, whose rows it has; the next one, of which it knows
+    the copy; and what it has claimed behind that. So no load of a list is waited for when it is issued."""
+
+    item: Int32
+    copy: Copy
+    row: Int32
+    upcoming: Int32
+    next: Copy
+    ticket: Int32
+
+
+@cute.jit
+def look_ahead(
+    ranks: Ranks, walk: Walk, pieces: cutlass.Constexpr[int], item: Int32, step: Int32, dealt: Boolean
+) -> Ahead:
+    """By a warp: `item` and `item + step` are dealt out to it, what follows it claims; or claims all of its items.
+    An item is a piece of a copy. `step` warps have two items dealt out each."""
+    upcoming = item + step
+    if not dealt:
+        item = 2 * step + granted(claim(ranks.own))
+        upcoming = 2 * step + granted(claim(ranks.own))
+    copy = copy_of(ranks, walk, item // pieces)
+    following = copy_of(ranks, walk, upcoming // pieces)
+    row, _ = row_of(walk, copy)
+    return Ahead(item, copy, row, upcoming, following, claim(ranks.own))
+
+
+@cute.jit
+def look_further(ranks: Ranks, walk: Walk, pieces: cutlass.Constexpr[int], ahead: Ahead, step: Int32) -> Ahead:
+    """When the item is done: the next one."""
+    row, _ = row_of(walk, ahead.next)
+    upcoming = 2 * step + granted(ahead.ticket)
+    following = copy_of(ranks, walk, upcoming // pieces)
+    return Ahead(ahead.upcoming, ahead.next, row, upcoming, following, claim(ranks.own))

@@ -1,0 +1,148 @@
+"""What arrives at this rank, as operators hand it on (`arrivals` of a route: see ../arrivals.py), by a block that has
+placed the entries of this rank's experts."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cute import arch
+
+from .. import arrivals, ptx
+from ..experts import holder_of, local_experts
+from ..heap import Problem
+from .packets import THREADS, WARPS, Share
+from .place import Tables, asked_expert, source_stride
+from .reach import low_bits
+
+
+class Group(NamedTuple):
+    """Whole tokens that a warp looks at together, an entry a lane: what a lane knows of its entry."""
+
+    token: Int32  # source rank × max_tokens + token
+    expert: Int32  # of all experts; -1 for none
+    row: Int32  # the row here that the entry keeps, or -1
+    kept: Int32  # lanes whose entries keep rows here
+    firsts: Int32  # lanes whose entries are the first to keep one of their token
+
+
+@cute.jit
+def group_of(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, number: Int32) -> Group:
+    """By a whole warp: the group of that number; all sources' tokens follow each other. Entries of a token never lie in
+    two groups."""
+    top_k = problem.top_k
+    lane = arch.lane_idx()
+    entries = args.max_tokens * top_k
+    token = number * (32 // top_k) + lane // top_k
+    expert, row = Int32(-1), Int32(-1)
+    if lane < 32 // top_k * top_k and token < args.max_tokens * problem.world_size:
+        source = token // args.max_tokens
+        entry = (token - source * args.max_tokens) * top_k + lane % top_k
+        expert = asked_expert(tables, source, entry, entries, Int32(0), Int32(problem.num_experts))
+        first, end = local_experts(problem, args.ranks.rank)
+        if expert >= first and expert < end:
+            row = tables.rows[source * source_stride(entries) + entry]
+    kept = arch.vote_ballot_sync(row >= 0)
+    earlier = Uint32(kept & arch.lanemask_lt()) >> Uint32(lane // top_k * top_k)
+    firsts = arch.vote_ballot_sync(row >= 0 and earlier == 0)
+    return Group(token, expert, row, Int32(kept), Int32(firsts))
+
+
+@cute.jit
+def copy_number(problem: cutlass.Constexpr[Problem], rank: Int32, expert: Int32) -> Int32:
+    """By a whole warp, of a group: how many ranks lower than this one a lane's token names."""
+    top_k = problem.top_k
+    lane = arch.lane_idx()
+    holder = Int32(holder_of(problem, expert))
+    lower = expert >= 0 and holder < rank
+    # Lanes of one token that name one holder; those that name none match nobody that counts.
+    key = lane // top_k * problem.world_size + holder
+    if not lower:
+        key = Int32(-1)
+    same = arch.match_sync(0xFFFFFFFF, key)
+    leaders = arch.vote_ballot_sync(lower and (Int32(same) & Int32(arch.lanemask_lt())) == 0)
+    return Int32(arch.popc((Uint32(leaders) >> Uint32(lane // top_k * top_k)) & low_bits(top_k)))
+
+
+@cute.jit
+def write_lists(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> None:
+    """By a whole block behind `place_entries`, for this rank's experts or for all.
+
+    Each warp takes consecutive groups of tokens. It counts what they keep, adds up what the warps before it have, and
+    writes.
+    """
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warp = arch.make_warp_uniform(tid // 32)
+    lists = arrivals.lists(args.arrivals, args.capacity)
+    tokens = args.max_tokens * problem.world_size
+    groups = (tokens + 32 // problem.top_k - 1) // (32 // problem.top_k)
+    each = (groups + WARPS - 1) // WARPS
+    begin = cutlass.min(warp * each, groups)
+    end = cutlass.min(begin + each, groups)
+
+    copies, rows = Int32(0), Int32(0)
+    number = begin
+    while number < end:
+        group = group_of(problem, tables, args, number)
+        copies += Int32(arch.popc(group.firsts))
+        rows += Int32(arch.popc(group.kept))
+        number += 1
+    if lane == 0:
+        tables.found[warp] = copies
+        tables.found[WARPS + warp] = rows
+    # All warps' counts come before the reads of any.
+    arch.sync_threads()
+    copies, rows = Int32(0), Int32(0)
+    if lane < warp:
+        copies = tables.found[lane]
+        rows = tables.found[WARPS + lane]
+    copies = arch.warp_redux_sync(copies, "add")
+    rows = arch.warp_redux_sync(rows, "add")
+
+    number = begin
+    while number < end:
+        group = group_of(problem, tables, args, number)
+        below_me = Int32(arch.lanemask_lt())
+        copy = copies + Int32(arch.popc(group.firsts & below_me))
+        at = rows + Int32(arch.popc(group.kept & below_me))
+        home = group.token * problem.most_copies + copy_number(problem, args.ranks.rank, group.expert)
+        if group.row >= 0:
+            ptx.st_pair(lists.owned + Int64(at) * 8, group.row, group.token * problem.top_k + lane % problem.top_k)
+        if (group.firsts >> lane) & 1 != 0:
+            ptx.st_pair(lists.copies + Int64(copy) * 8, at, home)
+        begins_source(problem, args, group.token, copy)
+        copies += Int32(arch.popc(group.firsts))
+        rows += Int32(arch.popc(group.kept))
+        number += 1
+    if warp == WARPS - 1 and lane == 0:
+        # The last warp has added up everything.
+        ptx.st_pair(lists.copies + Int64(copies) * 8, rows, Int32(-1))
+        ptx.st_i32(lists.sources + problem.world_size * 4, copies)
+    if args.max_tokens == 0 and tid < problem.world_size:
+        ptx.st_i32(lists.sources + Int64(tid) * 4, Int32(0))
+
+
+@cute.jit
+def begins_source(problem: cutlass.Constexpr[Problem], args: Any, token: Int32, copy: Int32) -> None:
+    """By the lane of a token's first entry: if the token is a source's first, `copy` is how many come before it."""
+    lane = arch.lane_idx()
+    first_entry = lane % problem.top_k == 0 and lane < 32 // problem.top_k * problem.top_k
+    if first_entry and token < args.max_tokens * problem.world_size:
+        source = token // args.max_tokens
+        if token == source * args.max_tokens:
+            at = arrivals.lists(args.arrivals, args.capacity).sources + Int64(source) * 4
+            ptx.st_i32(at, copy)
+
+
+@cute.jit
+def own_weights(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, share: Share) -> None:
+    """A block's share of the weights of rows that stay on this rank."""
+    tid, _, _ = arch.thread_idx()
+    entries = args.max_tokens * problem.top_k
+    i = share.block * THREADS + tid
+    while i < args.tokens * problem.top_k:
+        row = tables.rows[args.ranks.rank * source_stride(entries) + i]
+        if row >= 0:
+            ptx.st_i32(args.recv_weights + Int64(row) * 4, ptx.ld_i32(args.topk_weights + Int64(i) * 4))
+        i += share.blocks * THREADS

@@ -1,0 +1,474 @@
+"""From what all ranks have told to rows: where this rank's tokens go, and the lists of what arrives here.
+
+A row's place follows from prefix sums alone: the start of its expert's segment, plus the rows of that expert from
+lower source ranks, plus those from earlier tiles of its own rank, plus its position within the tile. A place in the
+lists follows likewise from how many entries and copies come before its tile's; so one block places one tile, of all
+ranks, and no block waits for another. Only where rows are dropped do the blocks of a rank have to tell each other how
+many they keep.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+from .arrivals import Lists, lists
+from .experts import local_experts
+from .heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
+from .route import place_of_entries, place_of_told, tile_of
+from .sync import Ranks
+
+
+class Tables(NamedTuple):
+    """What a block holds in shared memory while it places a tile, int32. L: most experts of a rank."""
+
+    # Of (source rank, expert here): rows in all tiles, rows in earlier tiles. Then the first holds the row of the
+    # tile's first entry.
+    rows: Any  # [2, W, L]
+    asked: Any  # [E] entries that name each expert, of all ranks
+    mine: Any  # [E] row of the first entry of this rank's tile
+    start: Any  # [E] first row of each segment
+    limit: Any  # [E] the row behind the last one that fits
+    told: Any  # [3, W] capacity, alignment, slots of each rank
+    # Of each source rank: entries for experts here in all tiles, in earlier tiles, in this one. Then the second holds
+    # where this tile's begin in the list of rows.
+    entries: Any  # [3, W]
+    # Of each source rank: copies here in all tiles, in earlier tiles. Then the second holds where this tile's begin in
+    # the list of copies.
+    copies: Any  # [2, W]
+    drops: Any  # [1] whether some expert here has more entries than rows
+
+
+def new_tables(problem: Problem, smem: Any, table: Any) -> Tables:
+    """`table` is what counting has used."""
+
+    def ints(n: int) -> Any:
+        return smem.allocate_tensor(Int32, cute.make_layout(n))
+
+    e, w = problem.num_experts, problem.world_size
+    return Tables(table, ints(e), ints(e), ints(e), ints(e), ints(3 * w), ints(3 * w), ints(2 * w), ints(1))
+
+
+@cute.jit
+def place_tile(
+    ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: Tables, args: Any
+) -> None:
+    """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
+
+    Reads what all ranks have told (their route flags are acquired; `ok` says whether all came). `args` are those of the
+    publish kernel.
+    """
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    out = lists(args.arrivals, args.num_rows)
+    gather_told(ranks, threads, ok, tile, tables)
+    arch.sync_threads()
+    place_segments(p, tables, threads // 32)
+    arch.sync_threads()
+    finish_segments(ranks, threads, tile, tables, args)
+    arch.sync_threads()
+    drops = tables.drops[0]
+    if drops != 0:
+        scan_kept(ranks, threads, tile, tables, args, False)
+        exchange_kept(ranks, threads, tile, tables)
+    if tid < 32:
+        number_sources(p, tables, tile, out)
+    arch.sync_threads()
+    if drops != 0:
+        scan_kept(ranks, threads, tile, tables, args, True)
+    else:
+        write_lists(ranks, threads, tile, tables, args)
+
+
+@cute.jit
+def finish_tile(
+    ranks: Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], tile: Int32, tables: Tables,
+    args: Any,
+) -> None:  # fmt: skip
+    """One block, behind `place_tile`: what no row waits for."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    if const_expr(weighted):
+        fetch_weights(ranks, threads, tile, tables, args)
+    first, end = tile_of(p, tile, args.max_tokens, args.tokens)
+    j = first * p.top_k + tid
+    while j < end * p.top_k:
+        row = ptx.ld_i32(args.send_rows + Int64(j) * 4)  # the position within the tile
+        if row >= 0:
+            expert = ptx.ld_i32(args.topk_idx + Int64(j) * 4)
+            row += tables.mine[expert]
+            if row >= tables.limit[expert]:
+                row = Int32(-1)
+        ptx.st_i32(args.send_rows + Int64(j) * 4, row)
+        j += threads
+
+
+@cute.jit
+def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: Tables) -> None:
+    """Sums of what all tiles of all ranks have told; nothing where `ok` is 0."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    world_size, num_experts, local = p.world_size, p.num_experts, p.local_experts
+    first_local, end_local = local_experts(p, ranks.rank)
+    i = Int32(tid)
+    while i < num_experts:
+        tables.asked[i] = 0
+        tables.mine[i] = 0
+        i += threads
+    i = Int32(tid)
+    while i < world_size:
+        for part in range_constexpr(3):
+            tables.entries[part * world_size + i] = 0
+        i += threads
+    if tid == 0:
+        tables.drops[0] = 0
+    arch.sync_threads()
+    i = Int32(tid)
+    while i < world_size * num_experts:
+        source = i // num_experts
+        expert = i - source * num_experts
+        total, before, now = Int32(0), Int32(0), Int32(0)
+        if ok != 0:
+            at = place_of_told(ranks, ranks.own, source, Int32(0)) + Int64(expert) * 4
+            # All loads first: they are in flight together.
+            found = cute.make_rmem_tensor((p.tiles,), Int32)
+            for t in range_constexpr(p.tiles):
+                found[t] = ptx.ld_i32(at + t * (p.told_ints * 4))
+            for t in range_constexpr(p.tiles):
+                total += found[t]
+                if t < tile:
+                    before += found[t]
+                if t == tile:
+                    now = found[t]
+        if total != 0:
+            ptx.add_shared(tables.asked.iterator + expert, total)
+        ahead = Int32(0)
+        if source < ranks.rank:
+            ahead = total
+        if source == ranks.rank:
+            ahead = before
+        if ahead != 0:
+            ptx.add_shared(tables.mine.iterator + expert, ahead)
+        if expert >= first_local and expert < end_local:
+            at_rows = source * local + expert - first_local
+            tables.rows[at_rows] = total
+            tables.rows[world_size * local + at_rows] = before
+            if total != 0:
+                ptx.add_shared(tables.entries.iterator + source, total)
+                ptx.add_shared(tables.entries.iterator + (world_size + source), before)
+                ptx.add_shared(tables.entries.iterator + (2 * world_size + source), now)
+        i += threads
+    i = Int32(tid)
+    while i < world_size:
+        total, before = Int32(0), Int32(0)
+        told = (Int32(0), Int32(1), Int32(0))
+        if ok != 0:
+            at = place_of_told(ranks, ranks.own, i, Int32(0)) + (p.told_ints - TOLD_INTS) * 4
+            told = (ptx.ld_i32(at + CAPACITY * 4), ptx.ld_i32(at + ALIGNMENT * 4), ptx.ld_i32(at + SLOTS * 4))
+            for t in range_constexpr(p.tiles):
+                n = ptx.ld_i32(at + (t * p.told_ints + COPIES) * 4)
+                total += n
+                if t < tile:
+                    before += n
+        for what in range_constexpr(3):
+            tables.told[what * world_size + i] = told[what]
+        tables.copies[i] = total
+        tables.copies[world_size + i] = before
+        i += threads
+
+
+@cute.jit
+def place_segments(problem: cutlass.Constexpr[Problem], tables: Tables, warps: cutlass.Constexpr[int]) -> None:
+    """`start` and `limit`, by a warp for each destination rank."""
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    world_size = problem.world_size
+    destination = Int32(tid // 32)
+    while destination < world_size:
+        capacity = tables.told[CAPACITY * world_size + destination]
+        alignment = cutlass.max(tables.told[ALIGNMENT * world_size + destination], 1)
+        slots = tables.told[SLOTS * world_size + destination]
+        first, end = local_experts(problem, destination)
+        carry = Int32(0)
+        chunk = first
+        while chunk < end:
+            e = chunk + lane
+            padded = Int32(0)
+            if e < end:
+                padded = (tables.asked[e] + alignment - 1) // alignment * alignment
+            total = inclusive_sum(padded, lane)
+            if e < end:
+                begin = carry + total - padded
+                limit = capacity
+                if slots > 0:
+                    begin = (e - first) * slots
+                    limit = begin + slots
+                tables.start[e] = begin
+                tables.limit[e] = limit
+            carry += arch.shuffle_sync(total, 31)
+            chunk += 32
+        destination += warps
+
+
+@cute.jit
+def inclusive_sum(value: Int32, lane: Int32) -> Int32:
+    """By a warp: the sum of the lanes up to this one."""
+    total = value
+    for step in range_constexpr(5):
+        other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            total += other
+    return total
+
+
+@cute.jit
+def finish_segments(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
+    """`mine` and the first of `rows` become rows; tile 0 writes the segments of the experts here."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    first_local, end_local = local_experts(p, ranks.rank)
+    e = Int32(tid)
+    while e < p.num_experts:
+        tables.mine[e] = tables.mine[e] + tables.start[e]
+        if e >= first_local and e < end_local:
+            begin, local = tables.start[e], e - first_local
+            end = begin
+            source = Int32(0)
+            while source < p.world_size:
+                n = tables.rows[source * p.local_experts + local]
+                before = tables.rows[(p.world_size + source) * p.local_experts + local]
+                tables.rows[source * p.local_experts + local] = end + before
+                end += n
+                source += 1
+            n = end - begin
+            kept = cutlass.max(cutlass.min(n, tables.limit[e] - begin), 0)
+            if kept < n:
+                tables.drops[0] = 1
+            if tile == 0:
+                alignment = cutlass.max(args.alignment, 1)
+                stop = cutlass.min(begin + (n + alignment - 1) // alignment * alignment, args.capacity)
+                if args.slots > 0:
+                    stop = begin + (kept + alignment - 1) // alignment * alignment
+                at = Int64(local) * 4
+                ptx.st_i32(args.offs + at, stop)
+                ptx.st_i32(args.counts + at, kept)
+                ptx.st_i32(args.dropped + at, n - kept)
+        e += threads
+
+
+@cute.jit
+def number_sources(problem: cutlass.Constexpr[Problem], tables: Tables, tile: Int32, out: Lists) -> None:
+    """By one warp: where each source rank's entries and copies begin in the lists, of all tiles (written by tile 0) and
+    of this one (the second of `entries` and `copies`)."""
+    lane = arch.lane_idx()
+    world_size = problem.world_size
+    entries, copies = Int32(0), Int32(0)
+    chunk = Int32(0)
+    while chunk < world_size:
+        source = chunk + lane
+        n, m = Int32(0), Int32(0)
+        if source < world_size:
+            n, m = tables.entries[source], tables.copies[source]
+        upto, copies_upto = inclusive_sum(n, lane), inclusive_sum(m, lane)
+        if source < world_size:
+            tables.entries[world_size + source] = tables.entries[world_size + source] + entries + upto - n
+            begin = copies + copies_upto - m
+            tables.copies[world_size + source] = tables.copies[world_size + source] + begin
+            if tile == 0:
+                ptx.st_i32(out.sources + Int64(source) * 4, begin)
+        entries += arch.shuffle_sync(upto, 31)
+        copies += arch.shuffle_sync(copies_upto, 31)
+        chunk += 32
+    if tile == 0 and lane == 0:
+        ptx.st_i32(out.sources + world_size * 4, copies)
+        ptx.st_i32(out.copies + Int64(copies) * 8, entries)
+
+
+class Entry(NamedTuple):
+    """What a source rank has told of one of its (token, k)."""
+
+    asker: Int32  # token × K + k
+    local: Int32  # the expert's index here
+    number: Int32  # of the token's copy
+    row: Int32  # here, if that many rows fit
+    copy: Int32  # how many of the tile's tokens have entries here before this one's
+    opens: Int32  # 1 for the first entry of a copy
+
+
+@cute.jit
+def load_entry(problem: cutlass.Constexpr[Problem], tables: Tables, source: Int32, at: Int64) -> Entry:
+    index, where, position, copy = ptx.ld_v4(at)
+    local = Int32(where) & 0xFFFF
+    row = tables.rows[source * problem.local_experts + local] + Int32(position)
+    return Entry(Int32(index), local, Int32(where) >> 16, row, Int32(copy) >> 1, Int32(copy) & 1)
+
+
+@cute.jit
+def write_lists(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
+    """The tile's part of the lists, where all rows fit: an entry's place follows from its number. Warps share the
+    entries of a source rank, or take several ranks one after the other."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    out = lists(args.arrivals, args.num_rows)
+    parts = max(1, threads // 32 // p.world_size)
+    unit = Int32(tid // 32)
+    while unit < p.world_size * parts:
+        source = unit % p.world_size
+        n = tables.entries[2 * p.world_size + source]
+        first_row, first_copy = tables.entries[p.world_size + source], tables.copies[p.world_size + source]
+        at = place_of_entries(ranks, ranks.own, source, tile)
+        i = unit // p.world_size * 32 + arch.lane_idx()
+        while i < n:
+            entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
+            write_row(p, out, source, entry, first_row + i, args.max_tokens)
+            if entry.opens != 0:
+                write_copy(p, out, source, entry, (first_copy + entry.copy, first_row + i), args.max_tokens)
+            i += parts * 32
+        unit += threads // 32
+
+
+@cute.jit
+def write_row(
+    problem: cutlass.Constexpr[Problem], out: Lists, source: Int32, entry: Entry, at: Int32, max_tokens: Int32
+) -> None:
+    ptx.st_pair(out.owned + Int64(at) * 8, entry.row, source * max_tokens * problem.top_k + entry.asker)
+
+
+@cute.jit
+def write_copy(
+    problem: cutlass.Constexpr[Problem], out: Lists, source: Int32, entry: Entry, place: tuple[Int32, Int32],
+    max_tokens: Int32,
+) -> None:  # fmt: skip
+    """`place`: of the copy, and of its first row, in their lists."""
+    token = source * max_tokens + entry.asker // problem.top_k
+    ptx.st_pair(out.copies + Int64(place[0]) * 8, place[1], token * problem.most_copies + entry.number)
+
+
+@cute.jit
+def scan_kept(
+    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any,
+    write: cutlass.Constexpr[bool],
+) -> None:  # fmt: skip
+    """The same where some rows do not fit: a warp goes through all entries of a source rank in order, and counts those
+    that are kept, and their copies, for `exchange_kept`; or writes them."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    out = lists(args.arrivals, args.num_rows)
+    first_local, _ = local_experts(p, ranks.rank)
+    below = arch.lanemask_lt()
+    source = Int32(tid // 32)
+    while source < p.world_size:
+        n = tables.entries[2 * p.world_size + source]
+        at = place_of_entries(ranks, ranks.own, source, tile)
+        kept, copies, last = Int32(0), Int32(0), Int32(-1)
+        i = Int32(0)
+        while i < n:
+            entry = Entry(Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0))
+            fits = Int32(0)
+            if i + lane < n:
+                entry = load_entry(p, tables, source, at + Int64(i + lane) * ENTRY_BYTES)
+                fits = Int32(entry.row < tables.limit[first_local + entry.local])
+            copy = Int32(-1)
+            if fits != 0:
+                copy = entry.copy
+            held = arch.vote_ballot_sync(fits != 0)
+            same = arch.match_sync(0xFFFFFFFF, copy)
+            # A copy is counted at its first row that is kept, which another 32 entries may have had.
+            opens = Int32(fits != 0 and (same & below) == 0 and copy != last)
+            opened = arch.vote_ballot_sync(opens != 0)
+            if const_expr(write):
+                if fits != 0:
+                    row = tables.entries[p.world_size + source] + kept + Int32(arch.popc(held & below))
+                    write_row(p, out, source, entry, row, args.max_tokens)
+                    if opens != 0:
+                        number = tables.copies[p.world_size + source] + copies + Int32(arch.popc(opened & below))
+                        write_copy(p, out, source, entry, (number, row), args.max_tokens)
+            kept += Int32(arch.popc(held))
+            copies += Int32(arch.popc(opened))
+            last = cutlass.max(last, arch.warp_redux_sync(copy, "max"))
+            i += 32
+        if const_expr(not write):
+            if lane == 0:
+                ptx.st_pair(ranks.at(ranks.own, "kept") + Int64(tile * p.world_size + source) * 8, kept, copies)
+        source += threads // 32
+
+
+@cute.jit
+def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables) -> None:
+    """One block: tells the other blocks of this rank what it keeps, and hears of theirs. All tile blocks run at once
+    (publish.py), and come here alike, since they know the same counts."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    # The block's counts come before the release.
+    arch.sync_threads()
+    if tid == 0:
+        ranks.signal("counted", ranks.rank, tile)
+    if tid < p.tiles:
+        ranks.wait("counted", tid, ranks.rank, tid)
+    # Hands what was acquired to the whole block.
+    arch.sync_threads()
+    source = Int32(tid)
+    while source < p.world_size:
+        entries, entries_before, copies, copies_before = Int32(0), Int32(0), Int32(0), Int32(0)
+        for t in range_constexpr(p.tiles):
+            n, m = ptx.ld_pair(ranks.at(ranks.own, "kept") + Int64(t * p.world_size + source) * 8)
+            entries += n
+            copies += m
+            if t < tile:
+                entries_before += n
+                copies_before += m
+        tables.entries[source] = entries
+        tables.entries[p.world_size + source] = entries_before
+        tables.copies[source] = copies
+        tables.copies[p.world_size + source] = copies_before
+        source += threads
+    arch.sync_threads()
+
+
+@cute.jit
+def fetch_weights(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
+    """The weights of the tile's entries that come here, from the ranks that published them."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    first_local, _ = local_experts(p, ranks.rank)
+    parts = max(1, threads // 32 // p.world_size)
+    unit = Int32(tid // 32)
+    while unit < p.world_size * parts:
+        source = unit % p.world_size
+        n = tables.entries[2 * p.world_size + source]
+        at = place_of_entries(ranks, ranks.own, source, tile)
+        weights = ranks.at(ranks.peer(source), "weights")
+        i = unit // p.world_size * 32 + arch.lane_idx()
+        while i < n:
+            entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
+            if entry.row < tables.limit[first_local + entry.local]:
+                weight = ptx.ld_f32(weights + Int64(entry.asker) * 4)
+                ptx.st_f32(args.recv_weights + Int64(entry.row) * 4, weight)
+            i += parts * 32
+        unit += threads // 32
+
+
+@cute.jit
+def place_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, args: Any) -> None:
+    """One block: this tile's share of the weights along a known route (their owners' route flags are acquired). What
+    cannot be in the lists is left out; the pull kernel, which goes along the same route, reports it."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    given = lists(args.arrivals, args.num_rows)
+    entries = args.max_tokens * p.top_k
+    owned = Int32(0)
+    if ok != 0:
+        copies = cutlass.min(cutlass.max(ptx.ld_i32(given.sources + p.world_size * 4), 0), args.num_rows)
+        owned = cutlass.min(ptx.ld_i32(given.copies + Int64(copies) * 8), args.num_rows)
+    j = tile * threads + tid
+    while j < owned:
+        row, asker = ptx.ld_pair(given.owned + Int64(j) * 8)
+        if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
+            source = asker // cutlass.max(entries, 1)
+            at = ranks.at(ranks.peer(source), "weights") + Int64(asker - source * entries) * 4
+            ptx.st_f32(args.recv_weights + Int64(row) * 4, ptx.ld_f32(at))
+        j += p.tiles * threads

@@ -1,0 +1,66 @@
+"""More blocks where a rank has more rows than others.
+
+How many rows a rank moves is known on the device only. So a grid is launched with more blocks than an average rank
+needs, and those that this rank's lists of arrivals give no work to end at once. Who takes part follows from the lists
+alone: all blocks of the grid come to the same number.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute import arch
+
+from .. import ptx
+from ..arrivals import lists
+from ..sync import Ranks
+
+
+class Share(NamedTuple):
+    """Of a kernel's blocks."""
+
+    blocks: Int32  # that take part in any case
+    expected: Int32  # load of an average rank, for which they are made
+    most: Int32  # blocks that may join them
+
+
+class Parts(NamedTuple):
+    """How many blocks take part in an operation, as a block learns it."""
+
+    ranks: Ranks
+    arrivals: Int64
+    num_rows: Int32
+    always: Int32  # how many in any case
+    share: Share
+    found: Any  # [1] in shared memory
+
+
+@cute.jit
+def count_parts(parts: Parts, of_copy: cutlass.Constexpr[float]) -> None:
+    """By one thread, and a barrier before `found` is read. A row here counts as one, a copy as `of_copy`. Up to a tenth
+    more than expected needs nobody; from there on blocks follow the load."""
+    ranks, arrivals, num_rows, always, share, found = parts
+    given = lists(arrivals, num_rows)
+    copies = ptx.ld_i32(given.sources + ranks.heap.problem.world_size * 4)
+    copies = cutlass.min(cutlass.max(copies, 0), num_rows)
+    rows = cutlass.min(cutlass.max(ptx.ld_i32(given.copies + Int64(copies) * 8), 0), num_rows)
+    load = Int64(rows) + Int64(copies) * int(of_copy * 64) // 64
+    expected = Int64(cutlass.max(share.expected, 1))
+    more = Int64(0)
+    if load * 10 > expected * 11:
+        more = cutlass.min((share.blocks * load + expected - 1) // expected - share.blocks, Int64(share.most))
+    found[0] = always + Int32(more)
+
+
+@cute.jit
+def takes_part(parts: Parts, number: Int32, of_copy: cutlass.Constexpr[float]) -> Boolean:
+    """By a whole block, the `number`-th: whether it takes part. Only those that may not have to ask."""
+    part = Boolean(True)
+    if number >= parts.always:
+        tid, _, _ = arch.thread_idx()
+        if tid == 0:
+            count_parts(parts, of_copy)
+        arch.sync_threads()
+        part = number < parts.found[0]
+    return part

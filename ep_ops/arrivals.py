@@ -1,0 +1,119 @@
+"""What arrives at a rank, as one int32 tensor of a route: ``arrivals`` [4 R + W + 3]. Imports torch alone.
+
+W ranks, K = top_k, R rows of the receive buffer, C = min(K, W). Three lists lie one after the other, which
+``ep_ops.backends.reference`` defines:
+
+* ``copies`` [R + 1, 2], from 0: of each copy where its rows begin in ``owned``, and its home;
+* ``owned`` [R, 2], from 2 R + 2: the owned rows in the order of who asked, each with who asked for it;
+* ``sources`` [W + 1], from 4 R + 2: where in ``copies`` those of each source rank begin, and the number of copies.
+
+:func:`recv_from` works out the way back from each row. A *table* is the same as the lists in another form: int
+[W, max_tokens, K], the row here of (source rank, token, k), -1 where none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Arrivals(NamedTuple):
+    """The three lists."""
+
+    copies: Tensor  # [R + 1, 2] where rows begin, home; behind the last: number of owned rows, and something undefined
+    owned: Tensor  # [R, 2] row, (source * max_tokens + token) * K + k; undefined behind the last owned row
+    sources: Tensor  # [W + 1]
+
+
+def size(num_rows: int, world_size: int) -> int:
+    """How many ints there are for ``num_rows`` rows."""
+    return 4 * num_rows + world_size + 3
+
+
+def rows_of(numel: int, world_size: int) -> int:
+    """For how many rows there are so many ints; -1 if for no number of rows."""
+    rows = numel - world_size - 3
+    return -1 if rows < 0 or rows & 3 else rows >> 2
+
+
+def views(arrivals: Tensor, num_rows: int) -> Arrivals:
+    """The lists of ``arrivals``, which share its memory."""
+    pairs = 2 * num_rows
+    copies, owned, sources = arrivals.split((pairs + 2, pairs, arrivals.numel() - 2 * pairs - 2))
+    return Arrivals(copies.view(num_rows + 1, 2), owned.view(num_rows, 2), sources)
+
+
+def recv_from(arrivals: Tensor, num_rows: int) -> Tensor:
+    """Who asked for each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for rows that nobody owns.
+
+    Does not wait for the device.
+    """
+    copies, owned, sources = views(arrivals, num_rows)
+    row = torch.where(_is_owned(copies, sources), owned[:, 0], num_rows).long()  # those that are undefined: behind all
+    return owned.new_full((num_rows + 1,), -1).scatter(0, row, owned[:, 1])[:num_rows]
+
+
+def known(arrivals: Tensor, world_size: int) -> Tensor:
+    """The list ``owned`` up to its last row. Waits for the device."""
+    copies, owned, sources = views(arrivals, rows_of(arrivals.numel(), world_size))
+    return owned[: int(copies[int(sources[-1]), 0])]
+
+
+def pack(table: Tensor, num_rows: int, copy_numbers: Tensor) -> Tensor:
+    """``arrivals`` of ``num_rows`` rows, -1 where it is undefined.
+
+    ``copy_numbers`` [W, max_tokens]: of the copy of (source rank, token) here, anything where there is none.
+    """
+    world_size, _, top_k = table.shape
+    packed = table.new_full((size(num_rows, world_size),), -1, dtype=torch.int32)
+    copies, owned, sources = views(packed, num_rows)
+
+    asker = (table.flatten() >= 0).nonzero().squeeze(1)  # flat (source rank, token, k)
+    owned[: asker.numel(), 0] = table.flatten()[asker].int()
+    owned[: asker.numel(), 1] = asker.int()
+
+    rows_of_copy = (table >= 0).sum(2)  # [W, max_tokens]
+    token = rows_of_copy.flatten().nonzero().squeeze(1)  # flat (source rank, token)
+    count = rows_of_copy.flatten()[token]
+    last = token.numel()
+    copies[:last, 0] = (count.cumsum(0) - count).int()
+    copies[:last, 1] = (token * min(top_k, world_size) + copy_numbers.flatten()[token]).int()
+    copies[last, 0] = asker.numel()
+    sources[0] = 0
+    sources[1:] = (rows_of_copy > 0).sum(1).cumsum(0).int()
+    return packed
+
+
+def cut(arrivals: Tensor, num_rows: int, fewer: int) -> Tensor:
+    """The same lists for ``fewer`` rows, all owned ones among them, as a tensor of its own."""
+    copies, owned, sources = views(arrivals, num_rows)
+    return torch.cat([copies[: fewer + 1].flatten(), owned[:fewer].flatten(), sources])
+
+
+def table(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int) -> Tensor:
+    """The row here of (source rank, token, k), int32 [W, max_tokens, K], -1 where there is none.
+
+    Waits for the device.
+    """
+    owned = known(arrivals, world_size)
+    rows = arrivals.new_full((world_size, max_tokens, top_k), -1)
+    rows.view(-1)[owned[:, 1].long()] = owned[:, 0]
+    return rows
+
+
+def defined(arrivals: Tensor, world_size: int) -> Arrivals:
+    """The lists with -1 in the place of all that is undefined: equal where routes are. Does not wait for the device."""
+    copies, owned, sources = views(arrivals, rows_of(arrivals.numel(), world_size))
+    place = torch.arange(copies.shape[0], device=arrivals.device)
+    begin = torch.where(place <= sources[-1], copies[:, 0], -1)
+    home = torch.where(place < sources[-1], copies[:, 1], -1)
+    rows = torch.where(_is_owned(copies, sources)[:, None], owned, -1)
+    return Arrivals(torch.stack([begin, home], 1), rows, sources)
+
+
+def _is_owned(copies: Tensor, sources: Tensor) -> Tensor:
+    """bool [R]: which places in ``owned`` hold a row. Does not wait for the device."""
+    last = sources[-1:].long().clamp(0, copies.shape[0] - 1)
+    return torch.arange(copies.shape[0] - 1, device=copies.device) < copies[:, 0].index_select(0, last)

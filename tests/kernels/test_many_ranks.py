@@ -1,0 +1,114 @@
+"""Kernels fit whatever the number of ranks: into registers, and into the shared memory of a multiprocessor."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import test_ptx
+from test_ptx import assert_no_spills, count, needs_assembler
+
+from cute_kernels import jit
+from cute_kernels.heap import MOST_RANKS, Problem
+from cute_kernels.latency import combine as latency_combine
+from cute_kernels.latency import dispatch as latency_dispatch
+from cute_kernels.latency.heap import block_bytes, most_tokens
+from cute_kernels.launch import Kernel
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.gather import Gather
+from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.pull import Pull
+from cute_kernels.throughput.pull_scaled import PullScaled
+from ep_ops.agreement import NEEDED_SHARED_BYTES
+from ep_ops.backends.cute import kernels_of, latency
+from ep_ops.config import even_experts
+
+dumps_elsewhere = test_ptx.dumps_elsewhere
+
+LATENCY = (latency_dispatch.Dispatch, latency_combine.Combine)
+TWO_BLOCKS = 113 * 1024
+"""The most bytes of shared memory of a block of which a multiprocessor holds two: it has 228 KiB, of which the system
+takes one for each block."""
+
+CASES = [
+    # ranks, arch, whether all kernels or those that have the most to do of each kind
+    (2, "sm_90a", True), (2, "sm_100a", False), (2, "sm_103a", False),
+    (8, "sm_90a", False), (32, "sm_90a", False),
+    (72, "sm_90a", True), (72, "sm_100a", False), (72, "sm_103a", False),
+]  # fmt: skip
+
+
+class Built(NamedTuple):
+    ptx: str
+    shared_bytes: int  # that a launch asks for
+
+
+@functools.cache
+def built(kernel: Kernel, arch: str) -> Built:
+    compiled = jit.compile_kernel(kernel, arch, keep_ptx=True)
+    return Built(compiled.__ptx__, launched_with(str(compiled.ir_module)))
+
+
+def launched_with(host_code: str) -> int:
+    """Bytes of shared memory in the launch configuration (`cudaLaunchConfig_t`: grid, block, bytes, stream, ...) that
+    the compiled function fills: the constant that it stores into the third field."""
+    config = re.escape("!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>")
+    field = rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {config}"
+    stores = list(re.finditer(rf"{field}\n\s*llvm\.store (%\w+), \1 : i64", host_code))
+    assert len(stores) == 1, "one launch"
+    # Names of values are those of a function: the last one before it is meant.
+    values = re.findall(rf"{stores[0][2]} = llvm\.mlir\.constant\((\d+) : i64\)", host_code[: stores[0].start()])
+    return int(values[-1])
+
+
+def problem(world_size: int) -> Problem:
+    num_experts = max(256, 4 * world_size)
+    return Problem(world_size, even_experts(num_experts, world_size), 8, 7168, "bf16", 4096)
+
+
+def kernels(made: Problem, every: bool) -> list[Any]:
+    tokens = min(256, most_tokens(made))
+    found = [*kernels_of(made), *latency.kernels_of(made, tokens)]
+    largest = [
+        Publish(made, True, True, True, False), Pull(made, True, False, True, True), PullScaled(made, False),
+        Combine(made, True, True, False, True), Combine(made, True, False, True), Gather(made),
+        *(kind(made, tokens, True) for kind in LATENCY),
+    ]  # fmt: skip
+    assert set(largest) < set(found) and {type(kernel) for kernel in largest} == {type(kernel) for kernel in found}
+    return found if every else largest
+
+
+@pytest.mark.parametrize(("world_size", "arch", "every"), CASES)
+def test_kernels_fit(world_size: int, arch: str, every: bool) -> None:
+    for kernel in kernels(problem(world_size), every):
+        made = built(kernel, arch)
+        assert f".target {arch}" in made.ptx
+        assert ".local" not in made.ptx, f"{kernel} uses local memory"
+        # All of a block's shared memory is what the launch asks for.
+        assert count(made.ptx, ".shared") == 0 and made.ptx.count(".shared .align") <= 1
+        assert made.shared_bytes > 0 or "__dynamic_shmem__" not in made.ptx
+        most = TWO_BLOCKS if isinstance(kernel, LATENCY) else NEEDED_SHARED_BYTES
+        assert made.shared_bytes <= most, kernel
+
+
+@needs_assembler
+@pytest.mark.parametrize(("world_size", "every"), [(ranks, every) for ranks, arch, every in CASES if arch == "sm_90a"])
+def test_no_spills(world_size: int, every: bool, tmp_path: Path) -> None:
+    for kernel in kernels(problem(world_size), every):
+        assert_no_spills(built(kernel, "sm_90a").ptx, "sm_90a", tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [2, MOST_RANKS])
+def test_what_a_launch_asks_for_is_what_was_planned_with(world_size: int) -> None:
+    made = problem(world_size)
+    plan = Publish(made, True, False, False, True)
+    assert made.placing_bytes - 2048 < built(plan, "sm_90a").shared_bytes <= made.placing_bytes
+    for tokens in {min(256, most_tokens(made)), most_tokens(made)}:
+        dispatch = latency_dispatch.Dispatch(made, tokens, False, False, True)
+        assert 0 <= built(dispatch, "sm_90a").shared_bytes - block_bytes(made, tokens) < 1024
