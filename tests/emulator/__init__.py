@@ -1,0 +1,13 @@
+"""Runs the source of the kernels on a CPU, thread by thread, to test their logic.
+
+Every GPU thread is a greenlet, and every device function runs as the plain Python that it is written in, on fakes of
+`cutlass` and `cute_kernels.ptx`. All ranks' kernels run at once; which warp goes on next is drawn at random.
+
+What is emulated: fixed-width integers, bounds and alignment of global and shared memory, ranges of shifts, collectives
+of warps (which must be reached by all 32 lanes alike), barriers of blocks, mbarriers and bulk copies, dependent
+launches, and blocks that start late.
+
+What is not: the order in which memory becomes visible, proxies, fences and timing. Each access is complete at once, and
+a warp is interrupted only where it waits: this proves logic, not order. Nor is what the DSL makes of the source: that
+it traces and compiles is what other tests see.
+"""

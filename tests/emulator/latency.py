@@ -1,0 +1,110 @@
+"""Checks of the latency kernels: dispatch and combine, each as one kernel or as two halves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from .ranks import Ranks, numbered
+from .routes import Shape, Truth, drawn
+from .threads import Launch, run
+
+Blocks = tuple[int, int, int]
+"""Senders, the first receiver, and all blocks."""
+
+
+class Pair:
+    """A dispatch and a combine of all ranks, again and again on the same heaps. Bound: of the tokens."""
+
+    def __init__(self, shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks) -> None:
+        from cute_kernels.heap import Problem
+        from cute_kernels.latency.heap import LatencyHeap
+
+        self.shape, self.draw = shape, draw
+        self.dispatch_blocks, self.combine_blocks = dispatch, combine
+        bound = shape.max_tokens + draw.randint(0, 2)
+        problem = Problem(len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound + 3)
+        self.heap = LatencyHeap(problem, bound)
+        self.ranks = Ranks(self.heap, draw)
+
+    def inputs(self) -> None:
+        """A new route."""
+        case, ranks = drawn(self.shape, self.draw), self.ranks
+        self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31))
+        self.at: list[dict[str, int]] = []
+        for rank, rows in enumerate(case.capacity):
+            tokens, held = self.truth.tokens[rank], case.experts_per_rank[rank]
+            put, blank, idx = ranks.memory.put, ranks.blank, case.topk_idx[rank]
+            self.at.append(dict(
+                x=put(tokens.x, "x"), topk_weights=put(tokens.weights, "topk_weights"), topk_idx=put(idx, "topk_idx"),
+                send_rows=blank(idx.numel(), "send_rows"), arrivals=blank(4 * rows + case.world_size + 3, "arrivals"),
+                offs=blank(held, "offs"), counts=blank(held, "counts"), dropped=blank(held, "dropped"),
+                recv_x=blank(rows * self.shape.hidden, "recv_x"), recv_weights=blank(rows, "recv_weights"),
+                y=put(self.truth.y[rank], "y"), weights=put(self.truth.weights[rank], "weights"),
+                out=blank(idx.shape[0] * self.shape.hidden, "out"),
+            ))  # fmt: skip
+
+    def launches(self, kind: str, weighted: bool, parts: tuple[bool, bool]) -> list[Launch]:
+        """Of "dispatch" or "combine"; `parts`: whether it sends, whether it receives."""
+        from cute_kernels import marks
+        from cute_kernels.latency.combine import Combine, CombineArgs
+        from cute_kernels.latency.dispatch import Dispatch, DispatchArgs
+
+        case = self.truth.case
+        senders, first, blocks = self.dispatch_blocks if kind == "dispatch" else self.combine_blocks
+        if parts != (True, True):
+            first, blocks = 0, (max(senders, 1) if parts[0] else blocks)
+        kernel, args = (Dispatch, DispatchArgs) if kind == "dispatch" else (Combine, CombineArgs)
+        made = []
+        for rank, at in enumerate(self.at):
+            terms = marks.pack(kind, case.max_tokens, weighted and kind == "dispatch", few=True)
+            values: dict[str, Any] = {
+                **at, "ranks": self.ranks.args(rank, terms), "tokens": case.topk_idx[rank].shape[0],
+                "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],
+                "alignment": case.alignment, "slots": case.slots[rank],
+                "senders": senders, "first_receiver": first, "blocks": blocks,
+            }  # fmt: skip
+            if kind == "combine":
+                values["recv_weights"] = at["weights"] if weighted else 0
+            values = {name: values[name] for name in args._fields}
+            made.append(Launch(kernel(self.heap.problem, self.heap.tokens, weighted, *parts), numbered(args, **values)))
+        return made
+
+    def run(self, kind: str, weighted: bool, split: bool) -> None:
+        if split:
+            self.ranks.run(self.launches(kind, weighted, (True, False)), ends=False)
+            self.ranks.run(self.launches(kind, weighted, (False, True)))
+        else:
+            self.ranks.run(self.launches(kind, weighted, (True, True)))
+
+
+def pair(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks, split: bool = False,
+         weighted: bool = True, times: int = 2) -> None:  # fmt: skip
+    """Dispatches, checks everything that came, combines other rows and checks the sums."""
+    both = Pair(shape, draw, dispatch, combine)
+    for _ in range(times):
+        both.inputs()
+        both.run("dispatch", weighted, split)
+        both.truth.check_plan(both.ranks, both.at)
+        weights = [at["recv_weights"] for at in both.at] if weighted else None
+        both.truth.check_rows(both.ranks, [at["recv_x"] for at in both.at], weights)
+        both.run("combine", weighted, split)
+        both.truth.check_combined(both.ranks, [at["out"] for at in both.at], weighted)
+
+
+def garbage(shape: Shape, draw: random.Random, times: int) -> None:
+    """The sending half of a combine takes whatever stands in the lists without touching what it may not touch."""
+    for turn in range(times):
+        both = Pair(shape, draw, (1, 0, 3), (1, 0, 2))  # the operation before did not end
+        both.inputs()
+        case = both.truth.case
+        both.run("dispatch", True, False)
+        for rank, at in enumerate(both.at):
+            rows = case.capacity[rank]
+            lists = both.ranks.view(at["arrivals"], 4 * rows + case.world_size + 3)
+            numbers = case.world_size * case.max_tokens * case.top_k + 3
+            for i in range(lists.numel()):
+                if draw.random() < (0.2 if turn % 2 else 0.9):
+                    lists[i] = draw.randint(-3, numbers)
+            lists[-1] = draw.choice([rows, 5, 2**31 - 1, -1, rows // 2])
+        run(both.launches("combine", True, (True, False)), draw)  # it may report what it found

@@ -1,0 +1,19 @@
+"""The one memory that all kernels of this process see, and where its random numbers come from."""
+
+from __future__ import annotations
+
+import random
+
+from .memory import GlobalMemory
+
+draw = random.Random()
+_memories: list[GlobalMemory] = []
+
+
+def new_memory(nbytes: int) -> GlobalMemory:
+    _memories[:] = [GlobalMemory(nbytes)]
+    return _memories[0]
+
+
+def memory() -> GlobalMemory:
+    return _memories[0]

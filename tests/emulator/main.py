@@ -1,0 +1,53 @@
+"""`python -m emulator.main NAME SEED` runs one check, in a process of its own, with `tests/` on PYTHONPATH."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from . import dsl, latency, machine, throughput
+from .routes import Shape
+
+CHECKS: dict[str, Callable[[random.Random], None]] = {
+    "latency": lambda draw: latency.pair(Shape((3, 0, 5), 5, 4, 128), draw, (2, 0, 3), (2, 0, 2)),
+    "latency_roles": lambda draw: latency.pair(Shape((4, 4), 8, 3, 128), draw, (1, 1, 4), (1, 1, 3)),
+    "latency_dropping": lambda draw: latency.pair(
+        Shape((2, 3, 1, 2), 3, 4, 64, alignment=4, slots=(0, 4, 8), share=0.3), draw, (1, 1, 3), (1, 1, 2)
+    ),
+    "latency_one_rank": lambda draw: latency.pair(Shape((8,), 32, 3, 64), draw, (0, 0, 3), (0, 0, 2)),
+    "latency_split": lambda draw: latency.pair(
+        Shape((2,) * 5, 9, 3, 64, alignment=2), draw, (1, 0, 2), (1, 0, 1), split=True, times=1
+    ),
+    "latency_unweighted": lambda draw: latency.pair(
+        Shape((2, 2), 1, 4, 64), draw, (1, 1, 4), (1, 1, 2), weighted=False
+    ),
+    "latency_34_ranks": lambda draw: latency.pair(
+        Shape((2,) * 34, 6, 1, 32), draw, (1, 0, 2), (1, 0, 1), times=1
+    ),
+    "latency_garbage": lambda draw: latency.garbage(Shape((4,) * 3, 5, 3, 64, share=0.5), draw, 2),
+    "throughput": lambda draw: throughput.steps(Shape((3, 0, 5), 5, 4, alignment=4, share=0.5), draw, known=False),
+    "throughput_skewed": lambda draw: throughput.steps(
+        Shape((4, 3), 7, 6, hidden=36, alignment=4, skewed=True), draw, joining=3
+    ),
+    "throughput_dropping": lambda draw: throughput.steps(
+        Shape((2, 5), 3, 5, alignment=4, slots=(0, 4, 8), share=0.4), draw, times=1
+    ),
+    "throughput_one_rank": lambda draw: throughput.steps(Shape((8,), 32, 3), draw, joining=0),
+    "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
+}  # fmt: skip
+
+
+def main(name: str, seed: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RuntimeWarning)  # lanes behind a row's end add up whatever stands there
+    dsl.install()
+    machine.draw.seed(seed)
+    CHECKS[name](machine.draw)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

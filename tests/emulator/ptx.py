@@ -1,0 +1,145 @@
+"""What kernels import as `cute_kernels.ptx`. Rows are fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from .arch import Phases, mbarrier_wait, phases, sync_threads
+from .machine import memory
+from .numbers import Int32, Int64, Uint32, float_of, word_of
+from .threads import WARP as WARP
+from .threads import look_again, me
+
+
+def ld_i32(addr: Any) -> Int32:
+    return Int32(memory().load(addr))
+
+
+def ld_f32(addr: Any) -> Any:
+    return float_of(memory().load(addr))
+
+
+def ld_u64(addr: Any) -> Int64:
+    return memory().load_long(addr)
+
+
+def ld_pair(addr: Any) -> tuple[Int32, Int32]:
+    first, second = memory().load_words(addr, 2, 8)
+    return Int32(first), Int32(second)
+
+
+def ld_v4(addr: Any) -> tuple[Uint32, ...]:
+    return tuple(Uint32(word) for word in memory().load_words(addr, 4, 16))
+
+
+def st_i32(addr: Any, value: Any) -> None:
+    memory().store(addr, value)
+
+
+def st_f32(addr: Any, value: Any) -> None:
+    memory().store(addr, word_of(value))
+
+
+def st_u64(addr: Any, value: Any) -> None:
+    memory().store_long(addr, value)
+
+
+def st_pair(addr: Any, first: Any, second: Any) -> None:
+    memory().store_words(addr, (first, second), 8)
+
+
+def st_v4(addr: Any, words: Sequence[Any]) -> None:
+    memory().store_words(addr, words[:4], 16)
+
+
+def ld_acquire_sys(addr: Any) -> Int64:
+    """A look at a flag: others go on before what it showed is used."""
+    value = memory().load_long(addr)
+    look_again()
+    return value
+
+
+ld_constant = ld_u64
+ld_acquire_gpu = ld_acquire_sys
+st_release_sys = st_relaxed_sys = st_release_gpu = st_u64
+
+
+def ld_acquire_shared(ptr: Any) -> Any:
+    look_again()
+    return ptr[0]
+
+
+def st_release_shared(ptr: Any, value: Any) -> None:
+    ptr[0] = value
+
+
+def add_shared(ptr: Any, value: Any) -> None:
+    ptr[0] = int(ptr[0]) + int(value)
+
+
+def ld_shared_v4(ptr: Any) -> tuple[Uint32, ...]:
+    raw = ptr.raw(16).cast("I")
+    return tuple(Uint32(word) for word in raw)
+
+
+def atom_inc(addr: Any) -> Int32:
+    before = memory().load(addr)
+    memory().store(addr, before + 1)
+    return Int32(before)
+
+
+atom_inc_acq_rel = atom_inc
+
+
+def atom_claim(addr: Any) -> Int64:
+    before = memory().load_long(addr)
+    memory().store_long(addr, 1)
+    return before
+
+
+def barrier_count(value: Any) -> Int32:
+    block = me().block
+    block.counted.append(int(value) != 0)
+    sync_threads()
+    total = sum(block.counted)
+    sync_threads()
+    block.counted.clear()
+    sync_threads()
+    return Int32(total)
+
+
+def mul_rn(a: Any, b: Any) -> Any:
+    return numpy.float32(a) * numpy.float32(b)
+
+
+def add_rn(a: Any, b: Any) -> Any:
+    return numpy.float32(a) + numpy.float32(b)
+
+
+def unpack(words: Sequence[Any], dtype: str) -> list[Any]:
+    assert dtype == "fp32"
+    return [float_of(word) for word in words]
+
+
+def pack(values: Sequence[Any], dtype: str) -> list[Uint32]:
+    assert dtype == "fp32"
+    return [word_of(value) for value in values]
+
+
+look_then_wait = mbarrier_wait
+
+
+def bulk_load(smem_ptr: Any, addr: Any, nbytes: Any, mbarrier: Any) -> None:
+    count, phase = int(nbytes), phases(mbarrier)
+    assert isinstance(phase, Phases)
+    to = smem_ptr.raw(count).cast("I")
+    for i, word in enumerate(memory().load_words(addr, count // 4, 16)):
+        to[i] = word
+    phase.came(count)
+
+
+def bulk_store(addr: Any, smem_ptr: Any, nbytes: Any) -> None:
+    memory().store_words(addr, smem_ptr.raw(int(nbytes)).cast("I"), 16)

@@ -1,0 +1,77 @@
+"""All ranks in one memory: their heaps, tensors and reports, and operations of all of them at once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import machine
+from .threads import Launch, run
+
+REPORT_WORDS = 128
+TENSOR_BYTES = 1 << 26
+"""Room for the tensors of all operations of a check."""
+
+
+class Ranks:
+    """`heap` is the layout of each rank's symmetric memory, which lasts for all operations; their tensors are new."""
+
+    def __init__(self, heap: Any, draw: random.Random) -> None:
+        self.heap, self.draw = heap, draw
+        self.world_size = world = heap.problem.world_size
+        self.memory = machine.new_memory(world * (heap.nbytes + 512) + TENSOR_BYTES)
+        self.heaps = [self.memory.take(heap.nbytes, f"heap of rank {rank}", 0) for rank in range(world)]
+        self.table = self.memory.take(8 * world, "table of heaps")
+        for rank, address in enumerate(self.heaps):
+            self.memory.store_long(self.table + 8 * rank, address)
+            self.memory.store_long(self.epoch_of(rank), 1)
+        self.reports = [self.memory.take(4 * REPORT_WORDS, "report", 0) for _ in range(world)]
+        self.operations = 0
+
+    def epoch_of(self, rank: int) -> int:
+        from cute_kernels.heap import EPOCH
+
+        return self.heaps[rank] + EPOCH * 8
+
+    def args(self, rank: int, terms: int) -> Any:
+        """What every kernel's arguments begin with."""
+        from cute_kernels.launch import RankArgs
+
+        return numbered(RankArgs, peers=self.table, own=self.heaps[rank], rank=rank, report=self.reports[rank],
+                        timeout_ns=1 << 40, terms=terms)  # fmt: skip
+
+    def run(self, launches: list[Launch], ends: bool = True) -> None:
+        """One operation of all ranks, or the half of it that does not end it; no rank may report anything."""
+        run(launches, self.draw)
+        self.operations += ends
+        for rank in range(self.world_size):
+            assert not self.view(self.reports[rank], REPORT_WORDS).any(), f"rank {rank} reports something"
+            epoch = self.memory.load_long(self.epoch_of(rank))
+            assert epoch == 1 + self.operations, f"rank {rank} is in epoch {epoch} after {self.operations} operations"
+
+    def view(self, address: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return self.memory.tensor(address, shape, dtype)
+
+    def floats(self, address: int, *shape: int) -> Tensor:
+        return self.view(address, *shape, dtype=torch.float32)
+
+    def blank(self, words: int, name: str) -> int:
+        """Poisoned room for an output."""
+        return self.memory.take(max(4 * words, 16), name)
+
+
+def numbered(kind: Any, **values: Any) -> Any:
+    """A kernel's arguments, each of the type that its annotation names."""
+    types = kind.__annotations__
+    typed = {name: value if name == "ranks" else types[name](value) for name, value in values.items()}
+    return kind(**typed)
+
+
+def same(got: Tensor, want: Tensor, what: str, loose: bool = False) -> None:
+    """``loose``: where `want` says -1, anything may stand."""
+    if loose:
+        got = torch.where(want == -1, want, got)
+    assert torch.equal(got, want), f"{what}: {got.tolist()} instead of {want.tolist()}"

@@ -1,0 +1,162 @@
+"""Checks of the throughput kernels, operation after operation on the same heaps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from cases import expected_weight_grads
+
+from .dsl import TILES
+from .ranks import Ranks, numbered, same
+from .routes import Shape, Truth, drawn
+from .threads import Launch
+
+STAGING = 2
+"""Blocks that stage x behind those of the tiles."""
+LATE = 40
+"""The most rounds that a dependent kernel's blocks start late."""
+
+
+class Steps:
+    """Operations of all ranks along one route after the other."""
+
+    def __init__(self, shape: Shape, draw: random.Random, joining: int = 2) -> None:
+        from cute_kernels.heap import Heap, Problem
+
+        self.shape, self.draw, self.joining = shape, draw, joining
+        bound = shape.max_tokens + draw.randint(0, 3)
+        self.problem = Problem(len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound)
+        self.ranks = Ranks(Heap(self.problem), draw)
+        self.staged = len(shape.experts) > 1  # a single rank reads its own x where it is
+
+    def inputs(self) -> None:
+        """A new route."""
+        case, ranks = drawn(self.shape, self.draw), self.ranks
+        self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31))
+        self.at: list[dict[str, int]] = []
+        for rank, rows in enumerate(case.capacity):
+            tokens, held, idx = self.truth.tokens[rank], case.experts_per_rank[rank], case.topk_idx[rank]
+            put, blank = ranks.memory.put, ranks.blank
+            self.at.append(dict(
+                x=put(tokens.x, "x"), topk_weights=put(tokens.weights, "topk_weights"), topk_idx=put(idx, "topk_idx"),
+                send_rows=blank(idx.numel(), "send_rows"), arrivals=blank(4 * rows + case.world_size + 3, "arrivals"),
+                offs=blank(held, "offs"), counts=blank(held, "counts"), dropped=blank(held, "dropped"),
+                y=put(self.truth.y[rank], "y"), weights=put(self.truth.weights[rank], "weights"),
+            ))  # fmt: skip
+            self.renew(rank)
+
+    def renew(self, rank: int) -> None:
+        """New room for the outputs that have rows."""
+        rows, tokens = self.truth.case.capacity[rank], self.truth.case.topk_idx[rank]
+        blank, hidden = self.ranks.blank, self.shape.hidden
+        self.at[rank].update(
+            recv_x=blank(rows * hidden, "recv_x"), recv_weights=blank(rows, "recv_weights"),
+            out=blank(tokens.shape[0] * hidden, "out"), out_scalars=blank(tokens.numel(), "out_scalars"),
+        )  # fmt: skip
+
+    def launch(self, rank: int, kernel: Any, terms: int, after: int | None = None, **values: Any) -> Launch:
+        """Arguments that are not given are those of the route, or the rank's tensor of that name."""
+        case = self.truth.case
+        usual = {
+            **self.at[rank], "ranks": self.ranks.args(rank, terms), "tokens": case.topk_idx[rank].shape[0],
+            "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],
+            "alignment": case.alignment, "slots": case.slots[rank], "expected": 2, "dealt": 2, "joining": self.joining,
+            **values,
+        }  # fmt: skip
+        args = numbered(kernel.Args, **{name: usual[name] for name in kernel.Args._fields})
+        return Launch(kernel, args, after, LATE if after is not None else 0)
+
+    def dispatch(self, known: bool) -> None:
+        """Along a new route, with a grid of late blocks that join, or along the route that was found before."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.publish import Publish
+        from cute_kernels.throughput.pull import Pull
+
+        terms = marks.pack("dispatch_planned" if known else "dispatch", self.truth.case.max_tokens, scalars=True)
+        launches: list[Launch] = []
+        for rank in range(self.ranks.world_size):
+            self.renew(rank)
+            none = dict.fromkeys(("send_rows", "offs", "counts", "dropped"), 0) if known else {}
+            blocks = TILES + STAGING * self.staged
+            first = len(launches)
+            publish = Publish(self.problem, not known, self.staged, True, False)
+            launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
+            pull = Pull(self.problem, True, False, not known, False)
+            launches.append(self.launch(rank, pull, terms, first, blocks=2 + self.joining * known))
+            if self.joining and not known:
+                late = Pull(self.problem, True, False, True, True)
+                launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining))
+        self.ranks.run(launches)
+        if not known:
+            self.truth.check_plan(self.ranks, self.at)
+        self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"))
+
+    def of(self, name: str) -> list[int]:
+        return [at[name] for at in self.at]
+
+    def combine(self, rows: bool, weighted: bool, scalars: bool, residual: bool) -> None:
+        """Sums of y, which are also the gradients of x in the backward of dispatch; scalars: those of the weights."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.combine import Combine
+
+        kind = "dispatch_backward" if scalars else "combine"
+        terms = marks.pack(kind, self.truth.case.max_tokens, scalars=scalars, rows=rows)
+        launches = []
+        for rank, at in enumerate(self.at):
+            self.renew(rank)
+            given = {
+                "recv_weights": at["weights"] if weighted else 0, "row_scalars": at["weights"] if scalars else 0,
+                "residual": at["x"] if residual else 0, "pushers": 2, "dealt": 4,
+                "blocks": 4 + self.joining * rows,
+            }  # fmt: skip
+            launches.append(self.launch(rank, Combine(self.problem, rows, weighted, scalars, residual), terms, **given))
+        self.ranks.run(launches)
+        if rows:
+            self.truth.check_combined(self.ranks, self.of("out"), weighted, residual)
+        if scalars:
+            grads = expected_weight_grads(self.truth.case, self.truth.plans, self.truth.weights)
+            for rank, want in enumerate(grads):
+                got = self.ranks.floats(self.at[rank]["out_scalars"], *want.shape)
+                same(got, want, f"scalars of rank {rank}")
+
+    def scaled_backward(self) -> None:
+        """The backward of a weighted combine, where x is the gradient of what it gave."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.publish import Publish
+        from cute_kernels.throughput.pull_scaled import PullScaled
+
+        terms = marks.pack("combine_backward", self.truth.case.max_tokens, scalars=True)
+        none = dict.fromkeys(("topk_weights", "send_rows", "offs", "counts", "dropped", "recv_weights"), 0)
+        launches: list[Launch] = []
+        for rank, at in enumerate(self.at):
+            self.renew(rank)
+            after = None
+            if self.staged:
+                after = len(launches)
+                publish = Publish(self.problem, False, True, False, False)
+                launches.append(self.launch(rank, publish, terms, blocks=STAGING, **none))
+            given = {"grad_out": at["x"], "recv_weights": at["weights"], "grad_y": at["recv_x"],
+                     "grad_weights": at["recv_weights"], "blocks": 2}  # fmt: skip
+            launches.append(self.launch(rank, PullScaled(self.problem, not self.staged), terms, after, **given))
+        self.ranks.run(launches)
+        for rank, at in enumerate(self.at):
+            rows, grad_y, grad_weights = self.truth.scaled(rank)
+            count = self.truth.case.capacity[rank]
+            same(self.ranks.floats(at["recv_x"], count, self.shape.hidden)[rows], grad_y, f"scaled rows of rank {rank}")
+            got = self.ranks.floats(at["recv_weights"], count)[rows]
+            assert (got - grad_weights).abs().le(1e-3).all(), f"gradients of the weights of rank {rank}"
+
+
+def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, known: bool = True) -> None:
+    """Everything along one route, then along the next."""
+    on = Steps(shape, draw, joining)
+    for _ in range(times):
+        on.inputs()
+        on.dispatch(known=False)
+        if known:
+            on.dispatch(known=True)
+        on.combine(rows=True, weighted=True, scalars=False, residual=True)
+        on.combine(rows=True, weighted=False, scalars=True, residual=False)
+        on.combine(rows=False, weighted=False, scalars=True, residual=False)
+        on.scaled_backward()
