@@ -82,7 +82,7 @@ def begin_walk(ranks: Ranks, smem_sources: Any, arrivals: Int64, num_rows: Int32
             end = cutlass.min(ptx.ld_i32(at.sources + Int64(source + 1) * 4), num_rows)
             most = cutlass.max(most, end - begin)
         source += 32
-    most = arch.warp_redux_sync(most, "max")
+    most = cutlass.min(arch.warp_redux_sync(most, "max"), max_tokens)  # whatever the list says
     # Every lane's part comes before the other lanes' reads.
     arch.sync_warp()
     return Walk(smem_sources, at, num_rows, max_tokens, most * world_size)

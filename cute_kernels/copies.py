@@ -1,14 +1,66 @@
-"""The copies of a token, as its owner sees them: one for each rank that its ids name, numbered by ranks ascending."""
+"""Which ranks a token reaches, and its copies, as its owner sees them: one for each rank that its ids name, numbered by
+ranks ascending.
 
-from typing import NamedTuple
+Sets of ranks are words of 32 bits, one for each 32 ranks, the same in all lanes of a warp.
+"""
+
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .experts import holder_of
 from .heap import Problem
+
+RankSet = tuple[Int32, ...]
+"""A set of ranks."""
+
+
+def words_of(problem: Problem) -> int:
+    """Words of a set of ranks."""
+    return -(-problem.world_size // 32)
+
+
+@cute.jit
+def set_of(problem: cutlass.Constexpr[Problem], rank: Int32, member: Boolean) -> RankSet:
+    """By a whole warp: the ranks of those lanes that have a member."""
+    words = []
+    for i in range_constexpr(words_of(problem)):
+        bit = Int32(0)
+        here = member
+        if const_expr(words_of(problem) > 1):
+            here = member and rank >> 5 == i
+        if here:
+            bit = Int32(1) << (rank & 31)
+        words.append(arch.warp_redux_sync(bit, "or"))
+    return tuple(words)
+
+
+@cute.jit
+def below(ranks: RankSet, rank: Int32) -> Int32:
+    """How many of the set are lower than `rank`."""
+    count = Int32(0)
+    for i in range_constexpr(len(ranks)):
+        mask = (Int32(1) << (rank & 31)) - 1
+        if const_expr(len(ranks) > 1):
+            if rank >> 5 > i:
+                mask = Int32(-1)
+            if rank >> 5 < i:
+                mask = Int32(0)
+        count += arch.popc(ranks[i] & mask)
+    return count
+
+
+def lowest(word: Any) -> Int32:
+    """The number of a word's lowest bit that is set."""
+    return Int32(arch.popc((word & -word) - 1))
+
+
+def low_bits(count: int) -> Uint32:
+    """The lowest `count` bits, at most 32."""
+    return Uint32((1 << count) - 1)
 
 
 class Copies(NamedTuple):
@@ -27,22 +79,9 @@ def copies_of(problem: cutlass.Constexpr[Problem], expert: Int32, row: Int32) ->
     if expert >= 0 and expert < problem.num_experts:
         holder = holder_of(problem, expert)
     same = arch.match_sync(0xFFFFFFFF, holder)
-    first = Int32(holder >= 0 and (same & arch.lanemask_lt()) == 0)
     kept = arch.vote_ballot_sync(row >= 0)
-    number = Int32(0)
-    if const_expr(problem.world_size <= 32):
-        named = Int32(0)
-        if holder >= 0:
-            named = Int32(1) << holder
-        named = arch.warp_redux_sync(named, "or")
-        number = Int32(arch.popc(named & ((Int32(1) << cutlass.max(holder, 0)) - 1)))
-    else:
-        firsts = arch.vote_ballot_sync(first != 0)
-        for k in range_constexpr(problem.top_k):
-            theirs = arch.shuffle_sync(holder, k)
-            if (firsts >> k) & 1 != 0 and theirs < holder:
-                number += 1
-    expected = Int32(first != 0 and (same & kept) != 0)
+    number = below(set_of(problem, holder, holder >= 0), cutlass.max(holder, 0))
+    expected = Int32(holder >= 0 and (same & arch.lanemask_lt()) == 0 and (same & kept) != 0)
     bit = Int32(0)
     if expected != 0:
         bit = Int32(1) << number

@@ -19,6 +19,7 @@ from .arrivals import Lists, lists
 from .experts import local_experts
 from .heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
 from .route import place_of_entries, place_of_told, tile_of
+from .segments import inclusive_sum, place_segments
 from .sync import Ranks
 
 
@@ -39,7 +40,7 @@ class Tables(NamedTuple):
     # Of each source rank: copies here in all tiles, in earlier tiles. Then the second holds where this tile's begin in
     # the list of copies.
     copies: Any  # [2, W]
-    drops: Any  # [1] whether some expert here has more entries than rows
+    drops: Any  # [1] 1 where some expert here has more entries than rows; -1 where it cannot be known what is kept
 
 
 def new_tables(problem: Problem, smem: Any, table: Any) -> Tables:
@@ -59,27 +60,32 @@ def place_tile(
     """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
 
     Reads what all ranks have told (their route flags are acquired; `ok` says whether all came). `args` are those of the
-    publish kernel.
+    publish kernel. Where not all came, or another block's counts did not (`tables.drops` is -1), the lists are not
+    complete, and nobody may be told that the route is placed.
     """
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     out = lists(args.arrivals, args.num_rows)
     gather_told(ranks, threads, ok, tile, tables)
     arch.sync_threads()
-    place_segments(p, tables, threads // 32)
+    destination = Int32(tid // 32)
+    while destination < p.world_size:
+        told = tuple(tables.told[what * p.world_size + destination] for what in (CAPACITY, ALIGNMENT, SLOTS))
+        place_segments(tables, local_experts(p, destination), 0, told)
+        destination += threads // 32
     arch.sync_threads()
     finish_segments(ranks, threads, tile, tables, args)
     arch.sync_threads()
-    drops = tables.drops[0]
-    if drops != 0:
+    if tables.drops[0] != 0:
         scan_kept(ranks, threads, tile, tables, args, False)
         exchange_kept(ranks, threads, tile, tables)
     if tid < 32:
         number_sources(p, tables, tile, out)
     arch.sync_threads()
-    if drops != 0:
+    drops = tables.drops[0]
+    if drops > 0:
         scan_kept(ranks, threads, tile, tables, args, True)
-    else:
+    if drops == 0:
         write_lists(ranks, threads, tile, tables, args)
 
 
@@ -181,50 +187,6 @@ def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: 
 
 
 @cute.jit
-def place_segments(problem: cutlass.Constexpr[Problem], tables: Tables, warps: cutlass.Constexpr[int]) -> None:
-    """`start` and `limit`, by a warp for each destination rank."""
-    tid, _, _ = arch.thread_idx()
-    lane = arch.lane_idx()
-    world_size = problem.world_size
-    destination = Int32(tid // 32)
-    while destination < world_size:
-        capacity = tables.told[CAPACITY * world_size + destination]
-        alignment = cutlass.max(tables.told[ALIGNMENT * world_size + destination], 1)
-        slots = tables.told[SLOTS * world_size + destination]
-        first, end = local_experts(problem, destination)
-        carry = Int32(0)
-        chunk = first
-        while chunk < end:
-            e = chunk + lane
-            padded = Int32(0)
-            if e < end:
-                padded = (tables.asked[e] + alignment - 1) // alignment * alignment
-            total = inclusive_sum(padded, lane)
-            if e < end:
-                begin = carry + total - padded
-                limit = capacity
-                if slots > 0:
-                    begin = (e - first) * slots
-                    limit = begin + slots
-                tables.start[e] = begin
-                tables.limit[e] = limit
-            carry += arch.shuffle_sync(total, 31)
-            chunk += 32
-        destination += warps
-
-
-@cute.jit
-def inclusive_sum(value: Int32, lane: Int32) -> Int32:
-    """By a warp: the sum of the lanes up to this one."""
-    total = value
-    for step in range_constexpr(5):
-        other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
-        if lane >= (1 << step):
-            total += other
-    return total
-
-
-@cute.jit
 def finish_segments(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
     """`mine` and the first of `rows` become rows; tile 0 writes the segments of the experts here."""
     p = ranks.heap.problem
@@ -272,7 +234,7 @@ def number_sources(problem: cutlass.Constexpr[Problem], tables: Tables, tile: In
         n, m = Int32(0), Int32(0)
         if source < world_size:
             n, m = tables.entries[source], tables.copies[source]
-        upto, copies_upto = inclusive_sum(n, lane), inclusive_sum(m, lane)
+        upto, copies_upto = inclusive_sum(n), inclusive_sum(m)
         if source < world_size:
             tables.entries[world_size + source] = tables.entries[world_size + source] + entries + upto - n
             begin = copies + copies_upto - m
@@ -408,19 +370,22 @@ def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, ta
     if tid == 0:
         ranks.signal("counted", ranks.rank, tile)
     if tid < p.tiles:
-        ranks.wait("counted", tid, ranks.rank, tid)
+        if not ranks.wait("counted", tid, ranks.rank, tid):
+            tables.drops[0] = -1
     # Hands what was acquired to the whole block.
     arch.sync_threads()
+    told = tables.drops[0] > 0
     source = Int32(tid)
     while source < p.world_size:
         entries, entries_before, copies, copies_before = Int32(0), Int32(0), Int32(0), Int32(0)
         for t in range_constexpr(p.tiles):
-            n, m = ptx.ld_pair(ranks.at(ranks.own, "kept") + Int64(t * p.world_size + source) * 8)
-            entries += n
-            copies += m
-            if t < tile:
-                entries_before += n
-                copies_before += m
+            if told:
+                n, m = ptx.ld_pair(ranks.at(ranks.own, "kept") + Int64(t * p.world_size + source) * 8)
+                entries += n
+                copies += m
+                if t < tile:
+                    entries_before += n
+                    copies_before += m
         tables.entries[source] = entries
         tables.entries[p.world_size + source] = entries_before
         tables.copies[source] = copies

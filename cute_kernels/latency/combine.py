@@ -21,6 +21,7 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..arrivals import Copy, Lists, Walk, begin_walk, copy_of, guarded, lists, owner_of
+from ..copies import below, lowest, set_of
 from ..experts import holder_of
 from ..launch import Kernel, RankArgs
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
@@ -40,7 +41,7 @@ from .packets import (
     st_line,
     store_payload,
 )
-from .reach import Peers, below, heap_of, lowest, set_of
+from .reach import Peers, heap_of
 
 BATCH = 4
 """How many rows a warp loads together; half as many of this rank's own where there are more copies than `COPIES`: one
@@ -158,8 +159,8 @@ class Combine(Kernel):
 
     @cute.jit
     def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, smem_sources: Any, share: Share) -> None:
-        """Packets of copies from other ranks. Lanes look the warp's next 32 items up at once, and the rows of the next
-        one are read while one is sent.
+        """Packets of copies from other ranks. In each round the lanes look up one of the warp's next 32 items each;
+        then the warp sends those that go anywhere, and reads the rows of the next one while it sends one.
 
         Items go through the list of copies in its order where there is only one other rank, or where each has a warp:
         what the list says is then read before it is known how long it is. Where there are more, they alternate between
@@ -171,11 +172,8 @@ class Combine(Kernel):
         at = lists(args.arrivals, args.num_rows)
         total = ptx.ld_i32(at.sources + p.world_size * 4)
         item = share.first
-        mine = item + lane * share.step
-        copy = listed(args, mine // count)
-        # The first copy has its rows at its own place in the list, or behind: most are in these 32.
-        index = item // count
-        near, _ = ptx.ld_pair(at.owned + Int64(cutlass.min(index + lane, cutlass.max(args.num_rows - 1, 0))) * 8)
+        copy = listed(args, (item + lane * share.step) // count)
+        near = first_rows(args, lane)
         total = cutlass.min(cutlass.max(total, 0), args.num_rows)
         items = total * count
         in_order = Boolean(True)
@@ -185,39 +183,36 @@ class Combine(Kernel):
         if not in_order:
             walk = begin_walk(ranks, smem_sources, args.arrivals, args.num_rows, args.max_tokens)
             items = walk.items * count
-        found = Found(Int32(0), Int32(0), Int32(0), Int32(0))
-        row, i = Int32(-1), Int32(0)
         last = Int32(-1)  # row of all that this lane meets
-        while item < items:
-            if i == 0:
-                if not in_order:
-                    copy = copy_of(ranks, walk, (item + lane * share.step) // count)
-                else:
-                    if item != share.first:
-                        copy = listed(args, (item + lane * share.step) // count)
-                    if (item + lane * share.step) // count >= total:
-                        copy = Copy(Int32(0), Int32(0), Int32(0))
-                found = self.find(ranks, walk, copy)
-                row = self.row_at(at, found, Int32(0))
-                behind = arch.shuffle_sync(found.begin, 0) - index
-                first = arch.shuffle_sync(near, (behind + lane) & 31)
-                if item == share.first and in_order and behind >= 0 and behind + p.top_k <= 32:
-                    row = first if lane < arch.shuffle_sync(found.rows, 0) else Int32(-1)
-            held = arch.shuffle_sync(found.rows, i)
-            owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
-            ahead = self.row_at(at, found, i + 1)
-            if held > 0:
+        more = Boolean(True)  # no branch on what the list says stands before the first round: its loads would wait
+        while more:
+            mine = (item + lane * share.step) // count
+            if not in_order:
+                copy = copy_of(ranks, walk, mine)
+            else:
+                if item != share.first:
+                    copy = listed(args, mine)
+                if mine >= total:
+                    copy = Copy(Int32(0), Int32(0), Int32(0))
+            found = self.find(ranks, walk, copy)
+            left = Int32(arch.vote_ballot_sync(found.rows > 0))
+            row = row_at(at, near, found, left)
+            while left != 0:
+                i = lowest(left)
+                left = left & (left - 1)
+                ahead = row_at(at, near, found, left)
+                owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
                 now = sync.again(ranks)
                 last = cutlass.max(last, row)
                 if row >= args.num_rows:
                     row = Int32(-1)
-                packet = item % count
+                packet = (item + i * share.step) % count
                 words = self.sum_rows(args, row, packet, lane, BATCH)
                 place = Int64(line) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
                 st_line(now.at(heap_of(peers, owner), "lines") + place, seal(words, lane, now.mark))
-            row = ahead
-            i = (i + 1) & 31
-            item += share.step
+                row = ahead
+            item += 32 * share.step
+            more = item < items
         # Told behind the loop: nothing is to be slow in it.
         tell_bad_row(ranks, last, args.num_rows)
 
@@ -230,16 +225,6 @@ class Combine(Kernel):
         if owner == ranks.rank:
             rows = Int32(0)
         return Found(copy.begin, rows, owner, number * self.tokens + token)
-
-    @cute.jit
-    def row_at(self, at: Lists, found: Found, i: Int32) -> Int32:
-        """By a whole warp: a lane's row of the copy that lane i has found; none behind the last lane."""
-        lane = arch.lane_idx()
-        begin, rows = arch.shuffle_sync(found.begin, i & 31), arch.shuffle_sync(found.rows, i & 31)
-        row = Int32(-1)
-        if lane < rows and i < 32:
-            row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
-        return row
 
     @cute.jit
     def sum_rows(
@@ -415,6 +400,38 @@ def listed(args: CombineArgs, index: Int32) -> Copy:
     place = lists(args.arrivals, args.num_rows).copies + Int64(index) * 8
     begin, home = ptx.ld_pair(place)
     return Copy(begin, ptx.ld_i32(place + 8), home)
+
+
+@cute.jit
+def first_rows(args: CombineArgs, lane: Int32) -> tuple[Int32, Int32]:
+    """By a whole warp: the first 2 x 32 rows that have an owner, before it is known how many there are. With few tokens
+    they are all, and nobody waits for them once more."""
+    at, most = lists(args.arrivals, args.num_rows).owned, cutlass.max(args.num_rows - 1, 0)
+    row, _ = ptx.ld_pair(at + Int64(cutlass.min(lane, most)) * 8)
+    behind, _ = ptx.ld_pair(at + Int64(cutlass.min(lane + 32, most)) * 8)
+    return row, behind
+
+
+@cute.jit
+def row_at(at: Lists, near: tuple[Int32, Int32], found: Found, lanes: Int32) -> Int32:
+    """By a whole warp: a lane's row of the copy that the lowest of `lanes` has found; none if there is no lane."""
+    lane = arch.lane_idx()
+    i = lowest(lanes) & 31
+    begin, rows = arch.shuffle_sync(found.begin, i), arch.shuffle_sync(found.rows, i)
+    if lanes == 0:
+        rows = Int32(0)
+    row = Int32(-1)
+    if begin + rows <= 64:
+        mine = begin + lane
+        row = arch.shuffle_sync(near[0], mine & 31)
+        behind = arch.shuffle_sync(near[1], mine & 31)
+        if mine >= 32:
+            row = behind
+        if lane >= rows:
+            row = Int32(-1)
+    elif lane < rows:
+        row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
+    return row
 
 
 @cute.jit

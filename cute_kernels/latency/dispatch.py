@@ -21,6 +21,7 @@ from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..copies import lowest, set_of
 from ..experts import first_expert, holder_of, local_experts
 from ..launch import Kernel, RankArgs
 from ..rows import zero_row
@@ -53,7 +54,7 @@ from .place import (
     source_stride,
     write_segments,
 )
-from .reach import Peers, heap_of, lowest, rotated, set_of
+from .reach import Peers, heap_of, rotated
 
 BATCH = 4
 """How many packets a warp waits for together."""

@@ -9,11 +9,11 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute import arch
 
 from .. import arrivals, ptx
+from ..copies import low_bits
 from ..experts import holder_of, local_experts
 from ..heap import Problem
 from .packets import THREADS, WARPS, Share
 from .place import Tables, asked_expert, source_stride
-from .reach import low_bits
 
 
 class Group(NamedTuple):
@@ -68,8 +68,8 @@ def copy_number(problem: cutlass.Constexpr[Problem], rank: Int32, expert: Int32)
 def write_lists(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> None:
     """By a whole block behind `place_entries`, for this rank's experts or for all.
 
-    Each warp takes consecutive groups of tokens. It counts what they keep, adds up what the warps before it have, and
-    writes.
+    Each warp takes consecutive groups of tokens, twice: it counts what they keep, and, when it has added up what the
+    warps before it have, writes.
     """
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
@@ -82,45 +82,53 @@ def write_lists(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) 
     end = cutlass.min(begin + each, groups)
 
     copies, rows = Int32(0), Int32(0)
-    number = begin
-    while number < end:
-        group = group_of(problem, tables, args, number)
-        copies += Int32(arch.popc(group.firsts))
-        rows += Int32(arch.popc(group.kept))
-        number += 1
-    if lane == 0:
-        tables.found[warp] = copies
-        tables.found[WARPS + warp] = rows
-    # All warps' counts come before the reads of any.
-    arch.sync_threads()
-    copies, rows = Int32(0), Int32(0)
-    if lane < warp:
-        copies = tables.found[lane]
-        rows = tables.found[WARPS + lane]
-    copies = arch.warp_redux_sync(copies, "add")
-    rows = arch.warp_redux_sync(rows, "add")
-
-    number = begin
-    while number < end:
-        group = group_of(problem, tables, args, number)
-        below_me = Int32(arch.lanemask_lt())
-        copy = copies + Int32(arch.popc(group.firsts & below_me))
-        at = rows + Int32(arch.popc(group.kept & below_me))
-        home = group.token * problem.most_copies + copy_number(problem, args.ranks.rank, group.expert)
-        if group.row >= 0:
-            ptx.st_pair(lists.owned + Int64(at) * 8, group.row, group.token * problem.top_k + lane % problem.top_k)
-        if (group.firsts >> lane) & 1 != 0:
-            ptx.st_pair(lists.copies + Int64(copy) * 8, at, home)
-        begins_source(problem, args, group.token, copy)
-        copies += Int32(arch.popc(group.firsts))
-        rows += Int32(arch.popc(group.kept))
-        number += 1
+    group = Group(Int32(0), Int32(-1), Int32(-1), Int32(0), Int32(0))
+    turn = Int32(0)
+    while turn < 2:
+        number = begin
+        while number < end:
+            if turn == 0 or begin + 1 < end:
+                group = group_of(problem, tables, args, number)
+            if turn == 1:
+                write_group(problem, args, group, copies, rows)
+            copies += Int32(arch.popc(group.firsts))
+            rows += Int32(arch.popc(group.kept))
+            number += 1
+        if turn == 0:
+            if lane == 0:
+                tables.found[warp] = copies
+                tables.found[WARPS + warp] = rows
+            # All warps' counts come before the reads of any.
+            arch.sync_threads()
+            copies, rows = Int32(0), Int32(0)
+            if lane < warp:
+                copies = tables.found[lane]
+                rows = tables.found[WARPS + lane]
+            copies = arch.warp_redux_sync(copies, "add")
+            rows = arch.warp_redux_sync(rows, "add")
+        turn += 1
     if warp == WARPS - 1 and lane == 0:
         # The last warp has added up everything.
         ptx.st_pair(lists.copies + Int64(copies) * 8, rows, Int32(-1))
         ptx.st_i32(lists.sources + problem.world_size * 4, copies)
     if args.max_tokens == 0 and tid < problem.world_size:
         ptx.st_i32(lists.sources + Int64(tid) * 4, Int32(0))
+
+
+@cute.jit
+def write_group(problem: cutlass.Constexpr[Problem], args: Any, group: Group, copies: Int32, rows: Int32) -> None:
+    """By a whole warp: a group's part of the lists, before which so many copies and rows come."""
+    lane = arch.lane_idx()
+    lists = arrivals.lists(args.arrivals, args.capacity)
+    before = Int32(arch.lanemask_lt())
+    copy = copies + Int32(arch.popc(group.firsts & before))
+    at = rows + Int32(arch.popc(group.kept & before))
+    home = group.token * problem.most_copies + copy_number(problem, args.ranks.rank, group.expert)
+    if group.row >= 0:
+        ptx.st_pair(lists.owned + Int64(at) * 8, group.row, group.token * problem.top_k + lane % problem.top_k)
+    if (group.firsts >> lane) & 1 != 0:
+        ptx.st_pair(lists.copies + Int64(copy) * 8, at, home)
+    begins_source(problem, args, group.token, copy)
 
 
 @cute.jit

@@ -14,8 +14,9 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..carried import Carried
-from ..experts import first_expert
-from ..heap import Problem
+from ..experts import first_expert, local_experts
+from ..heap import ALIGNMENT, CAPACITY, SLOTS, Problem
+from ..segments import place_segments
 from ..sync import BAD_EXPERT, Ranks, refuse
 from .heap import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, table_ints
 from .packets import THREADS, WARPS, Words, lane_offset, lane_vector, marks
@@ -128,42 +129,6 @@ def asked_expert(tables: Tables, source: Int32, entry: Int32, entries: Int32, lo
 
 
 @cute.jit
-def place_segments(
-    problem: cutlass.Constexpr[Problem], tables: Tables, destination: Int32, low: Int32, high: Int32
-) -> None:
-    """By one warp: `start` and `limit` of a rank's experts, if low..high-1 are all of them or its own."""
-    lane = arch.lane_idx()
-    begin_expert, end_expert = first_expert(problem, destination), first_expert(problem, destination + 1)
-    if begin_expert >= low and end_expert <= high:
-        at = destination * tables.route_stride
-        capacity = Int32(tables.route[at])
-        alignment = cutlass.max(Int32(tables.route[at + 1]), 1)
-        slots = Int32(tables.route[at + 2])
-        carry = Int32(0)
-        base = begin_expert
-        while base < end_expert:
-            expert = base + lane
-            padded = Int32(0)
-            if expert < end_expert:
-                padded = (tables.asked[expert - low] + alignment - 1) // alignment * alignment
-            total = padded
-            for step in range_constexpr(5):
-                other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
-                if lane >= (1 << step):
-                    total += other
-            if expert < end_expert:
-                start = carry + total - padded
-                limit = capacity
-                if slots > 0:
-                    start = (expert - begin_expert) * slots
-                    limit = start + slots
-                tables.start[expert - low] = start
-                tables.limit[expert - low] = limit
-            carry += arch.shuffle_sync(total, 31)
-            base += 32
-
-
-@cute.jit
 def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: Int32, low: Int32, high: Int32) -> None:
     """By the whole block, behind a barrier after `clear_counts` and `keep_route`; ends with a barrier.
 
@@ -213,7 +178,11 @@ def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: 
     # A warp for each destination: where its segments start. With more ranks than warps, they take turns.
     destination = Int32(warp)
     while destination < problem.world_size:
-        place_segments(problem, tables, destination, low, high)
+        first, behind = local_experts(problem, destination)
+        if first >= low and behind <= high:
+            at = destination * tables.route_stride
+            told = tuple(Int32(tables.route[at + what]) for what in (CAPACITY, ALIGNMENT, SLOTS))
+            place_segments(tables, (first, behind), low, told)
         destination += WARPS
     arch.sync_threads()
 

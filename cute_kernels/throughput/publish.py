@@ -143,9 +143,10 @@ class Publish(Kernel):
         ok = 1 - failed[0]
         if const_expr(self.route):
             place_tile(ranks, THREADS, ok, tile, tables, args)
-            # The tile's part of the lists comes before the release.
+            # The tile's part of the lists comes before the release. Without it the pull kernel gives up, and looks at
+            # no list.
             arch.sync_threads()
-            if tid == 0:
+            if tid == 0 and ok != 0 and tables.drops[0] >= 0:
                 ranks.signal("placed", ranks.rank, tile)
             finish_tile(ranks, THREADS, self.weights, tile, tables, args)
         else:

@@ -84,7 +84,8 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Const
     """By one block, the last of the grid: the blocks that it waits for run before it.
 
     Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
-    through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found.
+    through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found. There
+    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found.
     """
     problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()

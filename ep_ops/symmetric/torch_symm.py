@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import torch
@@ -9,17 +10,19 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from ..exchange import Exchange
 from .buffer import SymmetricBuffer
+from .rendezvous import meet
 
 
 def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
     """See :func:`ep_ops.symmetric.allocate`."""
     exchange = Exchange(group, device)
-    sizes = exchange.all_gather(torch.tensor([nbytes], dtype=torch.int64)).flatten().tolist()
+    told = exchange.all_gather(torch.tensor([nbytes, secrets.randbits(62)], dtype=torch.int64)).tolist()
+    sizes = [size for size, _ in told]
     if len(set(sizes)) > 1:
         raise ValueError(f"ranks ask for different sizes of symmetric memory: {sizes} bytes by rank")
     with torch.cuda.device(device):
         memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-        handle = symm_mem.rendezvous(memory, group)
+        handle = meet(memory, group, told[0][1])
         memory.zero_()
         torch.cuda.synchronize(device)
     bases = [int(base) for base in handle.buffer_ptrs]

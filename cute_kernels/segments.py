@@ -1,0 +1,52 @@
+"""Where the rows of a rank's experts lie: a segment for each, one after the other, or in slots of one size."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, range_constexpr
+from cutlass.cute import arch
+
+
+@cute.jit
+def inclusive_sum(value: Int32) -> Int32:
+    """By a warp: the sum of the lanes up to this one."""
+    lane = arch.lane_idx()
+    total = value
+    for step in range_constexpr(5):
+        other = arch.shuffle_sync_up(total, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            total += other
+    return total
+
+
+@cute.jit
+def place_segments(tables: Any, experts: tuple[Int32, Int32], low: Int32 | int, told: tuple[Int32, ...]) -> None:
+    """By a warp: `tables.start` and `tables.limit` of one rank's experts from `tables.asked`: the first row of each
+    segment, and the row behind the last one that fits.
+
+    `experts` are the first of the rank, and the one behind its last; `low` is the expert that the tables begin with;
+    `told` are capacity, alignment and slots of the rank.
+    """
+    first, end = experts
+    capacity, alignment, slots = told
+    alignment = cutlass.max(alignment, 1)
+    lane = arch.lane_idx()
+    carry = Int32(0)
+    chunk = first
+    while chunk < end:
+        e = chunk + lane
+        padded = Int32(0)
+        if e < end:
+            padded = (tables.asked[e - low] + alignment - 1) // alignment * alignment
+        total = inclusive_sum(padded)
+        if e < end:
+            begin = carry + total - padded
+            limit = capacity
+            if slots > 0:
+                begin = (e - first) * slots
+                limit = begin + slots
+            tables.start[e - low] = begin
+            tables.limit[e - low] = limit
+        carry += arch.shuffle_sync(total, 31)
+        chunk += 32

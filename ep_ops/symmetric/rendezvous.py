@@ -1,0 +1,63 @@
+"""The rendezvous of torch's symmetric memory, for groups whose members have met in other groups before.
+
+Until torch 2.15 a process numbers its rendezvous over all groups, and ranks find each other's words in the group's
+store by that number. Members that have met unequally often wait for each other for ever
+(github.com/pytorch/pytorch/issues/196082). Here each rendezvous has a store in which numbers begin with 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _unregister_process_group
+
+_names: Iterator[Any] = (f"ep_ops rendezvous {number}" for number in itertools.count())
+
+
+class FromZero(dist.Store):
+    """A store whose keys ``.../number/rank`` are counted from the first number that is asked for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        kind, number, rank = key.rsplit("/", 2)
+        return f"{kind}/{int(number) - self._first.setdefault(kind, int(number))}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> Any:
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
+@contextmanager
+def registered(store: dist.Store, rank: int, world_size: int) -> Iterator[Any]:
+    """Name under which torch finds a group of nothing but a store, which must live as long (C++ calls its methods)."""
+    name, group = next(_names), ProcessGroup(store, rank, world_size)
+    _register_process_group(name, group)  # which does not keep it alive
+    try:
+        yield name
+    finally:
+        _unregister_process_group(name)
+        del group
+
+
+def meet(memory: torch.Tensor, group: dist.ProcessGroup, token: int) -> Any:
+    """Collective over ``group``: torch's handle of ``memory``, which every rank has asked torch for. ``token``: the
+    same on all ranks, and another one for each call."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    store = dist.PrefixStore(f"ep_ops/{token:x}", dist.distributed_c10d._get_process_group_store(group))
+    with registered(FromZero(store), rank, world_size) as name:
+        return symm_mem.rendezvous(memory, name)
