@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute import arch
 
 from . import ptx
@@ -45,6 +45,7 @@ class Copy(NamedTuple):
     begin: Int32
     end: Int32  # nothing is worked out of these until they are used: a warp would wait for their loads
     home: Int32
+    source: Int32  # the rank that it comes from
 
     @property
     def rows(self) -> Int32:
@@ -92,33 +93,34 @@ def begin_walk(ranks: Ranks, smem_sources: Any, arrivals: Int64, num_rows: Int32
 def copy_of(ranks: Ranks, walk: Walk, item: Int32) -> Copy:
     """By each lane: the copy of an item, if there is one."""
     world_size = ranks.heap.problem.world_size
-    begin, end, home = Int32(0), Int32(0), Int32(0)
+    begin, end, home, source = Int32(0), Int32(0), Int32(0), Int32(0)
     if item < walk.items:
-        number = item // world_size
+        # Unsigned numbers take fewer instructions to divide, and warps that add up rows have none to spare.
+        number = Int32(Uint32(item) // world_size)
         # Rotated from number to number, and from rank to rank, so that no warp and no rank meets one source only.
-        source = (item + number + number // 4 + number // 16 + ranks.rank + 1) % world_size
+        turns = item + number + (number >> 2) + (number >> 4) + ranks.rank + 1
+        source = Int32(Uint32(turns) % world_size)
         index = walk.sources[source] + number
         if index < walk.sources[source + 1]:
             at = walk.lists.copies + Int64(index) * 8
             begin, home = ptx.ld_pair(at)
             end = ptx.ld_i32(at + 8)
-    return Copy(begin, end, home)
+    return Copy(begin, end, home, source)
 
 
 @cute.jit
-def guarded(ranks: Ranks, walk: Walk, copy: Copy) -> Copy:
+def guarded(ranks: Ranks, num_rows: Int32, max_tokens: Int32, copy: Copy) -> Copy:
     """By each lane: the copy, without rows if its place in the lists or its home cannot be, which is reported. Whatever
     integers an operator is called with, nothing outside of its tensors is read or written."""
     problem = ranks.heap.problem
-    begin, end, home = copy
+    begin, end, home, source = copy
     count = end - begin
-    homes = walk.max_tokens * (problem.world_size * problem.most_copies)
-    if count != 0 and (
-        count < 0 or count > problem.top_k or begin < 0 or end > walk.num_rows or home < 0 or home >= homes
-    ):
-        refuse(ranks, BAD_ROW, begin, walk.num_rows)
+    token, _ = token_of(problem, copy, max_tokens)
+    fits = Uint32(count) <= problem.top_k and begin >= 0 and end <= num_rows
+    if count != 0 and not (fits and Uint32(token) < Uint32(max_tokens) and Uint32(source) < problem.world_size):
+        refuse(ranks, BAD_ROW, begin, num_rows)
         end = begin
-    return Copy(begin, end, home)
+    return Copy(begin, end, home, source)
 
 
 @cute.jit
@@ -133,12 +135,10 @@ def row_of(walk: Walk, copy: Copy) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def owner_of(problem: cutlass.Constexpr[Problem], home: Int32, max_tokens: Int32) -> tuple[Int32, Int32, Int32]:
-    """Source rank, token and number of the copy of a home."""
-    number = home % problem.most_copies
-    token = home // problem.most_copies
-    source = token // cutlass.max(max_tokens, 1)
-    return source, token - source * max_tokens, number
+def token_of(problem: cutlass.Constexpr[Problem], copy: Copy, max_tokens: Int32) -> tuple[Int32, Int32]:
+    """Which of its source's tokens a copy is of, and the copy's number."""
+    token = Int32(Uint32(copy.home) // problem.most_copies)
+    return token - copy.source * max_tokens, copy.home - token * problem.most_copies
 
 
 @cute.jit

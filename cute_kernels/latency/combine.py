@@ -11,18 +11,20 @@ fit on the device at once.
 one are heard by their hello flag, which the rule of two banks asks for (sync.py).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..arrivals import Copy, Lists, Walk, begin_walk, copy_of, guarded, lists, owner_of
+from ..arrivals import Copy, Lists, guarded, lists, token_of
 from ..copies import below, lowest, set_of
 from ..experts import holder_of
+from ..heap import Problem
 from ..launch import Kernel, RankArgs
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
 from .packets import (
@@ -73,6 +75,14 @@ class Found(NamedTuple):
     rows: Int32  # how many; 0 where there is nothing to send
     owner: Int32
     line: Int32  # of the owner's staging rows
+
+
+class Near(NamedTuple):
+    """64 rows of `owned`: lane i holds the i-th from `begin` on and the (32 + i)-th."""
+
+    begin: Int32
+    rows: Int32
+    behind: Int32
 
 
 class Named(NamedTuple):
@@ -136,10 +146,8 @@ class Combine(Kernel):
             if bid == blocks - 1 and warp == WARPS - 1:
                 sync.say_hello(ranks, lane, 32, False)
             if const_expr(p.world_size > 1):
-                smem = cutlass.memory.SmemAllocator()
-                sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
                 if bid < args.senders:
-                    self.push(ranks, args, peers, sources, Share(bid, args.senders, warp, lane))
+                    self.push(ranks, args, peers, Share(bid, args.senders, warp, lane))
 
         if const_expr(self.receive):
             hold_epoch(ranks)
@@ -158,43 +166,32 @@ class Combine(Kernel):
                 self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))
 
     @cute.jit
-    def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, smem_sources: Any, share: Share) -> None:
+    def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, share: Share) -> None:
         """Packets of copies from other ranks. In each round the lanes look up one of the warp's next 32 items each;
         then the warp sends those that go anywhere, and reads the rows of the next one while it sends one.
 
-        Items go through the list of copies in its order where there is only one other rank, or where each has a warp:
-        what the list says is then read before it is known how long it is. Where there are more, they alternate between
-        the sources, so that all links are busy.
+        There are as many items as there might be copies, so that how many there are, where they lie and what rows they
+        have is all read at once.
         """
         p = self.problem
         lane = share.lane
         count = self.row_packets
         at = lists(args.arrivals, args.num_rows)
-        total = ptx.ld_i32(at.sources + p.world_size * 4)
+        items = args.max_tokens * (p.world_size * count)
         item = share.first
-        copy = listed(args, (item + lane * share.step) // count)
-        near = first_rows(args, lane)
-        total = cutlass.min(cutlass.max(total, 0), args.num_rows)
-        items = total * count
-        in_order = Boolean(True)
-        if const_expr(p.world_size > 2):
-            in_order = items <= share.step
-        walk = Walk(smem_sources, at, args.num_rows, args.max_tokens, total)
-        if not in_order:
-            walk = begin_walk(ranks, smem_sources, args.arrivals, args.num_rows, args.max_tokens)
-            items = walk.items * count
         last = Int32(-1)  # row of all that this lane meets
-        more = Boolean(True)  # no branch on what the list says stands before the first round: its loads would wait
-        while more:
-            mine = (item + lane * share.step) // count
-            if not in_order:
-                copy = copy_of(ranks, walk, mine)
-            else:
-                if item != share.first:
-                    copy = listed(args, mine)
-                if mine >= total:
-                    copy = Copy(Int32(0), Int32(0), Int32(0))
-            found = self.find(ranks, walk, copy)
+        while item < items:
+            total = ptx.ld_i32(at.sources + p.world_size * 4)
+            mine = item + lane * share.step
+            index = place_of(p, ranks.rank, args.max_tokens, mine // count)
+            copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
+            listed = mine < items and index < args.num_rows
+            if listed:
+                copy = copy_at(p, at, index, args.max_tokens)
+            near = self.rows_near(args, arch.shuffle_sync(index, 0))
+            if not listed or index >= total:
+                copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
+            found = self.find(ranks, args, copy)
             left = Int32(arch.vote_ballot_sync(found.rows > 0))
             row = row_at(at, near, found, left)
             while left != 0:
@@ -212,19 +209,30 @@ class Combine(Kernel):
                 st_line(now.at(heap_of(peers, owner), "lines") + place, seal(words, lane, now.mark))
                 row = ahead
             item += 32 * share.step
-            more = item < items
         # Told behind the loop: nothing is to be slow in it.
         tell_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
-    def find(self, ranks: sync.Ranks, walk: Walk, copy: Copy) -> Found:
+    def find(self, ranks: sync.Ranks, args: CombineArgs, copy: Copy) -> Found:
         """By each lane: where its copy goes. Copies of this rank's own tokens go nowhere."""
-        copy = guarded(ranks, walk, copy)
-        owner, token, number = owner_of(self.problem, copy.home, walk.max_tokens)
+        copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
+        token, number = token_of(self.problem, copy, args.max_tokens)
         rows = copy.rows
-        if owner == ranks.rank:
+        if copy.source == ranks.rank:
             rows = Int32(0)
-        return Found(copy.begin, rows, owner, number * self.tokens + token)
+        return Found(copy.begin, rows, copy.source, number * self.tokens + token)
+
+    @cute.jit
+    def rows_near(self, args: CombineArgs, index: Int32) -> Near:
+        """By a whole warp: rows about where those of the copy `index` should lie, if all experts are as likely. Most
+        warps need no others, and do not wait once more until they know."""
+        lane = arch.lane_idx()
+        begin = cutlass.max(index * rows_of_copies(self.problem, 64) // 64 - 24, 0)
+        last = cutlass.max(args.num_rows - 1, 0)
+        at = lists(args.arrivals, args.num_rows).owned
+        row, _ = ptx.ld_pair(at + Int64(cutlass.min(begin + lane, last)) * 8)
+        behind, _ = ptx.ld_pair(at + Int64(cutlass.min(begin + 32 + lane, last)) * 8)
+        return Near(begin, row, behind)
 
     @cute.jit
     def sum_rows(
@@ -393,27 +401,37 @@ class Combine(Kernel):
                     acc[i] = ptx.add_rn(acc[i], values[i])
 
 
+def rows_of_copies(problem: Problem, copies: int) -> int:
+    """Rows of so many copies of tokens that choose different experts, all equally likely."""
+    experts, k = problem.num_experts, min(problem.top_k, problem.num_experts)
+    missed = sum(math.comb(experts - held, k) / math.comb(experts, k) for held in problem.experts_per_rank)
+    return round(copies * k / (problem.world_size - missed))
+
+
 @cute.jit
-def listed(args: CombineArgs, index: Int32) -> Copy:
-    """By each lane: copy `index` of the list, garbage if there are not so many. Nothing outside of the list is read."""
-    index = cutlass.min(index, cutlass.max(args.num_rows - 1, 0))
-    place = lists(args.arrivals, args.num_rows).copies + Int64(index) * 8
+def place_of(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: Int32, number: Int32) -> Int32:
+    """Where the `number`-th copy lies in the list of at most W x max_tokens. Sources have about as many copies each, in
+    their order: numbers take turns among the others, so that all links are busy, and come to this rank's own last."""
+    others = max(problem.world_size - 1, 1)
+    part = (rank + 1 + number % others) % problem.world_size
+    index = part * max_tokens + number // others
+    if number >= others * max_tokens:
+        index = rank * max_tokens + number - others * max_tokens
+    return index
+
+
+@cute.jit
+def copy_at(problem: cutlass.Constexpr[Problem], at: Lists, index: Int32, max_tokens: Int32) -> Copy:
+    """By each lane: copy `index` of the list, garbage if there are not so many."""
+    place = at.copies + Int64(index) * 8
     begin, home = ptx.ld_pair(place)
-    return Copy(begin, ptx.ld_i32(place + 8), home)
+    end = ptx.ld_i32(place + 8)
+    source = Uint32(home) // (Uint32(max_tokens) * problem.most_copies)
+    return Copy(begin, end, home, Int32(source))
 
 
 @cute.jit
-def first_rows(args: CombineArgs, lane: Int32) -> tuple[Int32, Int32]:
-    """By a whole warp: the first 2 x 32 rows that have an owner, before it is known how many there are. With few tokens
-    they are all, and nobody waits for them once more."""
-    at, most = lists(args.arrivals, args.num_rows).owned, cutlass.max(args.num_rows - 1, 0)
-    row, _ = ptx.ld_pair(at + Int64(cutlass.min(lane, most)) * 8)
-    behind, _ = ptx.ld_pair(at + Int64(cutlass.min(lane + 32, most)) * 8)
-    return row, behind
-
-
-@cute.jit
-def row_at(at: Lists, near: tuple[Int32, Int32], found: Found, lanes: Int32) -> Int32:
+def row_at(at: Lists, near: Near, found: Found, lanes: Int32) -> Int32:
     """By a whole warp: a lane's row of the copy that the lowest of `lanes` has found; none if there is no lane."""
     lane = arch.lane_idx()
     i = lowest(lanes) & 31
@@ -421,10 +439,11 @@ def row_at(at: Lists, near: tuple[Int32, Int32], found: Found, lanes: Int32) -> 
     if lanes == 0:
         rows = Int32(0)
     row = Int32(-1)
-    if begin + rows <= 64:
-        mine = begin + lane
-        row = arch.shuffle_sync(near[0], mine & 31)
-        behind = arch.shuffle_sync(near[1], mine & 31)
+    first = begin - near.begin
+    if first >= 0 and first + rows <= 64:
+        mine = first + lane
+        row = arch.shuffle_sync(near.rows, mine & 31)
+        behind = arch.shuffle_sync(near.behind, mine & 31)
         if mine >= 32:
             row = behind
         if lane >= rows:

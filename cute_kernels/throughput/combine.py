@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, owner_of, row_of
+from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import copies_of
 from ..heap import SEND, Heap
 from ..launch import Kernel, RankArgs
@@ -179,13 +179,13 @@ class Combine(Kernel):
         """
         ranks, walk, args, last = context
         p = self.problem
-        copy = guarded(ranks, walk, copy)
+        copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
         row, asker = peeked
         if copy.rows == 0:
             row = Int32(-1)
         owner, token, number = Int32(0), Int32(0), Int32(0)
         if copy.rows != 0:
-            owner, token, number = owner_of(p, copy.home, args.max_tokens)
+            owner, (token, number) = copy.source, token_of(p, copy, args.max_tokens)
         heap = ranks.peer(owner)
         at = number * p.max_tokens + token
         place = ranks.at(heap, "rows") + Int64(at) * p.row_bytes

@@ -21,7 +21,7 @@ from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import sync
-from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, owner_of
+from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, token_of
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, init_ring_barriers
@@ -169,10 +169,10 @@ class Pull(Kernel):
             while loaded - stored < shape.stages and ahead.item < total:
                 copy, row = ahead.copy, ahead.row
                 if const_expr(not self.placed):
-                    copy = guarded(ranks, walk, copy)
+                    copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
                     row = given_row(ranks, row, args.num_rows)
                 if copy.rows > 0:
-                    source, token, _ = owner_of(p, copy.home, args.max_tokens)
+                    source, (token, _) = copy.source, token_of(p, copy, args.max_tokens)
                     if await_rows(ranks, known, source, token) == 0:
                         total = Int32(0)  # reported: leave the rest
                     else:

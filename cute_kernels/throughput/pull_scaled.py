@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, r
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, owner_of
+from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, token_of
 from ..heap import Heap
 from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
@@ -140,7 +140,7 @@ class PullScaled(Kernel):
                 else:
                     piece += 1
                     if piece >= shape.pieces:
-                        copy = guarded(ranks, walk, ahead.copy)
+                        copy = guarded(ranks, args.num_rows, args.max_tokens, ahead.copy)
                         row = given_row(ranks, ahead.row, args.num_rows)
                         held = arch.vote_ballot_sync(row >= 0)
                         if copy.rows == 0:
@@ -148,7 +148,7 @@ class PullScaled(Kernel):
                         piece = Int32(shape.pieces)
                         ahead = look_further(ranks, walk, 1, ahead, step)
                         if held != 0:
-                            source, token, _ = owner_of(p, copy.home, args.max_tokens)
+                            source, (token, _) = copy.source, token_of(p, copy, args.max_tokens)
                             ready = await_rows(ranks, known, source, token)
                             if ready == 0:
                                 # Reported: leave the rest.
