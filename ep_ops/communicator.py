@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backends, checks, registry
-from .agreement import agree, gpu_problem
+from .agreement import agree
 from .backends.base import Backend
 from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
 from .memory import MemoryPlan, plan_of
 from .operators.eager import call
 from .records import Route, Sizes
+from .topology import gpu_problem
 from .version import __version__
 
 
@@ -74,8 +75,8 @@ class Communicator:
         experts_per_rank: experts of each rank, in contiguous blocks. None: as even as possible, first ranks more.
         alignment: default for the rows that each expert's segment is padded to a multiple of, 1..1024.
         device: None: the current CUDA device if there is one, else the CPU.
-        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 72), or "auto": cute where
-            it can run.
+        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 72: a host, or hosts that
+            an NVLink fabric joins), or "auto": cute where it can run.
         timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
             reference backend follow their process group's timeout instead.
         dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them (a dispatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -19,6 +18,7 @@ def report() -> str:
         "versions": versions,
         "GPUs": gpus,
         "peer access": peer_access,
+        "NVLink domain": nvlink_domain,
         "symmetric memory": symmetric_memory,
         "backend": backend,
         "caches": caches,
@@ -103,25 +103,30 @@ def symmetric_memory() -> list[str]:
     return [f"{provider}, allocator {backend}"]
 
 
+def nvlink_domain() -> list[str]:
+    """The NVLink domain of each GPU."""
+    from ep_ops.topology import Fabric, domain_name, fabric_of
+
+    lines = []
+    for index in range(gpu_count()):
+        found = fabric_of(str(torch.cuda.get_device_properties(index).uuid), index)
+        lines.append(f"{index}: {domain_name(found) if isinstance(found, Fabric) else f'this host alone: {found}'}")
+    return lines or ["needs GPUs"]
+
+
 def backend() -> list[str]:
     """What ``Communicator(backend="auto")`` chooses with one process per visible GPU, and what speaks against cute."""
-    from ep_ops.agreement import choose_backend, gpu_facts, gpu_problem
+    from ep_ops.topology import choose_backend, gpu_facts
 
     count = gpu_count()
     if count == 0:
         return ["reference, because torch sees no GPU"]
-    chosen = choose_backend([gpu_facts(torch.device("cuda", i)) for i in range(count)])
+    facts = [gpu_facts(torch.device("cuda", i)) for i in range(count)]
+    chosen, why = choose_backend(facts)
     if chosen == "cute":
         return [f"cute: {count} GPU(s) of capability 9.0 or newer, each of which maps the memory of all others"]
-    lines = ["reference, because:"]
-    if importlib.util.find_spec("cutlass") is None:
-        lines.append("- nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'")
-    for i in range(count):
-        if lack := gpu_problem(torch.device("cuda", i)):
-            lines.append(f"- {lack}")
-        if closed := [j for j in range(count) if j != i and not torch.cuda.can_device_access_peer(i, j)]:
-            lines.append(f"- GPU {i} cannot map the memory of {closed}")
-    return lines
+    lacks = dict.fromkeys(fact.lack for fact in facts if fact is not None and fact.lack)
+    return ["reference, because:", *(f"- {lack}" for lack in lacks or (why,))]
 
 
 def caches() -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import cli, doctor
+from ep_ops import cli, doctor, topology
 from ep_ops.demo import Language, Mismatch, Model, check, gradients, without_moe
 from ep_ops.launch import launch, process_group
 from ep_ops.nn import DenseMoE, MoELayer
@@ -136,7 +136,7 @@ def test_doctor() -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}", done.stdout, re.M)
     titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
-    assert titles == ["versions", "GPUs", "peer access", "symmetric memory", "backend", "caches"]
+    assert titles == ["versions", "GPUs", "peer access", "NVLink domain", "symmetric memory", "backend", "caches"]
     assert "could not tell" not in done.stdout
     if not torch.cuda.is_available():
         assert "reference, because torch sees no GPU" in done.stdout
@@ -182,7 +182,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, 
                 " backend 'cute' needs 232448",
             ],
         ),
-        ([(9, 0), (9, 0)], {(0, 1)}, ["reference, because:", "GPU 0 cannot map the memory of [1]"]),
+        ([(9, 0), (9, 0)], {(0, 1)}, ["reference, because:", "GPU 0 cannot map the memory of GPUs [1]"]),
     ],
     ids=["cute", "old", "small", "closed"],
 )
@@ -191,8 +191,10 @@ def test_doctor_on_gpus(
 ) -> None:
     pytest.importorskip("cutlass")
     pretend_gpus(monkeypatch, capabilities, closed)
+    monkeypatch.setattr(topology, "fabric_of", lambda uuid, device: topology.Fabric("ab", 7) if device else "no fabric")
     text = doctor.report()
     assert "could not tell" not in text
+    assert "0: this host alone: no fabric" in text and "1: fabric cluster ab, clique 7" in text
     assert "1: NVIDIA Something, capability" in text and "80 GiB, 132 SMs" in text
     for words in expected:
         assert words in text

@@ -19,9 +19,9 @@ from ranks import run_ranks
 
 import ep_ops
 from ep_ops import agreement, backends, registry, symmetric
-from ep_ops.agreement import choose_backend, gpu_facts
 from ep_ops.backends.reference import ReferenceBackend
 from ep_ops.memory import MemoryPlan
+from ep_ops.topology import choose_backend, gpu_facts
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
@@ -267,16 +267,6 @@ def test_bytes_are_readable() -> None:
     assert len({len(line) for line in text.splitlines()}) == 1, "columns"
 
 
-def test_choice_of_backend() -> None:
-    two = [("host", "gpu 0"), ("host", "gpu 1")]
-    assert choose_backend(two) == "cute"
-    assert choose_backend(two[:1]) == "cute"
-    assert choose_backend([*two, None]) == "reference"
-    assert choose_backend([*two, ("other host", "gpu 2")]) == "reference"
-    assert choose_backend([two[0], two[0]]) == "reference"  # two ranks on one GPU
-    assert gpu_facts(torch.device("cpu")) is None
-
-
 @pytest.mark.parametrize(
     ("capability", "shared", "said"),
     [
@@ -294,12 +284,14 @@ def test_gpus_that_cannot_hold_the_kernels_are_refused_by_name(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     with pytest.raises(ValueError, match=re.escape(f"rank 0: GPU 3 (NVIDIA Something, {said}")):
         make(device="cuda:3", backend="cute")
-    assert gpu_facts(torch.device("cuda", 3)) is None and choose_backend([None]) == "reference"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    facts = gpu_facts(torch.device("cuda", 3))
+    assert facts is not None and said in str(facts.lack) and choose_backend([facts])[0] == "reference"
 
 
 @pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 20000}])
 def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "choose_backend", lambda facts: "cute")  # as on a host of GPUs
+    monkeypatch.setattr(agreement, "choose_backend", lambda facts: ("cute", ""))  # as on a host of GPUs
     chosen = []
 
     def chose(kind: str, comm: ep_ops.Communicator) -> Any:

@@ -21,7 +21,8 @@ ROOMS = {
     "ep_ops.launch": (),
     "ep_ops.config": ("ep_ops.records",),
     "ep_ops.checks": ("ep_ops.arrivals", "ep_ops.records", "ep_ops.config"),
-    "ep_ops.agreement": ("ep_ops.config", "ep_ops.exchange"),
+    "ep_ops.topology": (),
+    "ep_ops.agreement": ("ep_ops.config", "ep_ops.exchange", "ep_ops.topology"),
     "ep_ops.symmetric": ("ep_ops.exchange",),
     "ep_ops.backends": (
         "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.exchange", "ep_ops.symmetric", "cute_kernels",
@@ -33,13 +34,13 @@ ROOMS = {
     ),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.agreement", "ep_ops.exchange", "ep_ops.memory",
-        "ep_ops.registry", "ep_ops.backends", "ep_ops.operators", "ep_ops.version",
+        "ep_ops.registry", "ep_ops.backends", "ep_ops.operators", "ep_ops.topology", "ep_ops.version",
     ),
     "ep_ops.nn": ("ep_ops.records", "ep_ops.communicator"),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),
-    "ep_ops.doctor": ("ep_ops", "ep_ops.agreement", "cute_kernels"),
+    "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "cute_kernels"),
     "ep_ops.bench": (
         "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric",
         "ep_ops.backends", "cute_kernels",

@@ -25,9 +25,9 @@ from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
-from ep_ops.agreement import NEEDED_SHARED_BYTES
 from ep_ops.backends.cute import kernels_of, latency
 from ep_ops.config import even_experts
+from ep_ops.topology import NEEDED_SHARED_BYTES
 
 dumps_elsewhere = test_ptx.dumps_elsewhere
 

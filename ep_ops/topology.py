@@ -1,0 +1,207 @@
+"""Where ranks are: their GPUs, the NVLink domains that these make up, and what that means for the choice of a backend.
+
+An NVLink domain is a set of ranks whose GPUs map each other's memory. It is a host, or, where an NVLink fabric joins
+hosts (NVL72), all GPUs of one clique of one fabric cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+NEEDED_CAPABILITY = 9
+"""The oldest compute capability that kernels are made for: its first number."""
+NEEDED_SHARED_BYTES = 227 * 1024
+"""Bytes of shared memory that a block of a kernel may ask for."""
+
+
+class Fabric(NamedTuple):
+    """An NVLink fabric's clique, in which GPUs of several hosts map each other's memory."""
+
+    cluster: str
+    clique: int
+
+
+class GpuFacts(NamedTuple):
+    """What other ranks need to know of a rank's GPU."""
+
+    host: str
+    gpu: str  # UUID
+    fabric: Fabric | None  # None: memory can be mapped on this host alone
+    lack: str | None  # why kernels cannot run there; None: they can
+
+    @property
+    def domain(self) -> Fabric | str:
+        """Equal on ranks of one NVLink domain."""
+        return self.fabric or self.host
+
+
+def gpu_facts(device: torch.device) -> GpuFacts | None:
+    """None for a device that is no GPU."""
+    if device.type != "cuda":
+        return None
+    lack = gpu_problem(device)
+    if lack is None and importlib.util.find_spec("cutlass") is None:
+        lack = "nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"
+    if lack is None and (closed := unreachable(device)):
+        lack = f"GPU {device.index} cannot map the memory of GPUs {closed}"
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+    fabric = fabric_of(uuid, device.index or 0)
+    return GpuFacts(_host(), uuid, fabric if isinstance(fabric, Fabric) else None, lack)
+
+
+def gpu_problem(device: torch.device) -> str | None:
+    """What a GPU lacks that the kernels of backend "cute" need, whatever else there is; None: nothing."""
+    gpu = torch.cuda.get_device_properties(device)
+    name = f"GPU {device.index} ({gpu.name}, capability {gpu.major}.{gpu.minor})"
+    if gpu.major < NEEDED_CAPABILITY:
+        return f"{name} is too old; backend 'cute' needs capability {NEEDED_CAPABILITY}.0 or newer"
+    # Not all that is newer has as much: sm_120 and sm_121 have 99 KiB.
+    shared: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if shared < NEEDED_SHARED_BYTES:
+        return f"{name} has {shared} bytes of shared memory a block; backend 'cute' needs {NEEDED_SHARED_BYTES}"
+    return None
+
+
+def unreachable(device: torch.device) -> list[int]:
+    """The GPUs of this host, as far as this process sees them, whose memory a GPU cannot map."""
+    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
+    return [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
+
+
+def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
+    """What "auto" means for values that both take, given the facts of all ranks, and why it is not "cute": that needs a
+    GPU for each rank that can run the kernels, all in one NVLink domain."""
+    for rank, fact in enumerate(facts):
+        if fact is None:
+            return "reference", f"rank {rank} has no GPU"
+        if fact.lack is not None:
+            return "reference", f"rank {rank}: {fact.lack}"
+    known = [fact for fact in facts if fact is not None]
+    first: dict[tuple[str, str], int] = {}
+    for rank, fact in enumerate(known):
+        if (other := first.setdefault((fact.host, fact.gpu), rank)) != rank:
+            return "reference", f"ranks {other} and {rank} share a GPU"
+    if apart := several_domains(known):
+        return "reference", apart
+    return "cute", ""
+
+
+def several_domains(facts: Sequence[GpuFacts]) -> str | None:
+    """Which ranks are in which NVLink domain, if there is more than one."""
+    ranks: dict[Fabric | str, list[int]] = {}
+    for rank, fact in enumerate(facts):
+        ranks.setdefault(fact.domain, []).append(rank)
+    if len(ranks) == 1:
+        return None
+    told = (f"{_spans(members)} ({domain_name(domain)})" for domain, members in ranks.items())
+    return f"ranks are in {len(ranks)} NVLink domains: {'; '.join(told)}"
+
+
+def domain_name(domain: Fabric | str) -> str:
+    if isinstance(domain, Fabric):
+        return f"fabric cluster {domain.cluster}, clique {domain.clique}"
+    return f"host {domain}"
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`0..3, 6` of [0, 1, 2, 3, 6]."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in spans)
+
+
+def _host() -> str:
+    """Different on every running machine, and equal in its containers."""
+    boot = "/proc/sys/kernel/random/boot_id"
+    if not os.path.exists(boot):
+        return socket.gethostname()
+    with open(boot) as file:
+        return file.read().strip()
+
+
+# ---------------------------------------------------------------------- fabric
+
+
+class _FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_t of the NVML reference, which every driver that knows fabrics has."""
+
+    _fields_ = (
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
+NVML_GPU_FABRIC_STATE_COMPLETED = 3
+
+
+def fabric_of(uuid: str, device: int) -> Fabric | str:
+    """The clique that a GPU (its UUID, its index in this process) is in, or why it maps memory on its own host only."""
+    try:
+        with _nvml() as nvml:
+            info = _fabric_info(nvml, uuid)
+    except (OSError, AttributeError) as error:
+        return f"NVML cannot tell ({error})"
+    if info is None or info.state != NVML_GPU_FABRIC_STATE_COMPLETED or info.status != 0:
+        return "it is registered with no NVLink fabric"
+    if not any(info.cluster):
+        return "its NVLink fabric is this host's own"
+    if (why := _no_fabric_handles(device)) is not None:
+        return f"its memory cannot be exported to other hosts: {why}"
+    return Fabric(bytes(info.cluster).hex(), int(info.clique))
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    if code := nvml.nvmlInit_v2():
+        raise OSError(f"nvmlInit_v2 returned {code}")
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _fabric_info(nvml: Any, uuid: str) -> _FabricInfo | None:
+    handle, info = ctypes.c_void_p(), _FabricInfo()
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+        return None
+    if nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info)):
+        return None
+    return info
+
+
+def _no_fabric_handles(device: int) -> str | None:
+    """Tries to export a piece of memory with a fabric handle, as torch's symmetric memory does; None: that works."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        return str(error)
+    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+    prop = driver.CUmemAllocationProp()
+    prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = device
+    prop.requestedHandleTypes = kind
+    granularity = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    code, size = driver.cuMemGetAllocationGranularity(prop, granularity)
+    if code == driver.CUresult.CUDA_SUCCESS:
+        code, handle = driver.cuMemCreate(size, prop, 0)
+    if code == driver.CUresult.CUDA_SUCCESS:
+        code, _ = driver.cuMemExportToShareableHandle(handle, kind, 0)
+        driver.cuMemRelease(handle)
+    return None if code == driver.CUresult.CUDA_SUCCESS else f"{code.name} (is there an IMEX channel?)"
