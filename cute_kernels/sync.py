@@ -152,10 +152,14 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     says so: the peer's hello, or the refusal.
 
     That is so when the deadline has passed, when a wait of this rank has failed before, when some rank refuses the
-    operation, or when the peer has said hello with other terms: the ranks disagree on what they are doing.
+    operation, or when the peer has said hello with other terms: the ranks disagree on what they are doing. Blocks that
+    wait for others of their own rank have twice as long: those may be waiting for a peer, and then name it.
     """
     reason = Int32(0)
-    if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
+    limit = ranks.timeout_ns
+    if peer == ranks.rank:
+        limit = 2 * ranks.timeout_ns
+    if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
     # A rank that refuses says so before it says hello: whoever sees its hello sees this.

@@ -7,6 +7,8 @@ import random
 from .memory import GlobalMemory
 
 draw = random.Random()
+clock = 0
+"""Rounds of the scheduler: nanoseconds to kernels."""
 _memories: list[GlobalMemory] = []
 
 

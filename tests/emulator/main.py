@@ -37,6 +37,8 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((2, 5), 3, 5, alignment=4, slots=(0, 4, 8), share=0.4), draw, times=1
     ),
     "throughput_one_rank": lambda draw: throughput.steps(Shape((8,), 32, 3), draw, joining=0),
+    "throughput_refused": lambda draw: throughput.refused(Shape((3, 0, 5), 5, 4, slots=(0, 2, 3), share=0.4), draw),
+    "throughput_absent": lambda draw: throughput.absent(Shape((3, 0, 5), 5, 4, slots=(0, 2, 3), share=0.4), draw),
     "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
 }  # fmt: skip
 

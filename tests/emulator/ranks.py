@@ -30,6 +30,7 @@ class Ranks:
             self.memory.store_long(self.epoch_of(rank), 1)
         self.reports = [self.memory.take(4 * REPORT_WORDS, "report", 0) for _ in range(world)]
         self.operations = 0
+        self.timeout_ns = 1 << 40
 
     def epoch_of(self, rank: int) -> int:
         from cute_kernels.heap import EPOCH
@@ -41,7 +42,7 @@ class Ranks:
         from cute_kernels.launch import RankArgs
 
         return numbered(RankArgs, peers=self.table, own=self.heaps[rank], rank=rank, report=self.reports[rank],
-                        timeout_ns=1 << 40, terms=terms)  # fmt: skip
+                        timeout_ns=self.timeout_ns, terms=terms)  # fmt: skip
 
     def run(self, launches: list[Launch], ends: bool = True) -> None:
         """One operation of all ranks, or the half of it that does not end it; no rank may report anything."""
@@ -51,6 +52,14 @@ class Ranks:
             assert not self.view(self.reports[rank], REPORT_WORDS).any(), f"rank {rank} reports something"
             epoch = self.memory.load_long(self.epoch_of(rank))
             assert epoch == 1 + self.operations, f"rank {rank} is in epoch {epoch} after {self.operations} operations"
+
+    def reported(self, rank: int) -> list[tuple[int, int]]:
+        """Reason and peer of a rank's first and third records, (0, 0) where nothing is reported; then clears them."""
+        from cute_kernels.sync import REPORT_WORDS as words
+
+        said = self.view(self.reports[rank], 2 * REPORT_WORDS)[::2].tolist()
+        self.view(self.reports[rank], REPORT_WORDS).zero_()
+        return [(said[at + 1], said[at + 4]) for at in (0, 2 * words)]
 
     def view(self, address: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return self.memory.tensor(address, shape, dtype)

@@ -14,6 +14,8 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
+from . import machine
+
 WARP = 32
 QUIET_TURNS = 300
 """After so many rounds in which threads did nothing but look again, they look in vain."""
@@ -165,6 +167,7 @@ def run(launches: list[Launch], draw: random.Random) -> None:
         warps += mine
     quiet = 0
     while warps:
+        machine.clock += 1
         draw.shuffle(warps)
         moved = False
         for warp in warps:

@@ -10,7 +10,7 @@ from cases import expected_weight_grads
 from .dsl import TILES
 from .ranks import Ranks, numbered, same
 from .routes import Shape, Truth, drawn
-from .threads import Launch
+from .threads import Launch, run
 
 STAGING = 2
 """Blocks that stage x behind those of the tiles."""
@@ -69,28 +69,54 @@ class Steps:
 
     def dispatch(self, known: bool) -> None:
         """Along a new route, with a grid of late blocks that join, or along the route that was found before."""
+        launches: list[Launch] = []
+        for rank in range(self.ranks.world_size):
+            self.launch_dispatch(launches, rank, known)
+        self.ranks.run(launches)
+        if not known:
+            self.truth.check_plan(self.ranks, self.at)
+        self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"))
+
+    def launch_dispatch(self, launches: list[Launch], rank: int, known: bool) -> None:
+        """A rank's kernels."""
         from cute_kernels import marks
         from cute_kernels.throughput.publish import Publish
         from cute_kernels.throughput.pull import Pull
 
         terms = marks.pack("dispatch_planned" if known else "dispatch", self.truth.case.max_tokens, scalars=True)
+        self.renew(rank)
+        none = dict.fromkeys(("send_rows", "offs", "counts", "dropped"), 0) if known else {}
+        blocks = TILES + STAGING * self.staged
+        first = len(launches)
+        publish = Publish(self.problem, not known, self.staged, True, False)
+        launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
+        pull = Pull(self.problem, True, False, not known, False)
+        launches.append(self.launch(rank, pull, terms, first, blocks=2 + self.joining * known))
+        if self.joining and not known:
+            late = Pull(self.problem, True, False, True, True)
+            launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining))
+
+    def without(self, rank: int, refuses: bool) -> list[list[tuple[int, int]]]:
+        """A dispatch in which a rank does not take part, or that it refuses: what the ranks report. Nobody hangs, or
+        reads what nobody wrote (the memory looks at that)."""
+        from cute_kernels import marks, sync
+        from cute_kernels.heap import REASON_BYTES
+        from cute_kernels.refusal import Refuse
+
+        usual = sync.POLLS_PER_CHECK
+        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 1 << 40 if refuses else 200
         launches: list[Launch] = []
-        for rank in range(self.ranks.world_size):
-            self.renew(rank)
-            none = dict.fromkeys(("send_rows", "offs", "counts", "dropped"), 0) if known else {}
-            blocks = TILES + STAGING * self.staged
-            first = len(launches)
-            publish = Publish(self.problem, not known, self.staged, True, False)
-            launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
-            pull = Pull(self.problem, True, False, not known, False)
-            launches.append(self.launch(rank, pull, terms, first, blocks=2 + self.joining * known))
-            if self.joining and not known:
-                late = Pull(self.problem, True, False, True, True)
-                launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining))
-        self.ranks.run(launches)
-        if not known:
-            self.truth.check_plan(self.ranks, self.at)
-        self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"))
+        for other in range(self.ranks.world_size):
+            if other != rank:
+                self.launch_dispatch(launches, other, False)
+        if refuses:
+            text = self.ranks.memory.take(REASON_BYTES, "text", 65)
+            args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack("refused", rank)), text=text, blocks=1)
+            launches.append(Launch(Refuse(self.problem), args))
+        run(launches, self.draw)
+        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = usual, 1 << 40
+        self.ranks.operations += 1
+        return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
 
     def of(self, name: str) -> list[int]:
         return [at[name] for at in self.at]
@@ -160,3 +186,31 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, k
         on.combine(rows=True, weighted=False, scalars=True, residual=False)
         on.combine(rows=False, weighted=False, scalars=True, residual=False)
         on.scaled_backward()
+
+
+def refused(shape: Shape, draw: random.Random) -> None:
+    """A rank refuses a dispatch: all others say so, and the operations behind it are as ever."""
+    from cute_kernels.sync import REFUSAL
+
+    on = Steps(shape, draw)
+    on.inputs()
+    on.dispatch(known=False)
+    on.inputs()
+    told = on.without(1, refuses=True)
+    assert all(said[0] == (0, 0) for said in told), told
+    assert all(said[1][0] == REFUSAL for rank, said in enumerate(told) if rank != 1), told
+    on.dispatch(known=False)
+    on.combine(rows=True, weighted=True, scalars=False, residual=False)
+
+
+def absent(shape: Shape, draw: random.Random) -> None:
+    """A rank does not come: all others give up, and say whom they waited for."""
+    from cute_kernels.sync import TIMEOUT
+
+    on = Steps(shape, draw)
+    on.inputs()
+    on.dispatch(known=False)
+    on.inputs()
+    told = on.without(1, refuses=False)
+    for rank, said in enumerate(told):
+        assert rank == 1 or (said[0][0] == TIMEOUT and said[0][1] != rank), told
