@@ -40,7 +40,7 @@ class Calls:
     def __init__(self, comm: Communicator, workload: Workload) -> None:
         self.comm, self.workload = comm, workload
         device, tokens = comm.device, workload.tokens
-        routes = [draw_route(workload, comm.rank, seed, device) for seed in range(SETS)]
+        routes = [draw_route(workload, comm.rank, seed, device, comm.world_size) for seed in range(SETS)]
         traffics = [measure_traffic(route, workload.experts, comm.world_size) for route in routes]
         self.traffic: Traffic = max(traffics, key=lambda traffic: traffic.crossing)
         self.crossing = sum(traffic.crossing for traffic in traffics) / SETS  # rows, on average over the sets

@@ -106,6 +106,14 @@ def over_sizes() -> Preset:
     return Preset(tuple(made), (24, 64, 132))
 
 
+def skew() -> Preset:
+    """Workload A with one hot rank: on 4 ranks 1.6, 2.5 and 3.8 times the mean rows come to it, on 2 ranks 1.2, 1.5 and
+    1.9."""
+    routings = ("balanced", "hot 0.2", "hot 0.5", "hot 0.93")
+    operators = ("dispatch", "dispatch_planned", "combine", *BACKWARD)
+    return Preset(tuple(Case(dataclasses.replace(WORKLOAD_A, routing=r), operators) for r in routings), (24, 64, 132))
+
+
 def tiny() -> Preset:
     """For trying out the benchmark itself, on CPUs too."""
     skewed = dataclasses.replace(TINY, tokens=32, routing="skewed")
@@ -122,6 +130,7 @@ PRESETS: dict[str, Callable[[], Preset]] = {
     "quick": quick,
     "sms": over_sms,
     "sizes": over_sizes,
+    "skew": skew,
     "full": full,
     "tiny": tiny,
 }

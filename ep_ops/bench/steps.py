@@ -36,7 +36,7 @@ class Steps:
         shape = (count, tokens)
         x = torch.randn(*shape, comm.hidden_size, generator=draw, device=device).to(comm.dtype)
         weights = torch.rand(*shape, comm.top_k, generator=draw, device=device)
-        routes = [draw_route(workload, comm.rank, seed, device) for seed in range(count)]
+        routes = [draw_route(workload, comm.rank, seed, device, comm.world_size) for seed in range(count)]
         self.inputs = list(zip(x.unbind(), routes, weights.unbind(), strict=True))
         self._dispatched: list[Any] = []
         self.outs: list[Tensor | None] = [None] * count

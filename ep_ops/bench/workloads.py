@@ -11,6 +11,8 @@ from torch import Tensor
 from ep_ops.config import even_experts, worst_case_rows
 
 ROUTINGS = ("balanced", "skewed")
+"""How experts are drawn. There is "hot 0.2", too: that part of the tokens choose among the experts of rank 0 alone,
+to which 0.2 x ranks + 0.8 times the mean rows then come."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNMENT = 16
 ZIPF_EXPONENT = 0.8
@@ -18,7 +20,7 @@ ZIPF_EXPONENT = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One MoE layer's exchange. `tokens` is of each rank; `routing` is "balanced" or "skewed"."""
+    """One MoE layer's exchange. `tokens` is of each rank; `routing` is one of `ROUTINGS`, or "hot 0.2"."""
 
     tokens: int = 4096
     hidden: int = 7168
@@ -39,7 +41,7 @@ class Workload:
         return f"T={self.tokens} H={self.hidden} E={self.experts} K={self.top_k} {self.routing} {self.dtype}"
 
 
-def draw_route(workload: Workload, rank: int, seed: int, device: torch.device) -> Tensor:
+def draw_route(workload: Workload, rank: int, seed: int, device: torch.device, world_size: int = 1) -> Tensor:
     """int32 [T, K] distinct experts of each token of `rank`; the same for the same arguments.
 
     Balanced: every set of K experts is as likely as any other. Skewed: experts are drawn without replacement with
@@ -52,8 +54,12 @@ def draw_route(workload: Workload, rank: int, seed: int, device: torch.device) -
         order = torch.randperm(workload.experts, generator=torch.Generator().manual_seed(seed)).to(device)
         # Adding Gumbel noise to log probabilities and taking the largest draws without replacement.
         noise = -(-noise.log()).clamp_min_(1e-12).log() - ZIPF_EXPONENT * (order + 1).log()
+    elif workload.routing.startswith("hot "):
+        part = float(workload.routing.removeprefix("hot "))
+        hot = torch.rand((workload.tokens, 1), generator=draw, device=device) < part
+        noise[:, even_experts(workload.experts, world_size)[0] :] -= 2.0 * hot
     elif workload.routing != "balanced":
-        raise ValueError(f"routing is {workload.routing!r}; it must be one of {ROUTINGS}")
+        raise ValueError(f"routing is {workload.routing!r}; it must be one of {ROUTINGS}, or like 'hot 0.2'")
     return noise.topk(workload.top_k, dim=1).indices.int()
 
 

@@ -101,6 +101,16 @@ def test_routes_name_distinct_experts(routing: str) -> None:
     assert not torch.equal(route, draw_route(workload, rank=0, seed=3, device=CPU))
 
 
+@pytest.mark.parametrize(("part", "world_size"), [("0.2", 4), ("0.93", 4), ("0.5", 2)])
+def test_a_hot_rank_gets_as_many_rows_as_it_is_said(part: str, world_size: int) -> None:
+    workload = Workload(tokens=3000, experts=64, top_k=4, routing=f"hot {part}")
+    rows = sum(rows_by_expert(draw_route(workload, r, 1, CPU, world_size), 64) for r in range(world_size))
+    first = rows[: 64 // world_size].sum() / (rows.sum() / world_size)
+    assert abs(first - (float(part) * world_size + 1 - float(part))) < 0.1
+    with pytest.raises(ValueError, match="routing is 'warm'"):
+        draw_route(Workload(routing="warm"), 0, 0, CPU)
+
+
 def test_skewed_routing_prefers_the_same_experts_on_all_ranks() -> None:
     draw = {
         routing: [
