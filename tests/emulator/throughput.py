@@ -146,6 +146,24 @@ class Steps:
                 got = self.ranks.floats(self.at[rank]["out_scalars"], *want.shape)
                 same(got, want, f"scalars of rank {rank}")
 
+    def gathered(self) -> None:
+        """Sums of y, which the owners fetch."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.gather import Gather
+
+        memory = self.ranks.memory
+        bases = memory.take(8 * self.ranks.world_size, "bases")
+        for rank, at in enumerate(self.at):
+            memory.store_long(bases + 8 * rank, at["y"])
+        terms = marks.pack("combine_gathered", self.truth.case.max_tokens)
+        launches = []
+        for rank in range(self.ranks.world_size):
+            self.renew(rank)
+            rows = {"bases": bases, "num_rows": max(self.truth.case.capacity), "blocks": 2}
+            launches.append(self.launch(rank, Gather(self.problem), terms, **rows))
+        self.ranks.run(launches)
+        self.truth.check_combined(self.ranks, self.of("out"), weighted=False)
+
     def scaled_backward(self) -> None:
         """The backward of a weighted combine, where x is the gradient of what it gave."""
         from cute_kernels import marks
@@ -185,6 +203,7 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, k
         on.combine(rows=True, weighted=True, scalars=False, residual=True)
         on.combine(rows=True, weighted=False, scalars=True, residual=False)
         on.combine(rows=False, weighted=False, scalars=True, residual=False)
+        on.gathered()
         on.scaled_backward()
 
 
