@@ -188,9 +188,14 @@ def _fabric_info(nvml: Any, uuid: str) -> _FabricInfo | None:
 def _no_fabric_handles(device: int) -> str | None:
     """Tries to export a piece of memory with a fabric handle, as torch's symmetric memory does; None: that works."""
     try:
-        from cuda.bindings import driver
-    except ImportError as error:
+        return _export(device)
+    except (ImportError, RuntimeError) as error:  # no bindings, or no driver that they find
         return str(error)
+
+
+def _export(device: int) -> str | None:
+    from cuda.bindings import driver
+
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
     prop = driver.CUmemAllocationProp()
     prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

@@ -92,6 +92,12 @@ def test_fabric(uuid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("CUDA_ERROR_NOT_PERMITTED") == "its memory cannot be exported to other hosts: CUDA_ERROR_NOT_PERMITTED"
 
 
+def test_without_a_driver() -> None:
+    """Nothing is raised: a communicator is being made."""
+    if not torch.cuda.is_available():
+        assert topology._no_fabric_handles(0)
+
+
 def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
