@@ -21,7 +21,7 @@ _names: Iterator[Any] = (f"ep_ops rendezvous {number}" for number in itertools.c
 
 
 class FromZero(dist.Store):
-    """A store whose keys ``.../number/rank`` are counted from the first number that is asked for."""
+    """A store whose keys ``.../number/rank`` are counted from the first number that is asked for; others stay."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -29,8 +29,11 @@ class FromZero(dist.Store):
         self._first: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
-        kind, number, rank = key.rsplit("/", 2)
-        return f"{kind}/{int(number) - self._first.setdefault(kind, int(number))}/{rank}"
+        parts = key.rsplit("/", 2)
+        if len(parts) < 3 or not parts[1].isdecimal():
+            return key
+        kind, number, rank = parts[0], int(parts[1]), parts[2]
+        return f"{kind}/{number - self._first.setdefault(kind, number)}/{rank}"
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._key(key), value)

@@ -207,14 +207,20 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, k
         on.scaled_backward()
 
 
-def refused(shape: Shape, draw: random.Random) -> None:
-    """A rank refuses a dispatch: all others say so, and the operations behind it are as ever."""
-    from cute_kernels.sync import REFUSAL
-
+def begun(shape: Shape, draw: random.Random) -> Steps:
+    """Behind a dispatch, and before one along a new route."""
     on = Steps(shape, draw)
     on.inputs()
     on.dispatch(known=False)
     on.inputs()
+    return on
+
+
+def refused(shape: Shape, draw: random.Random) -> None:
+    """A rank refuses a dispatch: all others say so, and the operations behind it are as ever."""
+    from cute_kernels.sync import REFUSAL
+
+    on = begun(shape, draw)
     told = on.without(1, refuses=True)
     assert all(said[0] == (0, 0) for said in told), told
     assert all(said[1][0] == REFUSAL for rank, said in enumerate(told) if rank != 1), told
@@ -226,10 +232,7 @@ def absent(shape: Shape, draw: random.Random) -> None:
     """A rank does not come: all others give up, and say whom they waited for."""
     from cute_kernels.sync import TIMEOUT
 
-    on = Steps(shape, draw)
-    on.inputs()
-    on.dispatch(known=False)
-    on.inputs()
+    on = begun(shape, draw)
     told = on.without(1, refuses=False)
     for rank, said in enumerate(told):
         assert rank == 1 or (said[0][0] == TIMEOUT and said[0][1] != rank), told
