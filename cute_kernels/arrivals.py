@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute import arch
 
 from . import ptx
 from .heap import Problem
-from .sync import BAD_ROW, Ranks, claim, granted, refuse
+from .sync import BAD_ROW, Ranks, refuse
 
 
 class Lists(NamedTuple):
@@ -149,40 +149,3 @@ def given_row(ranks: Ranks, row: Int32, num_rows: Int32) -> Int32:
         refuse(ranks, BAD_ROW, row, num_rows)
         row = Int32(-1)
     return row
-
-
-class Ahead(NamedTuple):
-    """How far ahead a warp has looked: the item that it is to do, whose rows it has; the next one, of which it knows
-    the copy; and what it has claimed behind that. So no load of a list is waited for when it is issued."""
-
-    item: Int32
-    copy: Copy
-    row: Int32
-    upcoming: Int32
-    next: Copy
-    ticket: Int32
-
-
-@cute.jit
-def look_ahead(
-    ranks: Ranks, walk: Walk, pieces: cutlass.Constexpr[int], item: Int32, step: Int32, dealt: Boolean
-) -> Ahead:
-    """By a warp: `item` and `item + step` are dealt out to it, what follows it claims; or claims all of its items.
-    An item is a piece of a copy. `step` warps have two items dealt out each."""
-    upcoming = item + step
-    if not dealt:
-        item = 2 * step + granted(claim(ranks.own))
-        upcoming = 2 * step + granted(claim(ranks.own))
-    copy = copy_of(ranks, walk, item // pieces)
-    following = copy_of(ranks, walk, upcoming // pieces)
-    row, _ = row_of(walk, copy)
-    return Ahead(item, copy, row, upcoming, following, claim(ranks.own))
-
-
-@cute.jit
-def look_further(ranks: Ranks, walk: Walk, pieces: cutlass.Constexpr[int], ahead: Ahead, step: Int32) -> Ahead:
-    """When the item is done: the next one."""
-    row, _ = row_of(walk, ahead.next)
-    upcoming = 2 * step + granted(ahead.ticket)
-    following = copy_of(ranks, walk, upcoming // pieces)
-    return Ahead(ahead.upcoming, ahead.next, row, upcoming, following, claim(ranks.own))

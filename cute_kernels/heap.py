@@ -39,6 +39,9 @@ ENTRY_BYTES = 16
 REASON_BYTES = 512
 """The most bytes of the text that says why a rank refuses an operation; a multiple of 8."""
 
+GUARD_BYTES = 64
+"""Bytes behind every bank of every buffer that nobody touches; tests look whether that is so."""
+
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
 EPOCH, FAILED, TICKET, REFUSED = 0, 1, 2, 3
 CLAIMS = 16  # a line of its own: all warps count here
@@ -152,13 +155,15 @@ def _align(n: int, to: int = 256) -> int:
 
 
 class Heap:
-    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two banks."""
+    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two banks; `guards` are
+    where the bytes that nobody touches begin and end."""
 
     def __init__(self, p: Problem) -> None:
         self.problem = p
         w, t = p.world_size, p.max_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         self.end = STATE_BYTES
+        self.guards: list[tuple[int, int]] = []
         # Flags: 8 bytes each, one writer each (the source rank), read by this rank alone.
         self.hello, self.hello_stride = self.take(w * 8)
         self.route, self.route_stride = self.take(w * p.tiles * 8)
@@ -188,8 +193,9 @@ class Heap:
         self.nbytes = self.end
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        start, stride = self.end, _align(nbytes)
+        start, stride = self.end, _align(nbytes + GUARD_BYTES)
         self.end += 2 * stride
+        self.guards += [(bank + nbytes, bank + stride) for bank in (start, start + stride)]
         return start, stride
 
     def sizes(self) -> dict[str, int]:

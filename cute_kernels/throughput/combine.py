@@ -24,7 +24,8 @@ from ..heap import SEND, Heap
 from ..launch import Kernel, RankArgs
 from ..outbox import close, deliver, new_outbox, post
 from ..rows import Ring, RingShape, Slices, init_ring_barriers, zero_row
-from .adder import Adding, Items, Notes, add_items
+from .adder import Adding, Notes, Rows, add_items
+from .pipeline import Items, deal_out
 from .surplus import Parts, Share, count_parts, takes_part
 
 WARPS = 15
@@ -119,10 +120,6 @@ class Combine(Kernel):
                 deliver(outbox, ranks, "token", p.most_copies * p.max_tokens)
         elif pushes:
             item, step = warp * pushers + bid, pushers * WARPS
-            second = item + step
-            if bid >= dealt:
-                item = 2 * step + sync.granted(sync.claim(ranks.own))
-                second = 2 * step + sync.granted(sync.claim(ranks.own))
             walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
             last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
             last[0] = Int32(-1)
@@ -130,8 +127,8 @@ class Combine(Kernel):
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 adding = Adding(self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push)
-                items = Items(item, second, step, walk.items, args.y, ranks.own)
-                add_items(ring, notes, warp, adding, items, pushing, outbox)
+                items = deal_out(ranks.own, item, step, walk.items, bid < dealt)
+                add_items(ring, notes, warp, adding, items, pushing, Rows(args.y), outbox)
             else:
                 count = Int32(0)
                 while item < walk.items:
@@ -151,8 +148,8 @@ class Combine(Kernel):
                 ring = Ring(shape, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
                 adding = Adding(self.slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual)
-                items = Items(item, item + step, step, args.tokens, staging, None, args.residual)
-                add_items(ring, notes, warp, adding, items, summing)
+                items = Items(item, item + step, step, args.tokens)
+                add_items(ring, notes, warp, adding, items, summing, Rows(staging, args.residual))
             else:
                 while item < args.tokens:
                     token = self.scout_sum(summing, item)

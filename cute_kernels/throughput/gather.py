@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
@@ -24,6 +24,7 @@ from ..experts import holder_of
 from ..heap import Heap
 from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
+from .pipeline import deal_out, run
 
 WARPS = 12
 """Warps of a block: few enough that a lane can hold two sums of a slice in registers, that of one rank's rows and that
@@ -46,6 +47,15 @@ class GatherArgs(NamedTuple):
     tokens: Int32
     num_rows: Int32  # that each rank holds
     blocks: Int32
+
+
+class Sum(NamedTuple):
+    """The job of an item."""
+
+    held: Int32  # its rows, whose addresses lie in the warp's `order`
+    row: Int32  # the next of them to load
+    place: Int64  # where the sum goes
+    piece: Int32
 
 
 @dataclass(frozen=True)
@@ -102,104 +112,23 @@ class Gather(Kernel):
         if lost[0] == 0:
             first = warp * shape.stages
             notes = (order + warp * 32, marks + first, places + first)
-            ring = Ring(shape, buffers, barriers, warp)
-            context = (ranks, args, args.tokens * shape.pieces)
-            self.add_items(ring, notes, context, warp * blocks + bid, blocks * WARPS)
+            total = cute.make_rmem_tensor((self.slices.values,), Float32)
+            partial = cute.make_rmem_tensor((self.slices.values,), Float32)
+            count = args.tokens * shape.pieces
+            items = deal_out(ranks.own, warp * blocks + bid, blocks * WARPS, count, Boolean(True))
+            run(self, Ring(shape, buffers, barriers, warp), items, (ranks, args, count), (notes, total, partial))
         sync.finish(ranks, blocks, fetched=True)
 
-    @cute.jit
-    def add_items(self, ring: Ring, notes: Any, context: Any, item: Int32, step: Int32) -> None:
-        """One warp: `item`, `item + step`, and what it claims behind these."""
-        shape, slices = ring.shape, self.slices
-        order, marks, places = notes
-        ranks, args, items = context
-        own = ranks.own
-        lane = arch.lane_idx()
-        total = cute.make_rmem_tensor((slices.values,), Float32)
-        partial = cute.make_rmem_tensor((slices.values,), Float32)
-        for i in range_constexpr(slices.values):
-            total[i] = Float32(0.0)
-            partial[i] = Float32(0.0)
-        loaded, added = Int32(0), Int32(0)
-        # The item that loads are being started for: its number of rows, the next of them.
-        held, row = Int32(0), Int32(0)
-        place, piece = Int64(0), Int32(0)
-        chosen, sent = self.peek(context, item)
-        upcoming = item + step
-        ticket = sync.claim(own)
-        more = Int32(1)
-        while more != 0:
-            # All stages are to be under way.
-            while loaded - added < shape.stages and (row < held or item < items):
-                if row >= held:
-                    ahead_chosen, ahead_sent = self.peek(context, upcoming)
-                    held, place, piece = self.order_rows(context, item, chosen, sent, order)
-                    chosen, sent = ahead_chosen, ahead_sent
-                    row = Int32(0)
-                    item = upcoming
-                    upcoming = 2 * step + sync.granted(ticket)
-                    ticket = sync.claim(own)
-                if row < held:
-                    if lane == 0:
-                        stage = loaded % shape.stages
-                        source = (order + row).load()
-                        mark = Int32(source) & RANK_MARKS
-                        source -= Int64(mark)
-                        if row == 0:
-                            mark = mark | FIRST
-                        if row == held - 1:
-                            mark = mark | LAST
-                        if piece == shape.pieces - 1:
-                            mark = mark | END
-                        (marks + stage).store(mark)
-                        (places + stage).store(place)
-                        ring.load(stage, source, shape.bytes_of(piece))
-                    row += 1
-                    loaded += 1
-            # Lane 0's notes come before the other lanes' reads.
-            arch.sync_warp()
-            if added < loaded:
-                stage = added % shape.stages
-                ring.wait(stage, (added // shape.stages) & 1)
-                mark = (marks + stage).load()
-                at = ring.buffer + stage * shape.stride + lane * 16
-                if mark & FIRST != 0:
-                    for i in range_constexpr(slices.values):
-                        total[i] = Float32(0.0)
-                words = [ptx.ld_shared_v4(at + u * 512) for u in range(slices.vectors)]
-                # Vector by vector, so that few numbers besides the two sums are in registers.
-                if mark & RANK_MARKS == RANK_MARKS:
-                    for u in range_constexpr(slices.vectors):
-                        add(slices.dtype, total, u, ptx.unpack(words[u], slices.dtype))
-                else:
-                    if mark & OPENS != 0:
-                        for i in range_constexpr(slices.values):
-                            partial[i] = Float32(0.0)
-                    for u in range_constexpr(slices.vectors):
-                        add(slices.dtype, partial, u, ptx.unpack(words[u], slices.dtype))
-                    if mark & CLOSES != 0:
-                        for u in range_constexpr(slices.vectors):
-                            rounded = ptx.pack(of_vector(slices.dtype, partial, u), slices.dtype)
-                            add(slices.dtype, total, u, ptx.unpack(rounded, slices.dtype))
-                if mark & LAST != 0:
-                    to = (places + stage).load() + lane * 16
-                    # The last slice of a row may be short: its end is that of the row.
-                    behind = Int32(slices.slice_bytes)
-                    if const_expr(shape.row_bytes % slices.slice_bytes != 0):
-                        if mark & END != 0:
-                            behind = Int32(shape.row_bytes % slices.slice_bytes)
-                    for u in range_constexpr(slices.vectors):
-                        if u * 512 + lane * 16 < behind:
-                            ptx.st_v4(to + u * 512, ptx.pack(of_vector(slices.dtype, total, u), slices.dtype))
-                # All lanes have read the stage and its notes before they are filled again.
-                arch.sync_warp()
-                added += 1
-            more = Int32(added < loaded or row < held or item < items)
+    # What the warp does in its loop (pipeline.Work).
+
+    def scout(self, lists: Any, item: Int32) -> Int32:
+        """Nothing has to be loaded first."""
+        return item
 
     @cute.jit
-    def peek(self, context: Any, item: Int32) -> tuple[Int32, Int32]:
-        """A lane's entry of topk_idx and send_rows of the item's token, -1 for none: loaded an item ahead."""
-        ranks, args, items = context
+    def peek(self, lists: Any, item: Int32) -> tuple[Int32, Int32]:
+        """A lane's entry of topk_idx and send_rows of the item's token, -1 for none."""
+        _, args, items = lists
         top_k = self.problem.top_k
         lane = arch.lane_idx()
         expert, row = Int32(-1), Int32(-1)
@@ -208,6 +137,75 @@ class Gather(Kernel):
             expert = ptx.ld_i32(args.topk_idx + at)
             row = ptx.ld_i32(args.send_rows + at)
         return expert, row
+
+    def nothing(self) -> Sum:
+        return Sum(Int32(0), Int32(0), Int64(0), Int32(0))
+
+    @cute.jit
+    def begin(self, lists: Any, state: Any, item: Int32, scouted: Int32, peeked: tuple[Int32, Int32]) -> Sum:
+        expert, row = peeked
+        held, place, piece = self.order_rows(lists, item, expert, row, state[0][0])
+        return Sum(held, Int32(0), place, piece)
+
+    def left(self, job: Sum) -> Boolean:
+        return job.row < job.held
+
+    @cute.jit
+    def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: Sum) -> Sum:
+        shape = ring.shape
+        (order, marks, places), _, _ = state
+        held, row, place, piece = job
+        if arch.lane_idx() == 0:
+            source = (order + row).load()
+            mark = Int32(source) & RANK_MARKS
+            source -= Int64(mark)
+            if row == 0:
+                mark = mark | FIRST
+            if row == held - 1:
+                mark = mark | LAST
+            if piece == shape.pieces - 1:
+                mark = mark | END
+            (marks + stage).store(mark)
+            (places + stage).store(place)
+            ring.load(stage, source, shape.bytes_of(piece))
+        return Sum(held, row + 1, place, piece)
+
+    @cute.jit
+    def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
+        shape, slices = ring.shape, self.slices
+        (_, marks, places), total, partial = state
+        lane = arch.lane_idx()
+        ring.wait(stage, phase)
+        mark = (marks + stage).load()
+        at = ring.buffer + stage * shape.stride + lane * 16
+        if mark & FIRST != 0:
+            for i in range_constexpr(slices.values):
+                total[i] = Float32(0.0)
+        words = [ptx.ld_shared_v4(at + u * 512) for u in range(slices.vectors)]
+        # Vector by vector, so that few numbers besides the two sums are in registers.
+        if mark & RANK_MARKS == RANK_MARKS:
+            for u in range_constexpr(slices.vectors):
+                add(slices.dtype, total, u, ptx.unpack(words[u], slices.dtype))
+        else:
+            if mark & OPENS != 0:
+                for i in range_constexpr(slices.values):
+                    partial[i] = Float32(0.0)
+            for u in range_constexpr(slices.vectors):
+                add(slices.dtype, partial, u, ptx.unpack(words[u], slices.dtype))
+            if mark & CLOSES != 0:
+                for u in range_constexpr(slices.vectors):
+                    rounded = ptx.pack(of_vector(slices.dtype, partial, u), slices.dtype)
+                    add(slices.dtype, total, u, ptx.unpack(rounded, slices.dtype))
+        if mark & LAST != 0:
+            to = (places + stage).load() + lane * 16
+            # The last slice of a row may be short: its end is that of the row.
+            behind = Int32(slices.slice_bytes)
+            if const_expr(shape.row_bytes % slices.slice_bytes != 0):
+                if mark & END != 0:
+                    behind = Int32(shape.row_bytes % slices.slice_bytes)
+            for u in range_constexpr(slices.vectors):
+                if u * 512 + lane * 16 < behind:
+                    ptx.st_v4(to + u * 512, ptx.pack(of_vector(slices.dtype, total, u), slices.dtype))
 
     @cute.jit
     def order_rows(

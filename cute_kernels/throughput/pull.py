@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, const_expr
+from cutlass import Boolean, Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import sync
-from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, token_of
+from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, init_ring_barriers
+from .pipeline import deal_out, run
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
 from .surplus import Parts, Share, count_parts, takes_part
 
@@ -44,6 +45,15 @@ class PullArgs(NamedTuple):
     expected: Int32  # rows and copies of an average rank
     joining: Int32  # blocks that may join these, in the same grid or in one that joins
     blocks: Int32
+
+
+class Fetch(NamedTuple):
+    """The job of an item: one load at most."""
+
+    left: Int32  # 1 until it is under way
+    at: Int64  # address of the piece
+    piece: Int32
+    place: Int32  # where this lane is to store it, as the number of a piece of recv_x; -1: nowhere
 
 
 @dataclass(frozen=True)
@@ -152,54 +162,74 @@ class Pull(Kernel):
     def move_rows(self, ranks: sync.Ranks, ring: Ring, shared: Any, place: tuple[Int32, Int32], args: PullArgs) -> None:
         """One warp's items, two dealt out, others claimed. An item is a piece of the row of a copy. `place`: the warp
         in its block, and the block among all that take part."""
-        p, shape = self.problem, self.ring
+        shape = self.ring
         places, sources, known = shared
         warp, number = place
-        lane = arch.lane_idx()
-        step = args.dealt * shape.warps
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
-        total = walk.items * shape.pieces
-        first = warp * args.dealt + number
-        ahead = look_ahead(ranks, walk, shape.pieces, first, step, number < args.dealt)
-        loaded = Int32(0)
-        stored = Int32(0)
-        more = Int32(1)
-        while more != 0:
-            # Start loads until all stages are under way.
-            while loaded - stored < shape.stages and ahead.item < total:
-                copy, row = ahead.copy, ahead.row
-                if const_expr(not self.placed):
-                    copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
-                    row = given_row(ranks, row, args.num_rows)
-                if copy.rows > 0:
-                    source, (token, _) = copy.source, token_of(p, copy, args.max_tokens)
-                    if await_rows(ranks, known, source, token) == 0:
-                        total = Int32(0)  # reported: leave the rest
-                    else:
-                        stage = loaded % shape.stages
-                        piece = ahead.item % shape.pieces
-                        if row >= 0:
-                            row = row * shape.pieces + piece
-                        places[(warp * shape.stages + stage) * 32 + lane] = row
-                        if lane == 0:
-                            at = source_row(ranks, args.x, source, token) + piece * shape.piece_bytes
-                            ring.load(stage, at, shape.bytes_of(piece))
-                        loaded += 1
-                ahead = look_further(ranks, walk, shape.pieces, ahead, step)
-            if stored < loaded:
-                stage = stored % shape.stages
-                ring.wait(stage, (stored // shape.stages) & 1)
-                row = places[(warp * shape.stages + stage) * 32 + lane]
-                if row >= 0:
-                    piece = row % shape.pieces
-                    at = Int64(row // shape.pieces) * p.row_bytes + piece * shape.piece_bytes
-                    ring.store(stage, args.recv_x + at, shape.bytes_of(piece))
-                # Until all lanes' copies have left shared memory, so that the stage may be filled again. Meanwhile the
-                # loads of the other stages are under way.
-                arch.cp_async_bulk_commit_group()
-                arch.cp_async_bulk_wait_group(0, read=True)
-                arch.sync_warp()
-                stored += 1
-            more = Int32(stored < loaded or ahead.item < total)
+        first, step = warp * args.dealt + number, args.dealt * shape.warps
+        items = deal_out(ranks.own, first, step, walk.items * shape.pieces, number < args.dealt)
+        run(self, ring, items, (ranks, walk, args), (known, places, warp * shape.stages * 32, args.recv_x))
         # The rows lie in memory before the block ends.
         arch.cp_async_bulk_wait_group(0)
+
+    # What the warp does in its loop (pipeline.Work).
+
+    @cute.jit
+    def scout(self, lists: Any, item: Int32) -> Copy:
+        ranks, walk, _ = lists
+        return copy_of(ranks, walk, item // self.ring.pieces)
+
+    @cute.jit
+    def peek(self, lists: Any, copy: Copy) -> Int32:
+        """A lane's row of the copy."""
+        row, _ = row_of(lists[1], copy)
+        return row
+
+    def nothing(self) -> Fetch:
+        return Fetch(Int32(0), Int64(0), Int32(0), Int32(-1))
+
+    @cute.jit
+    def begin(self, lists: Any, state: Any, item: Int32, copy: Copy, row: Int32) -> Fetch:
+        """Once the copy's row is staged. Where it never comes, which is reported, the item is skipped."""
+        ranks, _, args = lists
+        known, shape = state[0], self.ring
+        if const_expr(not self.placed):
+            copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
+            row = given_row(ranks, row, args.num_rows)
+        piece = item % shape.pieces
+        left, at = Int32(0), Int64(0)
+        if copy.rows > 0:
+            source, (token, _) = copy.source, token_of(self.problem, copy, args.max_tokens)
+            left = await_rows(ranks, known, source, token)
+            at = source_row(ranks, args.x, source, token) + piece * shape.piece_bytes
+        if row >= 0:
+            row = row * shape.pieces + piece
+        return Fetch(left, at, piece, row)
+
+    def left(self, job: Fetch) -> Boolean:
+        return job.left != 0
+
+    @cute.jit
+    def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: Fetch) -> Fetch:
+        _, places, first, _ = state
+        lane = arch.lane_idx()
+        places[first + stage * 32 + lane] = job.place
+        if lane == 0:
+            ring.load(stage, job.at, self.ring.bytes_of(job.piece))
+        return Fetch(Int32(0), job.at, job.piece, job.place)
+
+    @cute.jit
+    def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
+        """Each lane that holds a place starts a copy to it."""
+        p, shape = self.problem, self.ring
+        _, places, first, recv_x = state
+        ring.wait(stage, phase)
+        row = places[first + stage * 32 + arch.lane_idx()]
+        if row >= 0:
+            piece = row % shape.pieces
+            at = Int64(row // shape.pieces) * p.row_bytes + piece * shape.piece_bytes
+            ring.store(stage, recv_x + at, shape.bytes_of(piece))
+        # Until all lanes' copies have left shared memory, so that the stage may be filled again. Meanwhile the loads of
+        # the other stages are under way.
+        arch.cp_async_bulk_commit_group()
+        arch.cp_async_bulk_wait_group(0, read=True)

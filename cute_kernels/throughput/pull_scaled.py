@@ -15,11 +15,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, r
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..arrivals import begin_walk, given_row, guarded, look_ahead, look_further, token_of
+from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..heap import Heap
 from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
 from .adder import Notes
+from .pipeline import deal_out, run
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
 
 WARPS = 15
@@ -41,6 +42,17 @@ class PullScaledArgs(NamedTuple):
     alignment: Int32
     num_rows: Int32  # of y and grad_y
     blocks: Int32
+
+
+class Products(NamedTuple):
+    """The job of an item, a copy: for each slice, that of the token's gradient and then those of its rows."""
+
+    held: Int32  # the lanes that hold a row, as a bit mask
+    left: Int32  # those of them whose slice is not under way yet
+    piece: Int32  # the slice that loads are being started for
+    row: Int32
+    weight: Float32
+    gradient: Int64  # its address
 
 
 @dataclass(frozen=True)
@@ -102,109 +114,120 @@ class PullScaled(Kernel):
     @cute.jit
     def move(self, ranks: sync.Ranks, ring: Ring, shared: Any, warp: Int32, args: PullScaledArgs) -> None:
         """One warp's items, two dealt out, the others claimed: an item is a copy."""
-        p, shape, slices = self.problem, ring.shape, self.slices
         notes, sources, known = shared
-        lane = arch.lane_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
-        step = blocks * WARPS
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
-        total = walk.items
-        ahead = look_ahead(ranks, walk, 1, warp * blocks + bid, step, Boolean(True))
-        first_note = warp * shape.stages
-        g = cute.make_rmem_tensor((4 * slices.vectors,), Uint32)
-        dot = Float32(0.0)
-        loaded, used = Int32(0), Int32(0)
-        # The item that loads are being started for.
-        held, left, piece = Int32(0), Int32(0), Int32(shape.pieces)
-        row, weight, gradient = Int32(0), Float32(0.0), Int64(0)
-        more = Int32(1)
-        while more != 0:
-            # All stages are to be under way.
-            while loaded - used < shape.stages and (left != 0 or piece < shape.pieces - 1 or ahead.item < total):
-                stage = loaded % shape.stages
-                note = first_note + stage
-                if left != 0:
-                    k = arch.popc((left & -left) - 1)
-                    left = left & (left - 1)
-                    source = Int64(arch.shuffle_sync(row, k))
-                    factor = arch.shuffle_sync(weight, k)
-                    if lane == 0:
-                        (notes.marks + note).store(k)
-                        (notes.weights + note).store(factor)
-                        (notes.codes + note).store(piece)
-                        (notes.places + note).store(source)
-                        at = source * p.row_bytes + piece * shape.piece_bytes
-                        ring.load(stage, args.y + at, shape.bytes_of(piece))
-                    loaded += 1
-                else:
-                    piece += 1
-                    if piece >= shape.pieces:
-                        copy = guarded(ranks, args.num_rows, args.max_tokens, ahead.copy)
-                        row = given_row(ranks, ahead.row, args.num_rows)
-                        held = arch.vote_ballot_sync(row >= 0)
-                        if copy.rows == 0:
-                            held = Int32(0)
-                        piece = Int32(shape.pieces)
-                        ahead = look_further(ranks, walk, 1, ahead, step)
-                        if held != 0:
-                            source, (token, _) = copy.source, token_of(p, copy, args.max_tokens)
-                            ready = await_rows(ranks, known, source, token)
-                            if ready == 0:
-                                # Reported: leave the rest.
-                                held = Int32(0)
-                                total = Int32(0)
-                            else:
-                                piece = Int32(0)
-                                if row >= 0:
-                                    weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
-                                gradient = source_row(ranks, args.grad_out, source, token)
-                    if piece < shape.pieces:
-                        left = held
-                        if lane == 0:
-                            (notes.marks + note).store(GRADIENT)
-                            ring.load(stage, gradient + piece * shape.piece_bytes, shape.bytes_of(piece))
-                        loaded += 1
-            # Lane 0's notes come before the other lanes' reads.
-            arch.sync_warp()
-            if used < loaded:
-                stage = used % shape.stages
-                note = first_note + stage
-                ring.wait(stage, (used // shape.stages) & 1)
-                k = (notes.marks + note).load()
-                at = ring.buffer + stage * shape.stride + lane * 16
-                words = []
-                for u in range_constexpr(slices.vectors):
-                    words.extend(ptx.ld_shared_v4(at + u * 512))
-                if k == GRADIENT:
-                    for i in range_constexpr(4 * slices.vectors):
-                        g[i] = words[i]
-                else:
-                    of_row = (notes.places + note).load()
-                    of_piece = (notes.codes + note).load()
-                    factor = (notes.weights + note).load()
-                    # The last slice of a row may be short: its end is that of the row.
-                    behind = p.row_bytes - of_piece * shape.piece_bytes
-                    to = args.grad_y + of_row * p.row_bytes + of_piece * shape.piece_bytes + lane * 16
-                    partial = Float32(0.0)
-                    for u in range_constexpr(slices.vectors):
-                        grads = ptx.unpack([g[4 * u + i] for i in range(4)], slices.dtype)
-                        values = ptx.unpack(words[4 * u : 4 * u + 4], slices.dtype)
-                        if u * 512 + lane * 16 < behind:
-                            scaled = ptx.pack([ptx.mul_rn(grad, factor) for grad in grads], slices.dtype)
-                            ptx.st_v4(to + u * 512, scaled)
-                            for i in range_constexpr(len(grads)):
-                                partial += grads[i] * values[i]
-                    for i in range_constexpr(5):
-                        partial += arch.shuffle_sync_bfly(partial, 16 >> i)
-                    # Lane k keeps the k-th row's sum over the slices.
-                    if lane == k:
-                        if of_piece == 0:
-                            dot = Float32(0.0)
-                        dot += partial
-                        if of_piece == shape.pieces - 1:
-                            ptx.st_f32(args.grad_weights + of_row * 4, dot)
-                # All lanes have read the stage and its notes before they are filled again.
-                arch.sync_warp()
-                used += 1
-            more = Int32(used < loaded or left != 0 or piece < shape.pieces - 1 or ahead.item < total)
+        items = deal_out(ranks.own, warp * blocks + bid, blocks * WARPS, walk.items, Boolean(True))
+        g = cute.make_rmem_tensor((4 * self.slices.vectors,), Uint32)  # a lane's part of a slice of the gradient
+        dot = cute.make_rmem_tensor((1,), Float32)  # lane k's: of the k-th row, over the slices so far
+        run(self, ring, items, (ranks, walk, args), (known, notes, warp * ring.shape.stages, g, dot, args))
+
+    # What the warp does in its loop (pipeline.Work).
+
+    @cute.jit
+    def scout(self, lists: Any, item: Int32) -> Copy:
+        ranks, walk, _ = lists
+        return copy_of(ranks, walk, item)
+
+    @cute.jit
+    def peek(self, lists: Any, copy: Copy) -> Int32:
+        """A lane's row of the copy."""
+        row, _ = row_of(lists[1], copy)
+        return row
+
+    def nothing(self) -> Products:
+        return Products(Int32(0), Int32(0), Int32(self.ring.pieces), Int32(0), Float32(0.0), Int64(0))
+
+    @cute.jit
+    def begin(self, lists: Any, state: Any, item: Int32, copy: Copy, row: Int32) -> Products:
+        """Once the token's gradient is staged. Where it never comes, which is reported, the item is skipped."""
+        ranks, _, args = lists
+        known = state[0]
+        copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
+        row = given_row(ranks, row, args.num_rows)
+        held = arch.vote_ballot_sync(row >= 0)
+        if copy.rows == 0:
+            held = Int32(0)
+        piece = Int32(self.ring.pieces)
+        weight, gradient = Float32(0.0), Int64(0)
+        if held != 0:
+            source, (token, _) = copy.source, token_of(self.problem, copy, args.max_tokens)
+            if await_rows(ranks, known, source, token) != 0:
+                piece = Int32(-1)
+                if row >= 0:
+                    weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+                gradient = source_row(ranks, args.grad_out, source, token)
+        return Products(held, Int32(0), piece, row, weight, gradient)
+
+    @cute.jit
+    def left(self, job: Products) -> Boolean:
+        return job.left != 0 or job.piece < self.ring.pieces - 1
+
+    @cute.jit
+    def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: Products) -> Products:
+        shape = ring.shape
+        _, notes, first_note, _, _, args = state
+        held, left, piece, row, weight, gradient = job
+        lane = arch.lane_idx()
+        note = first_note + stage
+        if left != 0:
+            k = arch.popc((left & -left) - 1)
+            left = left & (left - 1)
+            source = Int64(arch.shuffle_sync(row, k))
+            factor = arch.shuffle_sync(weight, k)
+            if lane == 0:
+                (notes.marks + note).store(k)
+                (notes.weights + note).store(factor)
+                (notes.codes + note).store(piece)
+                (notes.places + note).store(source)
+                at = source * self.problem.row_bytes + piece * shape.piece_bytes
+                ring.load(stage, args.y + at, shape.bytes_of(piece))
+        else:
+            piece += 1
+            left = held
+            if lane == 0:
+                (notes.marks + note).store(GRADIENT)
+                ring.load(stage, gradient + piece * shape.piece_bytes, shape.bytes_of(piece))
+        return Products(held, left, piece, row, weight, gradient)
+
+    @cute.jit
+    def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
+        p, shape, slices = self.problem, ring.shape, self.slices
+        _, notes, first_note, g, dot, args = state
+        lane = arch.lane_idx()
+        note = first_note + stage
+        ring.wait(stage, phase)
+        k = (notes.marks + note).load()
+        at = ring.buffer + stage * shape.stride + lane * 16
+        words = []
+        for u in range_constexpr(slices.vectors):
+            words.extend(ptx.ld_shared_v4(at + u * 512))
+        if k == GRADIENT:
+            for i in range_constexpr(4 * slices.vectors):
+                g[i] = words[i]
+        else:
+            of_row = (notes.places + note).load()
+            of_piece = (notes.codes + note).load()
+            factor = (notes.weights + note).load()
+            # The last slice of a row may be short: its end is that of the row.
+            behind = p.row_bytes - of_piece * shape.piece_bytes
+            to = args.grad_y + of_row * p.row_bytes + of_piece * shape.piece_bytes + lane * 16
+            partial = Float32(0.0)
+            for u in range_constexpr(slices.vectors):
+                grads = ptx.unpack([g[4 * u + i] for i in range(4)], slices.dtype)
+                values = ptx.unpack(words[4 * u : 4 * u + 4], slices.dtype)
+                if u * 512 + lane * 16 < behind:
+                    scaled = ptx.pack([ptx.mul_rn(grad, factor) for grad in grads], slices.dtype)
+                    ptx.st_v4(to + u * 512, scaled)
+                    for i in range_constexpr(len(grads)):
+                        partial += grads[i] * values[i]
+            for i in range_constexpr(5):
+                partial += arch.shuffle_sync_bfly(partial, 16 >> i)
+            # Lane k keeps the k-th row's sum over the slices.
+            if lane == k:
+                if of_piece == 0:
+                    dot[0] = Float32(0.0)
+                dot[0] += partial
+                if of_piece == shape.pieces - 1:
+                    ptx.st_f32(args.grad_weights + of_row * 4, dot[0])

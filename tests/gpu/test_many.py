@@ -19,9 +19,11 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import arrivals
+from ep_ops.backends.cute.memory import heap_of
 
 COUNTS = (1, 2, 3, 4, 8, 16, 17, 18, 30, 31, 32, 33, 48, 64, 72)
 MAX_TOKENS = 48
+POISON = 0xA5
 FEW = 20
 """A call with this bound runs on the latency kernels, one with `MAX_TOKENS` on the throughput kernels."""
 SAME = ("random", "all_to_one_rank", "no_tokens_on_last_rank", "over_capacity", "nothing_to_last_rank", "padded")
@@ -65,10 +67,22 @@ def test_ranks(count, name, seed, together):
                 group, backend="cute", device="cuda", timeout=10.0 * SHARING, name=f"{name} {count}", **config
             ) as comm:
                 assert comm.backend.latency.tokens == FEW
+                guard = poisoned_guards(comm)
                 for n in names:
                     check(comm, World(made[n], hidden, dtype, seed), MAX_TOKENS)
                     check(comm, World(few_tokens(made[n]), hidden, dtype, seed + 1), FEW)
                 check_captured(comm, World(few_tokens(made[names[0]]), hidden, dtype, seed + 2))
+                for guarded in guard:
+                    assert (guarded == POISON).all(), "a kernel wrote behind a buffer"
+
+
+def poisoned_guards(comm: ep_ops.Communicator) -> list[Tensor]:
+    """Views of what lies behind the buffers of this rank's symmetric memory, filled with `POISON`."""
+    guards = [comm.backend.memory.local[begin:end] for begin, end in heap_of(comm.config).guards]
+    for guarded in guards:
+        guarded.fill_(POISON)
+    torch.cuda.synchronize()
+    return guards
 
 
 def few_tokens(case: cases.RouteCase) -> cases.RouteCase:

@@ -44,16 +44,16 @@ class CuteBackend:
         self._rank, self._device = member.rank, member.device
         self._local_experts = member.num_local_experts
         self._problem = problem = problem_of(config)
-        self._buffer = symmetric.allocate(heap_of(config).nbytes, member.group, member.device)
+        self.memory = symmetric.allocate(heap_of(config).nbytes, member.group, member.device)
         self._rows: symmetric.SymmetricBuffer | None = None
         if config.symmetric_rows:
             self._rows = symmetric.allocate(rows_bytes(config), member.group, member.device)
-        self._state = self._buffer.local[:STATE_BYTES].view(torch.int64)
+        self._state = self.memory.local[:STATE_BYTES].view(torch.int64)
         self._state[EPOCH] = 1
         torch.cuda.synchronize(member.device)
         self._report = Report(problem.num_experts, config.timeout)
         self._launcher = Launcher(
-            problem, self._buffer,
+            problem, self.memory,
             (member.rank, self._report.address, int(config.timeout * 1e9)),
         )  # fmt: skip
         sms = self._launcher.multiprocessors
@@ -244,12 +244,12 @@ class CuteBackend:
         heap = heap_of(self._config)
         first = heap.reason + epoch % 2 * heap.reason_stride + peer * REASON_BYTES
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            text = self._buffer.local[first : first + REASON_BYTES].cpu()
+            text = self.memory.local[first : first + REASON_BYTES].cpu()
         return bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
 
     def destroy(self) -> None:
         self._launcher.clear()
-        self._buffer.free()
+        self.memory.free()
         if self._rows is not None:
             self._rows.free()
 

@@ -1,0 +1,132 @@
+"""The loop of a warp that moves rows through its ring, the same for all kernels that do: pull, combine and gather.
+
+A warp works through items. Two are dealt out to it; behind these it claims what no other warp has, because SMs are not
+equally fast. Of each item it loads, step by step and two items ahead, what the lists say of it, so that it never waits
+for a list. Rows come by bulk copies that are started ahead over the ends of items, until all stages of the ring are
+under way; then the oldest stage is used. So every latency is paid once.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.cute import arch
+
+from ..rows import Ring
+from ..sync import claim, granted
+
+
+class Work(Protocol):
+    """What a kernel does in the loop. All methods are called by whole warps.
+
+    `lists` is what items are looked up in, `state` what the warp has besides its ring. A job is a tuple of what is left
+    to load of an item.
+    """
+
+    def scout(self, lists: Any, item: Int32) -> Any:
+        """What has to be loaded first of an item. There may be no such item."""
+
+    def peek(self, lists: Any, scouted: Any) -> Any:
+        """What this leads to, loaded an item later."""
+
+    def nothing(self) -> Any:
+        """A job that is done."""
+
+    def begin(self, lists: Any, state: Any, item: Int32, scouted: Any, peeked: Any) -> Any:
+        """The job of an item; nothing is left of it if the item is to be skipped."""
+
+    def left(self, job: Any) -> Boolean:
+        """Whether something is left to load."""
+
+    def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: Any) -> Any:
+        """Starts one load, into a stage, and notes what the stage will hold. Returns what is left then."""
+
+    def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
+        """Waits for the stage and uses what it holds. Behind it the stage may be filled again."""
+
+
+class Items(NamedTuple):
+    """Which items a warp does: `first` and `second`, as far as they are below `total`; then it claims what none of the
+    `step` warps has that two were dealt out to. `claims` is this rank's heap; without it the warp goes on in steps."""
+
+    first: Int32
+    second: Int32
+    step: Int32
+    total: Int32
+    claims: Int64 | None = None
+
+
+class Ahead(NamedTuple):
+    """How far ahead a warp has looked: the item that it is to do next, what it is to do then, and its claim."""
+
+    item: Int32
+    scouted: Any
+    peeked: Any
+    upcoming: Int32
+    following: Any
+    ticket: Int32
+
+
+@cute.jit
+def deal_out(claims: Int64, item: Int32, step: Int32, total: Int32, dealt: Boolean) -> Items:
+    """`item` and `item + step` for a warp that has items dealt out; one that has none claims its first two as well."""
+    upcoming = item + step
+    if not dealt:
+        item = 2 * step + granted(claim(claims))
+        upcoming = 2 * step + granted(claim(claims))
+    return Items(item, upcoming, step, total, claims)
+
+
+@cute.jit
+def look_ahead(work: cutlass.Constexpr[Work], lists: Any, items: Items) -> Ahead:
+    """At the beginning."""
+    scouted = work.scout(lists, items.first)
+    peeked = work.peek(lists, scouted)
+    following = work.scout(lists, items.second)
+    ticket = Int32(0)
+    if const_expr(items.claims is not None):
+        ticket = claim(items.claims)
+    return Ahead(items.first, scouted, peeked, items.second, following, ticket)
+
+
+@cute.jit
+def look_further(work: cutlass.Constexpr[Work], lists: Any, items: Items, ahead: Ahead) -> Ahead:
+    """When the item is begun."""
+    peeked = work.peek(lists, ahead.following)
+    ticket = ahead.ticket
+    if const_expr(items.claims is not None):
+        upcoming = 2 * items.step + granted(ticket)
+        ticket = claim(items.claims)
+    else:
+        upcoming = ahead.upcoming + items.step
+    following = work.scout(lists, upcoming)
+    return Ahead(ahead.upcoming, ahead.following, peeked, upcoming, following, ticket)
+
+
+@cute.jit
+def run(work: cutlass.Constexpr[Work], ring: Ring, items: Items, lists: Any, state: Any) -> None:
+    """By one warp: all its items."""
+    stages = ring.shape.stages
+    loaded, used = Int32(0), Int32(0)
+    job = work.nothing()
+    ahead = look_ahead(work, lists, items)
+    more = Int32(1)
+    while more != 0:
+        # All stages are to be under way.
+        while loaded - used < stages and (work.left(job) or ahead.item < items.total):
+            if not work.left(job):
+                item, scouted, peeked = ahead.item, ahead.scouted, ahead.peeked
+                ahead = look_further(work, lists, items, ahead)
+                job = work.begin(lists, state, item, scouted, peeked)
+            if work.left(job):
+                job = work.load(lists, state, ring, loaded % stages, job)
+                loaded += 1
+        # What one lane noted of a stage comes before the other lanes' reads.
+        arch.sync_warp()
+        if used < loaded:
+            work.use(state, ring, used % stages, (used // stages) & 1)
+            # All lanes have read the stage and its notes before they are filled again.
+            arch.sync_warp()
+            used += 1
+        more = Int32(used < loaded or work.left(job) or ahead.item < items.total)
