@@ -155,7 +155,7 @@ def _align(n: int, to: int = 256) -> int:
 
 
 class Heap:
-    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two banks; `guards` are
+    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two banks. `guards`:
     where the bytes that nobody touches begin and end."""
 
     def __init__(self, p: Problem) -> None:
