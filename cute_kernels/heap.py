@@ -150,60 +150,80 @@ class Problem:
         return tuple(first)
 
 
-def _align(n: int, to: int = 256) -> int:
-    return (n + to - 1) // to * to
+PURPOSES = {
+    **dict.fromkeys(("told", "entries", "kept", "weights"), "routes"),
+    "scalars": "gradients of weights",
+    "rows": "staged rows",
+    **dict.fromkeys(("routes", "lines"), "marked lines"),  # of the latency kernels
+}
+"""What buffers are for, as users are told; all others hold flags."""
+
+
+def _padded(nbytes: int) -> int:
+    """With the guard behind it, up to where the next buffer may begin."""
+    return (nbytes + GUARD_BYTES + 255) // 256 * 256
 
 
 class Heap:
-    """Byte offsets into the symmetric memory of one rank. Each `*_stride` is the distance of the two banks. `guards`:
-    where the bytes that nobody touches begin and end."""
+    """Byte offsets into the symmetric memory of one rank: `offset` of a buffer's first bank, `distance` to its second,
+    `size` of one. `guards`: where the bytes that nobody touches begin and end."""
 
     def __init__(self, p: Problem) -> None:
         self.problem = p
         w, t = p.world_size, p.max_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
-        self.end = STATE_BYTES
-        self.guards: list[tuple[int, int]] = []
-        # Flags: 8 bytes each, one writer each (the source rank), read by this rank alone.
-        self.hello, self.hello_stride = self.take(w * 8)
-        self.route, self.route_stride = self.take(w * p.tiles * 8)
-        self.counted, self.counted_stride = self.take(p.tiles * 8)
-        self.placed, self.placed_stride = self.take(p.tiles * 8)
-        self.staged, self.staged_stride = self.take(w * 8)
-        self.chunk, self.chunk_stride = self.take(w * self.chunks * 8)
-        self.token, self.token_stride = self.take(p.most_copies * t * 8)
-        self.fetched, self.fetched_stride = self.take(w * 8)
-        # Set by any rank that refuses the operation, which leaves its reason with every rank.
-        self.refusal, self.refusal_stride = self.take(8)
-        self.reason, self.reason_stride = self.take(w * REASON_BYTES)
-        self.flags_end = self.end
-        # What each tile of each source rank tells this one: its counts and its entries for experts here.
-        self.told, self.told_stride = self.take(w * p.tiles * p.told_ints * 4)
         self.tile_entries = p.tile_tokens * p.top_k
-        self.entries, self.entries_stride = self.take(w * p.tiles * self.tile_entries * ENTRY_BYTES)
-        # What the blocks of this rank tell each other where rows are dropped: entries and copies that are kept.
-        self.kept, self.kept_stride = self.take(p.tiles * w * 8)
-        # Routing weights, which peers read here.
-        self.weights, self.weights_stride = self.take(t * p.top_k * 4)
-        # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token, by
-        # [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate for all
-        # operations alike.
-        self.scalars, self.scalars_stride = self.take(t * p.top_k * 4)
-        self.rows, self.rows_stride = self.take(p.most_copies * t * p.row_bytes)
-        self.nbytes = self.end
+        self.nbytes = STATE_BYTES
+        self.offset: dict[str, int] = {}
+        self.distance: dict[str, int] = {}
+        self.size: dict[str, int] = {}
+        self.guards: list[tuple[int, int]] = []
+        flags = {  # 8 bytes each, one writer each (the source rank), read by this rank alone
+            "hello": w,
+            "route": w * p.tiles,
+            "counted": p.tiles,
+            "placed": p.tiles,
+            "staged": w,
+            "chunk": w * self.chunks,
+            "token": p.most_copies * t,
+            "fetched": w,
+            "refusal": 1,  # set by any rank that refuses the operation, which leaves its reason with every rank
+        }
+        self.take(
+            **{name: 8 * count for name, count in flags.items()},
+            reason=w * REASON_BYTES,
+            # What each tile of each source rank tells this one: its counts and its entries for experts here.
+            told=w * p.tiles * p.told_ints * 4,
+            entries=w * p.tiles * self.tile_entries * ENTRY_BYTES,
+            # What the blocks of this rank tell each other where rows are dropped: entries and copies that are kept.
+            kept=p.tiles * w * 8,
+            # Routing weights, which peers read here.
+            weights=t * p.top_k * 4,
+            # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token,
+            # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
+            # for all operations alike.
+            scalars=t * p.top_k * 4,
+            rows=p.most_copies * t * p.row_bytes,
+        )
 
-    def take(self, nbytes: int) -> tuple[int, int]:
-        start, stride = self.end, _align(nbytes + GUARD_BYTES)
-        self.end += 2 * stride
-        self.guards += [(bank + nbytes, bank + stride) for bank in (start, start + stride)]
-        return start, stride
+    def take(self, **sizes: int) -> None:
+        """Lays buffers of so many bytes out: one bank of all of them, then the other, so that all have one distance."""
+        end = self.nbytes
+        for name, size in sizes.items():
+            self.offset[name], self.size[name] = end, size
+            end += _padded(size)
+        distance = end - self.nbytes
+        ends = [*(self.offset[name] for name in sizes), end][1:]
+        for name, behind in zip(sizes, ends, strict=True):
+            self.distance[name] = distance
+            begin = self.offset[name] + self.size[name]
+            self.guards += [(begin + bank, behind + bank) for bank in (0, distance)]
+        self.nbytes = end + distance
 
     def sizes(self) -> dict[str, int]:
         """Bytes by purpose, of both banks."""
-        told = self.scalars - self.told
-        return {
-            "flags": self.flags_end,
-            "routes": told,
-            "gradients of weights": 2 * self.scalars_stride,
-            "staged rows": 2 * self.rows_stride,
-        }
+        found = {"flags": STATE_BYTES}
+        for name, size in self.size.items():
+            purpose = PURPOSES.get(name, "flags")
+            found[purpose] = found.get(purpose, 0) + 2 * _padded(size)
+        return found

@@ -81,7 +81,7 @@ class Ranks(Carried):
 
     def at(self, base: Int64, name: str) -> Int64:
         """Address of a heap section in the heap at `base`, in the bank that this operation uses."""
-        return base + getattr(self.heap, name) + self.bank * getattr(self.heap, name + "_stride")
+        return base + self.heap.offset[name] + self.bank * self.heap.distance[name]
 
     def signal(self, flag: str, peer: Int32, index: Int32) -> None:
         """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote."""

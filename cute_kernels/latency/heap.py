@@ -84,10 +84,6 @@ class LatencyHeap(Heap):
         self.weight_bytes = (p.top_k * 4 + 15) // 16 * 16
         self.row_stride = packets(p.row_bytes + self.weight_bytes) * PACKET_BYTES
         self.route_packets = route_packets(p, tokens)
-        self.routes, self.routes_stride = self.take(p.world_size * self.route_packets * PACKET_BYTES)
-        self.lines, self.lines_stride = self.take(p.world_size * tokens * self.row_stride)
-        self.nbytes = self.end
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes by purpose, of both banks."""
-        return {**super().sizes(), "marked lines": 2 * (self.routes_stride + self.lines_stride)}
+        self.take(
+            routes=p.world_size * self.route_packets * PACKET_BYTES, lines=p.world_size * tokens * self.row_stride
+        )

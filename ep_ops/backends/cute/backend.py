@@ -242,7 +242,7 @@ class CuteBackend:
     def _reason(self, peer: int, epoch: int) -> str:
         """What a rank that refused has left here. Does not wait for what runs."""
         heap = heap_of(self._config)
-        first = heap.reason + epoch % 2 * heap.reason_stride + peer * REASON_BYTES
+        first = heap.offset["reason"] + epoch % 2 * heap.distance["reason"] + peer * REASON_BYTES
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             text = self.memory.local[first : first + REASON_BYTES].cpu()
         return bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
