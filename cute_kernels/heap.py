@@ -43,7 +43,7 @@ GUARD_BYTES = 64
 """Bytes behind every bank of every buffer that nobody touches; tests look whether that is so."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
-EPOCH, FAILED, TICKET, REFUSED = 0, 1, 2, 3
+EPOCH, FAILED, TICKET, REFUSED, LATE = 0, 1, 2, 3, 4  # the first two are read together
 CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 
@@ -188,6 +188,7 @@ class Heap:
             "token": p.most_copies * t,
             "fetched": w,
             "refusal": 1,  # set by any rank that refuses the operation, which leaves its reason with every rank
+            "alarm": 1,  # set once and for all by a rank that gives up (marks.Alarm); of one bank
         }
         self.take(
             **{name: 8 * count for name, count in flags.items()},

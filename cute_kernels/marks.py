@@ -1,8 +1,8 @@
 """Marks: the value of a flag, and of a marked line, says which operation it belongs to.
 
 A mark is epoch << SHIFT | terms. The epoch is the operation's number; the terms are what all ranks must pass alike, so
-that a rank that waits finds out why what it waits for never comes. Only equality counts: an epoch that outgrows its
-37 bits does no harm.
+that a rank that waits finds out why what it waits for never comes. Only equality counts. The highest bit is set in
+what a rank sends that has given up: nobody waits for such a mark, so nobody takes what comes from it for good.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,8 @@ terms carry that rank where others have `max_tokens`."""
 
 SHIFT = 27
 """The lowest bit of the epoch in a mark: how many bits the terms have."""
+GIVEN_UP = 63
+"""The bit of a mark whose rank has given up."""
 TOKENS = 7
 """The lowest bit of `max_tokens` in a mark."""
 _INDEX = {name: index for index, name in enumerate(KINDS)}
@@ -38,6 +40,29 @@ def pack(kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, f
 
 
 def unpack(mark: int) -> tuple[int, Terms]:
-    """Epoch and terms of a mark."""
+    """Epoch and terms of a mark, also of one that has the highest bit set."""
+    mark &= (1 << GIVEN_UP) - 1
     scalars, rows, few = (bool(mark >> i & 1) for i in (4, 5, 6))
     return mark >> SHIFT, Terms(KINDS[mark & 15], scalars, rows, few, mark >> TOKENS & 0xFFFFF)
+
+
+class Alarm(NamedTuple):
+    """What a rank that gives up tells all others, in one word."""
+
+    reason: int  # as in its report
+    flag: int  # kind of what it waited for
+    rank: int  # that one
+    peer: int  # whom it waited for
+    detail: int  # modulo 2**25: the token, of flags that have one
+
+
+ALARM_BITS = Alarm(reason=3, flag=4, rank=7, peer=7, detail=25)
+"""How wide each part is, from the lowest bit on."""
+
+
+def unpack_alarm(word: int) -> Alarm:
+    parts = []
+    for bits in ALARM_BITS:
+        parts.append(word & (1 << bits) - 1)
+        word >>= bits
+    return Alarm(*parts)

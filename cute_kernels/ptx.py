@@ -27,6 +27,18 @@ def ld_u64(addr: Int64) -> Int64:
     return arch.inline_ptx("ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
 
 
+def ld_relaxed_sys(addr: Int64) -> Int64:
+    """A word that peers write, which orders nothing."""
+    return arch.inline_ptx("ld.relaxed.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
+
+
+def ld_u64_pair(addr: Int64) -> tuple[Int64, Int64]:
+    """`ld_u64` of two words at a multiple of 16 bytes."""
+    return arch.inline_ptx(
+        "ld.relaxed.gpu.global.v2.b64 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Int64, Int64], read_only_args=[addr]
+    )
+
+
 def ld_pair(addr: Int64) -> tuple[Int32, Int32]:
     """Two ints at a multiple of 8 bytes."""
     return arch.inline_ptx(
@@ -128,10 +140,19 @@ def atom_inc(addr: Int64) -> Int32:
     )
 
 
-def atom_claim(addr: Int64) -> Int64:
-    """Sets the word to 1; returns what it held."""
+def atom_claim(addr: Int64, value: Int64 | int = 1) -> Int64:
+    """Sets the word; returns what it held."""
     return arch.inline_ptx(
-        "atom.relaxed.gpu.global.exch.b64 {$w0}, [{$r0}], 1;", write_only_types=[Int64], read_only_args=[addr]
+        "atom.relaxed.gpu.global.exch.b64 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int64],
+        read_only_args=[addr, Int64(value)],
+    )
+
+
+def atom_told_so(addr: Int64) -> None:
+    """Sets a word of any rank that is 0 to 3, after what this thread wrote."""
+    arch.inline_ptx(
+        "{ .reg .b64 before; atom.release.sys.global.cas.b64 before, [{$r0}], 0, 3; }", read_only_args=[addr]
     )
 
 

@@ -19,7 +19,12 @@ Orders that hold:
 
 No wait for another rank lasts for ever (`why_stop`, for flags and packets alike): when its deadline
 passes it claims the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that
-follow, in this kernel and the next ones, then give up at once.
+follow, in this kernel and the next ones, then give up at once, and at the end of the operation, or when the host sees
+the report, all ranks are told (`pass_on`): their waits give up, too, for that one cause.
+
+What a rank sends does not depend on what it receives in the same operation, but it may on what it received in an
+earlier one. So whatever it sends behind the operation in which it gave up carries marks that nobody waits for
+(marks.py), and no peer takes garbage for good.
 
 A rank that refuses an operation (its host does, for an argument that cannot be taken) uses up the operation's number
 all the same: it leaves its reason with all ranks, sets their `refusal` word, and says hello (refusal.py). Waits of that
@@ -37,18 +42,24 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import CLAIMS, EPOCH, FAILED, REFUSED, TICKET, Heap
+from .heap import CLAIMS, EPOCH, FAILED, LATE, REFUSED, TICKET, Heap
 from .launch import RankArgs
-from .marks import SHIFT
+from .marks import ALARM_BITS, GIVEN_UP, SHIFT
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
 
 REPORT_WORDS = 16
 """Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
-the second for a value that was refused, the third for an operation that a peer refused."""
-TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL = 1, 2, 3, 4, 5
-"""Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen."""
+the second for a value that was refused, the third for an operation that a peer refused, the fourth for a wait that
+lasts long."""
+TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, TOLD, WAITING = 1, 2, 3, 4, 5, 6, 7
+"""Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen. TOLD: another
+rank has given up, and has left its alarm here."""
+TOLD_SO = 3
+"""The state's word FAILED is 0, 1 when this rank has given up and reports it, or this: another rank has told it to."""
+LONG_NS = 60_000_000_000
+"""A flag that has been awaited for so long, or for a tenth of the deadline, is told of."""
 
 POLLS_PER_CHECK = 256
 """How many times a waiting thread looks for what it waits for between two looks at the deadline."""
@@ -67,9 +78,9 @@ class Ranks(Carried):
         self.timeout_ns = args.timeout_ns
         self.terms = args.terms
         self.own = args.own
-        self.epoch = ptx.ld_u64(self.own + EPOCH * 8)
+        self.epoch, failed = ptx.ld_u64_pair(self.own + EPOCH * 8)
         self.bank = self.epoch & 1
-        self.mark = mark_of(self.epoch, self.terms)
+        self.mark = mark_of(self.epoch, self.terms, failed)
 
     @property
     def world_size(self) -> int:
@@ -99,15 +110,15 @@ class Ranks(Carried):
 def again(ranks: Ranks) -> Ranks:
     """`ranks` with the epoch read anew: a load that is issued here and used late does not delay the loads before it."""
     new = copy.copy(ranks)
-    new.epoch = ptx.ld_u64(ranks.own + EPOCH * 8)
+    new.epoch, failed = ptx.ld_u64_pair(ranks.own + EPOCH * 8)
     new.bank = new.epoch & 1
-    new.mark = mark_of(new.epoch, ranks.terms)
+    new.mark = mark_of(new.epoch, ranks.terms, failed)
     return new
 
 
-def mark_of(epoch: Int64, terms: Int32) -> Int64:
-    """See marks.py."""
-    return (epoch << SHIFT) | Int64(terms)
+def mark_of(epoch: Int64, terms: Int32, failed: Int64) -> Int64:
+    """See marks.py. `failed` is odd if this rank has given up, else 0."""
+    return (epoch << SHIFT) | Int64(terms) | (failed << GIVEN_UP)
 
 
 # ---------------------------------------------------------------------- waits
@@ -127,6 +138,11 @@ def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: In
             if polls == POLLS_PER_CHECK:
                 polls = Int32(0)
                 reason, instead = why_stop(ranks, start, peer)
+                # Pulling warps, which await chunks, have no registers for that.
+                if const_expr(flag != "chunk"):
+                    if arch.globaltimer() - start > cutlass.min(ranks.timeout_ns // 10, Int64(LONG_NS)):
+                        if ptx.atom_claim(ranks.own + LATE * 8, ranks.mark) != ranks.mark:
+                            write_report(ranks, 3, Int32(WAITING), Int32(FLAGS.index(flag)), peer, detail, seen)
         if seen != ranks.mark:
             fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
     return seen == ranks.mark
@@ -151,15 +167,15 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     """By one thread that has waited for `peer` since `start`: the reason to wait no longer, or 0, and the mark that
     says so: the peer's hello, or the refusal.
 
-    That is so when the deadline has passed, when a wait of this rank has failed before, when some rank refuses the
-    operation, or when the peer has said hello with other terms: the ranks disagree on what they are doing. Blocks that
-    wait for others of their own rank have twice as long: those may be waiting for a peer, and then name it.
+    That is so when the deadline has passed, when this rank has given up before or was told to, when some rank refuses
+    the operation, or when the peer has said hello with other terms: the ranks disagree on what they are doing. Blocks
+    that wait for others of their own rank have twice as long: those may be waiting for a peer, and then name it.
     """
     reason = Int32(0)
     limit = ranks.timeout_ns
     if peer == ranks.rank:
         limit = 2 * ranks.timeout_ns
-    if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > limit:
+    if ptx.ld_acquire_sys(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
     # A rank that refuses says so before it says hello: whoever sees its hello sees this.
@@ -174,14 +190,18 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
 
 @cute.jit
 def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
-    """The first wait of this rank that fails says why, in the first record; one that a refusal ends says so in the
-    third, where all of an operation's write the same (the rank that refuses is in the refusal's terms)."""
+    """The first wait of this rank that fails says why, in the first record, or that another rank has told it to give
+    up; one that a refusal ends says so in the third, where all of an operation's write the same (the rank that refuses
+    is in the refusal's terms)."""
     record = Int32(0)
     tell = reason == REFUSAL
     if tell:
         record = Int32(2)
     else:
-        tell = ptx.atom_claim(ranks.own + FAILED * 8) == 0
+        before = ptx.atom_claim(ranks.own + FAILED * 8)
+        tell = before != 1
+        if before == TOLD_SO:
+            reason = Int32(TOLD)
     if tell:
         write_report(ranks, record, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
 
@@ -201,20 +221,55 @@ def await_begun(ranks: Ranks, peer: Int32) -> None:
 
 
 @cute.jit
-def meet(ranks: Ranks, peer: Int32) -> None:
+def meet(ranks: Ranks, peer: Int32) -> Boolean:
     """By one thread, at an operation's end: until `peer` has begun it, so that the bank that it used may be written
-    again two operations later."""
-    if not ranks.wait("hello", peer, peer, 0):
+    again two operations later. False if it was given up."""
+    met = ranks.wait("hello", peer, peer, 0)
+    if not met:
         await_begun(ranks, peer)
+    return met
 
 
 @cute.jit
 def meet_all(ranks: Ranks, lane: Int32) -> None:
-    """By a warp: `meet` with every rank."""
+    """By a warp, when the operation's rows have been read: `meet` with every rank.
+
+    Then a rank that has given up, or was told to, tells all ranks, which give up, too. One that has may have gone on
+    without this one, and overwritten what this one read: it had told this one before.
+    """
+    failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
     peer = Int32(lane)
     while peer < ranks.world_size:
-        meet(ranks, peer)
+        if not meet(ranks, peer):
+            failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
         peer += arch.WARP_SIZE
+    if failed != 0:
+        pass_on(ranks, failed)
+
+
+@cute.jit
+def pass_on(ranks: Ranks, failed: Int64) -> None:
+    """By one thread, or several, of a rank that has given up (`failed`: its state's word): tells all ranks."""
+    alarm = Int64(0)
+    if failed == 1:
+        # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is
+        # told: the host will, when it sees it.
+        if ptx.ld_acquire_sys(ranks.report) != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
+            shift = 0
+            for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
+                alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)
+                shift += bits
+    else:
+        alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
+        if ptx.atom_claim(ranks.own + FAILED * 8) == TOLD_SO:
+            write_report(ranks, 0, Int32(TOLD), Int32(0), ranks.rank, Int32(0), alarm)
+    peer = Int32(0)
+    while alarm != 0 and peer < ranks.world_size:
+        heap = ranks.peer(peer)
+        # The alarm comes before the word that makes waits give up.
+        ptx.st_relaxed_sys(heap + ranks.heap.offset["alarm"], alarm)
+        ptx.atom_told_so(heap + FAILED * 8)
+        peer += 1
 
 
 @cute.jit

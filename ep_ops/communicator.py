@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -77,8 +77,9 @@ class Communicator:
         device: None: the current CUDA device if there is one, else the CPU.
         backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 72: a host, or hosts that
             an NVLink fabric joins), or "auto": cute where it can run.
-        timeout: seconds that a kernel waits for a peer before it gives up and reports. torch.distributed calls of the
-            reference backend follow their process group's timeout instead.
+        timeout: seconds that a kernel waits for a peer before it gives up and reports; then all ranks give up, and all
+            raise who waited for whom. Whoever waits for a tenth of it, or for a minute, is warned of the peer that is
+            late. torch.distributed calls of the reference backend follow their process group's timeout instead.
         dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them (a dispatch
             leaves some to the blocks that work beside it); None: what a model of the bytes says, and more where more
             rows come than to an average rank (``ep_ops.backends.cute.budget``). :meth:`sm_budget` changes them for a
@@ -106,7 +107,7 @@ class Communicator:
         alignment: int = 16,
         device: torch.device | str | int | None = None,
         backend: str = "auto",
-        timeout: float = 300.0,
+        timeout: float = 900.0,
         dispatch_sms: int | None = None,
         combine_sms: int | None = None,
         latency_max_tokens: int | None = None,
@@ -354,10 +355,18 @@ class Communicator:
         """
         self.backend.check_errors()
 
+    def on_failure(self, callback: Callable[[str], None]) -> None:
+        """Has ``callback`` called with the text of the failure that ends this communicator, if there is one, within a
+        tenth of a second and from another thread: for servers that replay CUDA graphs and call nothing else. The next
+        call raises that text all the same. ``os.abort`` in a callback ends the process. (cute backend; the reference
+        backend raises at once.)"""
+        self.backend.call_on_failure(callback)
+
     def destroy(self) -> None:
         """Free everything. Collective: waits for the other ranks first. Calling it again does nothing.
 
-        Does not fail, and does not wait, when the process group is gone already.
+        Does not wait when the communicator has failed, or when the process group is gone already. RuntimeError with
+        what it failed of, if nothing has raised that yet.
         """
         self._destroy(meet=True)
 
@@ -366,14 +375,19 @@ class Communicator:
             return
         self.destroyed = True
         registry.remove(self.name)
+        unsaid = None
         try:
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # our own kernels have ended
+                torch.cuda.synchronize(self.device)  # our own kernels have ended: their waits have deadlines
             if meet:
-                self._meet_last()
+                unsaid = self.backend.unsaid()
+                if not self.backend.has_failed():  # else somebody may never come
+                    self._meet_last()
         finally:
             self.backend.destroy()
             self.group = self._exchange.group = None
+        if unsaid is not None:
+            raise RuntimeError(unsaid)
 
     def _meet_last(self) -> None:
         """Wait for the other ranks, if there still is a way to hear of them."""

@@ -5,6 +5,7 @@ W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden si
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -81,6 +82,15 @@ class Backend(Protocol):
 
     def check_errors(self) -> None:
         """RuntimeError or ValueError with what kernels or other ranks have reported, if anything."""
+
+    def call_on_failure(self, callback: Callable[[str], None]) -> None:
+        """Calls it with the text of the failure that ends the communicator, if kernels report one."""
+
+    def has_failed(self) -> bool:
+        """Whether kernels have reported a failure."""
+
+    def unsaid(self) -> str | None:
+        """Text of a failure that has not been raised yet."""
 
     def destroy(self) -> None:
         """Free everything held. The ranks have met before this is called."""

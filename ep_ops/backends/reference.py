@@ -56,7 +56,7 @@ and whether they refuse their input; any mismatch, and the reason of a refusal, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -429,6 +429,15 @@ class ReferenceBackend:
 
     def warmup(self) -> None:
         """Nothing to do."""
+
+    def has_failed(self) -> bool:
+        return False
+
+    def unsaid(self) -> str | None:
+        return None
+
+    def call_on_failure(self, callback: Callable[[str], None]) -> None:
+        """There is nothing that runs on: whoever fails raises."""
 
     def check_errors(self) -> None:
         """Errors are raised at once."""

@@ -26,6 +26,14 @@ def ld_u64(addr: Any) -> Int64:
     return memory().load_long(addr)
 
 
+def ld_relaxed_sys(addr: Any) -> Int64:
+    return memory().load_long(addr)
+
+
+def ld_u64_pair(addr: Any) -> tuple[Int64, Int64]:
+    return memory().load_long(addr), memory().load_long(addr + 8)
+
+
 def ld_pair(addr: Any) -> tuple[Int32, Int32]:
     first, second = memory().load_words(addr, 2, 8)
     return Int32(first), Int32(second)
@@ -94,9 +102,14 @@ def atom_inc(addr: Any) -> Int32:
 atom_inc_acq_rel = atom_inc
 
 
-def atom_claim(addr: Any) -> Int64:
+def atom_told_so(addr: Any) -> None:
+    if memory().load_long(addr) == 0:
+        memory().store_long(addr, 3)
+
+
+def atom_claim(addr: Any, value: Any = 1) -> Int64:
     before = memory().load_long(addr)
-    memory().store_long(addr, 1)
+    memory().store_long(addr, value)
     return before
 
 

@@ -96,7 +96,7 @@ class Steps:
             late = Pull(self.problem, True, False, True, True)
             launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining))
 
-    def without(self, rank: int, refuses: bool) -> list[list[tuple[int, int]]]:
+    def without(self, rank: int, refuses: bool, known: bool = False) -> list[list[tuple[int, int]]]:
         """A dispatch in which a rank does not take part, or that it refuses: what the ranks report. Nobody hangs, or
         reads what nobody wrote (the memory looks at that)."""
         from cute_kernels import marks, sync
@@ -108,7 +108,7 @@ class Steps:
         launches: list[Launch] = []
         for other in range(self.ranks.world_size):
             if other != rank:
-                self.launch_dispatch(launches, other, False)
+                self.launch_dispatch(launches, other, known)
         if refuses:
             text = self.ranks.memory.take(REASON_BYTES, "text", 65)
             args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack("refused", rank)), text=text, blocks=1)
@@ -117,6 +117,40 @@ class Steps:
         sync.POLLS_PER_CHECK, self.ranks.timeout_ns = usual, 1 << 40
         self.ranks.operations += 1
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
+
+    def late(self, rank: int, warned: bool, known: bool) -> list[tuple[int, int]]:
+        """The dispatch that a rank has missed: what it reports. If that is nothing, what came is right. Not `warned`:
+        what those that gave up have told it has not come yet."""
+        from cute_kernels.heap import FAILED
+
+        if not warned:
+            for word in (FAILED * 8, self.ranks.heap.offset["alarm"]):
+                self.ranks.memory.store_long(self.ranks.heaps[rank] + word, 0)
+        launches: list[Launch] = []
+        self.launch_dispatch(launches, rank, known)
+        run(launches, self.draw)
+        said = self.ranks.reported(rank)
+        if not any(reason for reason, _ in said):
+            self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=rank)
+        return said
+
+    def garbage(self, rank: int) -> list[tuple[int, int]]:
+        """A combine of all ranks, in which those that gave up have garbage: what `rank` reports, which did not."""
+        from cute_kernels import marks, sync
+        from cute_kernels.throughput.combine import Combine
+
+        usual = sync.POLLS_PER_CHECK
+        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 200
+        terms = marks.pack("combine", self.truth.case.max_tokens)
+        launches = []
+        for other, at in enumerate(self.at):
+            self.renew(other)
+            given = {"recv_weights": at["weights"], "row_scalars": 0, "residual": 0, "pushers": 2, "dealt": 4,
+                     "blocks": 4}  # fmt: skip
+            launches.append(self.launch(other, Combine(self.problem, True, True, False, False), terms, **given))
+        run(launches, self.draw)
+        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = usual, 1 << 40
+        return self.ranks.reported(rank)
 
     def of(self, name: str) -> list[int]:
         return [at[name] for at in self.at]
@@ -207,12 +241,13 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, k
         on.scaled_backward()
 
 
-def begun(shape: Shape, draw: random.Random) -> Steps:
-    """Behind a dispatch, and before one along a new route."""
+def begun(shape: Shape, draw: random.Random, known: bool = False) -> Steps:
+    """Behind a dispatch, and before one along a new route or, with `known`, the same."""
     on = Steps(shape, draw)
     on.inputs()
     on.dispatch(known=False)
-    on.inputs()
+    if not known:
+        on.inputs()
     return on
 
 
@@ -228,11 +263,21 @@ def refused(shape: Shape, draw: random.Random) -> None:
     on.combine(rows=True, weighted=True, scalars=False, residual=False)
 
 
-def absent(shape: Shape, draw: random.Random) -> None:
-    """A rank does not come: all others give up, and say whom they waited for."""
-    from cute_kernels.sync import TIMEOUT
+def absent(shape: Shape, draw: random.Random, warned: bool, known: bool) -> None:
+    """A rank comes when all others have given up: they say whom they waited for, and so does it in the end, which takes
+    nothing from them for good. What it has not been warned of is right."""
+    from cute_kernels.marks import unpack_alarm
+    from cute_kernels.sync import TIMEOUT, TOLD
 
-    on = begun(shape, draw)
-    told = on.without(1, refuses=False)
+    on = begun(shape, draw, known)
+    told = on.without(1, refuses=False, known=known)
     for rank, said in enumerate(told):
-        assert rank == 1 or (said[0][0] == TIMEOUT and said[0][1] != rank), told
+        assert rank == 1 or said[0][0] in (TIMEOUT, TOLD), told
+    first = next(said[0] for said in told if said[0][0] == TIMEOUT)
+    assert first[1] == 1, told
+    late = on.late(1, warned, known)
+    assert late[0][0] == (TOLD if warned else 0), late
+    behind = on.garbage(1)[0][0]
+    assert behind == 0 if warned else behind in (TIMEOUT, TOLD), behind  # what is told is told once
+    who = unpack_alarm(on.ranks.memory.load_long(on.ranks.heaps[1] + on.ranks.heap.offset["alarm"]))
+    assert who.reason == TIMEOUT and (not warned or (who.rank != 1 and who.peer == 1)), who

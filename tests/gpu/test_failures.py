@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,41 @@ def test_absent_rank(together):
         if comm.rank != absent:
             with pytest.raises(RuntimeError, match=rf"waited {SHARING} s for rank {absent} "):
                 comm.dispatch(x, idx)
+    # By now the absent one is told, too.
+    if comm.rank != absent:
+        comm.destroy()
+    else:
+        with pytest.raises(RuntimeError, match=rf"was told that rank . waited {SHARING} s for rank {absent} "):
+            time.sleep(1)
+            comm.destroy()
+
+
+@pytest.mark.parametrize("few", [0, None])
+def test_a_server_that_replays_is_called_back(few, together):
+    """Whoever waits, and whoever is waited for, learns of a failure without calling anything."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        pytest.skip("needs several ranks")
+    comm = ep_ops.Communicator(timeout=2.0 * SHARING, **{**CONFIG, "latency_max_tokens": few})
+    comm.warmup()
+    told: list[str] = []
+    comm.on_failure(told.append)
+    absent = dist.get_world_size() - 1
+    x, idx = inputs(comm.rank)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        sent = comm.dispatch(x, idx)
+        comm.combine(sent.x, sent.route)
+    dist.barrier()
+    if comm.rank != absent:
+        graph.replay()
+        torch.cuda.synchronize()
+    end = time.monotonic() + 10 * SHARING
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
+    with together():
+        assert len(told) == 1 and f"s for rank {absent} " in told[0], told
+        with pytest.raises(RuntimeError, match=f"s for rank {absent} "):
+            comm.check_errors()
     comm.destroy()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 pytest.importorskip("cutlass")
 
 from cute_kernels import marks, sync
+from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.report import Report
 
 
@@ -52,6 +55,74 @@ def test_timeout():
     text = report(sync.TIMEOUT, mark(7, "dispatch", 64), mark(6, "combine", 64))
     assert "waited 2 s for rank 1 (route flag" in text and "that is ep::combine, operation 6" in text
     assert "that is nothing" in report(sync.TIMEOUT, mark(7, "dispatch", 64), 0)
+
+
+def test_told():
+    """By another rank, which has left what it waited for."""
+    parts = marks.Alarm(sync.TIMEOUT, sync.FLAGS.index("token"), 71, 3, 2**25 - 1)
+    word = shift = 0
+    for part, bits in zip(parts, marks.ALARM_BITS, strict=True):
+        word, shift = word | part << shift, shift + bits
+    assert marks.unpack_alarm(word) == parts and shift < 64
+    made = object.__new__(Report)
+    made._timeout, made._heard = 2.0, lambda epoch: (word, ())
+    made._words = [1, sync.TOLD, 0, 0, 0, 0, mark(7, "combine", 64) | -(1 << 63), 0] + [0] * 56
+    assert made.told()
+    assert made.failed() == (
+        "rank 0, in ep::combine (operation 7 of this communicator), was told that rank 71 waited 2 s for rank 3"
+        " (token flag, token 33554431)"
+    )
+
+
+def test_told_of_ranks_that_disagree():
+    """Their marks say on what."""
+    made = object.__new__(Report)
+    begun = [mark(7, "dispatch", 64), mark(7, "dispatch", 32) | -(1 << 63), mark(7, "dispatch", 64)]
+    made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 14, begun if epoch == 7 else ())
+    made._words = [1, sync.TOLD, 0, 0, 0, 0, mark(7, "dispatch", 64), 0] + [0] * 56
+    assert str(made.failed()).endswith(
+        "was told that rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
+    )
+
+
+def test_waiting():
+    made = object.__new__(Report)
+    made._timeout = 600.0
+    made._words = [0] * 48 + [1, sync.WAITING, sync.FLAGS.index("hello"), 1, 5, 0, mark(9, "plan", 64), 0] + [0] * 8
+    text = "rank 1, in ep::plan (operation 9 of this communicator), still waits for rank 5 (hello flag); it gives up"
+    assert str(made.waiting()).startswith(text) and made.waiting() is None and made.failed() is None
+
+
+class Backend:
+    """As much of one as is watched."""
+
+    def __init__(self) -> None:
+        self.late: list[str] = []
+        self.failed: list[str] = []
+        self.told: list[str] = []
+
+    def waiting(self) -> str | None:
+        return self.late.pop() if self.late else None
+
+    def failure(self) -> str | None:
+        return self.failed.pop() if self.failed else None
+
+    def on_failure(self, text: str) -> None:
+        self.told.append(text)
+        raise RuntimeError("a callback may raise")
+
+
+def test_watch(caplog):
+    backend = Backend()
+    watch.watch(backend)
+    backend.late.append("rank 5 is late")
+    backend.failed.append("rank 5 is gone")
+    end = time.monotonic() + 10
+    while not backend.told and time.monotonic() < end:
+        time.sleep(0.01)
+    watch.unwatch(backend)
+    assert backend.told == ["rank 5 is gone"]
+    assert "rank 5 is late" in caplog.text and "a callback may raise" in caplog.text
 
 
 def test_refusal():

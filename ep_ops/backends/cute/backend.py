@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_kernels import marks
+from cute_kernels.alarm import Alarm
 from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.rows import Slices
@@ -17,7 +21,7 @@ from ...config import Member
 from ...records import Placed, Route, Sizes
 from ..base import DispatchTensors
 from ..split import Order, ticket
-from . import latency
+from . import latency, watch
 from .budget import Traffic, default_budget
 from .launcher import Launcher
 from .memory import heap_of, problem_of, rows_bytes, token_bound
@@ -29,6 +33,9 @@ __all__ = ["CuteBackend", "kernels_of"]
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """The capacity that a dispatch into exactly as many rows as come publishes; alignments (up to 1024) fit below 2**31."""
+
+
+_kept: list[Any] = []
 
 
 class CuteBackend:
@@ -51,7 +58,7 @@ class CuteBackend:
         self._state = self.memory.local[:STATE_BYTES].view(torch.int64)
         self._state[EPOCH] = 1
         torch.cuda.synchronize(member.device)
-        self._report = Report(problem.num_experts, config.timeout)
+        self._report = Report(problem.num_experts, config.timeout, self._heard)
         self._launcher = Launcher(
             problem, self.memory,
             (member.rank, self._report.address, int(config.timeout * 1e9)),
@@ -67,6 +74,10 @@ class CuteBackend:
         self.latency = latency.LatencyPath(self._launcher, outputs, max(0, self._latency_tokens))
         self.throughput = ThroughputPath(self._launcher, outputs, self.budget, traffic)
         self._order = Order(config.name)
+        self._once = threading.Lock()
+        self._seen_failed = self._raised = False
+        self._callbacks: list[Callable[[str], None]] = []
+        watch.watch(self)
 
     # ------------------------------------------------------------------ operators
 
@@ -188,7 +199,7 @@ class CuteBackend:
     # ------------------------------------------------------------------ lifetime
 
     def compile(self) -> None:
-        self._launcher.compile([*kernels_of(self._problem), Refuse(self._problem)])
+        self._launcher.compile([*kernels_of(self._problem), Refuse(self._problem), Alarm(self._problem)])
         if self.latency.tokens:
             self._launcher.compile(latency.kernels_of(self._problem, self.latency.tokens))
 
@@ -226,9 +237,11 @@ class CuteBackend:
     def check_errors(self) -> None:
         if not self._report.pending():
             return
-        failed = self._report.failed()
+        watch.look(self)  # whoever sees it first tells the others
+        failed = self._failed()
         if failed is not None:
-            raise RuntimeError(f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one")
+            self._raised = True
+            raise RuntimeError(failed)
         refusal = self._report.refusal()
         if refusal is not None:
             peer, epoch, doing = refusal
@@ -239,15 +252,74 @@ class CuteBackend:
             self._state[REFUSED] = 0
             raise ValueError(f"communicator {self._config.name!r}: {refused}")
 
+    def _failed(self) -> str | None:
+        failed = self._report.failed()
+        if failed is None:
+            return None
+        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one"
+
     def _reason(self, peer: int, epoch: int) -> str:
-        """What a rank that refused has left here. Does not wait for what runs."""
+        """What a rank that refused has left here."""
         heap = heap_of(self._config)
-        first = heap.offset["reason"] + epoch % 2 * heap.distance["reason"] + peer * REASON_BYTES
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            text = self.memory.local[first : first + REASON_BYTES].cpu()
-        return bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
+        text = self._read(
+            heap.offset["reason"] + epoch % 2 * heap.distance["reason"] + peer * REASON_BYTES, REASON_BYTES
+        )
+        return text.rstrip(b"\0").decode(errors="ignore")
+
+    def _heard(self, epoch: int) -> tuple[int, Sequence[int]]:
+        """The alarm, and the marks with which ranks have begun an operation."""
+        heap, ranks = heap_of(self._config), self._config.world_size
+        (alarm,) = struct.unpack("<q", self._read(heap.offset["alarm"], 8))
+        hello = heap.offset["hello"] + epoch % 2 * heap.distance["hello"]
+        begun = struct.unpack(f"<{ranks}q", self._read(hello, 8 * ranks))
+        return alarm, begun
+
+    def _read(self, first: int, nbytes: int) -> bytes:
+        """Bytes of this rank's symmetric memory. Does not wait for what runs."""
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            return bytes(self.memory.local[first : first + nbytes].cpu().tolist())
+
+    # ------------------------------------------------------------------ failures (watch.py)
+
+    def call_on_failure(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+
+    def waiting(self) -> str | None:
+        text = self._report.waiting()
+        return None if text is None else f"communicator {self._config.name!r}: {text}"
+
+    def failure(self) -> str | None:
+        if not self._report.pending():
+            return None
+        with self._once:
+            if self._seen_failed or (text := self._failed()) is None:
+                return None
+            self._seen_failed = True
+        return text
+
+    def on_failure(self, text: str) -> None:
+        """Tells the other ranks, unless they have told this one, and calls back."""
+        if not self._report.told():
+            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+                self._launcher.get(Alarm)(0, blocks=1)
+        for callback in self._callbacks:
+            callback(text)
+
+    def has_failed(self) -> bool:
+        return self._report.failed() is not None
+
+    def unsaid(self) -> str | None:
+        if not self._report.pending():
+            return None
+        watch.look(self)
+        return None if self._raised else self._failed()
 
     def destroy(self) -> None:
+        """Where the communicator has failed its memory is kept until the process ends: a peer may still write there."""
+        watch.unwatch(self)
+        if self._report.failed() is not None:
+            _kept.append((self.memory, self._rows, self._report))
+            return
         self._launcher.clear()
         self.memory.free()
         if self._rows is not None:

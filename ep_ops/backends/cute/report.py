@@ -1,24 +1,28 @@
-"""What kernels report to the host: who waited for whom, values that they refused, and what a peer refused."""
+"""What kernels report to the host: who waited for whom, values that they refused, what a peer refused, who is late."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 
 import torch
 
 from cute_kernels import marks, sync
 
 _WORDS = sync.REPORT_WORDS
-_ALL = 3 * _WORDS
+_ALL = 4 * _WORDS
 
 
 class Report:
-    """Records in host memory that kernels write: a wait that failed, a value that was refused, and an operation that a
-    peer refused."""
+    """Records in host memory that kernels write: a wait that failed, a value that was refused, an operation that a
+    peer refused, and a wait that lasts long."""
 
-    def __init__(self, num_experts: int, timeout: float) -> None:
+    def __init__(self, num_experts: int, timeout: float, heard: Callable[[int], tuple[int, Sequence[int]]]) -> None:
+        """`heard` reads what other ranks have left here: the word of one that has given up (marks.Alarm), and the marks
+        with which all ranks have begun the operation of the given epoch."""
         self._num_experts = num_experts
         self._timeout = timeout
+        self._heard = heard
         self._told = 0  # epoch of the last refusal
         self._memory = torch.zeros(_ALL, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()
@@ -38,6 +42,8 @@ class Report:
         where = f", token {detail}" if awaited in ("chunk", "token") else ""
         epoch, own = marks.unpack(expected)
         doing = f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator)"
+        if reason == sync.TOLD:
+            return f"{doing}, was told that {self._told_of(epoch)}"
         if reason == sync.MISMATCH:
             return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen)[1])}"
         then, met = marks.unpack(seen)
@@ -45,6 +51,33 @@ class Report:
         return (
             f"{doing}, waited {self._timeout:g} s for rank {peer} ({awaited} flag{where}: expected {expected}, "
             f"seen {seen}, that is {last})"
+        )
+
+    def _told_of(self, epoch: int) -> str:
+        word, begun = self._heard(epoch)
+        alarm = marks.unpack_alarm(word)
+        if alarm.reason == sync.MISMATCH:
+            own, other = (marks.unpack(begun[rank])[1] for rank in (alarm.rank, alarm.peer))
+            return f"rank {alarm.rank} met rank {alarm.peer}{_disagreement(own, other)}"
+        awaited = sync.FLAGS[alarm.flag]
+        where = f", token {alarm.detail}" if awaited in ("chunk", "token") else ""
+        return f"rank {alarm.rank} waited {self._timeout:g} s for rank {alarm.peer} ({awaited} flag{where})"
+
+    def told(self) -> bool:
+        """Whether the wait failed because another rank had given up, who has told all."""
+        return self._words[1] == sync.TOLD
+
+    def waiting(self) -> str | None:
+        """Text of a wait that lasts long, once for each operation."""
+        words = self._words
+        if words[3 * _WORDS] == 0:
+            return None
+        _, _, flag, rank, peer, _, expected, _ = words[3 * _WORDS : 3 * _WORDS + 8]
+        words[3 * _WORDS] = 0
+        epoch, own = marks.unpack(expected)
+        return (
+            f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator), still waits for rank {peer} "
+            f"({sync.FLAGS[flag]} flag); it gives up after {self._timeout:g} s"
         )
 
     def refused(self) -> str | None:
