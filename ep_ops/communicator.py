@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from .exchange import Exchange
 from .memory import MemoryPlan, plan_of
 from .operators.eager import call
 from .records import Route, Sizes
+from .survivors import ExpertIds
 from .topology import gpu_problem
 from .version import __version__
 
@@ -53,6 +55,10 @@ class StartedCombine(NamedTuple):
 
 
 _numbers = itertools.count()
+
+OVERFLOW = ("count", "raise")
+LARGE = 0.1
+"""A receive buffer of the default capacity that takes this part of a GPU's memory, or more, is warned of."""
 
 
 class Communicator:
@@ -91,6 +97,9 @@ class Communicator:
             :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and starts and
             waits in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
             ``torch.export``). The cute backend is always strict.
+        overflow: what becomes of rows that find no place within ``capacity`` or ``slots``. "count": they are counted
+            (``Dispatched.dropped``) and left out. "raise": besides, the next :meth:`check_errors` says how many, and of
+            which experts; it then waits for the device.
         name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
     """
 
@@ -113,6 +122,7 @@ class Communicator:
         latency_max_tokens: int | None = None,
         symmetric_rows: int = 0,
         strict: bool = True,
+        overflow: str = "count",
         name: str | None = None,
     ) -> None:
         if group is None and dist.is_available() and dist.is_initialized():
@@ -132,6 +142,8 @@ class Communicator:
         problem = own.problem() or backends.problem(own)
         if problem is None and own.backend == "cute":
             problem = gpu_problem(self.device)
+        if problem is None and overflow not in OVERFLOW:
+            problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, OVERFLOW))}"
         if problem is None and registry.taken(own.name):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
         cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
@@ -157,6 +169,12 @@ class Communicator:
         self.accepted: set[tuple[int, ...]] = set()
         self.config = resolved
         self.destroyed = False
+        self.members = (0,) if group is None else tuple(dist.get_process_group_ranks(group))  # as global ranks
+        self._ids: ExpertIds | None = None
+        self.overflow = overflow
+        self._overflowed: Tensor | None = None
+        if overflow == "raise":
+            self._overflowed = torch.zeros(self.num_local_experts, dtype=torch.int32, device=self.device)
         self._exchange = exchange
         self.backend: Backend = backends.make(resolved.backend, self)
         registry.add(self)
@@ -191,7 +209,9 @@ class Communicator:
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        topk_idx = self._own(topk_idx)
         send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
+        self._count(dropped)
         rows, alignment, _, tokens = sizes
         return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens), dropped
 
@@ -215,7 +235,9 @@ class Communicator:
         is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        topk_idx = self._own(topk_idx)
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
+        self._count(out[-1])
         return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3]))
 
     def dispatch_dynamic(
@@ -230,6 +252,7 @@ class Communicator:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
+        topk_idx = self._own(topk_idx)
         out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place)
         return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens))
 
@@ -291,6 +314,7 @@ class Communicator:
         that gains nothing (more tokens than the latency kernels take, the reference backend) the wait does it all.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        topk_idx = self._own(topk_idx)
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
         return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes))
 
@@ -298,6 +322,7 @@ class Communicator:
         """What :meth:`dispatch` returns. Differentiable."""
         ticket, x, topk_weights, topk_idx, sizes = started
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
+        self._count(out[-1])
         return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3]))
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
@@ -310,6 +335,15 @@ class Communicator:
         ticket, y, weights, route = started
         return call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name)
 
+    def _own(self, topk_idx: Tensor) -> Tensor:
+        """This communicator's ids of the experts that are named (see `shrink`)."""
+        return topk_idx if self._ids is None else self._ids.of(topk_idx)
+
+    def _count(self, dropped: Tensor) -> None:
+        """Keeps what :meth:`check_errors` is to raise."""
+        if self._overflowed is not None:
+            self._overflowed.add_(dropped)
+
     def _sizes(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
     ) -> tuple[int, int, int, int]:
@@ -317,8 +351,22 @@ class Communicator:
         align = self.alignment if alignment is None else alignment
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         if capacity is None:
-            capacity = self.num_local_experts * slots if slots else self.capacity(tokens, align)
+            capacity = self.num_local_experts * slots if slots else self._worst_case(tokens, align)
         return capacity, align, slots, tokens
+
+    def _worst_case(self, tokens: int, alignment: int) -> int:
+        """Rows of the default capacity, of which is warned where they are large."""
+        rows = self.capacity(tokens, alignment)
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            nbytes = rows * self.hidden_size * self.dtype.itemsize
+            if nbytes > LARGE * torch.cuda.get_device_properties(self.device).total_memory:
+                warnings.warn(
+                    f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
+                    f" take {nbytes / 2**30:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and"
+                    " counted), call dispatch_dynamic, or make several calls of fewer tokens (max_tokens).",
+                    RuntimeWarning, stacklevel=4,
+                )  # fmt: skip
+        return rows
 
     def sm_budget(
         self, *, dispatch: int | None = None, combine: int | None = None
@@ -351,9 +399,20 @@ class Communicator:
     def check_errors(self) -> None:
         """Raises what kernels have reported; does not wait for running ones.
 
-        RuntimeError: a wait that failed (destroy the communicator then). ValueError: an expert id out of range.
+        RuntimeError: a wait that failed (destroy the communicator then). ValueError: an expert id out of range, or rows
+        that did not fit where ``overflow`` is "raise" (this one looks at what has run, hence waits for the device).
         """
         self.backend.check_errors()
+        if self._overflowed is not None:
+            dropped = self._overflowed.tolist()
+            if any(dropped):
+                self._overflowed.zero_()
+                which = ", ".join(f"{i + self.first_local_expert} ({n})" for i, n in enumerate(dropped) if n)
+                raise ValueError(
+                    f"communicator {self.name!r}: {sum(dropped)} rows did not fit into what rank {self.rank} had for"
+                    f" its experts since the last check, by expert: {which}. They were left out. Allow more capacity or"
+                    " slots, or have them counted only (overflow='count')."
+                )
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
         """Has ``callback`` called with the text of the failure that ends this communicator, if there is one, within a
@@ -361,6 +420,45 @@ class Communicator:
         call raises that text all the same. ``os.abort`` in a callback ends the process. (cute backend; the reference
         backend raises at once.)"""
         self.backend.call_on_failure(callback)
+
+    def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
+        """A communicator of those ranks that are left, where others have died. Collective over ``group``, which has
+        some ranks of this one's, in their order; ``torch.distributed.new_group(ranks, use_local_synchronization=True)``
+        makes one without the dead, as long as the store lives (torchrun's lies with rank 0's host).
+
+        Every rank keeps its experts, and its methods take the ids that this one's take: those of experts that are gone
+        count as -1, and :meth:`lost_rows` says how many. Operators that are called by their names take its own ids,
+        which number what is left. Compiled functions and CUDA graphs hold on to this communicator, which is destroyed
+        here, without waiting for anybody: compile and capture anew. ``name``: by default this one's, and the number of
+        ranks ("ep0 of 7").
+        """
+        members = dist.get_process_group_ranks(group)
+        ranks = [self.members.index(member) for member in members if member in self.members]
+        if len(ranks) != len(members) or ranks != sorted(ranks):
+            raise ValueError(
+                f"group has global ranks {members}; allowed are some of {list(self.members)}, the ranks of communicator"
+                f" {self.name!r}, in that order"
+            )
+        config, held = self.config, [self.experts_per_rank[rank] for rank in ranks]
+        if not sum(held):
+            raise ValueError(f"no experts are left: ranks {members} hold none")
+        self._destroy(meet=False)
+        left = Communicator(
+            group, num_experts=sum(held), experts_per_rank=held, hidden_size=self.hidden_size, top_k=self.top_k,
+            max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, alignment=self.alignment,
+            device=self.device, backend=config.backend, timeout=self.timeout, dispatch_sms=self.dispatch_sms,
+            combine_sms=self.combine_sms, latency_max_tokens=config.latency_max_tokens,
+            symmetric_rows=self.symmetric_rows, strict=self.strict, overflow=self.overflow,
+            name=f"{self.name} of {len(ranks)}" if name is None else name,
+        )  # fmt: skip
+        left._ids = ExpertIds.kept(self.experts_per_rank, ranks, self._ids, self.device)
+        return left
+
+    def lost_rows(self, topk_idx: Tensor) -> Tensor:
+        """How many entries of ``topk_idx`` name an expert that is gone (:meth:`shrink`): int64 [], on the device."""
+        if self._ids is None:
+            return torch.zeros((), dtype=torch.int64, device=topk_idx.device)
+        return self._ids.lost(topk_idx)
 
     def destroy(self) -> None:
         """Free everything. Collective: waits for the other ranks first. Calling it again does nothing.

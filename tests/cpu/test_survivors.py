@@ -1,0 +1,165 @@
+"""Communicators of the ranks that are left, and what becomes of rows that do not fit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import fresh_seed
+from ranks import run_ranks
+
+import ep_ops
+from ep_ops.survivors import ExpertIds
+
+HELD = (2, 1, 3, 2)
+SIZES: dict[str, Any] = {
+    "num_experts": 8, "experts_per_rank": HELD, "hidden_size": 8, "top_k": 3, "max_tokens_per_rank": 16,
+    "dtype": torch.float32, "alignment": 4, "device": "cpu",
+}  # fmt: skip
+
+
+def ids(seed: int, rank: int) -> torch.Tensor:
+    """Of a rank's tokens: three different experts each, some of them none."""
+    gen = torch.Generator().manual_seed(seed * 100 + rank)
+    idx = torch.rand(11, 8, generator=gen).topk(3).indices.int()
+    return idx.masked_fill(torch.rand(11, 3, generator=gen) < 0.2, -1)
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return (torch.arange(11.0)[:, None] + 100 * (rank + 1)).expand(11, 8).contiguous()
+
+
+def check(comm: ep_ops.Communicator, ranks: list[int], seed: int, dispatch: Any = None) -> None:
+    """`ranks` are those of the first communicator that are left: each finds the rows of its experts, and gets back as
+    many as its tokens name experts that are there."""
+    mine = ranks[comm.rank]
+    there = [e for r in ranks for e in range(sum(HELD[:r]), sum(HELD[: r + 1]))]
+    idx, x = ids(seed, mine), tokens(mine)
+    sent = (dispatch or comm.dispatch)(x, idx)
+    left = torch.isin(idx, torch.tensor(there)).sum(1)
+    assert torch.equal(comm.combine(sent.x, sent.route), x * left[:, None])
+    assert int(comm.lost_rows(idx)) == int((idx >= 0).sum() - left.sum())
+    begin = 0
+    for i in range(HELD[mine]):
+        expert = sum(HELD[:mine]) + i
+        wanted = [tokens(r)[(ids(seed, r) == expert).any(1)] for r in ranks]
+        count = int(sent.route.counts[i])
+        assert torch.equal(sent.x[begin : begin + count], torch.cat(wanted))
+        begin = int(sent.route.offs[i])
+
+
+def shrunk_twice(seed: int) -> None:
+    comm = ep_ops.Communicator(**SIZES)
+    check(comm, [0, 1, 2, 3], seed)
+    for ranks in ([0, 2, 3], [2, 3]):
+        if dist.get_rank() not in ranks:
+            return
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        old, comm = comm, comm.shrink(group)
+        assert old.destroyed and comm.members == tuple(ranks)
+        assert comm.experts_per_rank == tuple(HELD[r] for r in ranks)
+        check(comm, ranks, seed + 1)
+        compiled = torch.compile(lambda x, idx, comm=comm: comm.dispatch(x, idx), fullgraph=True, backend="aot_eager")
+        check(comm, ranks, seed + 2, compiled)
+    comm.destroy()
+
+
+def test_shrunk_twice() -> None:
+    run_ranks(4, shrunk_twice, fresh_seed())
+
+
+def one_is_killed(folder: str, seed: int) -> None:
+    # Whoever does not wait for the dead one itself waits for one that has given up: until the group's deadline.
+    comm = ep_ops.Communicator(dist.new_group(timeout=datetime.timedelta(seconds=3)), **SIZES, name="experts")
+    rank = dist.get_rank()
+    check(comm, [0, 1, 2, 3], seed)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        for _ in range(100):
+            comm.dispatch(tokens(rank), ids(seed, rank))
+            time.sleep(0.01)
+    group = dist.new_group([0, 2, 3], use_local_synchronization=True)
+    with comm.shrink(group) as left:
+        assert left.name == "experts of 3"
+        check(left, [0, 2, 3], seed + 1)
+    (Path(folder) / f"rank {rank} is done").touch()
+    os._exit(0)  # the default group, which meets at the end, has lost a rank
+
+
+def test_one_is_killed(tmp_path: Path) -> None:
+    told = run_ranks(4, one_is_killed, str(tmp_path), fresh_seed(), return_exceptions=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank {r} is done" for r in (0, 2, 3)], told
+
+
+def test_ids() -> None:
+    device = torch.device("cpu")
+    first = ExpertIds.kept((2, 1, 3), [0, 2], None, device)
+    assert first.own == (0, 1, -1, 2, 3, 4)
+    again = ExpertIds.kept((2, 3), [1], first, device)
+    assert again.own == (-1, -1, -1, 0, 1, 2)
+    given = torch.tensor([[-1, 0, 2, 5, 6, 99]], dtype=torch.int32)
+    assert again.of(given).tolist() == [[-1, -1, -1, 2, 3, 3]]  # the last two are refused as too large
+    assert int(again.lost(given)) == 2
+
+
+def other_groups() -> None:
+    with ep_ops.Communicator(**SIZES | {"num_experts": 2, "experts_per_rank": (2, 0)}) as comm:
+        outside = dist.new_group([1])
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match="no experts are left: ranks \\[1\\] hold none"):
+                comm.shrink(outside)
+            assert not comm.destroyed
+
+
+def test_other_groups() -> None:
+    run_ranks(2, other_groups)
+
+
+# ---------------------------------------------------------------------- overflow
+
+
+def small(**more: Any) -> ep_ops.Communicator:
+    return ep_ops.Communicator(
+        num_experts=4, hidden_size=8, top_k=1, max_tokens_per_rank=16, dtype=torch.float32, alignment=1, device="cpu",
+        **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "split"])
+def test_overflow_is_raised(how: str) -> None:
+    with small(overflow="raise") as comm:
+        x, idx = torch.ones(16, 8), torch.tensor([[0], [2]], dtype=torch.int32).repeat(8, 1)
+
+        def step() -> Any:
+            if how == "split":
+                return comm.dispatch_wait(comm.dispatch_start(x, idx, slots=5))
+            return comm.dispatch(x, idx, slots=5)
+
+        if how == "compiled":
+            step = torch.compile(step, fullgraph=True, backend="aot_eager")
+        comm.check_errors()
+        assert step().dropped.tolist() == [3, 0, 3, 0]
+        step()
+        with pytest.raises(ValueError, match=r"12 rows did not fit .* by expert: 0 \(6\), 2 \(6\)"):
+            comm.check_errors()
+        comm.check_errors()
+        comm.plan(idx, slots=5)
+        with pytest.raises(ValueError, match="6 rows did not fit"):
+            comm.check_errors()
+
+
+def test_overflow_is_counted() -> None:
+    with small() as comm:
+        idx = torch.zeros(16, 1, dtype=torch.int32)
+        assert comm.dispatch(torch.ones(16, 8), idx, slots=5).dropped.tolist() == [11, 0, 0, 0]
+        comm.check_errors()
+    with pytest.raises(ValueError, match="overflow is 'drop'; it must be one of 'count', 'raise'"):
+        small(overflow="drop")
