@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import backends, checks, registry
+from . import backends, checks, inputs, registry
 from .agreement import agree
+from .arguments import device_of, group_of, hashable, next_name
 from .backends.base import Backend
 from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
@@ -43,6 +44,7 @@ class StartedDispatch(NamedTuple):
     topk_weights: Tensor | None
     topk_idx: Tensor
     sizes: Sizes
+    batch: tuple[int, ...] | None = None  # see Route
 
 
 class StartedCombine(NamedTuple):
@@ -54,7 +56,7 @@ class StartedCombine(NamedTuple):
     route: Route
 
 
-_numbers = itertools.count()
+_shared: dict[tuple[Any, ...], Communicator] = {}
 
 OVERFLOW = ("count", "raise")
 LARGE = 0.1
@@ -71,7 +73,8 @@ class Communicator:
     the cute backend at their next call, and the communicator can be used as before.
 
     Args:
-        group: process group. None: the default group, or this process alone if torch.distributed is not initialised.
+        group: process group, or a DeviceMesh of one dimension. None: the default group, or this process alone if
+            torch.distributed is not initialised.
         num_experts: experts of all ranks together (cute: spread evenly, at most 8188 on 2 ranks, 8070
             on 72).
         hidden_size: elements of a row; its bytes must be a multiple of 16.
@@ -125,21 +128,24 @@ class Communicator:
         overflow: str = "count",
         name: str | None = None,
     ) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        self.group = group
-        self.device = _device(device)
+        self.group = group = group_of(group)
+        self.device = device_of(device)
         exchange = Exchange(group, self.device)
         self.rank, self.world_size = exchange.rank, exchange.world_size
         if experts_per_rank is None:
             experts_per_rank = even_experts(num_experts, self.world_size) if isinstance(num_experts, int) else ()
-        self.name = f"ep{next(_numbers)}" if name is None else name
+        self.name = next_name(group) if name is None else name
+        sequence = isinstance(experts_per_rank, Sequence)
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
-            tuple(experts_per_rank), alignment, backend, self.device.type, timeout, dispatch_sms, combine_sms,
-            latency_max_tokens, symmetric_rows, bool(strict), __version__,
+            tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
+            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__,
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
+        if not sequence:
+            problem = (
+                f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank, as [4] * world_size"
+            )
         if problem is None and own.backend == "cute":
             problem = gpu_problem(self.device)
         if problem is None and overflow not in OVERFLOW:
@@ -179,6 +185,28 @@ class Communicator:
         self.backend: Backend = backends.make(resolved.backend, self)
         registry.add(self)
 
+    @classmethod
+    def shared(cls, group: dist.ProcessGroup | None = None, **sizes: Any) -> Communicator:
+        """The living communicator that was made by this method with the same arguments, or a new one, which lives until
+        it is destroyed. For models of many layers: they need one communicator, not one a layer (each has memory, and
+        compiled functions are made anew for each)."""
+        key = (group_of(group), *sorted((name, hashable(value)) for name, value in sizes.items()))
+        found = _shared.get(key)
+        if found is None or found.destroyed:
+            found = _shared[key] = cls(group, **sizes)
+        return found
+
+    def __copy__(self) -> Communicator:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Copies of a model (for an average of its weights, say) use the communicator that it uses."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the process that reads it: the living communicator of that name."""
+        return registry.get, (self.name,)
+
     # ------------------------------------------------------------------ operators
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
@@ -209,11 +237,11 @@ class Communicator:
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        topk_idx = self._own(topk_idx)
+        batch, topk_idx = inputs.batch(topk_idx), self._own(topk_idx)
         send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
         self._count(dropped)
         rows, alignment, _, tokens = sizes
-        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens), dropped
+        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch), dropped
 
     def dispatch(
         self,
@@ -228,17 +256,19 @@ class Communicator:
     ) -> Dispatched:
         """Send every row of ``x`` [T, H] (and its weights, [T, K]) to the experts that ``topk_idx`` names.
 
-        Weights are float32, float64 where the rows are.
+        Weights are float32, float64 where the rows are; those of a narrower dtype are widened, ids may be int64, and T
+        may be several dimensions ([B, S, H] with [B, S, K]), which a combine gives back. Under ``torch.autocast`` rows
+        are brought to the communicator's dtype. The operators themselves take [T, H], int32 and the dtypes named alone.
 
         ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
         Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
         is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        topk_idx = self._own(topk_idx)
+        x, topk_idx, topk_weights, batch = self._given(x, topk_idx, topk_weights)
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
         self._count(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3]))
+        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
 
     def dispatch_dynamic(
         self,
@@ -252,9 +282,9 @@ class Communicator:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
-        topk_idx = self._own(topk_idx)
+        x, topk_idx, topk_weights, batch = self._given(x, topk_idx, topk_weights)
         out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens))
+        return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
 
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None
@@ -264,6 +294,7 @@ class Communicator:
         Differentiable.
         """
         args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
+        x, topk_weights = inputs.rows(self, x), inputs.weights(self, topk_weights)
         rows, weights = call("dispatch_planned", x, topk_weights, *args)
         return rows, None if topk_weights is None else weights
 
@@ -274,7 +305,10 @@ class Communicator:
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
-        return call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual)
+        y, weights = inputs.rows(self, y), inputs.weights(self, weights)
+        if residual is not None:
+            residual = inputs.rows(self, residual)
+        return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual), route)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
@@ -295,7 +329,7 @@ class Communicator:
         So this is for one row for each copy of a token: experts that are as many as ranks, or rows that are added up
         already. Ends when all ranks have fetched theirs. Differentiable.
         """
-        return call("combine_gathered", y, *route[:6], route.max_tokens, self.name)
+        return _home(call("combine_gathered", y, *route[:6], route.max_tokens, self.name), route)
 
     def dispatch_start(
         self,
@@ -314,30 +348,39 @@ class Communicator:
         that gains nothing (more tokens than the latency kernels take, the reference backend) the wait does it all.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        topk_idx = self._own(topk_idx)
+        x, topk_idx, topk_weights, batch = self._given(x, topk_idx, topk_weights)
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes))
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """What :meth:`dispatch` returns. Differentiable."""
-        ticket, x, topk_weights, topk_idx, sizes = started
+        ticket, x, topk_weights, topk_idx, sizes, batch = started
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
         self._count(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3]))
+        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
+        y, weights = inputs.rows(self, y), inputs.weights(self, weights)
         ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
         return StartedCombine(ticket, y, weights, route)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """What :meth:`combine` returns. Differentiable."""
         ticket, y, weights, route = started
-        return call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name)
+        return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name), route)
 
     def _own(self, topk_idx: Tensor) -> Tensor:
-        """This communicator's ids of the experts that are named (see `shrink`)."""
+        """[T, K] of this communicator's ids of the experts that are named (see `shrink`)."""
+        topk_idx = inputs.ids(topk_idx)
         return topk_idx if self._ids is None else self._ids.of(topk_idx)
+
+    def _given(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
+        """As operators take them, and the `batch` of the route."""
+        batch = inputs.batch(topk_idx)
+        return inputs.rows(self, x), self._own(topk_idx), inputs.weights(self, topk_weights), batch
 
     def _count(self, dropped: Tensor) -> None:
         """Keeps what :meth:`check_errors` is to raise."""
@@ -505,18 +548,13 @@ class Communicator:
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
 
 
-def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, ints: tuple[int, int, int]) -> Dispatched:
-    """``ints``: the last fields of `Route`."""
+def _home(rows: Tensor, route: Route) -> Tensor:
+    """[T, H] in the shape that the tokens had."""
+    return rows if route.batch is None else rows.view(*route.batch, rows.shape[-1])
+
+
+def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, rest: tuple[Any, ...]) -> Dispatched:
+    """``rest``: the last fields of `Route`."""
     x, weights, send_rows, arrivals, offs, counts, dropped = out
-    route = Route(topk_idx, send_rows, arrivals, offs, counts, *ints)
+    route = Route(topk_idx, send_rows, arrivals, offs, counts, *rest)
     return Dispatched(x, None if topk_weights is None else weights, route, dropped)
-
-
-def _device(device: torch.device | str | int | None) -> torch.device:
-    """``device`` with its index."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device

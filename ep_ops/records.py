@@ -45,6 +45,7 @@ class Route(NamedTuple):
     alignment: int  # segments are padded to a multiple of it
     num_rows: int  # R: rows of the buffers that it fills, the capacity or what a dynamic dispatch needed
     max_tokens: int  # bound on T that all ranks shared
+    batch: tuple[int, ...] | None = None  # what stands for T in the tensors of the model, where that is several numbers
 
     @property
     def ints(self) -> tuple[int, int]:

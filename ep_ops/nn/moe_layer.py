@@ -28,8 +28,10 @@ class MoELayer(nn.Module):
         shared_intermediate_size: width of one more expert that every token visits on its own rank; 0 for none.
         seed: of the initial weights. They depend on it and on the sizes, not on the number of ranks.
 
-    forward: x [T, H] in ``comm.dtype`` -> [T, H], the same dtype. T is 0 to ``comm.max_tokens_per_rank`` and may
-    differ between ranks, all of which take part in every call. Each rank's gradients are right as they are for
+    forward: x [T, H] or [B, S, H] in ``comm.dtype`` -> the same shape and dtype. T (B times S) is 0 to
+    ``comm.max_tokens_per_rank`` and may differ between ranks, all of which take part in every call. ``max_tokens``, a
+    smaller bound that all ranks pass alike, lets a call of few tokens take the decode kernels and a smaller buffer.
+    Under ``torch.autocast`` the router stays in float32. Each rank's gradients are right as they are for
     ``w_in`` and ``w_out`` (the tokens of all ranks are in them); those of the parameters that every rank holds
     (router, shared expert) are to be summed over the ranks, as in data parallelism.
     """
@@ -56,12 +58,12 @@ class MoELayer(nn.Module):
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, comm.dtype, seed)
         self.register_buffer("dropped", torch.zeros(comm.num_local_experts, dtype=torch.int32), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, max_tokens: int | None = None) -> Tensor:
         weights, experts = choose_experts(x, self.router, self.comm.top_k)
         if self.dynamic:
-            received = self.comm.dispatch_dynamic(x, experts, weights)
+            received = self.comm.dispatch_dynamic(x, experts, weights, max_tokens=max_tokens)
         else:
-            received = self.comm.dispatch(x, experts, weights, capacity=self.capacity)
+            received = self.comm.dispatch(x, experts, weights, capacity=self.capacity, max_tokens=max_tokens)
             if self.capacity is not None:
                 self.dropped += received.dropped
         y = grouped_mm(received.x, self.w_in, received.route.offs)
@@ -118,12 +120,14 @@ class SwiGLU(nn.Module):
 
 
 def choose_experts(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts in fp32, then the ``top_k`` largest, scaled to sum to one.
+    """Softmax over all experts in fp32 (fp64 if x is), then the ``top_k`` largest, scaled to sum to one.
 
-    x [T, H], router [E, H] -> weights [T, K] float32, expert ids [T, K] int32.
+    x [..., H], router [E, H] -> weights [..., K], expert ids [..., K] int32.
     """
-    scores = torch.softmax(x.float() @ router.float().t(), dim=-1)
-    weights, experts = scores.topk(top_k, dim=-1)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        scores = torch.softmax(x.to(dtype) @ router.to(dtype).t(), dim=-1)
+        weights, experts = scores.topk(top_k, dim=-1)
     return weights / weights.sum(dim=-1, keepdim=True), experts.to(torch.int32)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import forward_ad
 
 from .table import Operator
 
@@ -45,6 +46,8 @@ def learn(operators: Iterable[Operator]) -> None:
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
     types = tuple(map(type, args))
+    if not _is_compiling() and (forward_ad._current_level >= 0 or _transforms() is not None):
+        _refuse_tangents(name, args)
     if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or args[0].is_meta:
         return getattr(torch.ops.ep, name)(*args)
     return IMPLEMENTATIONS[name](*args)
@@ -70,6 +73,16 @@ def _heeded() -> bool:
         or _transforms() is not None
         or _profiler_enabled()
     )
+
+
+def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
+    """Operators without a forward-mode derivative would return zeros without a word."""
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.is_floating_point() and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(
+                f"ep::{name} was given a tensor with a tangent: forward-mode differentiation (torch.func.jvp, "
+                "torch.autograd.forward_ad) is not supported; reverse mode (backward, torch.func.vjp) is"
+            )
 
 
 def _plain(name: str, types: tuple[type, ...]) -> bool:

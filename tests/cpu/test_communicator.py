@@ -282,6 +282,7 @@ def test_gpus_that_cannot_hold_the_kernels_are_refused_by_name(
         name="NVIDIA Something", major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match=re.escape(f"rank 0: GPU 3 (NVIDIA Something, {said}")):
         make(device="cuda:3", backend="cute")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -19,6 +19,9 @@ ROOMS = {
     "ep_ops.records": ("ep_ops.arrivals",),
     "ep_ops.exchange": (),
     "ep_ops.launch": (),
+    "ep_ops.arguments": (),
+    "ep_ops.inputs": (),
+    "ep_ops.survivors": (),
     "ep_ops.config": ("ep_ops.records",),
     "ep_ops.checks": ("ep_ops.arrivals", "ep_ops.records", "ep_ops.config"),
     "ep_ops.topology": (),
@@ -35,6 +38,7 @@ ROOMS = {
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.agreement", "ep_ops.exchange", "ep_ops.memory",
         "ep_ops.registry", "ep_ops.backends", "ep_ops.operators", "ep_ops.topology", "ep_ops.version",
+        "ep_ops.arguments", "ep_ops.inputs", "ep_ops.survivors",
     ),
     "ep_ops.nn": ("ep_ops.records", "ep_ops.communicator"),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),

@@ -17,9 +17,3 @@ few_processes = pytest.mark.skipif(SHARING > 4, reason="compiles with Inductor i
 def fewer(count: int, least: int = 1) -> int:
     """``count`` steps, or fewer where ranks share a GPU: each step then takes as many turns as there are ranks."""
     return count if SHARING == 1 else max(least, count // (4 * SHARING * SHARING))
-
-
-one_cause = pytest.mark.xfail(
-    SHARING > 2, strict=False,
-    reason="a rank that gives up does not tell its peers: where kernels take turns, whoever waits for it may name it",
-)  # fmt: skip

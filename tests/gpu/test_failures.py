@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from sharing import SHARING, one_cause
+from sharing import SHARING
 
 import ep_ops
 from cute_kernels import jit
@@ -40,7 +40,6 @@ def test_bad_expert(together):
             assert torch.equal(out, 2 * x)  # two unweighted rows of each token
 
 
-@one_cause
 def test_absent_rank(together):
     """A rank that does not come is named by all that waited for it, and their kernels end."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -95,7 +94,6 @@ def test_a_server_that_replays_is_called_back(few, together):
     comm.destroy()
 
 
-@one_cause
 def test_order_mismatch(together):
     """Ranks that call different operators are told so, long before the deadline."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

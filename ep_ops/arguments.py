@@ -1,0 +1,58 @@
+"""What a communicator is given, turned into what it keeps."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_numbers: dict[str, itertools.count[int]] = {}  # by the name of the group
+
+
+def group_of(group: Any) -> dist.ProcessGroup | None:
+    """What was given as `group`."""
+    if group is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            warnings.warn(
+                "this communicator is of this process alone: torch.distributed is not initialised, though WORLD_SIZE is"
+                f" {os.environ['WORLD_SIZE']}. Call torch.distributed.init_process_group() before.",
+                RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
+        return None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}; pass that of the ranks"
+                " that share the experts, as mesh.get_group('ep') or mesh['ep']"
+            )
+        return group.get_group()
+    return group
+
+
+def hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def next_name(group: dist.ProcessGroup | None) -> str:
+    """Ranks of a group count together what they have made of it, whatever else they have made."""
+    of = "" if group is None or group is dist.group.WORLD else f"@{group.group_name}"
+    return f"ep{next(_numbers.setdefault(of, itertools.count()))}{of}"
+
+
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """``device`` with its index."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is '{device}', but torch {torch.__version__} sees no GPU; pass device='cpu' or none")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

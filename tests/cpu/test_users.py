@@ -1,0 +1,202 @@
+"""What new users run into: dtypes and shapes as models have them, autocast, copies of layers, wrong arguments."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.autograd import forward_ad
+
+import ep_ops
+from ep_ops.nn import MoELayer
+
+SIZES: dict[str, Any] = {
+    "num_experts": 6, "hidden_size": 16, "top_k": 2, "max_tokens_per_rank": 24, "dtype": torch.float32, "device": "cpu"
+}  # fmt: skip
+
+
+@pytest.fixture
+def comm() -> Any:
+    with ep_ops.Communicator(**SIZES, strict=False) as made:
+        yield made
+
+
+def routed(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, and what topk returns of a router in bfloat16."""
+    x = torch.randn(*shape, 16)
+    scores = torch.rand(*shape, 6).bfloat16()
+    weights, experts = scores.topk(2, dim=-1)
+    return x, experts, weights
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "split", "dynamic", "planned", "gathered"])
+def test_what_topk_returns(comm: ep_ops.Communicator, how: str) -> None:
+    x, experts, weights = routed(3, 5)
+    x.requires_grad_()
+    weights = weights.requires_grad_()
+
+    def there_and_back(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if how == "split":
+            sent = comm.dispatch_wait(comm.dispatch_start(x, experts, weights))
+            return comm.combine_wait(comm.combine_start(sent.x, sent.route, sent.weights))
+        if how == "planned":
+            route, _ = comm.plan(experts)
+            rows, row_weights = comm.dispatch_planned(x, route, weights)
+            return comm.combine(rows, route, row_weights)
+        if how == "gathered":
+            sent = comm.dispatch(x, experts)
+            return comm.combine_gathered(sent.x, sent.route)
+        sent = (comm.dispatch_dynamic if how == "dynamic" else comm.dispatch)(x, experts, weights)
+        return comm.combine(sent.x, sent.route, sent.weights, residual=x)
+
+    run = torch.compile(there_and_back, fullgraph=True, backend="aot_eager") if how == "compiled" else there_and_back
+    out = run(x, experts, weights)
+    scale = (
+        2.0 if how == "gathered" else weights.float().sum(-1, keepdim=True) + (how in ("eager", "compiled", "dynamic"))
+    )
+    assert out.shape == x.shape and out.dtype == torch.float32
+    torch.testing.assert_close(out, x * scale)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, (scale + torch.zeros_like(x)).detach())
+    if how != "gathered":
+        assert weights.grad is not None and weights.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(weights.grad.float()[..., 0], x.detach().sum(-1), rtol=2e-2, atol=2e-2)
+
+
+def test_operators_stay_strict(comm: ep_ops.Communicator) -> None:
+    x, experts, weights = routed(4)
+    with pytest.raises(TypeError, match="topk_idx has dtype torch.int64"):
+        torch.ops.ep.plan(experts, comm.capacity(), 16, 0, 24, 6, 1, comm.name)
+    with pytest.raises(TypeError, match="topk_weights has dtype torch.float64"):
+        comm.dispatch(x, experts, weights.double())  # narrowing is not done without being asked
+    with pytest.raises(TypeError, match="x has dtype torch.bfloat16"):
+        comm.dispatch(x.bfloat16(), experts)
+    with pytest.raises(TypeError, match="topk_idx has dtype torch.float32"):
+        comm.dispatch(x, experts.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
+    """The layer's result is that without autocast, up to bfloat16, whatever dtype activations come in."""
+    with ep_ops.Communicator(**SIZES | {"dtype": dtype}) as comm:
+        layer = MoELayer(comm, 32, shared_intermediate_size=16)
+        x = torch.randn(2, 4, 16)
+        expected = layer(x.to(dtype)).float()
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = run(x.to(dtype))
+            mixed = comm.dispatch(x.half(), torch.zeros(2, 4, 2, dtype=torch.int64))
+        assert mixed.x.dtype == dtype and out.shape == x.shape
+        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+        out.float().sum().backward()
+        assert layer.router.grad is not None and layer.router.grad.dtype == torch.float32
+
+
+def test_a_layer_in_float64() -> None:
+    with ep_ops.Communicator(**SIZES | {"dtype": torch.float64}) as comm:
+        layer = MoELayer(comm, 8).double()
+        x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(layer, x)
+
+
+def test_a_layer_passes_max_tokens(comm: ep_ops.Communicator) -> None:
+    layer = MoELayer(comm, 8)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(layer(x, max_tokens=4), layer(x))
+    with pytest.raises(ValueError, match="at most max_tokens = 2|max_tokens"):
+        layer(x, max_tokens=2)
+
+
+# ---------------------------------------------------------------------- copies, and many layers
+
+
+def test_copies_of_a_layer(comm: ep_ops.Communicator, tmp_path: Any) -> None:
+    layer = MoELayer(comm, 8)
+    x = torch.randn(3, 16)
+    torch.save(layer, tmp_path / "layer.pt")
+    copies = [
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(tmp_path / "layer.pt", weights_only=False),
+    ]
+    for other in (*copies, torch.optim.swa_utils.AveragedModel(layer).module):
+        assert other.comm is comm
+        torch.testing.assert_close(other(x), layer(x))
+    written = pickle.dumps(layer)
+    comm.destroy()
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        pickle.loads(written)
+
+
+def test_shared() -> None:
+    first = ep_ops.Communicator.shared(**SIZES, experts_per_rank=[6])
+    assert ep_ops.Communicator.shared(**SIZES, experts_per_rank=[6]) is first
+    other = ep_ops.Communicator.shared(**SIZES | {"top_k": 1}, experts_per_rank=[6])
+    assert other is not first
+    first.destroy()
+    again = ep_ops.Communicator.shared(**SIZES, experts_per_rank=[6])
+    assert again is not first and not again.destroyed
+    again.destroy(), other.destroy()
+
+
+def unequal_pasts() -> tuple[str, str]:
+    if dist.get_rank() == 0:
+        alone = ep_ops.Communicator(dist.new_group([0], use_local_synchronization=True), **SIZES)
+        assert alone.name.startswith("ep0@")
+    with ep_ops.Communicator(**SIZES, name=None) as comm:
+        return comm.name, "world"
+
+
+def test_names_count_by_group() -> None:
+    first, second = run_ranks(2, unequal_pasts)
+    assert first == second
+
+
+# ---------------------------------------------------------------------- arguments that are off
+
+
+def test_tangents_are_refused(comm: ep_ops.Communicator) -> None:
+    x, experts, _ = routed(4)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match="forward-mode"):
+                comm.dispatch(dual, experts)
+        comm.dispatch(x, experts)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: comm.dispatch(x, experts).x, (x,), (torch.ones_like(x),))
+
+
+def test_not_initialised_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(RuntimeWarning, match="of this process alone.*init_process_group"):
+        ep_ops.Communicator(**SIZES).destroy()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu() -> None:
+    with pytest.raises(ValueError, match="device is 'cuda', but torch .* sees no GPU"):
+        ep_ops.Communicator(**SIZES | {"device": "cuda"})
+
+
+def test_experts_per_rank_is_a_number() -> None:
+    with pytest.raises(ValueError, match="experts_per_rank is 4; it must hold one int for each rank"):
+        ep_ops.Communicator(**SIZES, experts_per_rank=4)
+
+
+def meshes() -> int:
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+    with pytest.raises(ValueError, match=r"DeviceMesh of 2 dimensions .*'ep', 'tp'.*mesh.get_group"):
+        ep_ops.Communicator(mesh, **SIZES)
+    with ep_ops.Communicator(mesh["ep"], **SIZES) as comm:
+        return comm.world_size
+
+
+def test_meshes() -> None:
+    assert run_ranks(2, meshes) == [2, 2]

@@ -1,0 +1,137 @@
+"""One rank of test_deaths.py, started by hand: ranks die one after the other, the others go on without them.
+
+Every round has a victim, a kind of kernel, eager or replayed, and a moment; all ranks draw the same from the seed.
+Survivors look at every result until they are told, shrink, and look again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ep_ops
+
+EXPERTS, HIDDEN, TOP_K = 2, 64, 2  # of each rank; a row; a token
+MANY, FEW, TOKENS = 64, 32, 20
+TIMEOUT = 2.0
+STEPS = 4
+"""Right ones before a death."""
+MOMENTS = ("before", "dispatch", "between", "combine", "after", "any time")
+
+
+def die(after: float = 0.0) -> None:
+    if after:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Rank:
+    """What a rank does with one communicator."""
+
+    def __init__(self, comm: ep_ops.Communicator, bound: int, replayed: bool, me: int, all_ranks: int) -> None:
+        self.comm, self.bound, self.me, self.all_ranks = comm, bound, me, all_ranks
+        self.x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        self.idx = torch.full((TOKENS, TOP_K), -1, dtype=torch.int32, device="cuda")
+        self.graph: Any = None
+        if replayed:
+            self.dispatch(), self.combine()
+            torch.cuda.synchronize()
+            dist.barrier(comm.group)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.dispatch(), self.combine()
+
+    def dispatch(self) -> None:
+        self.sent = self.comm.dispatch(self.x, self.idx, max_tokens=self.bound)
+
+    def combine(self) -> None:
+        self.out = self.comm.combine(self.sent.x, self.sent.route)
+
+    def begin(self, seed: int) -> torch.Tensor:
+        """New tokens; what is to come back of them."""
+        gen = torch.Generator().manual_seed(seed * 1000 + self.me)
+        x = torch.randint(-8, 8, (TOKENS, HIDDEN), generator=gen).bfloat16()
+        idx = torch.rand(TOKENS, EXPERTS * self.all_ranks, generator=gen).topk(TOP_K).indices.int()
+        self.x.copy_(x)
+        self.idx.copy_(idx)
+        left = torch.isin(idx // EXPERTS, torch.tensor(self.comm.members)).sum(1)
+        return x * left[:, None]
+
+    def step(self, seed: int, moment: str = "", after: float = 0.0) -> None:
+        """A round trip, in which a victim dies at some moment. RuntimeError when a failure is told."""
+        expected = self.begin(seed)
+        if moment == "before":
+            die()
+        if self.graph is None:
+            self.dispatch()
+            if moment == "dispatch":
+                die(after)
+            if moment == "between":
+                torch.cuda.synchronize()
+                die()
+            self.combine()
+        else:
+            self.graph.replay()
+        if moment and moment != "after":
+            die(after)
+        torch.cuda.synchronize()
+        if moment == "after":
+            die()
+        self.comm.check_errors()
+        got = self.out.cpu()
+        assert torch.equal(got, expected), f"{int((got != expected).sum())} of {got.numel()} numbers are wrong"
+
+
+def main(rank: int, world_size: int, port: int, seed: int, out: str) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    draw = random.Random(seed)
+    alive = list(range(world_size))
+    sizes = dict(num_experts=EXPERTS * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=MANY)
+    comm = ep_ops.Communicator(**sizes, latency_max_tokens=FEW, backend="cute", timeout=TIMEOUT, name="deaths")
+    told: list[dict[str, Any]] = []
+    for number in range(world_size - 2):
+        bound, replayed = (MANY, FEW)[number % 2], number // 2 % 2 == 1
+        victim, moment, after = draw.choice(alive), draw.choice(MOMENTS), draw.uniform(1e-5, 4e-3)
+        comm.warmup()
+        mine = Rank(comm, bound, replayed, rank, world_size)
+        for i in range(STEPS):
+            mine.step(number * 1000 + i)
+        dist.barrier(comm.group)
+        index, start, text = comm.members.index(victim), time.monotonic(), ""
+        for i in range(STEPS, STEPS + 50):
+            start = time.monotonic()
+            try:
+                mine.step(number * 1000 + i, moment if rank == victim else "", after)
+            except RuntimeError as error:
+                text = str(error)
+                break
+        told.append(dict(
+            victim=victim, moment=moment, few=bound == FEW, replayed=replayed, steps=i - STEPS,
+            seconds=time.monotonic() - start, named=f"for rank {index} " in text, text=text,
+        ))  # fmt: skip
+        with open(out, "w") as file:
+            json.dump(told, file)
+        alive.remove(victim)
+        group = dist.new_group(alive, use_local_synchronization=True)
+        comm = comm.shrink(group, name=f"deaths {number}")
+    mine = Rank(comm, MANY, False, rank, world_size)
+    for i in range(STEPS):
+        mine.step(10**6 + i)
+    print("done", flush=True)
+    os._exit(0)  # the default group has lost ranks
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:5]), sys.argv[5])
