@@ -1,0 +1,66 @@
+"""Layers with experts of their own on every rank, under data parallelism: DDP, FSDP2, gradient clipping.
+
+Two kinds of parameters: those that all ranks hold (router, attention, ...), whose gradients data parallelism averages,
+and experts, each on one rank of the communicator, whose gradients hold the tokens of all ranks after backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those of all layers inside that have experts of their own (a method ``expert_parameters``, as ``MoELayer``)."""
+    return [p for _, layer in _layers(model) for p in layer.expert_parameters()]  # type: ignore[operator]
+
+
+def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
+    """Prepares ``model`` for DDP or FSDP2 over ``ranks`` ranks, and returns it: call it before either, and compile what
+    either returns.
+
+    DistributedDataParallel will leave experts, and the counters of dropped rows, alone; it would make those of rank 0
+    everybody's. To FSDP2 pass them: ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. Both average
+    gradients over ranks, so those of the experts, which are sums over ranks, are divided by ``ranks`` as they come.
+    Where experts are held several times (``ranks`` is a multiple of the communicator's), add their gradients up over
+    the ranks that hold the same ones, after backward.
+    """
+    apart = []
+    for prefix, layer in _layers(model):
+        experts = {id(p) for p in layer.expert_parameters()}  # type: ignore[operator]
+        apart += [f"{prefix}{name}" for name, p in layer.named_parameters() if id(p) in experts]
+        apart += [f"{prefix}{name}" for name, _ in layer.named_buffers() if name == "dropped"]
+    for p in expert_parameters(model):
+        p.register_hook(lambda grad: grad / ranks)
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *apart])
+    return model
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` (2-norm) of a model whose experts are spread over ``group`` (None: the default
+    group): the same norm on all ranks, in which each expert counts once. Collective. Returns the norm before."""
+    experts = {id(p) for p in expert_parameters(model)}
+    squares = [torch.zeros((), device=next(model.parameters()).device) for _ in range(2)]
+    for i, own in enumerate((False, True)):
+        grads = [p.grad for p in model.parameters() if (id(p) in experts) == own and p.grad is not None]
+        if grads:
+            norm = torch.nn.utils.get_total_norm(grads)
+            squares[i] = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).float() ** 2
+    if dist.is_initialized():
+        dist.all_reduce(squares[1], group=group)
+    total = (squares[0] + squares[1]).sqrt()
+    for own in (False, True):  # apart: FSDP2's are of another kind of tensor
+        held = [p for p in model.parameters() if (id(p) in experts) == own]
+        torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)
+    return total
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """With the prefix of their parameters' names."""
+    for name, layer in model.named_modules():
+        if callable(getattr(layer, "expert_parameters", None)):
+            yield f"{name}." if name else "", layer

@@ -1,0 +1,75 @@
+"""Models with experts of their own on every rank under DDP and FSDP2: gradients of the mean loss over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ep_ops
+from ep_ops.nn import DenseMoE, MoELayer, clip_grad_norm_, expert_parameters, keep_experts_apart
+
+H, E = 16, 5  # five experts: ranks hold different numbers of them
+
+
+class Model(nn.Module):
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.moe, self.last = nn.Linear(H, H), moe, nn.Linear(H, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.moe(self.first(x))).square().mean()
+
+
+def trained(how: str, compiled: bool) -> float:
+    """The largest difference of a gradient, or of the clipped ones, from the dense model's on all ranks' tokens."""
+    sizes: dict[str, Any] = dict(num_experts=E, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
+    with ep_ops.Communicator(**sizes, device="cpu") as comm:
+        model, dense = Model(MoELayer(comm, 8, capacity=64)), Model(DenseMoE(comm, 8))
+        keep_experts_apart(model, comm.world_size)
+        names = [name for name, _ in model.named_parameters()]
+        run: Any = model
+        if how == "ddp":
+            run = DistributedDataParallel(model)
+            run = torch.compile(run, backend="aot_eager") if compiled else run
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = torch.distributed.init_device_mesh("cpu", (comm.world_size,))
+            run = fully_shard(model, mesh=mesh, ignored_params=set(expert_parameters(model)))
+        xs = [torch.randn(4 + 3 * r, H, generator=torch.Generator().manual_seed(r)) for r in range(comm.world_size)]
+        run(xs[comm.rank]).backward()
+        torch.stack([dense(x) for x in xs]).mean().backward()
+        mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        worst = 0.0
+        for again in range(2):
+            for name, p, q in zip(names, model.parameters(), dense.parameters(), strict=True):
+                assert p.grad is not None and q.grad is not None
+                got = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                expected = q.grad[mine] if name.startswith("moe.w_") else q.grad
+                assert got.shape == expected.shape, name
+                worst = max(worst, float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-9)))
+            if not again:
+                norm = clip_grad_norm_(model, 1e-3)
+                torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(dense.parameters(), 1e-3))
+    return worst
+
+
+@pytest.mark.parametrize(("how", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+def test_trained(how: str, compiled: bool) -> None:
+    assert max(run_ranks(2, trained, how, compiled)) < 1e-4
+
+
+def test_dropped_rows_are_counted_once_under_checkpointing() -> None:
+    sizes: dict[str, Any] = dict(num_experts=4, hidden_size=H, top_k=2, max_tokens_per_rank=32, dtype=torch.float32)
+    with ep_ops.Communicator(**sizes, alignment=1, device="cpu") as comm:
+        layer = MoELayer(comm, 8, capacity=30)
+        x = torch.randn(32, H, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+        assert int(layer.dropped.sum()) == 64 - 30
