@@ -305,7 +305,10 @@ class Communicator:
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
-        y, weights = inputs.rows(self, y), inputs.weights(self, weights)
+        if y.dtype is not self.dtype:
+            y = inputs.rows(self, y)
+        if weights is not None and weights.dtype is not self.weights_dtype:
+            weights = inputs.weights(self, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
         return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual), route)
@@ -379,6 +382,14 @@ class Communicator:
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
         """As operators take them, and the `batch` of the route."""
+        if (  # as operators take them: a decode step has no time to lose
+            topk_idx.dtype is torch.int32
+            and x.dtype is self.dtype
+            and topk_idx.dim() == x.dim() == 2
+            and self._ids is None
+            and (topk_weights is None or topk_weights.dtype is self.weights_dtype)
+        ):
+            return x, topk_idx, topk_weights, None
         batch = inputs.batch(topk_idx)
         return inputs.rows(self, x), self._own(topk_idx), inputs.weights(self, topk_weights), batch
 
