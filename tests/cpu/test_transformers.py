@@ -1,0 +1,123 @@
+"""Models of transformers with their experts spread over two ranks, against themselves in one piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers 5.23 or later")
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import ep_ops
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2, max_position_embeddings=64,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(num_experts=6),
+    "mixtral": dict(num_local_experts=6),
+    "deepseek_v3": dict(
+        n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
+    ),
+    "gpt_oss": dict(num_local_experts=6, layer_types=["full_attention"] * 2),
+}  # fmt: skip
+
+
+def made(kind: str, experts: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
+    config._attn_implementation, config._experts_implementation = "eager", experts
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():  # biases begin as zeros
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randint(3, 64, (2, 5 + rank), generator=torch.Generator().manual_seed(rank))
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model(ids, use_cache=False).logits
+    return logits, logits.float().square().mean()
+
+
+def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
+    """Largest relative differences: of the logits, and of each gradient of the losses' sum over ranks."""
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    from ep_ops.integrations.transformers import register, spread_experts
+
+    model, dense = made(kind, implementation), made(kind, implementation)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    names = [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+    batches = [0] * ranks if how == "same batch" else range(ranks)  # of each rank
+    if how in ("registered", "same batch"):
+        register(max_tokens_per_rank=16)
+        shape = (ranks, 1) if how == "registered" else (1, ranks)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp"))
+        ep, tp = mesh["ep" if how == "registered" else "tp"], mesh["tp"]
+        plan = {}
+        for name in names:
+            plan |= {f"{name}.{p}": "grouped_gemm" for p, _ in model.get_submodule(name).named_parameters()}
+            plan[name] = "ep_dispatch_experts"
+        apply_expert_parallelism(model, ep, tp, plan, "ep_ops")
+    else:
+        assert spread_experts(model, max_tokens_per_rank=16) == names and names
+    if how == "compiled":
+        for name in names:
+            block = model.get_submodule(name.rpartition(".")[0])
+            whole = kind in ("qwen3_moe", "mixtral")
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=whole)
+    logits, loss = loss_of(model, tokens(batches[rank]))
+    loss.backward()
+    expected, _ = loss_of(dense, tokens(batches[rank]))
+    sum(loss_of(dense, tokens(batch))[1] for batch in set(batches)).backward()
+
+    def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+        assert got.shape == wanted.shape
+        return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
+
+    found = {"logits": difference(logits, expected)}
+    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+        if q.grad is None:
+            continue
+        got = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        own = q.shape[0] // ranks
+        if any(name.startswith(f"{e}.") for e in names):
+            found[name] = difference(got, q.grad[rank * own : (rank + 1) * own])
+        else:
+            if how != "same batch":
+                dist.all_reduce(got)
+            found[name] = difference(got, q.grad)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("how", "implementation"), [
+    ("spread", "eager"), ("spread", "grouped_mm"), ("compiled", "grouped_mm"), ("registered", "grouped_mm"),
+    ("same batch", "grouped_mm"),
+])  # fmt: skip
+def test_spread_experts(kind: str, how: str, implementation: str) -> None:
+    for found in run_ranks(2, spread, kind, how, implementation):
+        worst = max(found, key=lambda name: found[name])
+        assert found[worst] < 1e-3, (worst, found[worst])
+
+
+def test_a_model_without_experts() -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    with pytest.raises(ValueError, match="Linear has no experts"):
+        spread_experts(torch.nn.Linear(2, 2), max_tokens_per_rank=4)
