@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+LARGE = 0.1
+"""A receive buffer of the default capacity that takes more than this part of a GPU's memory is warned of."""
+
 _numbers: dict[str, itertools.count[int]] = {}  # by the name of the group
 
 
@@ -56,3 +59,10 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def large_rows(device: torch.device, row_bytes: int) -> float:
+    """How many rows a receive buffer may have without a warning."""
+    if device.type != "cuda":
+        return float("inf")
+    return LARGE * torch.cuda.get_device_properties(device).total_memory / row_bytes

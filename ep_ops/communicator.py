@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import backends, checks, inputs, registry
 from .agreement import agree
-from .arguments import device_of, group_of, hashable, next_name
+from .arguments import device_of, group_of, hashable, large_rows, next_name
 from .backends.base import Backend
 from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
@@ -59,8 +59,6 @@ class StartedCombine(NamedTuple):
 _shared: dict[tuple[Any, ...], Communicator] = {}
 
 OVERFLOW = ("count", "raise")
-LARGE = 0.1
-"""A receive buffer of the default capacity that takes this part of a GPU's memory, or more, is warned of."""
 
 
 class Communicator:
@@ -177,6 +175,7 @@ class Communicator:
         self.destroyed = False
         self.members = (0,) if group is None else tuple(dist.get_process_group_ranks(group))  # as global ranks
         self._ids: ExpertIds | None = None
+        self._large = large_rows(self.device, hidden_size * dtype.itemsize)
         self.overflow = overflow
         self._overflowed: Tensor | None = None
         if overflow == "raise":
@@ -411,15 +410,14 @@ class Communicator:
     def _worst_case(self, tokens: int, alignment: int) -> int:
         """Rows of the default capacity, of which is warned where they are large."""
         rows = self.capacity(tokens, alignment)
-        if self.device.type == "cuda" and not torch.compiler.is_compiling():
-            nbytes = rows * self.hidden_size * self.dtype.itemsize
-            if nbytes > LARGE * torch.cuda.get_device_properties(self.device).total_memory:
-                warnings.warn(
-                    f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
-                    f" take {nbytes / 2**30:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and"
-                    " counted), call dispatch_dynamic, or make several calls of fewer tokens (max_tokens).",
-                    RuntimeWarning, stacklevel=4,
-                )  # fmt: skip
+        if rows > self._large and not torch.compiler.is_compiling():
+            gib = rows * self.hidden_size * self.dtype.itemsize / 2**30
+            warnings.warn(
+                f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
+                f" take {gib:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and counted), call"
+                " dispatch_dynamic, or make several calls of fewer tokens (max_tokens).",
+                RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
         return rows
 
     def sm_budget(

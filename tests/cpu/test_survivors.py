@@ -6,6 +6,7 @@ import datetime
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,15 @@ def test_overflow_is_counted() -> None:
         comm.check_errors()
     with pytest.raises(ValueError, match="overflow is 'drop'; it must be one of 'count', 'raise'"):
         small(overflow="drop")
+
+
+def test_a_large_worst_case_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small() as comm:
+        x, idx = torch.ones(16, 8), torch.zeros(16, 1, dtype=torch.int32)
+        monkeypatch.setattr(comm, "_large", 15)
+        with pytest.warns(RuntimeWarning, match="GiB in the worst case. Pass capacity .*dispatch_dynamic.*max_tokens"):
+            comm.dispatch(x, idx)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            comm.dispatch(x, idx, capacity=20)
+            comm.dispatch(x, idx[:4].repeat(4, 1), slots=20)
