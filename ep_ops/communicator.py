@@ -454,6 +454,7 @@ class Communicator:
         RuntimeError: a wait that failed (destroy the communicator then). ValueError: an expert id out of range, or rows
         that did not fit where ``overflow`` is "raise" (this one looks at what has run, hence waits for the device).
         """
+        self.backend.listen()
         self.backend.check_errors()
         if self._overflowed is not None:
             dropped = self._overflowed.tolist()
@@ -468,9 +469,9 @@ class Communicator:
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
         """Has ``callback`` called with the text of the failure that ends this communicator, if there is one, within a
-        tenth of a second and from another thread: for servers that replay CUDA graphs and call nothing else. The next
-        call raises that text all the same. ``os.abort`` in a callback ends the process. (cute backend; the reference
-        backend raises at once.)"""
+        tenth of a second and from another thread: for servers that replay CUDA graphs and call nothing else. (A rank
+        that launches nothing is called when it calls :meth:`check_errors`.) The next call raises that text all the
+        same. ``os.abort`` in a callback ends the process. (cute backend; the reference backend raises at once.)"""
         self.backend.call_on_failure(callback)
 
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
@@ -530,6 +531,7 @@ class Communicator:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # our own kernels have ended: their waits have deadlines
             if meet:
+                self.backend.listen()
                 unsaid = self.backend.unsaid()
                 if not self.backend.has_failed():  # else somebody may never come
                     self._meet_last()

@@ -83,6 +83,9 @@ class Backend(Protocol):
     def check_errors(self) -> None:
         """RuntimeError or ValueError with what kernels or other ranks have reported, if anything."""
 
+    def listen(self) -> None:
+        """Looks whether another rank has told this one of a failure, though nothing runs here that would notice."""
+
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
         """Calls it with the text of the failure that ends the communicator, if kernels report one."""
 

@@ -439,6 +439,9 @@ class ReferenceBackend:
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
         """There is nothing that runs on: whoever fails raises."""
 
+    def listen(self) -> None:
+        """Whoever fails raises at once."""
+
     def check_errors(self) -> None:
         """Errors are raised at once."""
 

@@ -38,6 +38,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     ),
     "throughput_one_rank": lambda draw: throughput.steps(Shape((8,), 32, 3), draw, joining=0),
     "throughput_refused": lambda draw: throughput.refused(Shape((3, 0, 5), 5, 4, slots=(0, 2, 3), share=0.4), draw),
+    "throughput_disagreeing": lambda draw: throughput.disagreeing(Shape((3, 2, 5), 5, 4, alignment=4), draw),
     "throughput_absent": lambda draw: throughput.absent(
         Shape((3, 0, 5), 5, 4, slots=(0, 2, 3), share=0.4), draw, warned=True, known=False
     ),

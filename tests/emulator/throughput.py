@@ -118,6 +118,34 @@ class Steps:
         self.ranks.operations += 1
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
 
+    def disagreeing(self, rank: int) -> list[list[tuple[int, int]]]:
+        """A combine on one rank, a dispatch on all others: what the ranks report, long before a deadline."""
+        from cute_kernels import sync
+
+        usual = sync.POLLS_PER_CHECK
+        sync.POLLS_PER_CHECK = 8
+        launches: list[Launch] = []
+        for other in range(self.ranks.world_size):
+            if other == rank:
+                launches.append(self.launch_combine(rank))
+            else:
+                self.launch_dispatch(launches, other, known=False)
+        run(launches, self.draw)
+        sync.POLLS_PER_CHECK = usual
+        self.ranks.operations += 1
+        return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
+
+    def launch_combine(self, rank: int) -> Launch:
+        """Of a weighted combine without a residual."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.combine import Combine
+
+        self.renew(rank)
+        given = {"recv_weights": self.at[rank]["weights"], "row_scalars": 0, "residual": 0, "pushers": 2, "dealt": 4,
+                 "blocks": 4}  # fmt: skip
+        terms = marks.pack("combine", self.truth.case.max_tokens)
+        return self.launch(rank, Combine(self.problem, True, True, False, False), terms, **given)
+
     def late(self, rank: int, warned: bool, known: bool) -> list[tuple[int, int]]:
         """The dispatch that a rank has missed: what it reports. If that is nothing, what came is right. Not `warned`:
         what those that gave up have told it has not come yet."""
@@ -136,18 +164,11 @@ class Steps:
 
     def garbage(self, rank: int) -> list[tuple[int, int]]:
         """A combine of all ranks, in which those that gave up have garbage: what `rank` reports, which did not."""
-        from cute_kernels import marks, sync
-        from cute_kernels.throughput.combine import Combine
+        from cute_kernels import sync
 
         usual = sync.POLLS_PER_CHECK
         sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 200
-        terms = marks.pack("combine", self.truth.case.max_tokens)
-        launches = []
-        for other, at in enumerate(self.at):
-            self.renew(other)
-            given = {"recv_weights": at["weights"], "row_scalars": 0, "residual": 0, "pushers": 2, "dealt": 4,
-                     "blocks": 4}  # fmt: skip
-            launches.append(self.launch(other, Combine(self.problem, True, True, False, False), terms, **given))
+        launches = [self.launch_combine(other) for other in range(self.ranks.world_size)]
         run(launches, self.draw)
         sync.POLLS_PER_CHECK, self.ranks.timeout_ns = usual, 1 << 40
         return self.ranks.reported(rank)
@@ -261,6 +282,16 @@ def refused(shape: Shape, draw: random.Random) -> None:
     assert all(said[1][0] == REFUSAL for rank, said in enumerate(told) if rank != 1), told
     on.dispatch(known=False)
     on.combine(rows=True, weighted=True, scalars=False, residual=False)
+
+
+def disagreeing(shape: Shape, draw: random.Random) -> None:
+    """A rank that calls another operator: all are told so, by what they see or by one that has seen it."""
+    from cute_kernels.sync import MISMATCH, TOLD
+
+    on = begun(shape, draw, known=True)
+    told = on.disagreeing(1)
+    assert all(said[0][0] in (MISMATCH, TOLD) and said[1] == (0, 0) for said in told), told
+    assert any(said[0][0] == MISMATCH for said in told), told
 
 
 def absent(shape: Shape, draw: random.Random, warned: bool, known: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -479,9 +480,11 @@ def test_who_is_missing_is_told(missing, seed, together):
     torch.cuda.synchronize()
     dist.barrier()
     with together():
-        if rank == 1:
-            comm.check_errors()
-        else:
-            with pytest.raises(RuntimeError, match=f"ep::{missing}.* for rank 1"):
+        # All say for whom they waited, rank 1 that it was told so, as soon as it is.
+        told = "was told that rank . waited .* for rank 1" if rank == 1 else f"ep::{missing}.* for rank 1"
+        end = time.monotonic() + 5
+        with pytest.raises(RuntimeError, match=told):
+            while time.monotonic() < end:
                 comm.check_errors()
+                time.sleep(0.01)
     comm.destroy()

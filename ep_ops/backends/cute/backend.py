@@ -15,6 +15,7 @@ from cute_kernels.alarm import Alarm
 from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.rows import Slices
+from cute_kernels.sync import TOLD_SO
 
 from ... import arrivals, symmetric
 from ...config import Member
@@ -233,6 +234,13 @@ class CuteBackend:
             self.combine_gathered(self.empty_rows(0), route)
         torch.cuda.synchronize(self._device)
         self.check_errors()
+
+    def listen(self) -> None:
+        if self._report.pending() or torch.cuda.is_current_stream_capturing():
+            return
+        epoch, failed = struct.unpack("<2q", self._read(EPOCH * 8, 16))
+        if failed == TOLD_SO:  # and nothing has run here since that would have said so
+            self._report.tell(self._rank, epoch)
 
     def check_errors(self) -> None:
         if not self._report.pending():

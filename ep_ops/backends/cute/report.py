@@ -11,6 +11,8 @@ from cute_kernels import marks, sync
 
 _WORDS = sync.REPORT_WORDS
 _ALL = 4 * _WORDS
+_NOT_BEGUN = -1
+"""In the place of a flag: no kernel waited for one."""
 
 
 class Report:
@@ -38,14 +40,16 @@ class Report:
         if self._words[0] == 0:
             return None
         _, reason, flag, rank, peer, detail, expected, seen = self._words[:8]
-        awaited = sync.FLAGS[flag]
-        where = f", token {detail}" if awaited in ("chunk", "token") else ""
         epoch, own = marks.unpack(expected)
         doing = f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator)"
+        if reason == sync.TOLD and flag == _NOT_BEGUN:
+            doing = f"rank {rank}, which has not begun operation {epoch} of this communicator"
         if reason == sync.TOLD:
             return f"{doing}, was told that {self._told_of(epoch)}"
         if reason == sync.MISMATCH:
             return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen)[1])}"
+        awaited = sync.FLAGS[flag]
+        where = f", token {detail}" if awaited in ("chunk", "token") else ""
         then, met = marks.unpack(seen)
         last = "nothing" if seen == 0 else f"ep::{met.kind}, operation {then}"
         return (
@@ -62,6 +66,11 @@ class Report:
         awaited = sync.FLAGS[alarm.flag]
         where = f", token {alarm.detail}" if awaited in ("chunk", "token") else ""
         return f"rank {alarm.rank} waited {self._timeout:g} s for rank {alarm.peer} ({awaited} flag{where})"
+
+    def tell(self, rank: int, epoch: int) -> None:
+        """Writes what a kernel would: that another rank has told this one, which has not begun operation `epoch`."""
+        self._words[1:8] = [sync.TOLD, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0]
+        self._words[0] = 1
 
     def told(self) -> bool:
         """Whether the wait failed because another rank had given up, who has told all."""
