@@ -59,6 +59,7 @@ gpu-test: $(NEEDS)
 	  echo "== tests/gpu with $$n ranks on $$gpus GPUs"; \
 	  $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu $(ARGS); \
 	done; \
+	echo "== ranks that die"; $(PYTHON) -m pytest tests/gpu/test_deaths.py; \
 	for n in $(MANY); do \
 	  echo "== tests/gpu/test_many.py: up to $$n ranks on $$gpus GPUs"; \
 	  $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu/test_many.py $(ARGS); \
