@@ -1,4 +1,4 @@
-"""The command line: ``ep-ops demo``, ``ep-ops doctor``, ``ep-ops bench``."""
+"""The command line: ``ep-ops demo``, ``ep-ops compile``, ``ep-ops doctor``, ``ep-ops bench``."""
 
 from __future__ import annotations
 
@@ -48,6 +48,22 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--eager", action="store_true", help="do not compile the model")
     demo.set_defaults(run=run_demo)
 
+    ahead = commands.add_parser(
+        "compile",
+        help="compile a communicator's kernels into the disk cache, with all cores; needs no GPU",
+        description="Compiles what an ep_ops.Communicator of these arguments launches into EP_OPS_CACHE_DIR.",
+    )
+    ahead.add_argument("--ranks", type=positive, required=True, help="of the communicator's group")
+    ahead.add_argument("--num-experts", type=positive, required=True, help="of all ranks together")
+    ahead.add_argument("--experts-per-rank", type=numbers, help="as 3,3,2 (default: as even as possible)")
+    ahead.add_argument("--hidden-size", type=positive, required=True)
+    ahead.add_argument("--top-k", type=positive, required=True)
+    ahead.add_argument("--max-tokens-per-rank", type=positive, required=True)
+    ahead.add_argument("--latency-max-tokens", type=int, help="as the communicator's (default: the backend's choice)")
+    ahead.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    ahead.add_argument("--arch", help="as sm_90a, sm_100a (default: this host's GPU's)")
+    ahead.set_defaults(run=run_compile)
+
     doctor = commands.add_parser(
         "doctor", help="print versions, GPUs, how they reach each other, and the backend to be chosen"
     )
@@ -61,6 +77,10 @@ def positive(text: str) -> int:
     if value < 1:
         raise ValueError
     return value
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def hidden_size(text: str) -> int:
@@ -120,6 +140,27 @@ def terminate(number: int, frame: object) -> None:
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM."""
+
+
+def run_compile(args: argparse.Namespace) -> int:
+    import torch
+
+    from ep_ops import ahead
+
+    arch = args.arch or ahead.arch_here()
+    if arch is None:
+        print("ep-ops compile: torch sees no GPU here; say --arch sm_90a, or another", file=sys.stderr)
+        return 2
+    try:
+        config = ahead.config_of(
+            args.ranks, args.num_experts, args.hidden_size, args.top_k, args.max_tokens_per_rank,
+            getattr(torch, args.dtype), args.experts_per_rank, args.latency_max_tokens,
+        )  # fmt: skip
+    except ValueError as refused:
+        print(f"ep-ops compile: {refused}", file=sys.stderr)
+        return 2
+    print(f"{ahead.compile_communicator(config, arch)} kernels for {arch} are in {ahead.folder()}")
+    return 0
 
 
 def run_doctor(args: argparse.Namespace) -> int:

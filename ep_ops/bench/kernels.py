@@ -6,9 +6,6 @@ python -m ep_ops.bench.kernels --preset full 4 2      # beforehand, with all cor
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +18,9 @@ from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
-from ep_ops.backends.cute import kernels_of, latency
-from ep_ops.backends.cute.memory import problem_of, token_bound
-from ep_ops.config import Config, even_experts
+from ep_ops.ahead import compile_all
+from ep_ops.backends.cute import kernels_of
+from ep_ops.config import even_experts
 
 from .link import Barrier, LinkCopy, arch_of
 from .presets import PRESETS, Preset
@@ -49,13 +46,6 @@ def kernels(preset: Preset, world_size: int) -> list[Any]:
     return list(found)
 
 
-def kernels_of_communicator(config: Config) -> list[Any]:
-    """Of a communicator of the cute backend, the latency kernels too."""
-    problem = problem_of(config)
-    tokens = token_bound(config, problem)
-    return [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else ())]
-
-
 def compile_together(wanted: list[Any], device: torch.device) -> int:
     """Number of kernels compiled or found compiled. Collective; does nothing without a disk cache."""
     if jit.cache_dir() is None or dist.get_world_size() == 1:
@@ -66,17 +56,6 @@ def compile_together(wanted: list[Any], device: torch.device) -> int:
     return len(wanted)
 
 
-def compile_beforehand(wanted: Sequence[Any], arch: str) -> None:
-    """Into the disk cache, by as many processes as there are cores."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), mp_context=context) as pool:
-        list(pool.map(_compile, wanted, [arch] * len(wanted)))
-
-
-def _compile(kernel: Any, arch: str) -> None:
-    jit.get(kernel, arch, lambda: False)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m ep_ops.bench.kernels", description=__doc__)
     options.add_argument("ranks", nargs="+", type=int, help="numbers of ranks")
@@ -84,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--arch", help="such as sm_90a (default: this machine's GPU's)")
     args = options.parse_args(argv)
     wanted = [kernel for ranks in args.ranks for kernel in kernels(PRESETS[args.preset](), ranks)]
-    compile_beforehand(wanted, args.arch or arch_of(torch.device("cuda", 0)))
+    compile_all(wanted, args.arch or arch_of(torch.device("cuda", 0)))
     print(f"{len(wanted)} kernels are compiled")
     return 0
 

@@ -125,9 +125,11 @@ class Latency(Run):
 
     def compile(self, *comms: Communicator) -> None:
         """Shared out between the ranks: each would compile all of it in its warmup."""
-        from .kernels import compile_together, kernels_of_communicator
+        from ep_ops.backends.cute import all_kernels
 
-        wanted = dict.fromkeys(kernel for comm in comms for kernel in kernels_of_communicator(comm.config))
+        from .kernels import compile_together
+
+        wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config))
         self.say(f"{compile_together(list(wanted), self.device)} kernels are compiled")
 
     # ------------------------------------------------------------------ what is measured

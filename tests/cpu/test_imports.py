@@ -43,14 +43,17 @@ ROOMS = {
     "ep_ops.nn": ("ep_ops.records", "ep_ops.communicator"),
     "ep_ops.integrations": ("ep_ops.communicator", "ep_ops.nn"),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
+    "ep_ops.ahead": ("ep_ops.version", "ep_ops.config", "ep_ops.backends", "cute_kernels"),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),
     "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "cute_kernels"),
     "ep_ops.bench": (
         "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric",
-        "ep_ops.backends", "cute_kernels",
+        "ep_ops.backends", "ep_ops.ahead", "cute_kernels",
     ),
-    "ep_ops.cli": ("ep_ops", "ep_ops.demo", "ep_ops.decode_demo", "ep_ops.doctor", "ep_ops.launch", "ep_ops.bench"),
+    "ep_ops.cli": (
+        "ep_ops", "ep_ops.ahead", "ep_ops.demo", "ep_ops.decode_demo", "ep_ops.doctor", "ep_ops.launch", "ep_ops.bench",
+    ),
     "cute_kernels": (),
     "meta_kernels": (),
 }  # fmt: skip

@@ -66,11 +66,11 @@ def test_barrier_releases_and_acquires(arch: str) -> None:
 
 def test_kernels_are_compiled_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from ep_ops.bench.kernels import compile_beforehand
+    from ep_ops.ahead import compile_all
     from ep_ops.bench.link import Barrier
 
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
-    compile_beforehand([Barrier(2)], "sm_90a")
+    compile_all([Barrier(2)], "sm_90a")
     assert [path.name.startswith("Barrier_") for path in tmp_path.glob("*.o")] == [True]
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backend import CuteBackend, kernels_of
+    from .backend import CuteBackend, all_kernels, kernels_of
 
-__all__ = ["CuteBackend", "kernels_of"]
+__all__ = ["CuteBackend", "all_kernels", "kernels_of"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ from cute_kernels.rows import Slices
 from cute_kernels.sync import TOLD_SO
 
 from ... import arrivals, symmetric
-from ...config import Member
+from ...config import Config, Member
 from ...records import Placed, Route, Sizes
 from ..base import DispatchTensors
 from ..split import Order, ticket
@@ -37,6 +37,14 @@ NO_CAPACITY_LIMIT = 2**31 - 2**16
 
 
 _kept: list[Any] = []
+
+
+def all_kernels(config: Config) -> list[Any]:
+    """Everything that such a communicator may launch."""
+    problem = problem_of(config)
+    tokens = token_bound(config, problem)
+    few = latency.kernels_of(problem, tokens) if tokens else []
+    return [*kernels_of(problem), *few, Refuse(problem), Alarm(problem)]
 
 
 class CuteBackend:
@@ -200,9 +208,7 @@ class CuteBackend:
     # ------------------------------------------------------------------ lifetime
 
     def compile(self) -> None:
-        self._launcher.compile([*kernels_of(self._problem), Refuse(self._problem), Alarm(self._problem)])
-        if self.latency.tokens:
-            self._launcher.compile(latency.kernels_of(self._problem, self.latency.tokens))
+        self._launcher.compile(all_kernels(self._config))
 
     def warmup(self) -> None:
         """Runs every kernel once, on no tokens."""

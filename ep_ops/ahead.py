@@ -1,0 +1,78 @@
+"""`ep-ops compile`: a communicator's kernels into the disk cache, once for all processes of a host, with all cores.
+
+Needs no GPU, so it can be a step of building an image. Without it each kernel is compiled when it is first needed, or
+in `Communicator.warmup`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_ops.backends.cute.memory import problem_with
+from ep_ops.config import Config, even_experts
+from ep_ops.version import __version__
+
+
+def config_of(
+    ranks: int, num_experts: int, hidden_size: int, top_k: int, max_tokens: int, dtype: torch.dtype,
+    experts_per_rank: Sequence[int] | None = None, latency_max_tokens: int | None = None,
+) -> Config:  # fmt: skip
+    """Of a communicator, as far as kernels depend on it. ValueError, in the communicator's words, for what it would
+    refuse."""
+    experts = even_experts(num_experts, ranks) if experts_per_rank is None else tuple(experts_per_rank)
+    config = Config(
+        "ahead", ranks, num_experts, hidden_size, top_k, max_tokens, dtype, experts, 16, "cute", "cuda", 1.0, None,
+        None, latency_max_tokens, 0, True, __version__,
+    )  # fmt: skip
+    problem = config.problem() or problem_with(config)
+    if problem is not None:
+        raise ValueError(problem)
+    return config
+
+
+def compile_communicator(config: Config, arch: str) -> int:
+    """How many kernels it has. RuntimeError where no folder is there to keep them."""
+    from ep_ops.backends.cute import all_kernels
+
+    wanted = all_kernels(config)
+    folder()
+    compile_all(wanted, arch)
+    return len(wanted)
+
+
+def folder() -> Path:
+    """Of compiled kernels."""
+    from cute_kernels import jit
+
+    found = jit.cache_dir()
+    if found is None:
+        raise RuntimeError("EP_OPS_CACHE_DIR is empty: there is no folder to keep compiled kernels in")
+    return found
+
+
+def compile_all(wanted: Sequence[Any], arch: str) -> None:
+    """Into the disk cache, by as many processes as there are cores; what is there already is left alone."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), mp_context=context) as pool:
+        list(pool.map(_compile, wanted, [arch] * len(wanted)))
+
+
+def _compile(kernel: Any, arch: str) -> None:
+    from cute_kernels import jit
+
+    jit.get(kernel, arch, lambda: False)
+
+
+def arch_here() -> str | None:
+    """Of this host's first GPU, if there is one."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"sm_{major}{minor}a"

@@ -1,0 +1,55 @@
+"""`ep-ops compile`: the kernels that a communicator will ask for, before there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import torch
+
+from cute_kernels import jit
+from ep_ops import ahead
+from ep_ops.backends.cute import all_kernels
+from ep_ops.cli import main
+
+SIZES = ["--ranks", "2", "--num-experts", "4", "--hidden-size", "64", "--top-k", "2", "--max-tokens-per-rank", "64"]
+
+
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
+    asked: list[tuple[Any, str]] = []
+    monkeypatch.setattr(ahead, "compile_all", lambda wanted, arch: asked.extend((kernel, arch) for kernel in wanted))
+    assert main(["compile", *SIZES, "--arch", "sm_100a", "--latency-max-tokens", "16"]) == 0
+    config = ahead.config_of(2, 4, 64, 2, 64, torch.bfloat16, None, 16)
+    assert asked == [(kernel, "sm_100a") for kernel in all_kernels(config)]
+    assert f"{len(asked)} kernels for sm_100a are in {tmp_path}" in capsys.readouterr().out
+
+
+def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compiled by other processes, loaded by this one without compiling anything."""
+    monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
+    wanted = all_kernels(ahead.config_of(2, 4, 64, 2, 64, torch.bfloat16))[-2:]
+    ahead.compile_all(wanted, "sm_90a")
+    monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
+    for kernel in wanted:
+        assert jit.get(kernel, "sm_90a", lambda: False) is not None
+
+
+@pytest.mark.parametrize(("more", "text"), [
+    (["--top-k", "40"], "top_k is 40; at most 32 is supported"),
+    (["--ranks", "80", "--num-experts", "80"], "world_size is 80; backend 'cute' takes at most 72 ranks"),
+    (["--experts-per-rank", "3,3"], "adds up to 6, but num_experts is 4"),
+])  # fmt: skip
+def test_what_is_refused(more: list[str], text: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["compile", *SIZES, *more, "--arch", "sm_90a"]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_arch_is_to_be_said(capsys: pytest.CaptureFixture) -> None:
+    assert main(["compile", *SIZES]) == 2
+    assert "--arch sm_90a" in capsys.readouterr().err
