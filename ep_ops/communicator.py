@@ -236,9 +236,12 @@ class Communicator:
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        batch, topk_idx = inputs.batch(topk_idx), self._own(topk_idx)
+        batch = None
+        if self._ids is not None or getattr(topk_idx, "dtype", None) is not torch.int32 or topk_idx.ndim != 2:
+            batch, topk_idx = inputs.batch(topk_idx), self._own(topk_idx)
         send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
-        self._count(dropped)
+        if self._overflowed is not None:
+            self._overflowed.add_(dropped)
         rows, alignment, _, tokens = sizes
         return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch), dropped
 
@@ -266,7 +269,8 @@ class Communicator:
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = self._given(x, topk_idx, topk_weights)
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
-        self._count(out[-1])
+        if self._overflowed is not None:
+            self._overflowed.add_(out[-1])
         return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
 
     def dispatch_dynamic(
@@ -293,7 +297,7 @@ class Communicator:
         Differentiable.
         """
         args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
-        x, topk_weights = inputs.rows(self, x), inputs.weights(self, topk_weights)
+        x, topk_weights = self._rows(x, topk_weights)
         rows, weights = call("dispatch_planned", x, topk_weights, *args)
         return rows, None if topk_weights is None else weights
 
@@ -304,10 +308,7 @@ class Communicator:
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
-        if y.dtype is not self.dtype:
-            y = inputs.rows(self, y)
-        if weights is not None and weights.dtype is not self.weights_dtype:
-            weights = inputs.weights(self, weights)
+        y, weights = self._rows(y, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
         return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual), route)
@@ -358,12 +359,13 @@ class Communicator:
         """What :meth:`dispatch` returns. Differentiable."""
         ticket, x, topk_weights, topk_idx, sizes, batch = started
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
-        self._count(out[-1])
+        if self._overflowed is not None:
+            self._overflowed.add_(out[-1])
         return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
-        y, weights = inputs.rows(self, y), inputs.weights(self, weights)
+        y, weights = self._rows(y, weights)
         ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
         return StartedCombine(ticket, y, weights, route)
 
@@ -382,20 +384,23 @@ class Communicator:
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
         """As operators take them, and the `batch` of the route."""
         if (  # as operators take them: a decode step has no time to lose
-            topk_idx.dtype is torch.int32
-            and x.dtype is self.dtype
-            and topk_idx.dim() == x.dim() == 2
-            and self._ids is None
-            and (topk_weights is None or topk_weights.dtype is self.weights_dtype)
+            self._ids is None
+            and getattr(x, "dtype", None) is self.dtype
+            and getattr(topk_idx, "dtype", None) is torch.int32
+            and topk_idx.ndim == x.ndim == 2
+            and (topk_weights is None or getattr(topk_weights, "dtype", None) is self.weights_dtype)
         ):
             return x, topk_idx, topk_weights, None
         batch = inputs.batch(topk_idx)
         return inputs.rows(self, x), self._own(topk_idx), inputs.weights(self, topk_weights), batch
 
-    def _count(self, dropped: Tensor) -> None:
-        """Keeps what :meth:`check_errors` is to raise."""
-        if self._overflowed is not None:
-            self._overflowed.add_(dropped)
+    def _rows(self, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As operators take them."""
+        if getattr(rows, "dtype", None) is not self.dtype or rows.ndim != 2:
+            rows = inputs.rows(self, rows)
+        if weights is not None and getattr(weights, "dtype", None) is not self.weights_dtype:
+            weights = inputs.weights(self, weights)
+        return rows, weights
 
     def _sizes(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None

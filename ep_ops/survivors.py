@@ -32,7 +32,7 @@ class ExpertIds:
 
     def of(self, topk_idx: Tensor) -> Tensor:
         """Of experts that are gone: -1."""
-        if topk_idx.dtype != torch.int32:
+        if not isinstance(topk_idx, Tensor) or topk_idx.dtype != torch.int32:
             return topk_idx  # which the operator refuses
         return self._table[topk_idx.clamp(-1, len(self.own)).long() + 1]
 

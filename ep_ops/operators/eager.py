@@ -46,9 +46,9 @@ def learn(operators: Iterable[Operator]) -> None:
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
     types = tuple(map(type, args))
-    if not _is_compiling() and (forward_ad._current_level >= 0 or _transforms() is not None):
-        _refuse_tangents(name, args)
     if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or args[0].is_meta:
+        if forward_ad._current_level >= 0 and not _is_compiling():
+            _refuse_tangents(name, args)
         return getattr(torch.ops.ep, name)(*args)
     return IMPLEMENTATIONS[name](*args)
 
@@ -72,6 +72,7 @@ def _heeded() -> bool:
         or _function_modes() > 0
         or _transforms() is not None
         or _profiler_enabled()
+        or forward_ad._current_level >= 0  # torch.func.jvp enters a level as well
     )
 
 

@@ -300,8 +300,9 @@ def test_float64_weights_go_with_float64_rows() -> None:
     ) as comm:
         x, idx = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int32)
         comm.dispatch(x, idx, torch.zeros(1, 1, dtype=torch.float64))
+        assert comm.dispatch(x, idx, torch.ones(1, 1)).weights.dtype == torch.float64  # methods widen
         with pytest.raises(TypeError, match="topk_weights has dtype torch.float32; allowed: torch.float64"):
-            comm.dispatch(x, idx, torch.zeros(1, 1))
+            torch.ops.ep.dispatch(x, torch.zeros(1, 1), idx, 16, 16, 0, 1, 1, 1, comm.name)
 
 
 @pytest.mark.parametrize("name", CHECKS)
