@@ -476,7 +476,7 @@ class Communicator:
         """Has ``callback`` called with the text of the failure that ends this communicator, if there is one, within a
         tenth of a second and from another thread: for servers that replay CUDA graphs and call nothing else. (A rank
         that launches nothing is called when it calls :meth:`check_errors`.) The next call raises that text all the
-        same. ``os.abort`` in a callback ends the process. (cute backend; the reference backend raises at once.)"""
+        same. ``lambda text: os.abort()`` ends the process. (cute backend; the reference backend raises at once.)"""
         self.backend.call_on_failure(callback)
 
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
