@@ -40,10 +40,10 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "throughput_refused": lambda draw: throughput.refused(Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw),
     "throughput_disagreeing": lambda draw: throughput.disagreeing(Shape((3, 2, 2), 3, 2, alignment=4), draw),
     "throughput_absent": lambda draw: throughput.absent(
-        Shape((3, 0, 5), 5, 4, slots=(0, 2, 3), share=0.4), draw, warned=True, known=False
+        Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw, warned=True, known=False
     ),
     "throughput_late": lambda draw: throughput.absent(
-        Shape((3, 1, 5), 5, 4, alignment=4), draw, warned=False, known=True
+        Shape((3, 1, 2), 3, 3, alignment=4), draw, warned=False, known=True
     ),
     "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
 }  # fmt: skip
