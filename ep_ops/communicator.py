@@ -398,7 +398,7 @@ class Communicator:
         """As operators take them."""
         if getattr(rows, "dtype", None) is not self.dtype or rows.ndim != 2:
             rows = inputs.rows(self, rows)
-        if weights is not None and getattr(weights, "dtype", None) is not self.weights_dtype:
+        if weights is not None and (getattr(weights, "dtype", None) is not self.weights_dtype or weights.ndim > 2):
             weights = inputs.weights(self, weights)
         return rows, weights
 
@@ -459,7 +459,8 @@ class Communicator:
         RuntimeError: a wait that failed (destroy the communicator then). ValueError: an expert id out of range, or rows
         that did not fit where ``overflow`` is "raise" (this one looks at what has run, hence waits for the device).
         """
-        self.backend.listen()
+        if not self.destroyed:
+            self.backend.listen()
         self.backend.check_errors()
         if self._overflowed is not None:
             dropped = self._overflowed.tolist()
@@ -516,7 +517,7 @@ class Communicator:
         """How many entries of ``topk_idx`` name an expert that is gone (:meth:`shrink`): int64 [], on the device."""
         if self._ids is None:
             return torch.zeros((), dtype=torch.int64, device=topk_idx.device)
-        return self._ids.lost(topk_idx)
+        return self._ids.lost(inputs.ids(topk_idx))
 
     def destroy(self) -> None:
         """Free everything. Collective: waits for the other ranks first. Calling it again does nothing.

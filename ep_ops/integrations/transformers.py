@@ -72,7 +72,7 @@ def spread_experts(
         experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
         own_experts = functools.partial(_through, comm, capacity, experts, experts.forward)
         experts.forward = own_experts
-        experts.expert_parameters = functools.partial(list, experts.parameters())
+        experts.expert_parameters = functools.partial(_parameters, experts)
     return found
 
 
@@ -121,6 +121,10 @@ def _through(
     ids = torch.where(there, expert.unsqueeze(1), nobody)
     y = forward(rows, ids, there.to(rows.dtype))
     return comm.combine(y, sent.route, sent.weights)
+
+
+def _parameters(experts: nn.Module) -> list[nn.Parameter]:
+    return list(experts.parameters())
 
 
 def _is_experts(module: nn.Module) -> bool:

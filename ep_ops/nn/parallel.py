@@ -34,7 +34,8 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
         apart += [f"{prefix}{name}" for name, p in layer.named_parameters() if id(p) in experts]
         apart += [f"{prefix}{name}" for name, _ in layer.named_buffers() if name == "dropped"]
     for p in expert_parameters(model):
-        p.register_hook(lambda grad: grad / ranks)
+        if p.requires_grad:
+            p.register_hook(lambda grad: grad / ranks)
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *apart])
     return model

@@ -46,7 +46,8 @@ def check(comm: ep_ops.Communicator, ranks: list[int], seed: int, dispatch: Any 
     sent = (dispatch or comm.dispatch)(x, idx)
     left = torch.isin(idx, torch.tensor(there)).sum(1)
     assert torch.equal(comm.combine(sent.x, sent.route), x * left[:, None])
-    assert int(comm.lost_rows(idx)) == int((idx >= 0).sum() - left.sum())
+    for given in (idx, idx.long()):
+        assert int(comm.lost_rows(given)) == int((idx >= 0).sum() - left.sum())
     begin = 0
     for i in range(HELD[mine]):
         expert = sum(HELD[:mine]) + i

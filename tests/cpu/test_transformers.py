@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
+from ep_ops.nn import expert_parameters
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
@@ -74,6 +75,9 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
         apply_expert_parallelism(model, ep, tp, plan, "ep_ops")
     else:
         assert spread_experts(model, max_tokens_per_rank=16) == names and names
+        held = [p for name in names for p in model.get_submodule(name).parameters()]
+        for _ in range(2):
+            assert list(map(id, expert_parameters(model))) == list(map(id, held))
     if how == "compiled":
         for name in names:
             block = model.get_submodule(name.rpartition(".")[0])

@@ -34,11 +34,12 @@ def routed(*shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, experts, weights
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("how", ["eager", "compiled", "split", "dynamic", "planned", "gathered"])
-def test_what_topk_returns(comm: ep_ops.Communicator, how: str) -> None:
+def test_what_topk_returns(comm: ep_ops.Communicator, how: str, dtype: torch.dtype) -> None:
     x, experts, weights = routed(3, 5)
     x.requires_grad_()
-    weights = weights.requires_grad_()
+    weights = weights.to(dtype).requires_grad_()
 
     def there_and_back(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if how == "split":
@@ -64,7 +65,7 @@ def test_what_topk_returns(comm: ep_ops.Communicator, how: str) -> None:
     out.sum().backward()
     torch.testing.assert_close(x.grad, (scale + torch.zeros_like(x)).detach())
     if how != "gathered":
-        assert weights.grad is not None and weights.grad.dtype == torch.bfloat16
+        assert weights.grad is not None and weights.grad.dtype == dtype
         torch.testing.assert_close(weights.grad.float()[..., 0], x.detach().sum(-1), rtol=2e-2, atol=2e-2)
 
 

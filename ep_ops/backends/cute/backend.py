@@ -30,13 +30,13 @@ from .outputs import Outputs
 from .report import Report
 from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
 
-__all__ = ["CuteBackend", "kernels_of"]
+__all__ = ["CuteBackend", "all_kernels", "kernels_of"]
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """The capacity that a dispatch into exactly as many rows as come publishes; alignments (up to 1024) fit below 2**31."""
 
-
 _kept: list[Any] = []
+"""Memory of communicators that have failed: a peer may still write there."""
 
 
 def all_kernels(config: Config) -> list[Any]:
