@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from . import operators  # noqa: F401  registers torch.ops.ep.*
-from .communicator import Communicator, Dispatched
+from .communicator import Communicator
 from .memory import memory_plan
-from .records import Route
+from .records import Dispatched, Route
 from .version import __version__
 
 __all__ = ["Communicator", "Dispatched", "Route", "__version__", "memory_plan"]

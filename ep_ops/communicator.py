@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,44 +21,13 @@ from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
 from .memory import MemoryPlan, plan_of
 from .operators.eager import call
-from .records import Route, Sizes
+from .overflow import POLICIES, Overflow
+from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
 from .survivors import ExpertIds
 from .topology import gpu_problem
 from .version import __version__
 
-
-class Dispatched(NamedTuple):
-    """What a dispatch brought here."""
-
-    x: Tensor  # [R, H] rows grouped by local expert; rows outside the segments are undefined
-    weights: Tensor | None  # [R] weight of each row; None if no weights were given
-    route: Route
-    dropped: Tensor  # int32 [El] rows routed here that did not fit
-
-
-class StartedDispatch(NamedTuple):
-    """A dispatch that has been started; what it was given stays as it is until the wait."""
-
-    ticket: Tensor
-    x: Tensor
-    topk_weights: Tensor | None
-    topk_idx: Tensor
-    sizes: Sizes
-    batch: tuple[int, ...] | None = None  # see Route
-
-
-class StartedCombine(NamedTuple):
-    """A combine that has been started; what it was given stays as it is until the wait."""
-
-    ticket: Tensor
-    y: Tensor
-    weights: Tensor | None
-    route: Route
-
-
 _shared: dict[tuple[Any, ...], Communicator] = {}
-
-OVERFLOW = ("count", "raise")
 
 
 class Communicator:
@@ -146,8 +115,8 @@ class Communicator:
             )
         if problem is None and own.backend == "cute":
             problem = gpu_problem(self.device)
-        if problem is None and overflow not in OVERFLOW:
-            problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, OVERFLOW))}"
+        if problem is None and overflow not in POLICIES:
+            problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, POLICIES))}"
         if problem is None and registry.taken(own.name):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
         cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
@@ -174,12 +143,12 @@ class Communicator:
         self.config = resolved
         self.destroyed = False
         self.members = (0,) if group is None else tuple(dist.get_process_group_ranks(group))  # as global ranks
-        self._ids: ExpertIds | None = None
+        self.expert_ids: ExpertIds | None = None
         self._large = large_rows(self.device, hidden_size * dtype.itemsize)
         self.overflow = overflow
-        self._overflowed: Tensor | None = None
+        self._overflow: Overflow | None = None
         if overflow == "raise":
-            self._overflowed = torch.zeros(self.num_local_experts, dtype=torch.int32, device=self.device)
+            self._overflow = Overflow(self.num_local_experts, self.first_local_expert, self.device)
         self._exchange = exchange
         self.backend: Backend = backends.make(resolved.backend, self)
         registry.add(self)
@@ -236,12 +205,10 @@ class Communicator:
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        batch = None
-        if self._ids is not None or getattr(topk_idx, "dtype", None) is not torch.int32 or topk_idx.ndim != 2:
-            batch, topk_idx = inputs.batch(topk_idx), self._own(topk_idx)
+        topk_idx, batch = inputs.to_plan(self, topk_idx)
         send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
-        if self._overflowed is not None:
-            self._overflowed.add_(dropped)
+        if self._overflow is not None:
+            self._overflow.add(dropped)
         rows, alignment, _, tokens = sizes
         return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch), dropped
 
@@ -267,10 +234,10 @@ class Communicator:
         is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        x, topk_idx, topk_weights, batch = self._given(x, topk_idx, topk_weights)
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
-        if self._overflowed is not None:
-            self._overflowed.add_(out[-1])
+        if self._overflow is not None:
+            self._overflow.add(out[-1])
         return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
 
     def dispatch_dynamic(
@@ -285,7 +252,7 @@ class Communicator:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
-        x, topk_idx, topk_weights, batch = self._given(x, topk_idx, topk_weights)
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place)
         return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
 
@@ -297,7 +264,7 @@ class Communicator:
         Differentiable.
         """
         args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
-        x, topk_weights = self._rows(x, topk_weights)
+        x, topk_weights = inputs.with_weights(self, x, topk_weights)
         rows, weights = call("dispatch_planned", x, topk_weights, *args)
         return rows, None if topk_weights is None else weights
 
@@ -308,7 +275,7 @@ class Communicator:
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
-        y, weights = self._rows(y, weights)
+        y, weights = inputs.with_weights(self, y, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
         return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual), route)
@@ -351,7 +318,7 @@ class Communicator:
         that gains nothing (more tokens than the latency kernels take, the reference backend) the wait does it all.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        x, topk_idx, topk_weights, batch = self._given(x, topk_idx, topk_weights)
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
         return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch)
 
@@ -359,13 +326,13 @@ class Communicator:
         """What :meth:`dispatch` returns. Differentiable."""
         ticket, x, topk_weights, topk_idx, sizes, batch = started
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
-        if self._overflowed is not None:
-            self._overflowed.add_(out[-1])
+        if self._overflow is not None:
+            self._overflow.add(out[-1])
         return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
-        y, weights = self._rows(y, weights)
+        y, weights = inputs.with_weights(self, y, weights)
         ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
         return StartedCombine(ticket, y, weights, route)
 
@@ -373,34 +340,6 @@ class Communicator:
         """What :meth:`combine` returns. Differentiable."""
         ticket, y, weights, route = started
         return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name), route)
-
-    def _own(self, topk_idx: Tensor) -> Tensor:
-        """[T, K] of this communicator's ids of the experts that are named (see `shrink`)."""
-        topk_idx = inputs.ids(topk_idx)
-        return topk_idx if self._ids is None else self._ids.of(topk_idx)
-
-    def _given(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
-        """As operators take them, and the `batch` of the route."""
-        if (  # as operators take them: a decode step has no time to lose
-            self._ids is None
-            and getattr(x, "dtype", None) is self.dtype
-            and getattr(topk_idx, "dtype", None) is torch.int32
-            and topk_idx.ndim == x.ndim == 2
-            and (topk_weights is None or getattr(topk_weights, "dtype", None) is self.weights_dtype)
-        ):
-            return x, topk_idx, topk_weights, None
-        batch = inputs.batch(topk_idx)
-        return inputs.rows(self, x), self._own(topk_idx), inputs.weights(self, topk_weights), batch
-
-    def _rows(self, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As operators take them."""
-        if getattr(rows, "dtype", None) is not self.dtype or rows.ndim != 2:
-            rows = inputs.rows(self, rows)
-        if weights is not None and (getattr(weights, "dtype", None) is not self.weights_dtype or weights.ndim > 2):
-            weights = inputs.weights(self, weights)
-        return rows, weights
 
     def _sizes(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
@@ -462,16 +401,8 @@ class Communicator:
         if not self.destroyed:
             self.backend.listen()
         self.backend.check_errors()
-        if self._overflowed is not None:
-            dropped = self._overflowed.tolist()
-            if any(dropped):
-                self._overflowed.zero_()
-                which = ", ".join(f"{i + self.first_local_expert} ({n})" for i, n in enumerate(dropped) if n)
-                raise ValueError(
-                    f"communicator {self.name!r}: {sum(dropped)} rows did not fit into what rank {self.rank} had for"
-                    f" its experts since the last check, by expert: {which}. They were left out. Allow more capacity or"
-                    " slots, or have them counted only (overflow='count')."
-                )
+        if self._overflow is not None:
+            self._overflow.check(self.name, self.rank)
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
         """Has ``callback`` called with the text of the failure that ends this communicator, if there is one, within a
@@ -510,14 +441,14 @@ class Communicator:
             symmetric_rows=self.symmetric_rows, strict=self.strict, overflow=self.overflow,
             name=f"{self.name} of {len(ranks)}" if name is None else name,
         )  # fmt: skip
-        left._ids = ExpertIds.kept(self.experts_per_rank, ranks, self._ids, self.device)
+        left.expert_ids = ExpertIds.kept(self.experts_per_rank, ranks, self.expert_ids, self.device)
         return left
 
     def lost_rows(self, topk_idx: Tensor) -> Tensor:
         """How many entries of ``topk_idx`` name an expert that is gone (:meth:`shrink`): int64 [], on the device."""
-        if self._ids is None:
+        if self.expert_ids is None:
             return torch.zeros((), dtype=torch.int64, device=topk_idx.device)
-        return self._ids.lost(inputs.ids(topk_idx))
+        return self.expert_ids.lost(inputs.ids(topk_idx))
 
     def destroy(self) -> None:
         """Free everything. Collective: waits for the other ranks first. Calling it again does nothing.

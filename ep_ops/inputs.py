@@ -8,12 +8,46 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .survivors import ExpertIds
+
 
 class Wanted(Protocol):
     """What operators of a communicator take."""
 
     dtype: torch.dtype  # of rows
     weights_dtype: torch.dtype
+    expert_ids: ExpertIds | None  # where experts are gone
+
+
+def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+    """The ids of a plan, and the `batch` of its route."""
+    if wanted.expert_ids is None and getattr(topk_idx, "dtype", None) is torch.int32 and topk_idx.ndim == 2:
+        return topk_idx, None
+    return _own(wanted, topk_idx), _batch(topk_idx)
+
+
+def to_send(
+    wanted: Wanted, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
+    """What a dispatch is given, and the `batch` of its route."""
+    if (  # as operators take them: a decode step has no time to lose
+        wanted.expert_ids is None
+        and getattr(x, "dtype", None) is wanted.dtype
+        and getattr(topk_idx, "dtype", None) is torch.int32
+        and topk_idx.ndim == x.ndim == 2
+        and (topk_weights is None or getattr(topk_weights, "dtype", None) is wanted.weights_dtype)
+    ):
+        return x, topk_idx, topk_weights, None
+    return rows(wanted, x), _own(wanted, topk_idx), weights(wanted, topk_weights), _batch(topk_idx)
+
+
+def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows and their weights."""
+    if getattr(x, "dtype", None) is not wanted.dtype or x.ndim != 2:
+        x = rows(wanted, x)
+    if given is not None and (getattr(given, "dtype", None) is not wanted.weights_dtype or given.ndim > 2):
+        given = weights(wanted, given)
+    return x, given
 
 
 def rows(wanted: Wanted, x: Tensor) -> Tensor:
@@ -47,6 +81,12 @@ def ids(topk_idx: Tensor) -> Tensor:
     return topk_idx.to(torch.int32) if topk_idx.dtype == torch.int64 else topk_idx
 
 
-def batch(topk_idx: Tensor) -> tuple[int, ...] | None:
+def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:
+    """[T, K] of the communicator's own ids of the experts that are named (see `Communicator.shrink`)."""
+    topk_idx = ids(topk_idx)
+    return topk_idx if wanted.expert_ids is None else wanted.expert_ids.of(topk_idx)
+
+
+def _batch(topk_idx: Tensor) -> tuple[int, ...] | None:
     """The dimensions that stand for tokens, where there are several."""
     return tuple(topk_idx.shape[:-1]) if isinstance(topk_idx, Tensor) and topk_idx.dim() > 2 else None

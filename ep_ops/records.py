@@ -80,3 +80,32 @@ class Route(NamedTuple):
     def sources(self) -> Tensor:
         """[W + 1] where in ``copies`` those of each source rank begin; the last: the number of copies."""
         return lists.views(self.arrivals, self.num_rows).sources
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch brought here."""
+
+    x: Tensor  # [R, H] rows grouped by local expert; rows outside the segments are undefined
+    weights: Tensor | None  # [R] weight of each row; None if no weights were given
+    route: Route
+    dropped: Tensor  # int32 [El] rows routed here that did not fit
+
+
+class StartedDispatch(NamedTuple):
+    """A dispatch that has been started; what it was given stays as it is until the wait."""
+
+    ticket: Tensor
+    x: Tensor
+    topk_weights: Tensor | None
+    topk_idx: Tensor
+    sizes: Sizes
+    batch: tuple[int, ...] | None = None  # see Route
+
+
+class StartedCombine(NamedTuple):
+    """A combine that has been started; what it was given stays as it is until the wait."""
+
+    ticket: Tensor
+    y: Tensor
+    weights: Tensor | None
+    route: Route

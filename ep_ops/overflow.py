@@ -1,0 +1,34 @@
+"""Rows that found no place, counted until somebody asks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+POLICIES = ("count", "raise")
+"""See ``overflow`` of :class:`ep_ops.Communicator`."""
+
+
+class Overflow:
+    """The rows, for each local expert, that were left out since the last check."""
+
+    def __init__(self, num_local_experts: int, first_expert: int, device: torch.device) -> None:
+        self._first = first_expert
+        self._rows = torch.zeros(num_local_experts, dtype=torch.int32, device=device)
+
+    def add(self, dropped: Tensor) -> None:
+        """``dropped``: int32 [El] of one dispatch."""
+        self._rows.add_(dropped)
+
+    def check(self, name: str, rank: int) -> None:
+        """ValueError if there are any; waits for the device."""
+        rows = self._rows.tolist()
+        if not any(rows):
+            return
+        self._rows.zero_()
+        which = ", ".join(f"{i + self._first} ({n})" for i, n in enumerate(rows) if n)
+        raise ValueError(
+            f"communicator {name!r}: {sum(rows)} rows did not fit into what rank {rank} had for its experts since the"
+            f" last check, by expert: {which}. They were left out. Allow more capacity or slots, or have them counted"
+            " only (overflow='count')."
+        )
