@@ -139,7 +139,6 @@ class Combine(Kernel):
             peers = Peers(p, args.ranks.peers, lane)
         # Nothing else is read, or written, before the kernel in front has ended: its epoch, its y.
         arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
         ranks = sync.Ranks(self.heap, args.ranks)
 
         if const_expr(self.send):
@@ -161,6 +160,8 @@ class Combine(Kernel):
                 if bid == blocks - 1:
                     sync.meet_all(ranks, lane)
                     arch.sync_warp()
+                    if lane == 0:
+                        sync.note_met(ranks)
             if bid >= args.first_receiver:
                 first = args.first_receiver
                 self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))

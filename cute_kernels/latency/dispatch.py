@@ -123,7 +123,6 @@ class Dispatch(Kernel):
             peers = Peers(p, args.ranks.peers, lane)
         # Nothing else is read, or written, before the kernel in front has ended: its epoch, its x.
         arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
         ranks = sync.Ranks(self.heap, args.ranks)
         senders, first_receiver = args.senders, args.first_receiver
 
@@ -155,6 +154,8 @@ class Dispatch(Kernel):
                 # Blocks that take rows: all but one or two.
                 takers = cutlass.max(blocks - first_receiver - 2, 1)
                 if bid == blocks - 1:
+                    if tid == 0:
+                        sync.note_met(ranks)
                     write_segments(p, tables, args)
                     self.write_send_rows(tables, args)
                 if bid - first_receiver < takers:

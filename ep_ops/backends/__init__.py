@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from ..config import Config, Member
 from .base import Backend
 
@@ -29,6 +31,16 @@ def problem(config: Config) -> str | None:
     from .cute.memory import problem_with
 
     return problem_with(config)
+
+
+def too_small(config: Config, device: torch.device) -> str | None:
+    """What the part of a GPU that this process has lacks for the cute backend; None if it lacks nothing, or is none."""
+    if device.type != "cuda":
+        return None
+    from .cute import residency
+    from .cute.memory import problem_of
+
+    return residency.too_small(problem_of(config), device)
 
 
 def held_bytes(config: Config, rank: int) -> dict[str, int]:

@@ -64,7 +64,7 @@ from torch import Tensor
 from .. import arrivals
 from ..config import Member
 from ..exchange import Exchange
-from ..records import Placed, Route, Sizes
+from ..records import Operation, Placed, Route, Sizes
 from .base import DispatchTensors
 from .budget import Budget
 from .split import Order, ticket
@@ -430,6 +430,10 @@ class ReferenceBackend:
     def warmup(self) -> None:
         """Nothing to do."""
 
+    def last_operations(self, rank: int) -> list[Operation]:
+        """Nothing is noted."""
+        return []
+
     def has_failed(self) -> bool:
         return False
 
@@ -445,7 +449,7 @@ class ReferenceBackend:
     def check_errors(self) -> None:
         """Errors are raised at once."""
 
-    def destroy(self) -> None:
+    def destroy(self, keep: bool) -> None:
         """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""
         self.exchange.group = None
         self._rows = None

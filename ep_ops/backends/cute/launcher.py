@@ -13,6 +13,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, names
 
 from ...symmetric import SymmetricBuffer
+from .residency import available
 
 Launch = Callable[..., None]
 """What launches a kernel on the current stream, called with (terms, **arguments). The arguments (`kernel.Args`) go by
@@ -27,7 +28,7 @@ class Launcher:
         self.problem, self.device = problem, heap.local.device
         device = self.device
         properties = torch.cuda.get_device_properties(device)
-        self.multiprocessors: int = properties.multi_processor_count
+        self.multiprocessors = available(device)
         self._arch = f"sm_{properties.major}{properties.minor}a"
         self._ranks = (heap.table.data_ptr(), heap.addresses[rest[0]], *rest)
         self._launches: dict[Any, Launch] = {}

@@ -57,6 +57,14 @@ class Report:
             f"seen {seen}, that is {last})"
         )
 
+    def concerned(self) -> tuple[int, ...]:
+        """Who waited for whom, where a wait has failed."""
+        _, reason, _, rank, peer, _, expected, _ = self._words[:8]
+        if reason == sync.TOLD:
+            alarm = marks.unpack_alarm(self._heard(marks.unpack(expected)[0])[0])
+            return tuple(dict.fromkeys((rank, alarm.rank, alarm.peer)))
+        return tuple(dict.fromkeys((rank, peer)))
+
     def _told_of(self, epoch: int) -> str:
         word, begun = self._heard(epoch)
         alarm = marks.unpack_alarm(word)
