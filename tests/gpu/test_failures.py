@@ -55,8 +55,16 @@ def test_absent_rank(together):
         torch.cuda.synchronize()
     with together():
         if comm.rank != absent:
-            with pytest.raises(RuntimeError, match=rf"waited {SHARING} s for rank {absent} "):
+            with pytest.raises(RuntimeError, match=rf"waited {SHARING} s for rank {absent} ") as told:
                 comm.dispatch(x, idx)
+            mine, theirs = comm.last_operations(), comm.last_operations(absent)
+            assert mine[0].kind in ("dispatch", "combine") and mine[0].number > theirs[0].number
+            (stopped,) = (noted for noted in mine if noted.number == theirs[0].number + 1)
+            assert stopped.kind == "dispatch" and stopped.max_tokens == 64 and stopped.met is None
+            assert all(noted.met is not None and noted.met >= noted.begun for noted in theirs) and len(theirs) == 16
+            text = str(told.value)
+            for rank, last in ((comm.rank, mine[0]), (absent, theirs[0])):
+                assert f"rank {rank}, last first: {last.number} ep::{last.kind} (max_tokens" in text, text
     # By now the absent one is told, too.
     if comm.rank != absent:
         comm.destroy()
