@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import backends, checks, inputs, registry
 from .agreement import agree
-from .arguments import device_of, group_of, hashable, large_rows, next_name
+from .arguments import checking, device_of, group_of, hashable, large_rows, next_name
 from .backends.base import Backend
 from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
@@ -106,7 +106,7 @@ class Communicator:
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
-            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__,
+            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if not sequence:
