@@ -15,7 +15,6 @@ from .config import Config
 from .exchange import Exchange
 from .topology import choose_backend, gpu_facts, several_domains
 
-
 _HINTS = {
     "name": "; pass name= where ranks have made different numbers of them",
     "check": "; set EP_OPS_CHECK in the environment of all ranks or of none",

@@ -159,8 +159,8 @@ class CheckedBackend:
         index = [int(i) for i in torch.unravel_index(flat, wrong.shape)]
         here, there = (tensor[tuple(index)].item() for tensor in (mine, right))
         return (
-            f"{name}{index} is {here!r} on rank {self._rank}, the reference has {there!r} ({int(wrong.sum())} numbers"
-            f" of {name} differ there)"
+            f"{name}{index} is {here!r} on rank {self._rank}, the reference has {there!r} ({int(wrong.sum())} of"
+            f" {wrong.numel()} numbers differ)"
         )
 
 

@@ -47,6 +47,7 @@ class Wanted:
 def kernels(world_size: int, seed: int) -> list[Any]:
     """What every test launches."""
     import cases
+    import test_checking
     import test_failures
     import test_gather
     import test_latency
@@ -74,6 +75,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_steps.CONFIG)
     for bound in (32, 64):
         want.add(test_failures.CONFIG, bound)
+    want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     return [*want.kernels, *of_many(world_size, seed)]
 
 
