@@ -39,6 +39,11 @@ class Communicator:
     shape or value) is raised there at once and ends that operation on all ranks: the others raise the same reason, on
     the cute backend at their next call, and the communicator can be used as before.
 
+    With ``EP_OPS_CHECK=1`` in the environment of all ranks when it is made, every operation also runs on the reference
+    backend over the same group, and a RuntimeError on all ranks names the first number that differs: the operator, how
+    many operations there have been, the output and the index in it, both values and the rank. Every operator then waits
+    for the device, and CUDA graphs cannot be captured (docs/failures.md).
+
     Args:
         group: process group, or a DeviceMesh of one dimension. None: the default group, or this process alone if
             torch.distributed is not initialised.

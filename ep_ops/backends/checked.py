@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ class CheckedBackend:
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
         self._device = member.device
         self._operations = 0
+        if member.rank == 0:
+            warnings.warn(
+                f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} runs on the reference backend,"
+                " too, and is compared, which is slow",
+                RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         """Operators, and what else the backend has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,8 @@ WHOLE = [name for name in NAMES if name not in STARTS]
 
 
 def make(**others: Any) -> ep_ops.Communicator:
-    with mock.patch.dict(os.environ, EP_OPS_CHECK="1"):
+    with mock.patch.dict(os.environ, EP_OPS_CHECK="1"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         return toy.communicator(**others)
 
 
@@ -336,8 +338,11 @@ def test_what_is_captured_is_refused(monkeypatch):
         with using(comm, lambda operator, results: pytest.fail("ran")):
             text = raised(comm.dispatch, x, idx)
         assert "ep::dispatch cannot be captured in a CUDA graph while EP_OPS_CHECK is 1" in text
-        with pytest.raises(TypeError, match="x has dtype"):
-            comm.dispatch(x.double(), idx)  # says so, and nothing to anybody
+        with (
+            mock.patch.object(comm.backend._reference, "refuse", side_effect=AssertionError("told the others")),
+            pytest.raises(TypeError, match="x has dtype"),
+        ):
+            comm.dispatch(x.double(), idx)
 
 
 # ---------------------------------------------------------------------- what ranks tell each other
@@ -439,11 +444,21 @@ def test_ranks_that_run_different_operators():
 # ---------------------------------------------------------------------- how it is asked for
 
 
-@pytest.mark.parametrize(("value", "kind"), [("", ReferenceBackend), ("0", ReferenceBackend), ("1", CheckedBackend)])
-def test_environment(monkeypatch, value, kind):
+@pytest.mark.parametrize("value", ["", "0"])
+def test_off(monkeypatch, value):
     monkeypatch.setenv("EP_OPS_CHECK", value)
     with toy.communicator() as comm:
-        assert type(comm.backend) is kind and comm.backend.name == "reference"
+        assert type(comm.backend) is ReferenceBackend
+
+
+def test_on(monkeypatch):
+    """Said once, lest it be forgotten."""
+    monkeypatch.setenv("EP_OPS_CHECK", "1")
+    with pytest.warns(RuntimeWarning, match="every operation of communicator .* which is slow") as said:
+        comm = toy.communicator()
+    assert said[0].filename == toy.__file__  # whoever makes it
+    with comm:
+        assert type(comm.backend) is CheckedBackend and comm.backend.name == "reference"
 
 
 def test_other_values_are_refused(monkeypatch):
