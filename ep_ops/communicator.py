@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import backends, checks, inputs, leaving, registry
 from .agreement import agree
-from .arguments import device_of, group_of, hashable, large_rows, next_name
+from .arguments import checking, device_of, group_of, hashable, large_rows, next_name
 from .backends.base import Backend
 from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
@@ -38,6 +38,11 @@ class Communicator:
     :meth:`destroy` or the end of a ``with`` block; several may live at once. What one rank refuses (a wrong dtype,
     shape or value) is raised there at once and ends that operation on all ranks: the others raise the same reason, on
     the cute backend at their next call, and the communicator can be used as before.
+
+    With ``EP_OPS_CHECK=1`` in the environment of all ranks when it is made, every operation also runs on the reference
+    backend over the same group, and a RuntimeError on all ranks names the first number that differs: the operator, how
+    many operations there have been, the output and the index in it, both values and the rank. Every operator then waits
+    for the device, and CUDA graphs cannot be captured (docs/failures.md).
 
     Args:
         group: process group, or a DeviceMesh of one dimension. None: the default group, or this process alone if
@@ -106,7 +111,7 @@ class Communicator:
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
-            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__,
+            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if not sequence:

@@ -74,7 +74,6 @@ _OPERATORS = (
     "combine_gathered",
 )  # fmt: skip
 _UNBOUNDED = -1  # published instead of a capacity: as many rows as are asked for
-_REASON_BYTES = 1024  # of a refusal's text, as it is told to the other ranks
 
 
 class ReferenceBackend:
@@ -417,10 +416,8 @@ class ReferenceBackend:
         refusing = gathered[:, 1].nonzero().flatten().tolist()
         if not refusing:
             return gathered[:, 2:], []
-        text = (problem or "").encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-        texts = self.exchange.all_gather(torch.tensor(list(text), dtype=torch.uint8)).cpu()
-        reasons = [bytes(texts[rank].tolist()).rstrip(b"\0").decode(errors="ignore") for rank in refusing]
-        return gathered[:, 2:], [f"refused by rank {r}: {why}" for r, why in zip(refusing, reasons, strict=True)]
+        reasons = self.exchange.all_gather_text(problem or "")
+        return gathered[:, 2:], [f"refused by rank {rank}: {reasons[rank]}" for rank in refusing]
 
     # ------------------------------------------------------------------ the rest of a backend
 

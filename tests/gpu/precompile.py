@@ -47,6 +47,7 @@ class Wanted:
 def kernels(world_size: int, seed: int) -> list[Any]:
     """What every test launches."""
     import cases
+    import test_checking
     import test_failures
     import test_gather
     import test_latency
@@ -77,6 +78,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
         want.add(test_failures.CONFIG, bound)
     for few in (0, test_progress.TOKENS):
         want.add(test_progress.config(world_size), few)
+    want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     return [*want.kernels, *of_many(world_size, seed)]
 
 
