@@ -45,9 +45,9 @@ GUARD_BYTES = 64
 # What a rank notes of its last operations, for people who look why something hangs; peers' hosts may read it.
 NOTES = 16
 """Of how many operations it is kept, by the lowest bits of their epochs."""
-BEGUN, MET = 1, 2
-"""Words of a note, behind the operation's mark: when the rank began it, and when it had seen that all ranks have. Both
-in ns of the device's clock."""
+BEGUN, MET, GAVE_UP = 1, 2, 3
+"""Words of a note, behind the operation's mark: when the rank began it, when it had seen that all ranks have, and when
+a wait of it failed. All in ns of the device's clock; those of an earlier operation may still stand there."""
 NOTE_WORDS = 4
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.

@@ -42,7 +42,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import BEGUN, CLAIMS, EPOCH, FAILED, LATE, MET, NOTE_WORDS, NOTES, REFUSED, TICKET, Heap
+from .heap import BEGUN, CLAIMS, EPOCH, FAILED, GAVE_UP, LATE, MET, NOTE_WORDS, NOTES, REFUSED, TICKET, Heap
 from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, SHIFT
 
@@ -199,6 +199,7 @@ def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32,
         record = Int32(2)
     else:
         before = ptx.atom_claim(ranks.own + FAILED * 8)
+        ptx.st_u64(note_of(ranks) + GAVE_UP * 8, arch.globaltimer())
         tell = before != 1
         if before == TOLD_SO:
             reason = Int32(TOLD)
@@ -322,9 +323,9 @@ def note_begun(ranks: Ranks) -> None:
 
 @cute.jit
 def note_met(ranks: Ranks) -> None:
-    """By one thread, when all ranks have been seen in this operation, or a wait for one has failed."""
-    if ptx.ld_relaxed_sys(ranks.own + FAILED * 8) == 0:
-        ptx.st_u64(note_of(ranks) + MET * 8, arch.globaltimer())
+    """By one thread, when all ranks have been seen in this operation, or a wait for one has failed, which is noted,
+    too. Nothing is looked up here: it may be the last thing that an operation does."""
+    ptx.st_u64(note_of(ranks) + MET * 8, arch.globaltimer())
 
 
 def note_of(ranks: Ranks) -> Int64:

@@ -24,7 +24,7 @@ from .operators.eager import call
 from .overflow import POLICIES, Overflow
 from .records import Dispatched, Operation, Route, Sizes, StartedCombine, StartedDispatch
 from .survivors import ExpertIds
-from .topology import gpu_problem
+from .topology import gpu_problem, multiprocessors
 from .version import __version__
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
@@ -102,6 +102,7 @@ class Communicator:
     ) -> None:
         self.group = group = group_of(group)
         self.device = device_of(device)
+        self.multiprocessors = multiprocessors(self.device)  # before torch changes contexts
         exchange = Exchange(group, self.device)
         self.rank, self.world_size = exchange.rank, exchange.world_size
         if experts_per_rank is None:
@@ -119,13 +120,13 @@ class Communicator:
                 f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank, as [4] * world_size"
             )
         if problem is None and own.backend == "cute":
-            problem = gpu_problem(self.device) or backends.too_small(own, self.device)
+            problem = gpu_problem(self.device) or backends.too_small(own, self.multiprocessors)
         if problem is None and overflow not in POLICIES:
             problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, POLICIES))}"
         if problem is None and registry.taken(own.name):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
         cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
-        cute = cute and backends.too_small(own, self.device) is None
+        cute = cute and (self.device.type != "cuda" or backends.too_small(own, self.multiprocessors) is None)
         resolved = agree(exchange, own, problem, cute)
 
         self.num_experts = num_experts

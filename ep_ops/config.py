@@ -134,4 +134,5 @@ class Member(Protocol):
     weights_dtype: torch.dtype
     symmetric_rows: int
     strict: bool
+    multiprocessors: int  # of the GPU that this process has; 0: there is no GPU
     accepted: set[tuple[int, ...]]  # ints of operators that plan, as far as they have passed their checks

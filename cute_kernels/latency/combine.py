@@ -160,11 +160,11 @@ class Combine(Kernel):
                 if bid == blocks - 1:
                     sync.meet_all(ranks, lane)
                     arch.sync_warp()
-                    if lane == 0:
-                        sync.note_met(ranks)
             if bid >= args.first_receiver:
                 first = args.first_receiver
                 self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))
+            if bid == blocks - 1 and warp == WARPS - 1 and lane == 0:
+                sync.note_met(ranks)
 
     @cute.jit
     def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, share: Share) -> None:

@@ -154,10 +154,10 @@ class Dispatch(Kernel):
                 # Blocks that take rows: all but one or two.
                 takers = cutlass.max(blocks - first_receiver - 2, 1)
                 if bid == blocks - 1:
-                    if tid == 0:
-                        sync.note_met(ranks)
                     write_segments(p, tables, args)
                     self.write_send_rows(tables, args)
+                    if tid == 0:
+                        sync.note_met(ranks)
                 if bid - first_receiver < takers:
                     share = Share(bid - first_receiver, takers, warp, lane)
                     if const_expr(self.weights):

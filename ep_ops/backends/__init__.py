@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import cast
 
-import torch
-
 from ..config import Config, Member
 from .base import Backend
 
@@ -44,14 +42,12 @@ def problem(config: Config) -> str | None:
     return problem_with(config)
 
 
-def too_small(config: Config, device: torch.device) -> str | None:
-    """What the part of a GPU that this process has lacks for the cute backend; None if it lacks nothing, or is none."""
-    if device.type != "cuda":
-        return None
+def too_small(config: Config, multiprocessors: int) -> str | None:
+    """What so many multiprocessors lack for the cute backend; None if they lack nothing."""
     from .cute import residency
     from .cute.memory import problem_of
 
-    return residency.too_small(problem_of(config), device)
+    return residency.too_small(problem_of(config), multiprocessors)
 
 
 def held_bytes(config: Config, rank: int) -> dict[str, int]:

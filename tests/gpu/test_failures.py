@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 
 import pytest
@@ -226,6 +227,25 @@ def test_refusals_reach_everybody(kind, few, together):
             comm.check_errors()
             with together():
                 assert torch.equal(out, 2 * x)
+
+
+def test_destroy_gives_memory_back(together):
+    """At once, not when Python's collector comes by: that may be during a capture, where it may not be."""
+    config = dict(CONFIG, hidden_size=4096, max_tokens_per_rank=4096)
+    gc.disable()
+    try:
+        free = []
+        for _ in range(3):
+            ep_ops.Communicator(**config).destroy()
+            if dist.is_initialized():
+                dist.barrier()  # a rank's memory is given back when its peers, too, have let go of it
+            torch.cuda.synchronize()
+            free.append(torch.cuda.mem_get_info()[0])
+    finally:
+        gc.enable()
+    with together():
+        if SHARING == 1:
+            assert free[0] - free[2] < 2**26, free
 
 
 def test_compile_during_capture(together, monkeypatch):

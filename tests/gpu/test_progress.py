@@ -3,12 +3,14 @@ another rank, dependents that would fill the GPU, and parts of a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cuda.bindings import driver
 from foreign import Foreign
 from sharing import own_gpu
 from torch import Tensor
@@ -52,10 +54,10 @@ def comms() -> Iterator[dict[str, tuple[ep_ops.Communicator, ep_ops.Communicator
 class Steps:
     """Round trips of whole numbers, whose results are known."""
 
-    def __init__(self, comm: ep_ops.Communicator, seed: int) -> None:
+    def __init__(self, comm: ep_ops.Communicator, seed: int, stream: torch.cuda.Stream | None = None) -> None:
         draw = torch.Generator(device="cuda").manual_seed(seed * 100 + comm.rank)
         self.comm, self.out = comm, []
-        self.stream = torch.cuda.Stream()
+        self.stream = stream or torch.cuda.Stream()
         self.x = torch.randint(-8, 8, (TOKENS, HIDDEN), generator=draw, device="cuda").to(comm.dtype)
         scores = torch.rand(TOKENS, comm.num_experts, generator=draw, device="cuda")
         self.idx = scores.topk(TOP_K).indices.int()
@@ -175,31 +177,35 @@ def test_dependents_do_not_take_the_gpu(comms, together) -> None:
             steps.check()
 
 
-def test_part_of_a_gpu(together) -> None:
-    """In a green context kernels have blocks for its multiprocessors; where it has too few the sizes are refused."""
+@contextlib.contextmanager
+def part(sms: int) -> Iterator[int]:
+    """So many multiprocessors of the GPU; its context, which torch may leave where it sets a device."""
     green = pytest.importorskip("torch.cuda.green_contexts")
     if not green.SUPPORTED:
         pytest.skip("torch has no green contexts")
-    enough = green.GreenContext.create(num_sms=48, device_id=torch.cuda.current_device())
-    few = green.GreenContext.create(num_sms=8, device_id=torch.cuda.current_device())
-    enough.set_context()
+    made = green.GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
+    made.set_context()
+    _, context = driver.cuCtxGetCurrent()
     try:
-        found = residency.available(torch.device("cuda", torch.cuda.current_device()))
+        yield context
+    finally:
+        driver.cuCtxSetCurrent(context)
+        made.pop_context()
+
+
+def test_part_of_a_gpu(together) -> None:
+    """In a green context kernels have blocks for its multiprocessors; where it has too few the sizes are refused."""
+    with part(48) as context:
         comm = make(0)
-        steps = Steps(comm, 6)
+        driver.cuCtxSetCurrent(context)
+        steps = Steps(comm, 6, torch.cuda.current_stream())
         for _ in range(3):
             steps.step()
         torch.cuda.synchronize()
         with together():
-            assert 48 <= found < 132 and comm.backend._launcher.multiprocessors == found
+            assert 48 <= comm.multiprocessors < 132 and comm.backend._launcher.multiprocessors == comm.multiprocessors
             steps.check()
-        comm.destroy()
-    finally:
-        enough.pop_context()
-    few.set_context()
-    try:
-        with together():
-            with pytest.raises(ValueError, match="8 multiprocessors for this process; the cute backend needs"):
-                make(0)
-    finally:
-        few.pop_context()
+    comm.destroy()
+    with part(8), together():
+        with pytest.raises(ValueError, match="8 multiprocessors for this process; the cute backend needs"):
+            make(0)

@@ -70,7 +70,7 @@ class CuteBackend:
         torch.cuda.synchronize(member.device)
         self._report = Report(problem.num_experts, config.timeout, self._heard)
         self._launcher = Launcher(
-            problem, self.memory,
+            problem, self.memory, member.multiprocessors,
             (member.rank, self._report.address, int(config.timeout * 1e9)),
         )  # fmt: skip
         sms = self._launcher.multiprocessors
@@ -340,6 +340,8 @@ class CuteBackend:
             _kept.append((self.memory, self._rows, self._report))
             return
         self._launcher.clear()
+        # The views of the memory go first: what is left of it would be given back whenever Python's collector comes by.
+        self._state = self._state.new_empty(0)
         self.memory.free()
         if self._rows is not None:
             self._rows.free()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import datetime
 
 from cute_kernels import marks
-from cute_kernels.heap import BEGUN, MET, NOTE_WORDS, NOTES
+from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES
 
 from ...records import Operation
 
@@ -24,8 +24,8 @@ def operations(memory: bytes) -> list[Operation]:
         if mark == 0:
             continue
         number, terms = marks.unpack(mark)
-        # A note of the operation NOTES before this one may have left the time when that one met all.
-        found.append(Operation(number, *terms, begun * 1e-9, met * 1e-9 if met >= begun else None))
+        seen = met >= begun > words[GAVE_UP]
+        found.append(Operation(number, *terms, begun * 1e-9, met * 1e-9 if seen else None))
     return sorted(found, reverse=True)
 
 
