@@ -7,7 +7,7 @@ In a function that makes a trainer's configuration:
     use_ep_ops(config)
     config.training.disable_cuda_graphs = False
 
-or layer by layer, as ``RoutedExperts.Config(token_dispatcher=EpOpsTokenDispatcher.Config(num_experts=64, top_k=6), ...)``.
+or layer by layer: ``RoutedExperts.Config(token_dispatcher=EpOpsTokenDispatcher.Config(num_experts=64, top_k=6), ...)``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 try:
+    from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.config.override import derive
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
     from torchtitan.models.common.moe import RoutedExperts
@@ -42,6 +43,8 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
     not fit, since the mesh was wired; a forward that activation checkpointing runs again counts once.
     """
 
+    dropped: Tensor
+
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
         """The fields of HybridEP's, with the same meaning: torchtitan fills in ``hidden_dim`` and
@@ -56,22 +59,25 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
             experts of this rank. (With None torchtitan's trainer refuses CUDA graphs.)
         pad_multiple: each expert's rows are padded to a multiple of it with zeros, which quantised experts need, and
             which its count then includes. None: no padding.
-        dtype: of the tokens, as ``training.mixed_precision_param`` has it.
-        options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one.
+        dtype: of the tokens: "bfloat16", "float32" or "float16", as ``training.mixed_precision_param``.
+        options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one. (To it ``hidden_dim``,
+            ``num_max_tokens_per_rank`` and ``pad_multiple`` are hidden_size, max_tokens_per_rank and alignment, by
+            which names it refuses them.)
         """
 
         non_blocking_capacity_factor: float | None = 1.0
-        dtype: torch.dtype = torch.bfloat16
+        dtype: str = "bfloat16"
         options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         factor = 1.0 if config.non_blocking_capacity_factor is None else config.non_blocking_capacity_factor
-        if not 0 < factor <= 1:
+        if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
             raise ValueError(f"non_blocking_capacity_factor is {factor!r}; it must be None or in (0, 1]")
+        if config.dtype not in TORCH_DTYPE_MAP:
+            raise ValueError(f"dtype is {config.dtype!r}; it must be one of {', '.join(map(repr, TORCH_DTYPE_MAP))}")
         self.config, self._factor = config, factor
         self._comm: Communicator | None = None
-        self.dropped: Tensor | None = None
 
     def init_buffer(self) -> None:
         """Makes the communicator, or finds it. Collective over the EP mesh, which ``wire_meshes`` has set."""
@@ -90,7 +96,7 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
                 )
         self._comm = comm = Communicator.shared(
             mesh.get_group(), num_experts=config.num_experts, hidden_size=config.hidden_dim, top_k=config.top_k,
-            max_tokens_per_rank=config.num_max_tokens_per_rank, dtype=config.dtype,
+            max_tokens_per_rank=config.num_max_tokens_per_rank, dtype=TORCH_DTYPE_MAP[config.dtype],
             alignment=1 if config.pad_multiple is None else config.pad_multiple, **config.options,
         )  # fmt: skip
         self.dropped = torch.zeros(comm.num_local_experts, dtype=torch.int64, device=comm.device)
@@ -107,7 +113,7 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
             capacity = (rows + comm.alignment - 1) // comm.alignment * comm.alignment
         sent = comm.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, capacity=capacity, max_tokens=tokens)
         if capacity is not None and not recomputing():
-            self.dropped += sent.dropped
+            self.dropped.add_(sent.dropped)
         # Experts add counts up to where each one's rows end: that is `offs`, padding included.
         counts = torch.diff(sent.route.offs, prepend=sent.route.offs.new_zeros(1))
         return sent.x, counts, sent
@@ -141,11 +147,12 @@ def use_ep_ops(config: Any, *, capacity_factor: float = 1.0, **fields: Any) -> l
 
     Returns the names of the layers' routed experts; ValueError if there are none.
     """
-    fields |= {"non_blocking_capacity_factor": capacity_factor}
     found = []
     for name, experts, _, _ in config.traverse(RoutedExperts.Config):
-        given = {"dtype": torch.bfloat16, "hidden_dim": experts.inner_experts.dim} | fields
-        experts.token_dispatcher = derive(experts.token_dispatcher, EpOpsTokenDispatcher.Config, **given)
+        experts.token_dispatcher = derive(
+            experts.token_dispatcher, EpOpsTokenDispatcher.Config, non_blocking_capacity_factor=capacity_factor,
+            **{"dtype": "bfloat16", "hidden_dim": experts.inner_experts.dim} | fields,
+        )  # fmt: skip
         found.append(name)
     if not found:
         raise ValueError(f"{type(config).__qualname__} has no RoutedExperts.Config inside")
