@@ -47,8 +47,8 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """The fields of HybridEP's, with the same meaning: torchtitan fills in ``hidden_dim`` and
-        ``num_max_tokens_per_rank`` of the kinds that it knows, and takes only these into CUDA graphs.
+        """A kind of HybridEP's Config, whose fields mean the same: torchtitan fills in sizes, and allows CUDA graphs,
+        for the kinds that it knows alone.
 
         num_experts, top_k: experts of all ranks, a multiple of the EP mesh's size; experts that a token names.
         hidden_dim: elements of a token. None: the model's ``dim``, from ``update_from_config``.

@@ -22,38 +22,49 @@ MISSING = [name for name in ("torchtitan", "triton") if importlib.util.find_spec
 needs_torchtitan = pytest.mark.skipif(bool(MISSING), reason=f"needs torchtitan 0.3 and triton: no {MISSING}")
 
 DIM, EXPERTS, TOP_K, TOKENS = 32, 8, 3, 24
+DTYPES = {"swiglu": torch.float32, "gpt_oss": torch.bfloat16}  # GPT-OSS's experts return bfloat16 alone
 SIZES: dict[str, Any] = dict(num_experts=EXPERTS, top_k=TOP_K)
 FILLED: dict[str, Any] = SIZES | dict(
     hidden_dim=DIM, num_max_tokens_per_rank=TOKENS, dtype="float32", options={"timeout": 60.0}
 )
 
 
-def layer_of(dispatcher: Any, backend: str) -> tuple[Any, Any]:
+def layer_of(dispatcher: Any, backend: str, experts: str) -> tuple[Any, Any]:
     """torchtitan's MoE layer, its experts spread over all ranks, and the context that it runs in."""
     import spmd_types as spmd
     import torchtitan.distributed.parallel_dims as dims
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
     from torchtitan.models.common import config_utils as make
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
     dims.device_type = "cpu"  # torchtitan takes "cuda" where it finds no accelerator
     set_spmd_backend(backend)
     init = {"weight": functools.partial(nn.init.normal_, std=0.3)}
-    experts = {name: functools.partial(nn.init.normal_, std=0.2) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+    kind: Any = {"swiglu": GroupedExperts, "gpt_oss": GptOssGroupedExperts}[experts]
+    names = {
+        "swiglu": ["w1_EFD", "w2_EDF", "w3_EFD"],
+        "gpt_oss": ["mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED"],
+    }[experts]
     config = make.make_moe_config(
         num_experts=EXPERTS,
         router=make.make_router_config(dim=DIM, gate_param_init=init, score_func="softmax", **SIZES),
-        routed_experts=make.make_routed_experts_config(
-            dim=DIM, hidden_dim=48, param_init=experts, comm_backend="standard", **SIZES
+        routed_experts=RoutedExperts.Config(
+            inner_experts=kind.Config(
+                dim=DIM, hidden_dim=48, num_experts=EXPERTS,
+                param_init={name: functools.partial(nn.init.normal_, std=0.2) for name in names},
+            ),
+            token_dispatcher=dispatcher,
         ),
         shared_experts=make.make_ffn_config(dim=DIM, hidden_dim=16, w1_param_init=init, w2w3_param_init=init),
-    )
-    config.routed_experts.token_dispatcher = dispatcher
-    places = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+    )  # fmt: skip
+    places = {name: spmd.S(1) for name in names}  # of tensor parallelism, which is off
     set_moe_sharding_config(config, enable_ep=True, enable_sp=True, expert_param_layout=places)
     torch.manual_seed(0)
     layer = config.build()
     layer.init_states(buffer_device=torch.device("cpu"))
+    layer.to(DTYPES[experts])
     ranks = dist.get_world_size()
     parallel = dims.ParallelDims(
         dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=ranks, world_size=ranks, spmd_backend=backend
@@ -77,17 +88,17 @@ def run(layer: Any, context: Any, checkpointing: str, compiled: bool) -> dict[st
         torch._dynamo.config.capture_scalar_outputs = True
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         block.compile(backend="aot_eager", fullgraph=True)
-    x, grad = inputs()
+    x, grad = inputs(next(layer.parameters()).dtype)
     with context():
         out = block(x)
         out.backward(grad)
     return {"out": out.detach(), "x": x.grad} | {n: local(p.grad) for n, p in layer.named_parameters()}
 
 
-def inputs() -> tuple[Tensor, Tensor]:
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Of this rank: tokens, and the gradient of what becomes of them."""
     draw = torch.Generator().manual_seed(7 + dist.get_rank())
-    x, grad = (torch.randn(2, TOKENS // 2, DIM, generator=draw) for _ in range(2))
+    x, grad = (torch.randn(2, TOKENS // 2, DIM, generator=draw).to(dtype) for _ in range(2))
     return x.requires_grad_(), grad
 
 
@@ -101,20 +112,23 @@ def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((got[n] - e).abs().max() / e.abs().max().clamp(min=1e-9)) for n, e in expected.items())
 
 
-def compared(backend: str, checkpointing: str, compiled: bool, fields: dict[str, Any]) -> dict[str, Any]:
+def compared(
+    backend: str, checkpointing: str, compiled: bool, fields: dict[str, Any], experts: str = "swiglu"
+) -> dict[str, Any]:
     """A forward and backward of both dispatchers: how much they differ, and what was seen on the way."""
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
     from ep_ops.integrations.torchtitan import EpOpsTokenDispatcher
 
-    layer, context = layer_of(EpOpsTokenDispatcher.Config(**FILLED | fields), backend)
+    layer, context = layer_of(EpOpsTokenDispatcher.Config(**FILLED | fields), backend, experts)
     dispatcher = layer.routed_experts.token_dispatcher
     (comm,) = ep_ops.registry.living.values()
     assert comm.timeout == 60.0
     with comm:
         with context(), torch.no_grad():
-            scores, ids, _ = layer.router(inputs()[0], layer.expert_bias_E)
-            x, scores, ids = (local(t).flatten(0, 1) for t in (inputs()[0], scores, ids))
+            x, _ = inputs(DTYPES[experts])
+            scores, ids, _ = layer.router(x, layer.expert_bias_E)
+            x, scores, ids = (local(t).flatten(0, 1) for t in (x, scores, ids))
             rows, counts, sent = dispatcher.dispatch(x, scores, ids, torch.empty(0))
         lost = sent.route.send_rows < 0
         dispatcher.dropped.zero_()
@@ -127,7 +141,7 @@ def compared(backend: str, checkpointing: str, compiled: bool, fields: dict[str,
             return super().dispatch(x, scores.masked_fill(lost, 0), ids, counts)
 
     # "spmd_types" exchanges uneven lists of tensors in eager mode, which gloo refuses.
-    whole, context = layer_of(AllToAllTokenDispatcher.Config(**SIZES), "partial_dtensor")
+    whole, context = layer_of(AllToAllTokenDispatcher.Config(**SIZES), "partial_dtensor", experts)
     whole.routed_experts.token_dispatcher.__class__ = WithoutTheLost
     difference = worst(got, run(whole, context, "", False))
     lost_of_expert = ids[lost].bincount(minlength=EXPERTS)
@@ -174,6 +188,14 @@ def test_equal_to_the_all_to_all_dispatcher(ranks: int, way: Any, fields: dict[s
         else:
             assert of_rank["rows"] >= most
     assert any(sum(of_rank["dropped"]) for of_rank in seen) == ("non_blocking_capacity_factor" in fields)
+
+
+@needs_torchtitan
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[-1]])
+def test_experts_with_biases(way: Any) -> None:
+    """What lies in rows that nobody owns reaches no bias."""
+    for of_rank in run_ranks(2, compared, *way[:3], dict(dtype="bfloat16"), "gpt_oss"):
+        assert of_rank["difference"] < 2e-2, of_rank["difference"]
 
 
 def deepseek(ranks: int) -> Any:
@@ -248,11 +270,14 @@ def test_deepseek() -> None:
 def test_use_ep_ops() -> None:
     """Sizes are filled in, CUDA graphs allowed, and saved is what is sent, unless the policy is the user's own."""
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.common.token_dispatcher import TorchAOTokenDispatcher
 
     from ep_ops.integrations.torchtitan import EpOpsTokenDispatcher, SaveDispatch, use_ep_ops
     from ep_ops.operators import SAVE_FOR_CHECKPOINT
 
     config = deepseek(ranks=2)
+    quantised = config.model_spec.model.layers[2].moe.routed_experts
+    quantised.token_dispatcher = TorchAOTokenDispatcher.Config(**SIZES, pad_multiple=32)
     assert not config.training.disable_cuda_graphs
     with pytest.raises(ValueError, match="CUDA graphs"):
         config._validate_cuda_graphs()
@@ -260,10 +285,10 @@ def test_use_ep_ops() -> None:
     assert found == [f"model_spec.model.layers.{i}.moe.routed_experts" for i in (1, 2)]
     config._validate_cuda_graphs()
     config.model_spec.model.update_from_config(config=config)
-    for layer in config.model_spec.model.layers[1:]:
+    for layer, pad_multiple in zip(config.model_spec.model.layers[1:], (None, 32), strict=True):
         assert layer.moe.routed_experts.token_dispatcher == EpOpsTokenDispatcher.Config(
             num_experts=8, top_k=3, hidden_dim=256, num_max_tokens_per_rank=32, non_blocking_capacity_factor=0.5,
-            options={"timeout": 60.0},
+            pad_multiple=pad_multiple, options={"timeout": 60.0},
         )  # fmt: skip
     assert type(config.activation_checkpoint) is SaveDispatch.Config
     saved = config.activation_checkpoint.build().get_save_ops()
