@@ -90,11 +90,15 @@ class Truth:
                 got = ranks.floats(weights[rank], *want.weights.shape)
                 same(got[covered], want.weights[covered], f"weights of rank {rank}")
 
-    def check_combined(self, ranks: Ranks, out: Sequence[int], weighted: bool, residual: bool = False) -> None:
-        """Of `y`, to the bit. The residual is x."""
+    def check_combined(
+        self, ranks: Ranks, out: Sequence[int], weighted: bool, residual: bool = False, only: int | None = None
+    ) -> None:
+        """Of `y`, to the bit. The residual is x. Of each rank, or of `only` one."""
         added = [tokens.x for tokens in self.tokens] if residual else None
         wants = expected_combine(self.case, self.plans, self.y, self.weights if weighted else None, added)
         for rank, want in enumerate(wants):
+            if only not in (None, rank):
+                continue
             same(ranks.floats(out[rank], *want.shape), want, f"sums of rank {rank}")
 
     def owned(self, rank: int) -> list[tuple[int, int, int, int]]:

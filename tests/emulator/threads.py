@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -157,8 +157,9 @@ def turn(warp: list[Thread]) -> bool:
     return moved
 
 
-def run(launches: list[Launch], draw: random.Random) -> None:
-    """All launches at once, until every thread has ended. An exception of a thread ends it, with its traceback."""
+def run(launches: list[Launch], draw: random.Random, dying: Sequence[int] = (), after: int = 0) -> None:
+    """All launches at once, until every thread has ended. An exception of a thread ends it, with its traceback. Threads
+    of launches that are `dying` (by index) stop for ever after so many rounds."""
     warps: list[list[Thread]] = []
     groups: list[list[Thread]] = []
     for launch in launches:
@@ -166,7 +167,11 @@ def run(launches: list[Launch], draw: random.Random) -> None:
         groups.append([thread for warp in mine for thread in warp])
         warps += mine
     quiet = 0
+    doomed = {id(thread) for index in dying for thread in groups[index]}
     while warps:
+        if doomed and after == 0:
+            warps = [warp for warp in warps if id(warp[0]) not in doomed]
+        after -= 1
         machine.clock += 1
         draw.shuffle(warps)
         moved = False

@@ -1,0 +1,101 @@
+"""A rank dies in the middle of an operation: its threads stop for ever, wherever they are. All others end, with right
+results or with a report that names it, and know of it after one operation more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from . import machine
+from .latency import Blocks, Pair
+from .ranks import Ranks
+from .routes import Shape
+from .threads import Launch, run
+from .throughput import Steps, begun
+
+TIMEOUT = 200
+"""In rounds of the scheduler: longer than ranks that live wait for each other."""
+
+Build = Callable[[list[Launch], int], None]
+"""Appends a rank's launches of an operation."""
+
+
+def throughput(shape: Shape, draw: random.Random, kind: str) -> None:
+    """In a "dispatch", one along a "known" route, or a "combine"."""
+    since = machine.clock
+    on: Steps = begun(shape, draw, known=kind != "dispatch")
+
+    def combine(launches: list[Launch], rank: int) -> None:
+        launches.append(on.launch_combine(rank))
+
+    def dispatch(launches: list[Launch], rank: int) -> None:
+        on.launch_dispatch(launches, rank, kind == "known")
+
+    def check(rank: int) -> None:
+        if kind == "combine":
+            on.truth.check_combined(on.ranks, on.of("out"), weighted=True, only=rank)
+        else:
+            on.truth.check_rows(on.ranks, on.of("recv_x"), on.of("recv_weights"), only=rank)
+
+    die(on.ranks, draw, combine if kind == "combine" else dispatch, combine, check, machine.clock - since)
+
+
+def few(shape: Shape, draw: random.Random, kind: str, dispatch: Blocks, combine: Blocks) -> None:
+    """In a "dispatch" or a "combine" of the latency kernels."""
+    on = Pair(shape, draw, dispatch, combine)
+    since = machine.clock
+    on.inputs()
+    on.run("dispatch", True, False)
+    lasted = machine.clock - since
+
+    def of(kind: str) -> Build:
+        return lambda launches, rank: launches.append(on.launches(kind, True, (True, True))[rank])
+
+    def check(rank: int) -> None:
+        if kind == "combine":
+            on.truth.check_combined(on.ranks, [at["out"] for at in on.at], weighted=True, only=rank)
+        else:
+            weights = [at["recv_weights"] for at in on.at]
+            on.truth.check_rows(on.ranks, [at["recv_x"] for at in on.at], weights, only=rank)
+
+    die(on.ranks, draw, of(kind), of("combine"), check, lasted)
+
+
+def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Callable[[int], None], lasts: int) -> None:
+    """Some rank does, within `lasts` rounds of one operation, and is not there in the next."""
+    from cute_kernels import sync
+
+    usual, sync.POLLS_PER_CHECK, ranks.timeout_ns = sync.POLLS_PER_CHECK, 8, TIMEOUT
+    victim = draw.randrange(ranks.world_size)
+    living = [rank for rank in range(ranks.world_size) if rank != victim]
+    launches: list[Launch] = []
+    for rank in living:
+        build(launches, rank)
+    first = len(launches)
+    build(launches, victim)
+    run(launches, draw, dying=range(first, len(launches)), after=draw.randint(0, lasts))
+    ranks.reported(victim)
+    told = {}
+    for rank in living:
+        told[rank] = ranks.reported(rank)[0]
+        if told[rank][0] == 0:
+            check(rank)
+    launches = []
+    for rank in living:
+        then(launches, rank)
+    run(launches, draw)
+    sync.POLLS_PER_CHECK, ranks.timeout_ns = usual, 1 << 40
+    for rank in living:
+        reason, peer = told[rank] if told[rank][0] else ranks.reported(rank)[0]
+        assert reason == sync.TOLD or (reason == sync.TIMEOUT and peer == victim), (
+            f"rank {rank} reports reason {reason}, peer {peer}; rank {victim} died; in the operation: {told}"
+        )
+
+
+CHECKS: dict[str, Callable[[random.Random], None]] = {
+    "death_dispatch": lambda draw: throughput(Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw, "dispatch"),
+    "death_known": lambda draw: throughput(Shape((3, 1, 2), 3, 3, alignment=4), draw, "known"),
+    "death_combine": lambda draw: throughput(Shape((3, 1, 2), 3, 3, alignment=4), draw, "combine"),
+    "death_few_dispatch": lambda draw: few(Shape((3, 0, 5), 3, 3, 64), draw, "dispatch", (1, 1, 4), (1, 1, 3)),
+    "death_few_combine": lambda draw: few(Shape((2, 2, 1), 3, 3, 64), draw, "combine", (1, 1, 4), (1, 1, 3)),
+}  # fmt: skip
