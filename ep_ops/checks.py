@@ -179,12 +179,13 @@ def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
 
 def _of_tokens(comm: Member, a: Any) -> None:
     """x and topk_weights: one row for each token."""
+    shape = a.topk_idx.shape
     if a.format or a.scales is not None or a.scales_as or not a.zeros:
         _delivery(comm, a)
     else:
-        _rows(comm, "x", a.x, a.topk_idx.shape[0], "rows as topk_idx has")
+        _rows(comm, "x", a.x, shape[0], "rows as topk_idx has")
     if a.topk_weights is not None:
-        _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, a.topk_idx.shape, "the shape of topk_idx")
+        _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, shape, "the shape of topk_idx")
 
 
 def _route(comm: Member, a: Any) -> int:

@@ -35,7 +35,7 @@ def _arrived(a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, gr
     recv_weights = scalars_like(a.topk_weights, (num_rows,), a.x)
     form = format_of(a.format) if a.format else None
     if form is None or form.wire:
-        return rows_like(a.x, num_rows), scalars_like(None, (), a.x), recv_weights
+        return rows_like(a.x, num_rows), a.x.new_empty((0,), dtype=torch.float32), recv_weights
     hidden = a.x.shape[1]
     shape, dtype = scales_shape(form, layout_of(form, a.scales_as), Grid(num_rows, slots, groups, hidden))
     return a.x.new_empty((num_rows, hidden), dtype=ELEMENT), a.x.new_empty(shape, dtype=dtype), recv_weights

@@ -233,7 +233,7 @@ class ReferenceBackend:
             recv: tuple[Tensor, ...] = quantised.to_rows(x, token, delivery, route, moved, self.unused)
         else:
             recv_x = moved(x[token], self.unused)
-            recv = (recv_x,) if delivery is None else (recv_x, recv_x.new_empty(0, dtype=self.weights_dtype))
+            recv = (recv_x,) if delivery is None else (recv_x, recv_x.new_empty(0, dtype=torch.float32))
         if topk_weights is None:
             return *recv, x.new_empty(0, dtype=self.weights_dtype)
         return *recv, moved(topk_weights.flatten()[asker], self.unused)

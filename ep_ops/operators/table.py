@@ -92,12 +92,26 @@ def delivery(a: Any) -> tuple[Delivery, ...]:
     return (Delivery(a.scales, a.format, a.scales_as, a.zeros),) if a.format or not a.zeros else ()
 
 
+class NoScales(dict[torch.device, Tensor]):
+    """recv_scales where rows have none: float32 [0] on each device, which has no memory. The same one in every call: to
+    make one takes a decode step's time."""
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # else it could be used nowhere else
+            made = self[device] = torch.empty(0, dtype=torch.float32, device=device)
+        return made
+
+
+_NO_SCALES = NoScales()
+
+
 def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
-    """What a backend's dispatch gives, with recv_scales behind recv_x: [0] unless it was told of a delivery."""
+    """What a backend's dispatch gives, with recv_scales behind recv_x: it gives them if it is told of a delivery."""
     if a.format or not a.zeros:
         return run(*args, *delivery(a))
     out = run(*args)
-    return (out[0], out[1].new_empty(0), *out[1:])
+    recv_x = out[0]
+    return (recv_x, _NO_SCALES[recv_x.device], *out[1:])
 
 
 _ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"
