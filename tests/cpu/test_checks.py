@@ -280,9 +280,9 @@ INTS = [
 @pytest.mark.parametrize(("argument", "given", "text"), INTS)
 def test_ints(comm: ep_ops.Communicator, argument: str, given: int, text: str) -> None:
     for name in those_with(argument):
-        if (name, argument) == ("dispatch_planned", "slots"):
-            text = "allowed: 0 (flat layout) or num_rows 24 / num_local_experts 3"
-        refused(comm, name, ValueError, f"{argument} is {given}", text, **{argument: given})
+        planned = (name, argument) == ("dispatch_planned", "slots")
+        allowed = "allowed: 0 (flat layout) or num_rows 24 / num_local_experts 3" if planned else text
+        refused(comm, name, ValueError, f"{argument} is {given}", allowed, **{argument: given})
 
 
 @pytest.mark.parametrize("name", those_with("capacity"))
