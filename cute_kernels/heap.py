@@ -42,6 +42,14 @@ REASON_BYTES = 512
 GUARD_BYTES = 64
 """Bytes behind every bank of every buffer that nobody touches; tests look whether that is so."""
 
+# What a rank notes of its last operations, for people who look why something hangs; peers' hosts may read it.
+NOTES = 16
+"""Of how many operations it is kept, by the lowest bits of their epochs."""
+BEGUN, MET, GAVE_UP = 1, 2, 3
+"""Words of a note, behind the operation's mark: when the rank began it, when it had seen that all ranks have, and when
+a wait of it failed. All in ns of the device's clock; those of an earlier operation may still stand there."""
+NOTE_WORDS = 4
+
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
 EPOCH, FAILED, TICKET, REFUSED, LATE = 0, 1, 2, 3, 4  # the first two are read together
 CLAIMS = 16  # a line of its own: all warps count here
@@ -193,6 +201,7 @@ class Heap:
         self.take(
             **{name: 8 * count for name, count in flags.items()},
             reason=w * REASON_BYTES,
+            notes=NOTES * NOTE_WORDS * 8,  # of one bank
             # What each tile of each source rank tells this one: its counts and its entries for experts here.
             told=w * p.tiles * p.told_ints * 4,
             entries=w * p.tiles * self.tile_entries * ENTRY_BYTES,

@@ -54,4 +54,6 @@ class Refuse(Kernel):
             sync.await_begun(ranks, tid)
         arch.sync_threads()
         if tid == 0:
+            sync.note_begun(ranks)
+            sync.note_met(ranks)
             ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)

@@ -42,7 +42,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import CLAIMS, EPOCH, FAILED, LATE, REFUSED, TICKET, Heap
+from .heap import BEGUN, CLAIMS, EPOCH, FAILED, GAVE_UP, LATE, MET, NOTE_WORDS, NOTES, REFUSED, TICKET, Heap
 from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, SHIFT
 
@@ -199,6 +199,7 @@ def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32,
         record = Int32(2)
     else:
         before = ptx.atom_claim(ranks.own + FAILED * 8)
+        ptx.st_u64(note_of(ranks) + GAVE_UP * 8, arch.globaltimer())
         tell = before != 1
         if before == TOLD_SO:
             reason = Int32(TOLD)
@@ -309,6 +310,27 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
         else:
             ptx.st_relaxed_sys(ranks.at(ranks.peer(peer), "hello") + Int64(ranks.rank) * 8, ranks.mark)
         peer += threads
+    if number == 0:
+        note_begun(ranks)
+
+
+@cute.jit
+def note_begun(ranks: Ranks) -> None:
+    """By one thread."""
+    ptx.st_u64(note_of(ranks), ranks.mark)
+    ptx.st_u64(note_of(ranks) + BEGUN * 8, arch.globaltimer())
+
+
+@cute.jit
+def note_met(ranks: Ranks) -> None:
+    """By one thread, when all ranks have been seen in this operation, or a wait for one has failed, which is noted,
+    too. Nothing is looked up here: it may be the last thing that an operation does."""
+    ptx.st_u64(note_of(ranks) + MET * 8, arch.globaltimer())
+
+
+def note_of(ranks: Ranks) -> Int64:
+    """Address of what this rank notes of the operation."""
+    return ranks.own + ranks.heap.offset["notes"] + (ranks.epoch & (NOTES - 1)) * (NOTE_WORDS * 8)
 
 
 @cute.jit
@@ -340,6 +362,7 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
             meet_all(ranks, tid)
             arch.sync_warp()
             if tid == 0:
+                note_met(ranks)
                 ptx.st_u64(ranks.own + CLAIMS * 8, Int64(0))
                 ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
                 ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)

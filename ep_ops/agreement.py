@@ -15,6 +15,11 @@ from .config import Config
 from .exchange import Exchange
 from .topology import choose_backend, gpu_facts, several_domains
 
+_HINTS = {
+    "name": "; pass name= where ranks have made different numbers of them",
+    "check": "; set EP_OPS_CHECK in the environment of all ranks or of none",
+}
+
 
 def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool) -> Config:
     """The configuration of all ranks, with "auto" resolved. Collective.
@@ -54,6 +59,5 @@ def disagreement(configs: Sequence[Config]) -> str | None:
             ranks_by_value.setdefault(getattr(config, field.name), []).append(rank)
         if len(ranks_by_value) > 1:
             given = "; ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_by_value.items())
-            hint = "; pass name= where ranks have made different numbers of them" if field.name == "name" else ""
-            return f"ranks disagree on {field.name}: {given}{hint}"
+            return f"ranks disagree on {field.name}: {given}{_HINTS.get(field.name, '')}"
     return None

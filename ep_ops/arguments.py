@@ -39,6 +39,11 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
     return group
 
 
+def checking() -> str:
+    """Whether operations are to be compared with the reference backend, "1", or not, "0", as the environment says."""
+    return os.environ.get("EP_OPS_CHECK") or "0"
+
+
 def hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import backends, checks, formats, inputs, registry
+from . import backends, checks, formats, inputs, leaving, registry
 from .agreement import agree
-from .arguments import device_of, group_of, hashable, large_rows, next_name
+from .arguments import checking, device_of, group_of, hashable, large_rows, next_name
 from .backends.base import Backend
 from .config import Config, even_experts, worst_case_rows
 from .exchange import Exchange
 from .memory import MemoryPlan, plan_of
 from .operators.eager import call
 from .overflow import POLICIES, Overflow
-from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
+from .records import Dispatched, Operation, Route, Sizes, StartedCombine, StartedDispatch
 from .survivors import ExpertIds
-from .topology import gpu_problem
+from .topology import gpu_problem, multiprocessors
 from .version import __version__
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
@@ -38,6 +38,11 @@ class Communicator:
     :meth:`destroy` or the end of a ``with`` block; several may live at once. What one rank refuses (a wrong dtype,
     shape or value) is raised there at once and ends that operation on all ranks: the others raise the same reason, on
     the cute backend at their next call, and the communicator can be used as before.
+
+    With ``EP_OPS_CHECK=1`` in the environment of all ranks when it is made, every operation also runs on the reference
+    backend over the same group, and a RuntimeError on all ranks names the first number that differs: the operator, how
+    many operations there have been, the output and the index in it, both values and the rank. Every operator then waits
+    for the device, and CUDA graphs cannot be captured (docs/failures.md).
 
     Args:
         group: process group, or a DeviceMesh of one dimension. None: the default group, or this process alone if
@@ -97,6 +102,7 @@ class Communicator:
     ) -> None:
         self.group = group = group_of(group)
         self.device = device_of(device)
+        self.multiprocessors = multiprocessors(self.device)  # before torch changes contexts
         exchange = Exchange(group, self.device)
         self.rank, self.world_size = exchange.rank, exchange.world_size
         if experts_per_rank is None:
@@ -106,7 +112,7 @@ class Communicator:
         own = Config(
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
-            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__,
+            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if not sequence:
@@ -114,12 +120,13 @@ class Communicator:
                 f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank, as [4] * world_size"
             )
         if problem is None and own.backend == "cute":
-            problem = gpu_problem(self.device)
+            problem = gpu_problem(self.device) or backends.too_small(own, self.multiprocessors)
         if problem is None and overflow not in POLICIES:
             problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, POLICIES))}"
         if problem is None and registry.taken(own.name):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
         cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
+        cute = cute and (self.device.type != "cuda" or backends.too_small(own, self.multiprocessors) is None)
         resolved = agree(exchange, own, problem, cute)
 
         self.num_experts = num_experts
@@ -150,6 +157,7 @@ class Communicator:
         if overflow == "raise":
             self._overflow = Overflow(self.num_local_experts, self.first_local_expert, self.device)
         self._exchange = exchange
+        self._leaving = leaving.token(exchange)
         self.backend: Backend = backends.make(resolved.backend, self)
         registry.add(self)
 
@@ -456,6 +464,17 @@ class Communicator:
         same. ``lambda text: os.abort()`` ends the process. (cute backend; the reference backend raises at once.)"""
         self.backend.call_on_failure(callback)
 
+    def last_operations(self, rank: int | None = None) -> list[Operation]:
+        """The last 16 operations that a rank (this one by default) has begun, the last one first: to see where it is
+        when something hangs. Does not wait for what runs, here or there. (cute backend; the reference backend notes
+        none.) The text of a failure has the last three of the ranks concerned."""
+        if self.destroyed:
+            raise RuntimeError(f"communicator {self.name!r} was destroyed")
+        rank = self.rank if rank is None else rank
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank}; allowed: 0..{self.world_size - 1}")
+        return self.backend.last_operations(rank)
+
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
         """A communicator of those ranks that are left, where others have died. Collective over ``group``, which has
         some ranks of this one's, in their order; ``torch.distributed.new_group(ranks, use_local_synchronization=True)``
@@ -496,10 +515,11 @@ class Communicator:
         return self.expert_ids.lost(inputs.ids(topk_idx))
 
     def destroy(self) -> None:
-        """Free everything. Collective: waits for the other ranks first. Calling it again does nothing.
+        """Free everything. Collective: waits for the other ranks first, for ``timeout`` seconds at most. Calling it
+        again does nothing.
 
-        Does not wait when the communicator has failed, or when the process group is gone already. RuntimeError with
-        what it failed of, if nothing has raised that yet.
+        Does not wait when the communicator has failed, or when the process group or its store is gone already.
+        RuntimeError with what it failed of, if nothing has raised that yet, or with the ranks that did not come.
         """
         self._destroy(meet=True)
 
@@ -509,6 +529,7 @@ class Communicator:
         self.destroyed = True
         registry.remove(self.name)
         unsaid = None
+        missing: list[int] = []
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # our own kernels have ended: their waits have deadlines
@@ -516,19 +537,23 @@ class Communicator:
                 self.backend.listen()
                 unsaid = self.backend.unsaid()
                 if not self.backend.has_failed():  # else somebody may never come
-                    self._meet_last()
+                    missing = self._missing()
         finally:
-            self.backend.destroy()
+            self.backend.destroy(keep=bool(missing))
             self.group = self._exchange.group = None
+        if missing:
+            unsaid = (
+                f"communicator {self.name!r}: rank {self.rank} destroyed it, and waited {self.timeout:g} s for ranks"
+                f" {missing}, which did not come"
+            )
         if unsaid is not None:
             raise RuntimeError(unsaid)
 
-    def _meet_last(self) -> None:
-        """Wait for the other ranks, if there still is a way to hear of them."""
+    def _missing(self) -> list[int]:
+        """Ranks that do not come, of those that there still is a way to hear of."""
         if self.world_size == 1 or not dist.is_initialized():
-            return
-        with contextlib.suppress(RuntimeError, ValueError):  # the group was destroyed, or a peer is gone
-            self._exchange.barrier()
+            return []
+        return leaving.meet(self.group, self.name, self._leaving, self.timeout)
 
     def __enter__(self) -> Communicator:
         return self

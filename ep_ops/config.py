@@ -57,6 +57,7 @@ class Config:
     symmetric_rows: int
     strict: bool
     version: str
+    check: str = "0"  # EP_OPS_CHECK
 
     def problem(self) -> str | None:
         """What is wrong with these values, or None."""
@@ -109,6 +110,8 @@ class Config:
             return f"latency_max_tokens is {value!r}; it must be None or an int of at least 0"
         if not is_int(self.symmetric_rows) or not 0 <= self.symmetric_rows < INT32_LIMIT:
             return f"symmetric_rows is {self.symmetric_rows!r}; it must be an int from 0 to 2**31 - 1"
+        if self.check not in ("0", "1"):
+            return f"EP_OPS_CHECK is {self.check!r} in the environment; it must be 0 or 1"
         return None
 
 
@@ -131,4 +134,5 @@ class Member(Protocol):
     weights_dtype: torch.dtype
     symmetric_rows: int
     strict: bool
+    multiprocessors: int  # of the GPU that this process has; 0: there is no GPU
     accepted: set[tuple[int, ...]]  # ints of operators that plan, as far as they have passed their checks

@@ -1,4 +1,4 @@
-"""The three collectives that the host side needs, over any process group or none."""
+"""The collectives that the host side needs, over any process group or none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+TEXT_BYTES = 1024
+"""The most that a rank tells the others in words."""
 
 
 class Exchange:
@@ -38,6 +41,12 @@ class Exchange:
         received = flat.new_empty(sum(recv_counts), flat.shape[1])
         dist.all_to_all_single(received, flat, list(recv_counts), list(send_counts), group=self.group)
         return received.to(self.device).view(rows.dtype).view(-1, *width)
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Of each rank the text, of which ``TEXT_BYTES`` bytes travel."""
+        told = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        texts = self.all_gather(torch.tensor(list(told), dtype=torch.uint8)).tolist()
+        return [bytes(numbers).rstrip(b"\0").decode(errors="ignore") for numbers in texts]
 
     def barrier(self) -> None:
         """Return after every rank has come here."""

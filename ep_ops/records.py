@@ -139,3 +139,16 @@ class StartedCombine(NamedTuple):
     y: Tensor
     weights: Tensor | None
     route: Route
+
+
+class Operation(NamedTuple):
+    """What a rank has noted of an operation. Times are seconds of the clock of its GPU (which follows the host's)."""
+
+    number: int  # on its communicator, from 1 on
+    kind: str  # the operator
+    scalars: bool  # weights, or gradients of weights, travelled
+    rows: bool  # rows travelled
+    few: bool  # on latency kernels
+    max_tokens: int  # modulo 2**20
+    begun: float
+    met: float | None  # when it had seen that all ranks have begun it; None: it has not

@@ -70,6 +70,24 @@ def gpu_problem(device: torch.device) -> str | None:
     return None
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of the context that is current: a green context, or a client of MPS, has some of the GPU's only. 0: there is no
+    GPU, or none that runs the kernels."""
+    if device.type != "cuda" or gpu_problem(device) is not None:
+        return 0
+    total: int = torch.cuda.get_device_properties(device).multi_processor_count
+    try:
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the context
+            _, context = driver.cuCtxGetCurrent()
+            error, resource = driver.cuCtxGetDevResource(context, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    except (ImportError, AttributeError):  # a driver or bindings that know of no such contexts
+        return total
+    return min(total, int(resource.sm.smCount)) if int(error) == 0 else total
+
+
 def unreachable(device: torch.device) -> list[int]:
     """The GPUs of this host, as far as this process sees them, whose memory a GPU cannot map."""
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)

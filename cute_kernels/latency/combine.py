@@ -139,7 +139,6 @@ class Combine(Kernel):
             peers = Peers(p, args.ranks.peers, lane)
         # Nothing else is read, or written, before the kernel in front has ended: its epoch, its y.
         arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
         ranks = sync.Ranks(self.heap, args.ranks)
 
         if const_expr(self.send):
@@ -164,6 +163,8 @@ class Combine(Kernel):
             if bid >= args.first_receiver:
                 first = args.first_receiver
                 self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))
+            if bid == blocks - 1 and warp == WARPS - 1 and lane == 0:
+                sync.note_met(ranks)
 
     @cute.jit
     def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, share: Share) -> None:

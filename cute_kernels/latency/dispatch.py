@@ -123,7 +123,6 @@ class Dispatch(Kernel):
             peers = Peers(p, args.ranks.peers, lane)
         # Nothing else is read, or written, before the kernel in front has ended: its epoch, its x.
         arch.griddepcontrol_wait()
-        arch.griddepcontrol_launch_dependents()
         ranks = sync.Ranks(self.heap, args.ranks)
         senders, first_receiver = args.senders, args.first_receiver
 
@@ -157,6 +156,8 @@ class Dispatch(Kernel):
                 if bid == blocks - 1:
                     write_segments(p, tables, args)
                     self.write_send_rows(tables, args)
+                    if tid == 0:
+                        sync.note_met(ranks)
                 if bid - first_receiver < takers:
                     share = Share(bid - first_receiver, takers, warp, lane)
                     if const_expr(self.weights):

@@ -3,11 +3,12 @@
 Blocks that work side by side:
   tile blocks       (the first `problem.tiles`) tell the peers of a tile of their own tokens: counts to all, entries to
                     the holders of their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
+  announcing block  (the next) tells the peers of each chunk
   staging blocks    copy x into staging, chunk by chunk (stage.py)
-  announcing block  (the last) tells the peers of each chunk
-Each tile block tells before it waits, staging blocks wait for nobody, the announcing block for staging blocks that
-run already. So all waits end, provided that all tile blocks run at once: they are the first of the grid, and fewer than
-any supported GPU has multiprocessors.
+Each tile block tells before it waits, staging blocks wait for nobody, the announcing block for staging blocks. So all
+waits end, provided that the tile blocks, the announcing block and one that stages run at once: they are the first of
+the grid, and a communicator is refused where there are not so many multiprocessors. Some are left free, so that a block
+of somebody else's kernel delays none of them.
 
 The pull kernel is launched while this one runs (programmatic dependent launch) and takes the multiprocessors that this
 grid leaves free; the `placed` flags tell it when the route is there, the chunk flags when rows are.
@@ -100,11 +101,11 @@ class Publish(Kernel):
         if bid < self.tile_blocks:
             self.do_tile(ranks, smem, bid, args)
         elif const_expr(self.rows):
-            copiers = blocks - 1 - self.tile_blocks
-            if bid < blocks - 1:
-                stage(self.ring, ranks, smem, args.x, args.tokens, bid - self.tile_blocks, copiers)
-            else:
+            first = self.tile_blocks + 1
+            if bid < first:
                 announce(ranks, smem, args.tokens, THREADS)
+            else:
+                stage(self.ring, ranks, smem, args.x, args.tokens, bid - first, blocks - first)
         if const_expr(self.ends_operation):
             sync.finish(ranks, blocks)
 

@@ -81,7 +81,8 @@ def stage(
 
 @cute.jit
 def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Constexpr[int]) -> None:
-    """By one block, the last of the grid: the blocks that it waits for run before it.
+    """By one block, the first behind the tile blocks. Those that it waits for wait for nobody: they run and end as soon
+    as there is a multiprocessor for one of them.
 
     Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
     through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found. There

@@ -1,4 +1,5 @@
-"""What runs the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs.
+"""What runs the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs; ``checked`` compares either with the
+reference.
 
 Backends are loaded when they are first asked for: importing ep_ops loads no kernels.
 """
@@ -6,13 +7,23 @@ Backends are loaded when they are first asked for: importing ep_ops loads no ker
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 from ..config import Config, Member
 from .base import Backend
 
 
 def make(kind: str, member: Member) -> Backend:
-    """The backend of that name for one rank of a communicator. Collective."""
+    """The backend of that name for one rank of a communicator, compared with the reference where that is asked for.
+    Collective."""
+    if member.config.check == "1":
+        from .checked import CheckedBackend
+
+        return cast(Backend, CheckedBackend(member, _plain(kind, member)))
+    return _plain(kind, member)
+
+
+def _plain(kind: str, member: Member) -> Backend:
     if kind == "cute":
         from .cute import CuteBackend
 
@@ -29,6 +40,14 @@ def problem(config: Config) -> str | None:
     from .cute.memory import problem_with
 
     return problem_with(config)
+
+
+def too_small(config: Config, multiprocessors: int) -> str | None:
+    """What so many multiprocessors lack for the cute backend; None if they lack nothing."""
+    from .cute import residency
+    from .cute.memory import problem_of
+
+    return residency.too_small(problem_of(config), multiprocessors)
 
 
 def held_bytes(config: Config, rank: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..records import Placed, Route, Sizes
+from ..records import Operation, Placed, Route, Sizes
 from .budget import Budget
 
 DispatchTensors = tuple[Tensor, ...]
@@ -93,11 +93,14 @@ class Backend(Protocol):
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
         """Calls it with the text of the failure that ends the communicator, if kernels report one."""
 
+    def last_operations(self, rank: int) -> list[Operation]:
+        """What that rank has noted of its last operations, the last one first; does not wait for what runs."""
+
     def has_failed(self) -> bool:
         """Whether kernels have reported a failure."""
 
     def unsaid(self) -> str | None:
         """Text of a failure that has not been raised yet."""
 
-    def destroy(self) -> None:
-        """Free everything held. The ranks have met before this is called."""
+    def destroy(self, keep: bool) -> None:
+        """Free everything held; but keep memory that peers write to, if they may still do so (they have not met)."""

@@ -72,7 +72,7 @@ from torch import Tensor
 from .. import arrivals
 from ..config import Member
 from ..exchange import Exchange
-from ..records import Delivery, Placed, Route, Sizes
+from ..records import Delivery, Operation, Placed, Route, Sizes
 from . import quantised
 from .base import DispatchTensors
 from .budget import Budget
@@ -83,7 +83,6 @@ _OPERATORS = (
     "combine_gathered",
 )  # fmt: skip
 _UNBOUNDED = -1  # published instead of a capacity: as many rows as are asked for
-_REASON_BYTES = 1024  # of a refusal's text, as it is told to the other ranks
 
 
 class ReferenceBackend:
@@ -455,10 +454,8 @@ class ReferenceBackend:
         refusing = gathered[:, 1].nonzero().flatten().tolist()
         if not refusing:
             return gathered[:, 2:], []
-        text = (problem or "").encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-        texts = self.exchange.all_gather(torch.tensor(list(text), dtype=torch.uint8)).cpu()
-        reasons = [bytes(texts[rank].tolist()).rstrip(b"\0").decode(errors="ignore") for rank in refusing]
-        return gathered[:, 2:], [f"refused by rank {r}: {why}" for r, why in zip(refusing, reasons, strict=True)]
+        reasons = self.exchange.all_gather_text(problem or "")
+        return gathered[:, 2:], [f"refused by rank {rank}: {reasons[rank]}" for rank in refusing]
 
     # ------------------------------------------------------------------ the rest of a backend
 
@@ -467,6 +464,10 @@ class ReferenceBackend:
 
     def warmup(self) -> None:
         """Nothing to do."""
+
+    def last_operations(self, rank: int) -> list[Operation]:
+        """Nothing is noted."""
+        return []
 
     def has_failed(self) -> bool:
         return False
@@ -483,7 +484,7 @@ class ReferenceBackend:
     def check_errors(self) -> None:
         """Errors are raised at once."""
 
-    def destroy(self) -> None:
+    def destroy(self, keep: bool) -> None:
         """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""
         self.exchange.group = None
         self._rows = None

@@ -22,6 +22,22 @@ class SymmetricBuffer:
         """`addresses` as int64 on the device, where kernels read them; ask for it before they run."""
         return torch.tensor(self.addresses, dtype=torch.int64, device=self.local.device)
 
+    def read(self, rank: int, first: int, nbytes: int) -> bytes:
+        """Bytes of a rank's buffer, as they are: does not wait for what runs, here or there."""
+        from cuda.bindings import driver
+
+        told = torch.empty(nbytes, dtype=torch.uint8)
+        device = self.local.device
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream(device)
+            (error,) = driver.cuMemcpyDtoHAsync(
+                told.data_ptr(), self.addresses[rank] + first, nbytes, stream.cuda_stream
+            )
+            if int(error) != 0:
+                raise RuntimeError(f"reading the symmetric memory of rank {rank} failed: {error}")
+            stream.synchronize()
+        return bytes(told.tolist())
+
     def free(self) -> None:
         """Give the memory back; no rank may touch it any more (barrier first). Calling it again does nothing."""
         release, self._release = self._release, None

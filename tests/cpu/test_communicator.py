@@ -431,9 +431,25 @@ def test_destroy_waits_for_the_other_ranks() -> None:
     assert first > 0.3 and second < 0.3
 
 
+def _one_never_comes() -> str:
+    comm = make(timeout=0.5)
+    if comm.rank == 1:
+        return ""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"waited 0.5 s for ranks \[1\], which did not come"):
+        comm.destroy()
+    assert 0.4 < time.monotonic() - began < 5
+    assert comm.destroyed
+    return "told"
+
+
+def test_destroy_does_not_wait_for_ever() -> None:
+    assert run_ranks(3, _one_never_comes) == ["told", "", "told"]
+
+
 def _error_inside() -> str:
     comm = make()
-    comm._exchange.barrier = lambda: pytest.fail("waited for ranks that may never come")
+    comm._missing = lambda: pytest.fail("waited for ranks that may never come")
     try:
         with comm:
             raise KeyError("the first error")

@@ -52,6 +52,17 @@ class Ranks:
             assert not self.view(self.reports[rank], REPORT_WORDS).any(), f"rank {rank} reports something"
             epoch = self.memory.load_long(self.epoch_of(rank))
             assert epoch == 1 + self.operations, f"rank {rank} is in epoch {epoch} after {self.operations} operations"
+            if ends:
+                self.check_note(rank)
+
+    def check_note(self, rank: int) -> None:
+        """Of the last operation: it has begun, and then met all."""
+        from cute_kernels.heap import BEGUN, MET, NOTE_WORDS, NOTES
+        from cute_kernels.marks import unpack
+
+        at = self.heaps[rank] + self.heap.offset["notes"] + self.operations % NOTES * NOTE_WORDS * 8
+        mark, begun, met = (self.memory.load_long(at + 8 * word) for word in (0, BEGUN, MET))
+        assert unpack(mark)[0] == self.operations and 0 < begun < met, f"rank {rank} notes {mark:x}, {begun}, {met}"
 
     def reported(self, rank: int) -> list[tuple[int, int]]:
         """Reason and peer of a rank's first and third records, (0, 0) where nothing is reported; then clears them."""

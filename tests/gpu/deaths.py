@@ -92,7 +92,7 @@ class Rank:
         assert torch.equal(got, expected), f"{int((got != expected).sum())} of {got.numel()} numbers are wrong"
 
 
-def main(rank: int, world_size: int, port: int, seed: int, out: str) -> None:
+def main(rank: int, world_size: int, left: int, port: int, seed: int, out: str) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -101,7 +101,7 @@ def main(rank: int, world_size: int, port: int, seed: int, out: str) -> None:
     sizes = dict(num_experts=EXPERTS * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=MANY)
     comm = ep_ops.Communicator(**sizes, latency_max_tokens=FEW, backend="cute", timeout=TIMEOUT, name="deaths")
     told: list[dict[str, Any]] = []
-    for number in range(world_size - 2):
+    for number in range(world_size - left):
         bound, replayed = (MANY, FEW)[number % 2], number // 2 % 2 == 1
         victim, moment, after = draw.choice(alive), draw.choice(MOMENTS), draw.uniform(1e-5, 4e-3)
         comm.warmup()
@@ -134,4 +134,4 @@ def main(rank: int, world_size: int, port: int, seed: int, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:5]), sys.argv[5])
+    main(*map(int, sys.argv[1:6]), sys.argv[6])

@@ -47,9 +47,11 @@ class Wanted:
 def kernels(world_size: int, seed: int) -> list[Any]:
     """What every test launches."""
     import cases
+    import test_checking
     import test_failures
     import test_gather
     import test_latency
+    import test_progress
     import test_steps
     import test_throughput
 
@@ -74,6 +76,9 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_steps.CONFIG)
     for bound in (32, 64):
         want.add(test_failures.CONFIG, bound)
+    for few in (0, test_progress.TOKENS):
+        want.add(test_progress.config(world_size), few)
+    want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     return [*want.kernels, *of_many(world_size, seed)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 
 import pytest
@@ -55,8 +56,16 @@ def test_absent_rank(together):
         torch.cuda.synchronize()
     with together():
         if comm.rank != absent:
-            with pytest.raises(RuntimeError, match=rf"waited {SHARING} s for rank {absent} "):
+            with pytest.raises(RuntimeError, match=rf"waited {SHARING} s for rank {absent} ") as told:
                 comm.dispatch(x, idx)
+            mine, theirs = comm.last_operations(), comm.last_operations(absent)
+            assert mine[0].kind in ("dispatch", "combine") and mine[0].number > theirs[0].number
+            (stopped,) = (noted for noted in mine if noted.number == theirs[0].number + 1)
+            assert stopped.kind == "dispatch" and stopped.max_tokens == 64 and stopped.met is None
+            assert all(noted.met is not None and noted.met >= noted.begun for noted in theirs) and len(theirs) == 16
+            text = str(told.value)
+            for rank, last in ((comm.rank, mine[0]), (absent, theirs[0])):
+                assert f"rank {rank}, last first: {last.number} ep::{last.kind} (max_tokens" in text, text
     # By now the absent one is told, too.
     if comm.rank != absent:
         comm.destroy()
@@ -218,6 +227,25 @@ def test_refusals_reach_everybody(kind, few, together):
             comm.check_errors()
             with together():
                 assert torch.equal(out, 2 * x)
+
+
+def test_destroy_gives_memory_back(together):
+    """At once, not when Python's collector comes by: that may be during a capture, where it may not be."""
+    config = dict(CONFIG, hidden_size=4096, max_tokens_per_rank=4096)
+    gc.disable()
+    try:
+        free = []
+        for _ in range(3):
+            ep_ops.Communicator(**config).destroy()
+            if dist.is_initialized():
+                dist.barrier()  # a rank's memory is given back when its peers, too, have let go of it
+            torch.cuda.synchronize()
+            free.append(torch.cuda.mem_get_info()[0])
+    finally:
+        gc.enable()
+    with together():
+        if SHARING == 1:
+            assert free[0] - free[2] < 2**26, free
 
 
 def test_compile_during_capture(together, monkeypatch):

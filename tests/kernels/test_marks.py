@@ -91,11 +91,15 @@ def test_told_of_ranks_that_disagree():
     """Their marks say on what."""
     made = object.__new__(Report)
     begun = [mark(7, "dispatch", 64), mark(7, "dispatch", 32) | -(1 << 63), mark(7, "dispatch", 64)]
-    made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 14, begun if epoch == 7 else ())
-    made._words = [1, sync.TOLD, 0, 0, 0, 0, mark(7, "dispatch", 64), 0] + [0] * 56
-    assert str(made.failed()).endswith(
-        "was told that rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
-    )
+    alike = [mark(6, "combine", 64)] * 3
+    for at, marked in ((7, begun), (6, alike)):  # in the operation in which this rank is told, or in the next one
+        made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 14, begun if epoch == 7 else alike)
+        made._words = [1, sync.TOLD, 0, 0, 0, 0, marked[0], 0] + [0] * 56
+        assert str(made.failed()).endswith(
+            "was told that rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
+        ), at
+    made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 14, alike)
+    assert str(made.failed()).endswith("all ranks must call the same operators with the same arguments")
 
 
 def test_waiting():

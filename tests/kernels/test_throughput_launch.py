@@ -133,7 +133,7 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launcher, "_template", launcher._template.__wrapped__)
     monkeypatch.setattr(jit, "get", lambda kernel, arch, capturing: lambda *given: calls.append(given))
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for name, answer in (("_cuda_getDevice", lambda: 1), ("_cuda_getCurrentRawStream", lambda index: 77)):
         monkeypatch.setattr(torch._C, name, answer, raising=False)
@@ -141,7 +141,7 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
     heap = SimpleNamespace(
         local=SimpleNamespace(device=torch.device("cuda", 1)), table=table, addresses=(10, 20, 30)
     )  # fmt: skip
-    made = launcher.Launcher(PROBLEM, heap, (1, 5, 6))  # type: ignore[arg-type]
+    made = launcher.Launcher(PROBLEM, heap, 132, (1, 5, 6))  # type: ignore[arg-type]
     rows = torch.zeros(4)
     launch = made.get(Pull, True, False, True)
     assert made.get(Pull, True, False, True) is launch

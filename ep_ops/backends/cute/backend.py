@@ -12,22 +12,23 @@ from torch import Tensor
 
 from cute_kernels import marks
 from cute_kernels.alarm import Alarm
-from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
+from cute_kernels.heap import EPOCH, NOTES, REASON_BYTES, REFUSED, STATE_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.rows import Slices
 from cute_kernels.sync import TOLD_SO
 
 from ... import arrivals, symmetric
 from ...config import Config, Member
-from ...records import Placed, Route, Sizes
+from ...records import Operation, Placed, Route, Sizes
 from ..base import DispatchTensors
 from ..split import Order, ticket
-from . import latency, watch
+from . import history, latency, watch
 from .budget import Traffic, default_budget
 from .launcher import Launcher
 from .memory import heap_of, problem_of, rows_bytes, token_bound
 from .outputs import Outputs
 from .report import Report
+from .residency import MARGIN
 from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
 
 __all__ = ["CuteBackend", "all_kernels", "kernels_of"]
@@ -69,14 +70,14 @@ class CuteBackend:
         torch.cuda.synchronize(member.device)
         self._report = Report(problem.num_experts, config.timeout, self._heard)
         self._launcher = Launcher(
-            problem, self.memory,
+            problem, self.memory, member.multiprocessors,
             (member.rank, self._report.address, int(config.timeout * 1e9)),
         )  # fmt: skip
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
         traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices)
         # Beside a pull run the blocks that place the route and some that stage rows.
-        most = sms - problem.tiles - STAGING_BLOCKS
+        most = sms - problem.tiles - STAGING_BLOCKS - MARGIN
         self.budget = default_budget(traffic, sms, most, config.dispatch_sms, config.combine_sms)
         outputs = Outputs(problem, member.num_local_experts, member.device)
         self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0
@@ -270,7 +271,12 @@ class CuteBackend:
         failed = self._report.failed()
         if failed is None:
             return None
-        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one"
+        noted = "\n".join(history.told(rank, self.last_operations(rank)) for rank in self._report.concerned())
+        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one\n{noted}"
+
+    def last_operations(self, rank: int) -> list[Operation]:
+        first = heap_of(self._config).offset["notes"]
+        return history.operations(self.memory.read(rank, first, history.NOTE_BYTES * NOTES))
 
     def _reason(self, peer: int, epoch: int) -> str:
         """What a rank that refused has left here."""
@@ -290,8 +296,7 @@ class CuteBackend:
 
     def _read(self, first: int, nbytes: int) -> bytes:
         """Bytes of this rank's symmetric memory. Does not wait for what runs."""
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            return bytes(self.memory.local[first : first + nbytes].cpu().tolist())
+        return self.memory.read(self._rank, first, nbytes)
 
     # ------------------------------------------------------------------ failures (watch.py)
 
@@ -328,13 +333,15 @@ class CuteBackend:
         watch.look(self)
         return None if self._raised else self._failed()
 
-    def destroy(self) -> None:
-        """Where the communicator has failed its memory is kept until the process ends: a peer may still write there."""
+    def destroy(self, keep: bool) -> None:
+        """Memory is kept until the process ends."""
         watch.unwatch(self)
-        if self._report.failed() is not None:
+        if keep or self._report.failed() is not None:
             _kept.append((self.memory, self._rows, self._report))
             return
         self._launcher.clear()
+        # The views of the memory go first: what is left of it would be given back whenever Python's collector comes by.
+        self._state = self._state.new_empty(0)
         self.memory.free()
         if self._rows is not None:
             self._rows.free()

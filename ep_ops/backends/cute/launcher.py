@@ -22,12 +22,14 @@ name: tensors, None or left out where there is none; numbers as they are, all of
 class Launcher:
     """Of one rank of a communicator, on its device."""
 
-    def __init__(self, problem: Problem, heap: SymmetricBuffer, rest: tuple[int, int, int]) -> None:
+    def __init__(
+        self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int]
+    ) -> None:
         """The rest: this rank, address of the report, deadline of waits in ns."""
         self.problem, self.device = problem, heap.local.device
         device = self.device
         properties = torch.cuda.get_device_properties(device)
-        self.multiprocessors: int = properties.multi_processor_count
+        self.multiprocessors = multiprocessors
         self._arch = f"sm_{properties.major}{properties.minor}a"
         self._ranks = (heap.table.data_ptr(), heap.addresses[rest[0]], *rest)
         self._launches: dict[Any, Launch] = {}

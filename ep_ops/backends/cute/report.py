@@ -57,15 +57,31 @@ class Report:
             f"seen {seen}, that is {last})"
         )
 
+    def concerned(self) -> tuple[int, ...]:
+        """Who waited for whom, where a wait has failed."""
+        _, reason, _, rank, peer, _, expected, _ = self._words[:8]
+        if reason == sync.TOLD:
+            alarm = marks.unpack_alarm(self._heard(marks.unpack(expected)[0])[0])
+            return tuple(dict.fromkeys((rank, alarm.rank, alarm.peer)))
+        return tuple(dict.fromkeys((rank, peer)))
+
     def _told_of(self, epoch: int) -> str:
         word, begun = self._heard(epoch)
         alarm = marks.unpack_alarm(word)
         if alarm.reason == sync.MISMATCH:
-            own, other = (marks.unpack(begun[rank])[1] for rank in (alarm.rank, alarm.peer))
-            return f"rank {alarm.rank} met rank {alarm.peer}{_disagreement(own, other)}"
+            return f"rank {alarm.rank} met rank {alarm.peer}{self._met(epoch, begun, alarm)}"
         awaited = sync.FLAGS[alarm.flag]
         where = f", token {alarm.detail}" if awaited in ("chunk", "token") else ""
         return f"rank {alarm.rank} waited {self._timeout:g} s for rank {alarm.peer} ({awaited} flag{where})"
+
+    def _met(self, epoch: int, begun: Sequence[int], alarm: marks.Alarm) -> str:
+        """On what those two disagree: in the operation in which this rank was told, or in the next one, which they may
+        have begun already."""
+        for met in (begun, self._heard(epoch + 1)[1]):
+            own, other = (marks.unpack(met[rank]) for rank in (alarm.rank, alarm.peer))
+            if own[0] == other[0] and own[1] != other[1]:
+                return _disagreement(own[1], other[1])
+        return ", but they disagree on what they do: all ranks must call the same operators with the same arguments"
 
     def tell(self, rank: int, epoch: int) -> None:
         """Writes what a kernel would: that another rank has told this one, which has not begun operation `epoch`."""

@@ -21,6 +21,7 @@ from ..budget import Budget
 from .budget import Traffic
 from .launcher import Launcher
 from .outputs import Outputs
+from .residency import MARGIN
 
 STAGING_BLOCKS = 16
 """Multiprocessors that the budget of a dispatch leaves to staging and announcing. Fewer have not been tried, but for a
@@ -205,7 +206,7 @@ class ThroughputPath:
 
     def _publish_blocks(self, variant: tuple[bool, bool, bool, bool], pulling: int) -> int:
         """Of the publish kernel, which leaves `pulling` multiprocessors to the kernel that comes next and runs at the
-        same time: staging takes one block that announces, and all others that there are."""
+        same time: staging takes one block that announces, and all others that there are but for a margin."""
         route, rows, weights, _ = variant
         tiles = self._problem.tiles if route or weights else 0
-        return tiles + (1 + max(1, self._all_blocks - tiles - pulling - 1) if rows else 0)
+        return tiles + (1 + max(1, self._all_blocks - MARGIN - tiles - pulling - 1) if rows else 0)

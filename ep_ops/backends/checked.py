@@ -1,0 +1,195 @@
+"""Checking mode (``EP_OPS_CHECK=1``): the reference backend runs beside another one, and their results are compared.
+
+Every operation runs on the backend that was asked for and then, with the same tensors, on the reference backend. All
+ranks tell each other what they found before anybody raises. Whoever calls gets the results of the backend that was
+asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import arrivals
+from ..config import Member
+from ..records import Delivery, Route
+from .base import Backend
+from .reference import ReferenceBackend
+
+_PLACED = ("send_rows", "arrivals", "offs", "counts", "dropped")
+_DISPATCHED = ("recv_x", "recv_weights", *_PLACED)
+_STARTED = ("ticket",)
+
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "plan": _PLACED,
+    "dispatch": _DISPATCHED,
+    "dispatch_dynamic": _DISPATCHED,
+    "dispatch_planned": ("recv_x", "recv_weights"),
+    "combine": ("out",),
+    "combine_gathered": ("out",),
+    "dispatch_backward": ("grad_x", "grad_topk_weights"),
+    "combine_backward": ("grad_y", "grad_recv_weights"),
+    "dispatch_start": _STARTED,
+    "dispatch_wait": _DISPATCHED,
+    "combine_start": _STARTED,
+    "combine_wait": ("out",),
+}
+"""Operator -> the names of what a backend returns for it; of a dispatch that is told of a :class:`Delivery`,
+``recv_scales`` too. What is not in this table is not compared."""
+
+BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
+"""Outputs with one entry for each row of the receive buffer, some of which are undefined."""
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CheckedBackend:
+    """Another backend, with operators that are compared; all else is the other one's. Waits for the device in every
+    operator but the start of a split operation."""
+
+    def __init__(self, member: Member, backend: Backend) -> None:
+        self._backend = backend
+        self._reference = ReferenceBackend(member)
+        self._reference.strict = False  # the other one is: rows lie in its memory, and it is told of starts
+        self._reference.unused = float("nan")
+        self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
+        self._device = member.device
+        self._operations = 0
+        if member.rank == 0:
+            warnings.warn(
+                f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} runs on the reference backend,"
+                " too, and is compared, which is slow",
+                RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        """Operators, and what else the backend has."""
+        found = getattr(self._backend, name)
+        return functools.partial(self._run, name) if name in OUTPUTS else found
+
+    def _run(self, operator: str, *args: Any) -> Any:
+        if _capturing(self._device):
+            raise RuntimeError(
+                f"communicator {self._name!r}: ep::{operator} cannot be captured in a CUDA graph while EP_OPS_CHECK is"
+                " 1: it is compared on the host. Run without CUDA graphs, or without EP_OPS_CHECK."
+            )
+        try:
+            got = getattr(self._backend, operator)(*args)
+            if OUTPUTS[operator] is _STARTED:
+                return got
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            self._backend.check_errors()
+        except Exception as error:
+            self._leave(operator, str(error))
+            raise
+        self._operations += 1
+        expected = getattr(self._reference, operator.removesuffix("_wait"))(*args)
+        slack = self._rounding(*args) if operator == "combine_backward" else None
+        found = self._reference.exchange.all_gather_text(self._difference(operator, args, got, expected, slack))
+        differing = [rank for rank, text in enumerate(found) if text]
+        if differing:
+            more = f"; ranks {differing[1:]} have differences, too" if differing[1:] else ""
+            raise RuntimeError(
+                f"communicator {self._name!r}: ep::{operator}, operation {self._operations}, is not what the reference"
+                f" backend returns: {found[differing[0]]}{more}"
+            )
+        return got
+
+    def refuse(self, operator: str, reason: str) -> None:
+        """The others wait for this rank in both backends."""
+        try:
+            self._backend.refuse(operator, reason)
+        finally:
+            self._leave(operator, reason)
+
+    def _leave(self, operator: str, reason: str) -> None:
+        """This rank does not come to the reference backend's part, where the others raise the reason.
+
+        Where kernels have failed nobody comes there: they tell all ranks.
+        """
+        self._operations += 1
+        if not _capturing(self._device) and not self._backend.has_failed():
+            with contextlib.suppress(RuntimeError):  # the others do something else, which they find out by themselves
+                self._reference.refuse(operator, reason)
+
+    def destroy(self, keep: bool) -> None:
+        self._backend.destroy(keep)
+        self._reference.destroy(keep)
+
+    # ------------------------------------------------------------------ comparison
+
+    def _rounding(self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route) -> Tensor | None:
+        """How far two sums of the same products, in different orders, may lie apart: [R]. Collective."""
+        if y is None or recv_weights is None:
+            return None
+        _, magnitude = self._reference.combine_backward(grad_out.abs(), y.abs(), recv_weights, route)
+        exact = torch.finfo(magnitude.dtype)
+        return y.shape[1] * (exact.eps * magnitude + exact.tiny)
+
+    def _difference(self, operator: str, args: Any, got: Any, expected: Any, slack: Tensor | None) -> str:
+        """The first one, or nothing. Integers come first: where a route differs, rows do as well."""
+        if isinstance(expected, Tensor):
+            got, expected = (got,), (expected,)
+        names = OUTPUTS[operator]
+        if isinstance(args[-1], Delivery):
+            names = (names[0], "recv_scales", *names[1:])
+        returned = dict(zip(names, zip(got, expected, strict=True), strict=True))
+        for name in sorted(names, key=lambda name: returned[name][1].is_floating_point()):
+            mine, right = returned[name]
+            if mine.shape != right.shape or mine.dtype != right.dtype:
+                is_, has = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (mine, right))
+                return f"{name} is {is_} on rank {self._rank}, the reference has {has}"
+            wrong = differ(mine, right)
+            if name == "arrivals":
+                wrong &= torch.cat([part.flatten() for part in arrivals.defined(right, self._world_size)]) != -1
+            elif name == "recv_scales":
+                wrong &= ~_undefined(right)
+            elif name in BY_ROW and right.numel():
+                wrong &= self._owned(returned, args).view(-1, *[1] * (right.dim() - 1)) | ~right.isnan()
+            if name == "grad_recv_weights" and slack is not None:
+                wrong &= ~(((mine - right).abs() <= slack) | slack.isinf())
+            if bool(wrong.any()):
+                return self._text(name, mine, right, wrong)
+        return ""
+
+    def _owned(self, returned: dict[str, tuple[Tensor, Tensor]], args: Any) -> Tensor:
+        """Rows of the receive buffer that hold a token, bool [R]. Of others the reference's are NaN where undefined."""
+        if "arrivals" in returned:
+            lists = returned["arrivals"][1]
+        else:
+            lists = next(arg for arg in args if isinstance(arg, Route)).arrivals
+        return arrivals.recv_from(lists, arrivals.rows_of(lists.numel(), self._world_size)) >= 0
+
+    def _text(self, name: str, mine: Tensor, right: Tensor, wrong: Tensor) -> str:
+        flat = wrong.flatten().byte().argmax()  # the first of the largest
+        index = [int(i) for i in torch.unravel_index(flat, wrong.shape)]
+        here, there = (tensor[tuple(index)].item() for tensor in (mine, right))
+        return (
+            f"{name}{index} is {here!r} on rank {self._rank}, the reference has {there!r} ({int(wrong.sum())} of"
+            f" {wrong.numel()} numbers differ)"
+        )
+
+
+def _undefined(scales: Tensor) -> Tensor:
+    """Which received scales the reference leaves open: NaN, and packed ones with a byte of 255. (Those of blocks that
+    are NaN look the same; the codes of these are compared.)"""
+    if scales.dtype is not torch.int32:
+        return scales.isnan()
+    return (scales.view(torch.uint8) == 255).view(*scales.shape, 4).any(-1)
+
+
+def differ(one: Tensor, other: Tensor) -> Tensor:
+    """Where bits differ, of tensors of the same shape and dtype; NaN is NaN, whatever its bits."""
+    ints = _INTS[one.dtype.itemsize]
+    wrong = one.view(ints) != other.view(ints)
+    return wrong & ~(one.isnan() & other.isnan()) if one.is_floating_point() else wrong
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,45 @@
+"""What ranks have noted of their last operations (cute_kernels/heap.py, NOTES)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from datetime import datetime
+
+from cute_kernels import marks
+from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES
+
+from ...records import Operation
+
+NOTE_BYTES = 8 * NOTE_WORDS
+TOLD = 3
+"""Of how many operations of a rank an error tells."""
+
+
+def operations(memory: bytes) -> list[Operation]:
+    """Of a rank's notes (`NOTES` of them), the last one first."""
+    found = []
+    for words in struct.iter_unpack(f"<{NOTE_WORDS}q", memory[: NOTES * NOTE_BYTES]):
+        mark, begun, met = words[0], words[BEGUN], words[MET]
+        if mark == 0:
+            continue
+        number, terms = marks.unpack(mark)
+        seen = met >= begun > words[GAVE_UP]
+        found.append(Operation(number, *terms, begun * 1e-9, met * 1e-9 if seen else None))
+    return sorted(found, reverse=True)
+
+
+def told(rank: int, noted: Iterable[Operation]) -> str:
+    """A line about a rank, for people."""
+    lines = [_of_one(operation) for operation in list(noted)[:TOLD]]
+    return f"rank {rank}, last first: {'; '.join(lines) or 'nothing'}"
+
+
+def _of_one(noted: Operation) -> str:
+    if noted.kind == "refused":
+        return f"{noted.number} refused"
+    begun = datetime.fromtimestamp(noted.begun).strftime("%H:%M:%S.%f")
+    met = "has not seen all ranks in it"
+    if noted.met is not None:
+        met = f"has seen all ranks in it {1e6 * (noted.met - noted.begun):.0f} us later"
+    return f"{noted.number} ep::{noted.kind} (max_tokens {noted.max_tokens}) begun at {begun}, {met}"

@@ -1,0 +1,45 @@
+"""What ranks note of their last operations, as the host reads it."""
+
+from __future__ import annotations
+
+import struct
+
+from cute_kernels import marks
+from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES
+from ep_ops.backends.cute import history
+
+
+def noted(*operations: tuple[int, str, int, int, int]) -> bytes:
+    """Number, kind, and when it was begun, had met all and gave up."""
+    words = [0] * NOTES * NOTE_WORDS
+    for number, kind, begun, met, gave_up in operations:
+        at = number % NOTES * NOTE_WORDS
+        words[at] = number << marks.SHIFT | marks.pack(kind, 64, scalars=kind == "dispatch", few=True)
+        words[at + BEGUN], words[at + MET], words[at + GAVE_UP] = begun, met, gave_up
+    return struct.pack(f"<{len(words)}q", *words)
+
+
+def test_the_last_comes_first() -> None:
+    second = 10**9
+    memory = noted(
+        (31, "dispatch", 5 * second, 6 * second, 0),
+        (32, "combine", 7 * second, 5 * second, 0),  # that time is the one of operation 16
+        (17, "plan", second, 2 * second, 0),
+        (33, "dispatch", 8 * second, 9 * second, 9 * second),
+    )
+    found = history.operations(memory)
+    assert [(one.number, one.kind, one.begun, one.met) for one in found] == [
+        (33, "dispatch", 8.0, None), (32, "combine", 7.0, None), (31, "dispatch", 5.0, 6.0)
+    ]  # fmt: skip
+    assert found[0].scalars and found[0].few and found[0].rows and found[0].max_tokens == 64 and not found[1].scalars
+    assert history.operations(noted()) == []
+
+
+def test_what_people_read() -> None:
+    line = history.told(
+        3, history.operations(noted((5, "combine", 10**9, 10**9 + 12345, 0), (6, "plan", 2 * 10**9, 0, 0)))
+    )
+    assert line.startswith("rank 3, last first: 6 ep::plan (max_tokens 64) begun at ")
+    assert ", has not seen all ranks in it; 5 ep::combine (max_tokens 64) begun at " in line
+    assert line.endswith(", has seen all ranks in it 12 us later")
+    assert history.told(0, []) == "rank 0, last first: nothing"
