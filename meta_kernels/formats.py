@@ -18,7 +18,6 @@ class Format(NamedTuple):
     """What there is to say of one."""
 
     name: str
-    number: int  # of what travels, from 1: the same with ``wire:``
     block: int  # numbers that share a scale; 0: the whole row
     multiple: int  # what the hidden size must be a multiple of
     power: bool  # scales are powers of two
@@ -31,10 +30,10 @@ SWIZZLED = ("swizzled/torch", "swizzled/quack", "swizzled/flashinfer")
 LAYOUTS = ("rows", "columns", "packed", *SWIZZLED)
 _FP32, _BYTES = torch.float32, torch.float8_e8m0fnu
 _QUANTISED = (
-    Format("e4m3/128/pow2", 1, 128, 128, True, _FP32, ("rows", "columns", "packed")),
-    Format("e4m3/128/fp32", 2, 128, 128, False, _FP32, ("rows", "columns")),
-    Format("e4m3/32/mx", 3, 32, 32, True, _BYTES, ("rows", "packed", *SWIZZLED)),
-    Format("e4m3/row/fp32", 4, 0, 16, False, _FP32, ("rows",)),
+    Format("e4m3/128/pow2", 128, 128, True, _FP32, ("rows", "columns", "packed")),
+    Format("e4m3/128/fp32", 128, 128, False, _FP32, ("rows", "columns")),
+    Format("e4m3/32/mx", 32, 32, True, _BYTES, ("rows", "packed", *SWIZZLED)),
+    Format("e4m3/row/fp32", 0, 16, False, _FP32, ("rows",)),
 )
 _WIRE = tuple(form._replace(name=f"wire:{form.name}", wire=True) for form in _QUANTISED)
 FORMATS: dict[str, Format] = {form.name: form for form in (*_QUANTISED, *_WIRE)}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import cases
 import pytest
 import quantised
 import torch
 from torch import Tensor
 
-from ep_ops.formats import FORMATS, Format, Grid, ScaleLayout, Segments, dequantise, quantise, view
+import ep_ops
+from ep_ops.formats import FORMATS, LAYOUTS, Format, Grid, ScaleLayout, Segments, dequantise, quantise, view
 from ep_ops.formats.quantise import to_e4m3
 
 NAMES = tuple(quantised.BLOCKS)
@@ -210,3 +213,10 @@ def test_bases_differ_between_consumers() -> None:
         for consumer in ("torch", "quack", "flashinfer")
     }  # fmt: skip
     assert first == {"torch": [0, 1, 3], "quack": [0, 2, 5], "flashinfer": [0, 1, 4]}
+
+
+def test_the_documentation_has_them_all() -> None:
+    text = (Path(ep_ops.__file__).parent.parent / "docs" / "formats.md").read_text()
+    assert all(f"| `{form.name}` |" in text for form in FORMATS.values() if not form.wire)
+    assert all(f"| `{layout}` |" in text for layout in LAYOUTS if "/" in layout)
+    assert all(f"### {layout.partition('/')[0]}\n" in text for layout in LAYOUTS)
