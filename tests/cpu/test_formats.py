@@ -147,7 +147,7 @@ SIZES = {
     "padded odd": ([3, 1], 1, 5),
 }
 HIDDEN = {"128/pow2": (128, 640), "128/fp32": (384,), "32/mx": (32, 160, 256), "row/fp32": (16,)}
-LAYOUTS = [
+PACKED = [
     (name, hidden, layout) for name in NAMES for hidden in HIDDEN[name] for layout in form(name).layouts
     if layout != "rows"
 ]  # fmt: skip
@@ -172,7 +172,7 @@ def test_layouts(sizes: str, zeros: bool) -> None:
     assert segments.psum.tolist() == [b + n for b, n in zip(begins, counts, strict=True)]
 
     draw = torch.Generator().manual_seed(cases.fresh_seed())
-    for name, hidden, layout in LAYOUTS:
+    for name, hidden, layout in PACKED:
         grid = Grid(rows, slots, len(counts), hidden)
         made = ScaleLayout(form(name), layout, grid, segments)
         count = hidden // quantised.BLOCKS[name]
