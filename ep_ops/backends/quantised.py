@@ -6,6 +6,7 @@ of scales are uint8 on the way, which every torch operation takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -55,12 +56,10 @@ def to_rows(
     """
     form = format_of(delivery.format)
     codes, scales = (x, delivery.scales) if delivery.scales is not None else quantise(x, form)
-    bytewise = scales.dtype == torch.float8_e8m0fnu
-    defined = unused == unused
-    sent = codes.view(torch.uint8)[token]
-    recv_codes = moved(sent, 0 if defined else NAN_CODE).view(codes.dtype)
-    if bytewise:
-        recv_scales = moved(scales.view(torch.uint8)[token], 0 if defined else NAN_BYTE).view(scales.dtype)
+    nan = math.isnan(unused)
+    recv_codes = moved(codes.view(torch.uint8)[token], NAN_CODE if nan else 0).view(codes.dtype)
+    if scales.dtype == torch.float8_e8m0fnu:
+        recv_scales = moved(scales.view(torch.uint8)[token], NAN_BYTE if nan else 0).view(scales.dtype)
     else:
         recv_scales = moved(scales[token], unused)
     if form.wire:

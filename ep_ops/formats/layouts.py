@@ -14,6 +14,7 @@ is [R, G] itself. The scale of row r and column g lies, in elements for ``column
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class ScaleLayout(NamedTuple):
         bytewise = self.name != "columns"
         memory = torch.empty(shape, dtype=dtype, device=scales.device)
         flat = memory.view(torch.uint8 if bytewise else dtype).view(-1)
-        flat.fill_(255 if bytewise and unused != unused else unused)
+        flat.fill_(255 if bytewise and math.isnan(unused) else unused)
         expert, place = self.segments.places(self.grid.num_rows)
         row = self.segments.covered(self.grid.num_rows, zeros).nonzero().squeeze(1)
         own = exponents(scales[row]) if bytewise else scales[row]

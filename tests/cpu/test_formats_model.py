@@ -408,6 +408,10 @@ def test_sizes_that_do_not_divide_are_refused(name: str, hidden: int, multiple: 
         x, idx = torch.ones(3, hidden).bfloat16(), torch.zeros(3, TOP_K, dtype=torch.int32)
         with pytest.raises(ValueError, match=f"hidden_size is {hidden}; format '{name}' takes multiples of {multiple}"):
             comm.dispatch(x, idx, format=name)
+        op = next(each for each in OPERATORS if each.name == "dispatch")  # before ranks meet: nobody waits for this one
+        ints = (16, ALIGNMENT, 0, 16, EXPERTS, 1, comm.name)
+        with pytest.raises(ValueError, match=f"hidden_size is {hidden}"):
+            op.check(comm, op.arguments(x, None, idx, *ints, format=name))
 
 
 def test_float64_rows_have_no_format() -> None:
