@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
+from ep_ops.nn.recompute import recomputing
 
 
 class MoELayer(nn.Module):
@@ -64,7 +65,7 @@ class MoELayer(nn.Module):
             received = self.comm.dispatch_dynamic(x, experts, weights, max_tokens=max_tokens)
         else:
             received = self.comm.dispatch(x, experts, weights, capacity=self.capacity, max_tokens=max_tokens)
-            if self.capacity is not None and not _again():
+            if self.capacity is not None and not recomputing():
                 self.dropped += received.dropped
         y = grouped_mm(received.x, self.w_in, received.route.offs)
         y = grouped_mm(swiglu(y), self.w_out, received.route.offs)
@@ -74,11 +75,6 @@ class MoELayer(nn.Module):
     def expert_parameters(self) -> list[nn.Parameter]:
         """Those that only this rank holds; their gradients are complete after backward."""
         return [self.w_in, self.w_out]
-
-
-def _again() -> bool:
-    """Whether this is a second run of the same forward, which activation checkpointing makes during backward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class DenseMoE(nn.Module):

@@ -1,0 +1,162 @@
+"""torchtitan 0.3: a token dispatcher for its MoE layers, for training and for generation, eager, compiled and in CUDA
+graphs alike: sizes are fixed, nothing waits for the host, and gradients reach tokens and scores.
+
+In a function that makes a trainer's configuration:
+
+    config = deepseek_v3_16b()
+    use_ep_ops(config)
+    config.training.disable_cuda_graphs = False
+
+or layer by layer: ``RoutedExperts.Config(token_dispatcher=EpOpsTokenDispatcher.Config(num_experts=64, top_k=6), ...)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.config.override import derive
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.common.moe import RoutedExperts
+    from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
+except ImportError as error:
+    raise ImportError(
+        f"ep_ops.integrations.torchtitan needs torchtitan 0.3, which failed to import: {error}. Install it with"
+        " pip install 'torchtitan>=0.3,<0.4' (and triton, where torch comes without it)."
+    ) from error
+
+from ep_ops.communicator import Communicator, Dispatched
+from ep_ops.nn import recomputing
+from ep_ops.operators import SAVE_FOR_CHECKPOINT
+
+
+class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
+    """Tokens to their experts and back, T of each rank, the same number on all ranks of the EP mesh.
+
+    ``dropped`` (int64 [local experts], on the device) counts the rows that each local expert was to have and that did
+    not fit, since the mesh was wired; a forward that activation checkpointing runs again counts once.
+    """
+
+    dropped: Tensor
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridEPTokenDispatcher.Config):
+        """A kind of HybridEP's Config, whose fields mean the same: torchtitan fills in sizes, and allows CUDA graphs,
+        for the kinds that it knows alone.
+
+        num_experts, top_k: experts of all ranks, a multiple of the EP mesh's size; experts that a token names.
+        hidden_dim: elements of a token. None: the model's ``dim``, from ``update_from_config``.
+        num_max_tokens_per_rank: the most tokens that any rank passes. None: ``local_batch_size * seq_len``, through the
+            degrees of context and tensor parallelism, from ``update_from_config``.
+        non_blocking_capacity_factor: the part of the worst case, in (0, 1], that a rank has rows for; what does not fit
+            is dropped and counted. None or 1: the worst case, in which every token names ``min(top_k, local experts)``
+            experts of this rank. (With None torchtitan's trainer refuses CUDA graphs.)
+        pad_multiple: each expert's rows are padded to a multiple of it with zeros, which quantised experts need, and
+            which its count then includes. None: no padding.
+        dtype: of the tokens: "bfloat16", "float32" or "float16", as ``training.mixed_precision_param``.
+        options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one. (To it ``hidden_dim``,
+            ``num_max_tokens_per_rank`` and ``pad_multiple`` are hidden_size, max_tokens_per_rank and alignment, by
+            which names it refuses them.)
+        """
+
+        non_blocking_capacity_factor: float | None = 1.0
+        dtype: str = "bfloat16"
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        factor = 1.0 if config.non_blocking_capacity_factor is None else config.non_blocking_capacity_factor
+        if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
+            raise ValueError(f"non_blocking_capacity_factor is {factor!r}; it must be None or in (0, 1]")
+        if config.dtype not in TORCH_DTYPE_MAP:
+            raise ValueError(f"dtype is {config.dtype!r}; it must be one of {', '.join(map(repr, TORCH_DTYPE_MAP))}")
+        self.config, self._factor = config, factor
+        self._comm: Communicator | None = None
+
+    def init_buffer(self) -> None:
+        """Makes the communicator, or finds it. Collective over the EP mesh, which ``wire_meshes`` has set."""
+        config, mesh = self.config, self.ep_mesh
+        if mesh is None:
+            raise ValueError("ep_mesh is None; EpOpsTokenDispatcher needs expert_parallel_degree > 1")
+        if config.num_experts % mesh.size():
+            raise ValueError(
+                f"num_experts is {config.num_experts}; it must be a multiple of the EP mesh's size, {mesh.size()}"
+            )
+        for name in ("hidden_dim", "num_max_tokens_per_rank"):
+            if getattr(config, name) is None:
+                raise ValueError(
+                    f"{name} is None; give EpOpsTokenDispatcher.Config an int, or have the model configuration's"
+                    " update_from_config fill it in before the model is built"
+                )
+        self._comm = comm = Communicator.shared(
+            mesh.get_group(), num_experts=config.num_experts, hidden_size=config.hidden_dim, top_k=config.top_k,
+            max_tokens_per_rank=config.num_max_tokens_per_rank, dtype=TORCH_DTYPE_MAP[config.dtype],
+            alignment=1 if config.pad_multiple is None else config.pad_multiple, **config.options,
+        )  # fmt: skip
+        self.dropped = torch.zeros(comm.num_local_experts, dtype=torch.int64, device=comm.device)
+
+    def dispatch(
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor, Tensor, Dispatched]:
+        """Rows [R, D] by local expert, undefined past the last; how many each has, int32 [local experts]; metadata."""
+        comm, tokens, capacity = self._comm, x_TD.shape[0], None
+        if comm is None:
+            raise RuntimeError("dispatch was called before wire_meshes, which makes the communicator")
+        if self._factor < 1:
+            rows = math.ceil(comm.capacity(tokens) * self._factor)
+            capacity = (rows + comm.alignment - 1) // comm.alignment * comm.alignment
+        sent = comm.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, capacity=capacity, max_tokens=tokens)
+        if capacity is not None and not recomputing():
+            self.dropped.add_(sent.dropped)
+        # Experts add counts up to where each one's rows end: that is `offs`, padding included.
+        counts = torch.diff(sent.route.offs, prepend=sent.route.offs.new_zeros(1))
+        return sent.x, counts, sent
+
+    def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
+        """[T, D]: each token's rows times their scores, added up in float32 in a fixed order."""
+        assert self._comm is not None
+        return self._comm.combine(routed_output_RD, metadata.route, metadata.weights)
+
+
+class SaveDispatch(SelectiveAC):
+    """torchtitan's selective activation checkpointing, which besides saves what has been sent instead of sending it
+    again. A policy of your own adds ``ep_ops.operators.SAVE_FOR_CHECKPOINT`` in its ``get_save_ops``, as this one does.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        return super().get_save_ops() | set(SAVE_FOR_CHECKPOINT)
+
+
+def use_ep_ops(config: Any, *, capacity_factor: float = 1.0, **fields: Any) -> list[str]:
+    """Has all MoE layers in ``config``, a ``Trainer.Config`` or a model's configuration, send their tokens through this
+    library, and its ``SelectiveAC`` save them. Call it after converters (quantisation) and before the model is built.
+
+    Args:
+        capacity_factor: see ``non_blocking_capacity_factor`` of :class:`EpOpsTokenDispatcher`'s Config.
+        fields: more fields of that Config.
+
+    Returns the names of the layers' routed experts; ValueError if there are none.
+    """
+    found = []
+    for name, experts, _, _ in config.traverse(RoutedExperts.Config):
+        experts.token_dispatcher = derive(
+            experts.token_dispatcher, EpOpsTokenDispatcher.Config, non_blocking_capacity_factor=capacity_factor,
+            **{"dtype": "bfloat16", "hidden_dim": experts.inner_experts.dim} | fields,
+        )  # fmt: skip
+        found.append(name)
+    if not found:
+        raise ValueError(f"{type(config).__qualname__} has no RoutedExperts.Config inside")
+    for _, policy, parent, name in list(config.traverse(SelectiveAC.Config)):
+        if type(policy) is SelectiveAC.Config:
+            setattr(parent, name, derive(policy, SaveDispatch.Config))
+    return found
