@@ -7,13 +7,13 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import backends, checks, inputs, leaving, registry
+from . import backends, checks, formats, inputs, leaving, registry
 from .agreement import agree
 from .arguments import checking, device_of, group_of, hashable, large_rows, next_name
 from .backends.base import Backend
@@ -218,7 +218,7 @@ class Communicator:
         if self._overflow is not None:
             self._overflow.add(dropped)
         rows, alignment, _, tokens = sizes
-        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch), dropped
+        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch, slots), dropped
 
     def dispatch(
         self,
@@ -230,6 +230,10 @@ class Communicator:
         slots: int = 0,
         max_tokens: int | None = None,
         alignment: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+        zeros: bool = True,
     ) -> Dispatched:
         """Send every row of ``x`` [T, H] (and its weights, [T, K]) to the experts that ``topk_idx`` names.
 
@@ -238,15 +242,23 @@ class Communicator:
         are brought to the communicator's dtype. The operators themselves take [T, H], int32 and the dtypes named alone.
 
         ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
+
+        ``format``: what rows arrive as, such as "e4m3/128/pow2" (empty: as x is); ``scales_as``: how the scales of
+        received rows lie; ``scales``: those of an x that is quantised already; ``zeros``: whether padding rows hold
+        zeros, else they are undefined. docs/formats.md has them all. (Reference backend only.)
+
         Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
         is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place, scales, format, scales_as, zeros)
         if self._overflow is not None:
             self._overflow.add(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
+        sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, slots))
+        return sent if not format else _with_scales(sent, out[1], format, scales_as)
 
     def dispatch_dynamic(
         self,
@@ -256,25 +268,50 @@ class Communicator:
         *,
         max_tokens: int | None = None,
         alignment: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+        zeros: bool = True,
     ) -> Dispatched:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        delivery = scales, format, scales_as, zeros
+        out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place, *delivery)
+        sent = _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
+        return sent if not format else _with_scales(sent, out[1], format, scales_as)
+
+    @overload
+    def dispatch_planned(
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, zeros: bool = True
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    @overload
+    def dispatch_planned(
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None, format: str,
+        scales_as: str = "", zeros: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...  # fmt: skip
 
     def dispatch_planned(
-        self, x: Tensor, route: Route, topk_weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given.
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
+        format: str = "", scales_as: str = "", zeros: bool = True,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given;
+        with a ``format`` their scales too, None where it has none (see :meth:`dispatch`).
 
         Differentiable.
         """
         args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
-        rows, weights = call("dispatch_planned", x, topk_weights, *args)
-        return rows, None if topk_weights is None else weights
+        if scales is not None:
+            scales = inputs.scales(scales, route.batch)
+        delivery = scales, format, scales_as, zeros, route.slots
+        rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *args, *delivery)
+        weights = None if topk_weights is None else weights
+        return (rows, weights, _scales(recv_scales, format, scales_as, rows, route)) if format else (rows, weights)
 
     def combine(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None
@@ -319,6 +356,10 @@ class Communicator:
         slots: int = 0,
         max_tokens: int | None = None,
         alignment: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+        zeros: bool = True,
     ) -> StartedDispatch:
         """The part of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
 
@@ -327,16 +368,20 @@ class Communicator:
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        delivery = scales, format, scales_as, zeros
+        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place, *delivery)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, delivery)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """What :meth:`dispatch` returns. Differentiable."""
-        ticket, x, topk_weights, topk_idx, sizes, batch = started
-        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
+        ticket, x, topk_weights, topk_idx, sizes, batch, delivery = started
+        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place, *delivery)
         if self._overflow is not None:
             self._overflow.add(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
+        sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, sizes[2]))
+        return sent if not delivery[1] else _with_scales(sent, out[1], delivery[1], delivery[2])
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
@@ -528,6 +573,19 @@ def _home(rows: Tensor, route: Route) -> Tensor:
 
 def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, rest: tuple[Any, ...]) -> Dispatched:
     """``rest``: the last fields of `Route`."""
-    x, weights, send_rows, arrivals, offs, counts, dropped = out
+    x, _, weights, send_rows, arrivals, offs, counts, dropped = out
     route = Route(topk_idx, send_rows, arrivals, offs, counts, *rest)
     return Dispatched(x, None if topk_weights is None else weights, route, dropped)
+
+
+def _with_scales(sent: Dispatched, recv_scales: Tensor, format: str, scales_as: str) -> Dispatched:
+    return sent._replace(scales=_scales(recv_scales, format, scales_as, sent.x, sent.route))
+
+
+def _scales(recv_scales: Tensor, format: str, scales_as: str, rows: Tensor, route: Route) -> Tensor | None:
+    """As consumers take them; None where rows have none."""
+    form = formats.format_of(format)
+    if form.wire:
+        return None
+    grid = formats.Grid(route.num_rows, route.slots, route.offs.shape[0], rows.shape[1])
+    return formats.view(recv_scales, form, formats.layout_of(form, scales_as), grid)
