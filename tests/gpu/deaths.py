@@ -1,7 +1,7 @@
 """One rank of test_deaths.py, started by hand: ranks die one after the other, the others go on without them.
 
-Every round has a victim, a kind of kernel, a way to run it (`WAYS`) and a moment; all ranks draw the same from the seed.
-Survivors look at every result until they are told, shrink, and look again.
+Every round has a victim, a kind of kernel, a way to run it (`WAYS`) and a moment; all ranks draw the same from the
+seed. Survivors look at every result until they are told, shrink, and look again.
 """
 
 from __future__ import annotations
