@@ -233,7 +233,7 @@ weights, experts = torch.rand(9, 64).topk(8)
 x = torch.randn(9, 64, dtype=comm.dtype)
 w = torch.randn(64, 64, 64, dtype=comm.dtype)
 expected = (weights.unsqueeze(2) * torch.einsum("th,tkhj->tkj", x.float(), w[experts].float())).sum(1)
-torch.testing.assert_close(moe(x, experts, weights, w).float(), expected, rtol=2e-2, atol=0.5)
+torch.testing.assert_close(moe(x, experts, weights, w).float(), expected, rtol=2e-2, atol=1.0)
 comm.destroy()
 dist.destroy_process_group()
 """
@@ -243,7 +243,7 @@ OF_THE_QUICKSTART = "\nassert all(w.grad.isfinite().all() and w.grad.any() for w
 @pytest.mark.parametrize(
     ("page", "behind"),
     [("README.md", OF_THE_README), ("docs/quickstart.md", OF_THE_QUICKSTART)],
-    ids=lambda arg: arg[:9],
+    ids=["README", "quickstart"],
 )
 def test_examples_of_the_documentation_run(page: str, behind: str, tmp_path: Path) -> None:
     """With smaller sizes, traced as one graph but not lowered."""
