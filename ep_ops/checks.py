@@ -13,8 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from meta_kernels.formats import ELEMENT, FORMATS, format_of, layout_of, per_row
+
 from .arrivals import rows_of, size
 from .config import Member
+from .formats.quantise import refuse_hidden
 from .records import INT32_LIMIT, MAX_ALIGNMENT
 
 _INT32 = torch.int32
@@ -25,7 +28,11 @@ _MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones c
 
 def plan(m: Member, a: Any) -> None:
     """Refuse what ep::plan cannot take."""
-    ints = a[-7:-1]  # capacity to world_size
+    _plan(m, a, a[1:7])
+
+
+def _plan(m: Member, a: Any, ints: tuple[int, ...]) -> None:
+    """``ints``: capacity to world_size."""
     if ints not in m.accepted:
         _same_sizes(m, a.num_local_experts, a.world_size)
         _rows_asked(m, a.capacity, a.alignment, a.slots)
@@ -37,8 +44,14 @@ def plan(m: Member, a: Any) -> None:
 
 
 def dispatch(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch, or a start or wait of one, cannot take."""
-    plan(m, a)
+    """Refuse what ep::dispatch or ep::dispatch_start cannot take."""
+    _plan(m, a, a[3:9])
+    _of_tokens(m, a)
+
+
+def dispatch_wait(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_wait cannot take."""
+    _plan(m, a, a[4:10])
     _of_tokens(m, a)
 
 
@@ -54,6 +67,9 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
 def dispatch_planned(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_planned cannot take."""
     _num_rows(a.num_rows, _route(m, a))
+    if a.slots and a.num_rows != m.num_local_experts * a.slots:
+        experts = f"num_local_experts {m.num_local_experts}"
+        raise ValueError(f"slots is {a.slots}; allowed: 0 (flat layout) or num_rows {a.num_rows} / {experts}")
     _of_tokens(m, a)
 
 
@@ -163,9 +179,13 @@ def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
 
 def _of_tokens(comm: Member, a: Any) -> None:
     """x and topk_weights: one row for each token."""
-    _rows(comm, "x", a.x, a.topk_idx.shape[0], "rows as topk_idx has")
+    shape = a.topk_idx.shape
+    if a.format or a.scales is not None or a.scales_as or not a.zeros:
+        _delivery(comm, a)
+    else:
+        _rows(comm, "x", a.x, shape[0], "rows as topk_idx has")
     if a.topk_weights is not None:
-        _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, a.topk_idx.shape, "the shape of topk_idx")
+        _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, shape, "the shape of topk_idx")
 
 
 def _route(comm: Member, a: Any) -> int:
@@ -203,16 +223,48 @@ def _route(comm: Member, a: Any) -> int:
     return rows
 
 
-def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str) -> None:
-    """``rows`` [count, H] of the communicator's dtype, each at a multiple of 16 bytes."""
+def _delivery(comm: Member, a: Any) -> None:
+    """x, its scales, and what is asked of rows that do not arrive as they were given."""
+    if comm.config.backend == "cute":
+        raise ValueError(
+            f"format is {a.format!r}, scales_as {a.scales_as!r}, zeros {a.zeros}, and scales are"
+            f" {'none' if a.scales is None else 'given'}; backend 'cute' has no formats: allowed: '', '', True and none"
+        )
+    count, why = a.topk_idx.shape[0], "rows as topk_idx has"
+    if not a.format:
+        if a.scales is not None or a.scales_as:
+            given = "scales are given" if a.scales is not None else f"scales_as is {a.scales_as!r}"
+            raise ValueError(f"format is '' and {given}; allowed: the format of quantised rows, {', '.join(FORMATS)}")
+        return _rows(comm, "x", a.x, count, why)
+    form = format_of(a.format)
+    layout_of(form, a.scales_as)
+    refuse_hidden(comm.hidden_size, form)
+    if comm.dtype is torch.float64:
+        raise ValueError(
+            f"format is {a.format!r}, and rows are torch.float64; allowed: '' (or rows of a narrower dtype)"
+        )
+    if a.scales is None:
+        return _rows(comm, "x", a.x, count, why)
+    if form.wire:
+        raise ValueError(f"scales are given, and format is {a.format!r}, which quantises x itself; allowed: none")
+    if a.x is not None and a.x.dtype is not ELEMENT:
+        raise TypeError(f"x has dtype {a.x.dtype}, and scales are given; allowed: {ELEMENT} (or x without scales)")
+    _rows(comm, "x", a.x, count, why, ELEMENT)
+    shape = (count, per_row(form, comm.hidden_size)) if form.block else (count,)
+    _tensor(comm, "scales", a.scales, form.scale_dtype, shape, f"of the rows of x in format {a.format!r}")
+
+
+def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str, dtype: torch.dtype | None = None) -> None:
+    """``rows`` [count, H] of ``dtype``, the communicator's unless given, each at a multiple of 16 bytes."""
     if rows is None:
         _no_tensor(name)
     shape = rows.shape
     if len(shape) != 2 or shape[1] != comm.hidden_size or shape[0] != count:
         allowed = f"[{count} ({why}), hidden_size {comm.hidden_size}]"
         raise ValueError(f"{name} has shape {tuple(shape)}; allowed: {allowed}")
-    if rows.dtype is not comm.dtype or rows.device != comm.device or not rows.is_contiguous():
-        _wrong_kind(comm, name, rows, comm.dtype)
+    wanted = comm.dtype if dtype is None else dtype
+    if rows.dtype is not wanted or rows.device != comm.device or not rows.is_contiguous():
+        _wrong_kind(comm, name, rows, wanted)
     if rows.data_ptr() % _ROW_BYTES:
         raise ValueError(f"{name} begins at address {rows.data_ptr():#x}; allowed: multiples of {_ROW_BYTES} bytes")
 

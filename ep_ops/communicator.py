@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -17,12 +16,12 @@ from . import backends, checks, inputs, leaving, registry
 from .agreement import agree
 from .arguments import checking, device_of, group_of, hashable, large_rows, next_name
 from .backends.base import Backend
-from .config import Config, even_experts, worst_case_rows
+from .config import Config, even_experts
 from .exchange import Exchange
 from .memory import MemoryPlan, plan_of
-from .operators.eager import call
+from .methods import Methods
 from .overflow import POLICIES, Overflow
-from .records import Dispatched, Operation, Route, Sizes, StartedCombine, StartedDispatch
+from .records import Operation
 from .survivors import ExpertIds
 from .topology import gpu_problem, multiprocessors
 from .version import __version__
@@ -30,7 +29,7 @@ from .version import __version__
 _shared: dict[tuple[Any, ...], Communicator] = {}
 
 
-class Communicator:
+class Communicator(Methods):
     """Sizes, backend and symmetric memory that the ``ep`` operators of one process group use.
 
     Collective: all ranks of ``group`` create it with equal arguments (ValueError on every rank otherwise, naming the
@@ -145,17 +144,17 @@ class Communicator:
         self.combine_sms = combine_sms
         self.symmetric_rows = symmetric_rows
         self.strict = bool(strict)
-        self._place = self.num_local_experts, self.world_size, self.name  # what operators that plan are told
+        self.place = self.num_local_experts, self.world_size, self.name  # what operators that plan are told
         self.accepted: set[tuple[int, ...]] = set()
         self.config = resolved
         self.destroyed = False
         self.members = (0,) if group is None else tuple(dist.get_process_group_ranks(group))  # as global ranks
         self.expert_ids: ExpertIds | None = None
-        self._large = large_rows(self.device, hidden_size * dtype.itemsize)
+        self.warned_rows = large_rows(self.device, hidden_size * dtype.itemsize)
         self.overflow = overflow
-        self._overflow: Overflow | None = None
+        self.overflowed: Overflow | None = None
         if overflow == "raise":
-            self._overflow = Overflow(self.num_local_experts, self.first_local_expert, self.device)
+            self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
         self._exchange = exchange
         self._leaving = leaving.token(exchange)
         self.backend: Backend = backends.make(resolved.backend, self)
@@ -183,111 +182,6 @@ class Communicator:
         """In the process that reads it: the living communicator of that name."""
         return registry.get, (self.name,)
 
-    # ------------------------------------------------------------------ operators
-
-    def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
-        """Rows that hold whatever ``max_tokens`` tokens per rank may route here without a drop.
-
-        A token that names one expert several times takes a row each time, which this does not allow for.
-        """
-        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
-        align = self.alignment if alignment is None else alignment
-        return worst_case_rows(self.world_size, tokens, self.top_k, self.num_local_experts, align)
-
-    def plan(
-        self,
-        topk_idx: Tensor,
-        *,
-        capacity: int | None = None,
-        slots: int = 0,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-    ) -> tuple[Route, Tensor]:
-        """The route of ``topk_idx`` (int32 [T, K], -1 none), and ``dropped`` (int32 [El]).
-
-        Args:
-            capacity: rows of the receive buffer, a multiple of ``alignment``; default: :meth:`capacity` of
-                ``max_tokens``, or ``El * slots``.
-            slots: 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout).
-            max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
-            alignment: segments are padded to a multiple of it; default: the communicator's.
-        """
-        sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        topk_idx, batch = inputs.to_plan(self, topk_idx)
-        send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self._place)
-        if self._overflow is not None:
-            self._overflow.add(dropped)
-        rows, alignment, _, tokens = sizes
-        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch), dropped
-
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        *,
-        capacity: int | None = None,
-        slots: int = 0,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-    ) -> Dispatched:
-        """Send every row of ``x`` [T, H] (and its weights, [T, K]) to the experts that ``topk_idx`` names.
-
-        Weights are float32, float64 where the rows are; those of a narrower dtype are widened, ids may be int64, and T
-        may be several dimensions ([B, S, H] with [B, S, K]), which a combine gives back. Under ``torch.autocast`` rows
-        are brought to the communicator's dtype. The operators themselves take [T, H], int32 and the dtypes named alone.
-
-        ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
-        Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
-        is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
-        """
-        sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self._place)
-        if self._overflow is not None:
-            self._overflow.add(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
-
-    def dispatch_dynamic(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        *,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-    ) -> Dispatched:
-        """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
-        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
-        align = self.alignment if alignment is None else alignment
-        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self._place)
-        return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
-
-    def dispatch_planned(
-        self, x: Tensor, route: Route, topk_weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given.
-
-        Differentiable.
-        """
-        args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
-        x, topk_weights = inputs.with_weights(self, x, topk_weights)
-        rows, weights = call("dispatch_planned", x, topk_weights, *args)
-        return rows, None if topk_weights is None else weights
-
-    def combine(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None
-    ) -> Tensor:
-        """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable.
-
-        ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
-        """
-        y, weights = inputs.with_weights(self, y, weights)
-        if residual is not None:
-            residual = inputs.rows(self, residual)
-        return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual), route)
-
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
 
@@ -299,78 +193,6 @@ class Communicator:
             raise RuntimeError(f"communicator {self.name!r} was destroyed")
         checks.empty_rows(self, num_rows)
         return self.backend.empty_rows(num_rows)
-
-    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
-
-        The owners fetch the rows where they are, all of them; :meth:`combine` first adds up those of a token on a rank.
-        So this is for one row for each copy of a token: experts that are as many as ranks, or rows that are added up
-        already. Ends when all ranks have fetched theirs. Differentiable.
-        """
-        return _home(call("combine_gathered", y, *route[:6], route.max_tokens, self.name), route)
-
-    def dispatch_start(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        *,
-        capacity: int | None = None,
-        slots: int = 0,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-    ) -> StartedDispatch:
-        """The part of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
-
-        The next operator of this communicator must be that wait: several micro-batches take a communicator each. Where
-        that gains nothing (more tokens than the latency kernels take, the reference backend) the wait does it all.
-        """
-        sizes = self._sizes(capacity, slots, max_tokens, alignment)
-        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self._place)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch)
-
-    def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
-        """What :meth:`dispatch` returns. Differentiable."""
-        ticket, x, topk_weights, topk_idx, sizes, batch = started
-        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self._place)
-        if self._overflow is not None:
-            self._overflow.add(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch))
-
-    def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
-        """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
-        y, weights = inputs.with_weights(self, y, weights)
-        ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
-        return StartedCombine(ticket, y, weights, route)
-
-    def combine_wait(self, started: StartedCombine) -> Tensor:
-        """What :meth:`combine` returns. Differentiable."""
-        ticket, y, weights, route = started
-        return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name), route)
-
-    def _sizes(
-        self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
-    ) -> tuple[int, int, int, int]:
-        """The fields of `Sizes`."""
-        align = self.alignment if alignment is None else alignment
-        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
-        if capacity is None:
-            capacity = self.num_local_experts * slots if slots else self._worst_case(tokens, align)
-        return capacity, align, slots, tokens
-
-    def _worst_case(self, tokens: int, alignment: int) -> int:
-        """Rows of the default capacity, of which is warned where they are large."""
-        rows = self.capacity(tokens, alignment)
-        if rows > self._large and not torch.compiler.is_compiling():
-            gib = rows * self.hidden_size * self.dtype.itemsize / 2**30
-            warnings.warn(
-                f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
-                f" take {gib:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and counted), call"
-                " dispatch_dynamic, or make several calls of fewer tokens (max_tokens).",
-                RuntimeWarning, stacklevel=4,
-            )  # fmt: skip
-        return rows
 
     def sm_budget(
         self, *, dispatch: int | None = None, combine: int | None = None
@@ -409,8 +231,8 @@ class Communicator:
         if not self.destroyed:
             self.backend.listen()
         self.backend.check_errors()
-        if self._overflow is not None:
-            self._overflow.check(self.name, self.rank)
+        if self.overflowed is not None:
+            self.overflowed.check(self.name, self.rank)
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
         """Has ``callback`` called with the text of the failure that ends this communicator, if there is one, within a
@@ -519,15 +341,3 @@ class Communicator:
     def __repr__(self) -> str:
         state = "destroyed" if self.destroyed else self.backend.name
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
-
-
-def _home(rows: Tensor, route: Route) -> Tensor:
-    """[T, H] in the shape that the tokens had."""
-    return rows if route.batch is None else rows.view(*route.batch, rows.shape[-1])
-
-
-def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, rest: tuple[Any, ...]) -> Dispatched:
-    """``rest``: the last fields of `Route`."""
-    x, weights, send_rows, arrivals, offs, counts, dropped = out
-    route = Route(topk_idx, send_rows, arrivals, offs, counts, *rest)
-    return Dispatched(x, None if topk_weights is None else weights, route, dropped)

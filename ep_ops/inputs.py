@@ -51,14 +51,23 @@ def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tenso
 
 
 def rows(wanted: Wanted, x: Tensor) -> Tensor:
-    """[..., H] as [T, H]; under autocast, which leaves activations in several dtypes, in the communicator's."""
+    """[..., H] as [T, H]; under autocast, which leaves activations in several dtypes, in the communicator's (but for
+    those of one byte a number, which are quantised already)."""
     if not isinstance(x, Tensor):
         return x
     if x.dim() > 2:
         x = x.flatten(0, -2)
-    if x.dtype != wanted.dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+    narrow = x.dtype.itemsize == 1 or not x.is_floating_point()
+    if x.dtype != wanted.dtype and not narrow and torch.is_autocast_enabled(x.device.type):
         x = x.to(wanted.dtype)
     return x
+
+
+def scales(given: Tensor, batch: tuple[int, ...] | None) -> Tensor:
+    """[..., G] or [...] of tokens that several dimensions stand for, as [T, G] or [T]."""
+    if batch is None or not isinstance(given, Tensor) or given.dim() < len(batch):
+        return given
+    return given.flatten(0, len(batch) - 1)
 
 
 def weights(wanted: Wanted, given: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import arrivals as lists
+from .formats.groups import Segments
 
 MAX_ALIGNMENT = 1024
 INT32_LIMIT = 2**31
@@ -22,6 +23,15 @@ class Sizes(NamedTuple):
     alignment: int  # segments of rows are padded to a multiple of it
     slots: int  # 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout)
     max_tokens: int  # bound on T that all ranks share
+
+
+class Delivery(NamedTuple):
+    """How the rows of a dispatch arrive, where that is not as they were given (docs/formats.md)."""
+
+    scales: Tensor | None = None  # of an x that is quantised already, [T, G], or [T] of whole rows
+    format: str = ""  # what rows arrive as; empty: as they were given
+    scales_as: str = ""  # how the scales of received rows lie; empty: the format's first layout
+    zeros: bool = True  # whether padding rows hold zeros; else they are undefined
 
 
 class Placed(NamedTuple):
@@ -46,6 +56,7 @@ class Route(NamedTuple):
     num_rows: int  # R: rows of the buffers that it fills, the capacity or what a dynamic dispatch needed
     max_tokens: int  # bound on T that all ranks shared
     batch: tuple[int, ...] | None = None  # what stands for T in the tensors of the model, where that is several numbers
+    slots: int = 0  # 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout)
 
     @property
     def ints(self) -> tuple[int, int]:
@@ -81,6 +92,23 @@ class Route(NamedTuple):
         """[W + 1] where in ``copies`` those of each source rank begin; the last: the number of copies."""
         return lists.views(self.arrivals, self.num_rows).sources
 
+    @property
+    def segments(self) -> Segments:
+        """The rows of each local expert."""
+        return Segments(self.offs, self.counts, self.alignment)
+
+    @property
+    def psum(self) -> Tensor:
+        """int32 [El] where the kept rows of each local expert end: with the alignment, DeepGEMM's layout of that name.
+        Worked out at every call, on the device, without waiting for it."""
+        return self.segments.psum
+
+    @property
+    def m_indices(self) -> Tensor:
+        """int32 [R] the local expert of each kept row, -1 for all others: DeepGEMM's ``grouped_layout``. Worked out at
+        every call, on the device, without waiting for it."""
+        return self.segments.m_indices(self.num_rows)
+
 
 class Dispatched(NamedTuple):
     """What a dispatch brought here."""
@@ -89,6 +117,7 @@ class Dispatched(NamedTuple):
     weights: Tensor | None  # [R] weight of each row; None if no weights were given
     route: Route
     dropped: Tensor  # int32 [El] rows routed here that did not fit
+    scales: Tensor | None = None  # of quantised rows, in the layout that was asked for (docs/formats.md)
 
 
 class StartedDispatch(NamedTuple):
@@ -100,6 +129,7 @@ class StartedDispatch(NamedTuple):
     topk_idx: Tensor
     sizes: Sizes
     batch: tuple[int, ...] | None = None  # see Route
+    delivery: tuple[Tensor | None, str, str, bool] = (None, "", "", True)  # see Delivery
 
 
 class StartedCombine(NamedTuple):

@@ -7,26 +7,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .formats import ELEMENT, Grid, format_of, layout_of, scales_shape
 from .plan import placed
 from .rows import rows_like, scalars_like
 
-Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Arrived = tuple[Tensor, Tensor, Tensor]
+Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def dispatch(a: Any) -> Dispatched:
-    """-> recv_x [capacity, H], recv_weights [capacity] or [0], then what plan returns"""
-    return rows_like(a.x, a.capacity), scalars_like(a.topk_weights, (a.capacity,), a.x), *placed(a, a.capacity)
+    """-> recv_x [capacity, H], recv_scales or [0], recv_weights [capacity] or [0], then what plan returns"""
+    return *_arrived(a, a.capacity, a.slots, a.num_local_experts), *placed(a, a.capacity)
 
 
 def dispatch_dynamic(a: Any) -> Dispatched:
     """As dispatch, with a number of rows that only the data tell."""
     num_rows = torch.library.get_ctx().new_dynamic_size()
-    return rows_like(a.x, num_rows), scalars_like(a.topk_weights, (num_rows,), a.x), *placed(a, num_rows)
+    return *_arrived(a, num_rows, 0, a.num_local_experts), *placed(a, num_rows)
 
 
-def dispatch_planned(a: Any) -> tuple[Tensor, Tensor]:
-    """-> recv_x [num_rows, H], recv_weights [num_rows] or [0]"""
-    return rows_like(a.x, a.num_rows), scalars_like(a.topk_weights, (a.num_rows,), a.x)
+def dispatch_planned(a: Any) -> Arrived:
+    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] or [0]"""
+    return _arrived(a, a.num_rows, a.slots, a.offs.shape[0])
+
+
+def _arrived(a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, groups: int) -> Arrived:
+    recv_weights = scalars_like(a.topk_weights, (num_rows,), a.x)
+    form = format_of(a.format) if a.format else None
+    if form is None or form.wire:
+        return rows_like(a.x, num_rows), a.x.new_empty((0,), dtype=torch.float32), recv_weights
+    hidden = a.x.shape[1]
+    shape, dtype = scales_shape(form, layout_of(form, a.scales_as), Grid(num_rows, slots, groups, hidden))
+    return a.x.new_empty((num_rows, hidden), dtype=ELEMENT), a.x.new_empty(shape, dtype=dtype), recv_weights
 
 
 def dispatch_backward(a: Any) -> tuple[Tensor, Tensor]:

@@ -159,12 +159,12 @@ class Combine(Kernel):
                     open_next_epoch(ranks)
                 if bid == blocks - 1:
                     sync.meet_all(ranks, lane)
+                    if lane == 0:
+                        sync.note_met(ranks)
                     arch.sync_warp()
             if bid >= args.first_receiver:
                 first = args.first_receiver
                 self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))
-            if bid == blocks - 1 and warp == WARPS - 1 and lane == 0:
-                sync.note_met(ranks)
 
     @cute.jit
     def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, share: Share) -> None:

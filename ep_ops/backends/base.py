@@ -13,8 +13,9 @@ from torch import Tensor
 from ..records import Operation, Placed, Route, Sizes
 from .budget import Budget
 
-DispatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What a dispatch returns: recv_x [R, H], recv_weights [R] or [0], and what :class:`Placed` names."""
+DispatchTensors = tuple[Tensor, ...]
+"""What a dispatch returns: recv_x [R, H], recv_scales if it was told of a :class:`ep_ops.records.Delivery` ([0] where
+the format has none), recv_weights [R] or [0], and what :class:`Placed` names."""
 
 
 class Backend(Protocol):
@@ -25,6 +26,9 @@ class Backend(Protocol):
 
     # ------------------------------------------------------------------ operators
 
+    # A dispatch, and the start or wait of one, takes a Delivery as its last argument besides, where rows do not arrive
+    # as they were given. Backends for which ep_ops.checks refuses that do not take it.
+
     def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed: ...
 
     def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors: ...
@@ -33,7 +37,7 @@ class Backend(Protocol):
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
     ) -> DispatchTensors: ...
 
-    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, ...]:
         """-> recv_x [route.num_rows, H], recv_weights [route.num_rows] or [0]"""
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import arrivals
 from ..config import Member
-from ..records import Route
+from ..records import Delivery, Route
 from .base import Backend
 from .reference import ReferenceBackend
 
@@ -39,7 +39,8 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "combine_start": _STARTED,
     "combine_wait": ("out",),
 }
-"""Operator -> the names of what it returns. What is not in this table is not compared."""
+"""Operator -> the names of what a backend returns for it; of a dispatch that is told of a :class:`Delivery`,
+``recv_scales`` too. What is not in this table is not compared."""
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""
@@ -136,6 +137,8 @@ class CheckedBackend:
         if isinstance(expected, Tensor):
             got, expected = (got,), (expected,)
         names = OUTPUTS[operator]
+        if isinstance(args[-1], Delivery):
+            names = (names[0], "recv_scales", *names[1:])
         returned = dict(zip(names, zip(got, expected, strict=True), strict=True))
         for name in sorted(names, key=lambda name: returned[name][1].is_floating_point()):
             mine, right = returned[name]
@@ -145,6 +148,8 @@ class CheckedBackend:
             wrong = differ(mine, right)
             if name == "arrivals":
                 wrong &= torch.cat([part.flatten() for part in arrivals.defined(right, self._world_size)]) != -1
+            elif name == "recv_scales":
+                wrong &= ~_undefined(right)
             elif name in BY_ROW and right.numel():
                 wrong &= self._owned(returned, args).view(-1, *[1] * (right.dim() - 1)) | ~right.isnan()
             if name == "grad_recv_weights" and slack is not None:
@@ -169,6 +174,14 @@ class CheckedBackend:
             f"{name}{index} is {here!r} on rank {self._rank}, the reference has {there!r} ({int(wrong.sum())} of"
             f" {wrong.numel()} numbers differ)"
         )
+
+
+def _undefined(scales: Tensor) -> Tensor:
+    """Which received scales the reference leaves open: NaN, and packed ones with a byte of 255. (Those of blocks that
+    are NaN look the same; the codes of these are compared.)"""
+    if scales.dtype is not torch.int32:
+        return scales.isnan()
+    return (scales.view(torch.uint8) == 255).view(*scales.shape, 4).any(-1)
 
 
 def differ(one: Tensor, other: Tensor) -> Tensor:

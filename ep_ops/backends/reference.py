@@ -36,6 +36,14 @@ along a route take the ``max_tokens`` that it was planned with, and rows as many
 padding rows of each segment, [begin + counts, offs), hold zeros. What other rows hold is undefined (here NaN, so that
 a model that reads them is found out; zeros in a communicator that is not ``strict``) and no operator reads them.
 
+**Formats.** With a ``format`` (docs/formats.md), x of each token is quantised at its owner as
+``ep_ops.formats.quantise`` says, or was quantised already. A kept row of ``recv_x`` holds the token's codes, and in
+``recv_scales`` its scales lie where ``ep_ops.formats.layouts`` says. The padding rows of each segment hold codes and
+scales of 0, and swizzled scales are 0 behind each segment in its last tile too; whatever else no kept row has is
+undefined (here NaN: code 0x7F, byte 255). With ``wire:`` a kept row holds code times scale instead, rounded to x's
+dtype, and there are no scales. Without ``zeros`` padding rows are undefined, in any format. Scales that came with x
+and should be powers of two, but are none, are refused.
+
 **Combine.** On the expert's rank, for each (source rank, token): fp32 sum over k ascending of weight times row (each
 product and each sum rounded), rounded to y's dtype. On the owner: fp32 sum of these over ranks ascending, then of the
 token's residual if there is one, rounded once to y's dtype. With fp64 rows everything is fp64.
@@ -43,9 +51,9 @@ token's residual if there is one, rounded once to y's dtype. With fp64 rows ever
 **Gathered.** ``combine_gathered`` is combine without weights, of rows that its caller has put where peers can read
 them (``empty_rows``; any tensor will do in a communicator that is not ``strict``).
 
-**Backwards.** Of dispatch: rows are combined without weights, weights go back to their (token, k), 0 where there is no
-row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or ``weight * g`` rounded to
-its dtype, and ``grad_recv_weights`` the fp32 dot product of g and y.
+**Backwards.** Of dispatch, in whatever format: rows are combined without weights, weights go back to their (token,
+k), 0 where there is no row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or
+``weight * g`` rounded to its dtype, and ``grad_recv_weights`` the fp32 dot product of g and y.
 
 **Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator. Nothing else of
 the communicator may run between the two.
@@ -64,7 +72,8 @@ from torch import Tensor
 from .. import arrivals
 from ..config import Member
 from ..exchange import Exchange
-from ..records import Operation, Placed, Route, Sizes
+from ..records import Delivery, Operation, Placed, Route, Sizes
+from . import quantised
 from .base import DispatchTensors
 from .budget import Budget
 from .split import Order, ticket
@@ -101,17 +110,20 @@ class ReferenceBackend:
 
     def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
         self._begin()
-        return self._plan("plan", topk_idx, sizes, weighted=False)
+        return self._plan("plan", topk_idx, sizes, {})
 
     def _begin(self) -> None:
         """By every operator that is no wait of a split operation."""
         if self.strict:
             self._order.check()
 
-    def _plan(self, operator: str, topk_idx: Tensor, sizes: Sizes, weighted: bool) -> Placed:
+    def _plan(
+        self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None
+    ) -> Placed:
+        """``same``: what ranks must agree on besides ``max_tokens``."""
         capacity, alignment, slots, max_tokens = sizes
-        same = {"max_tokens": max_tokens, "topk_weights given": int(weighted)}
-        published = self._meet(operator, same, (capacity, alignment, slots), self._invalid_expert(topk_idx))
+        same = {"max_tokens": max_tokens, **same}
+        published = self._meet(operator, same, (capacity, alignment, slots), problem or self._invalid_expert(topk_idx))
 
         padded_idx = topk_idx.new_full((max_tokens, topk_idx.shape[1]), -1)
         padded_idx[: topk_idx.shape[0]] = topk_idx
@@ -171,49 +183,70 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ dispatch
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+    def dispatch(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
         """Plan and move."""
         self._begin()
-        placed = self._plan("dispatch", topk_idx, sizes, topk_weights is not None)
-        return *self._to_rows(x, topk_weights, _along(topk_idx, placed, sizes)), *placed
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        placed = self._plan("dispatch", topk_idx, sizes, same, problem)
+        return *self._to_rows(x, topk_weights, _along(topk_idx, placed, sizes), delivery), *placed
 
     def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
-    ) -> DispatchTensors:
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
         """:meth:`dispatch` into exactly ``offs[-1]`` rows; nothing is dropped."""
         self._begin()
         sizes = Sizes(_UNBOUNDED, alignment, 0, max_tokens)
-        placed = self._plan("dispatch_dynamic", topk_idx, sizes, topk_weights is not None)
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        placed = self._plan("dispatch_dynamic", topk_idx, sizes, same, problem)
         num_rows = arrivals.rows_of(placed.arrivals.numel(), self.world_size)
         route = _along(topk_idx, placed, sizes._replace(capacity=num_rows))
-        return *self._to_rows(x, topk_weights, route), *placed
+        return *self._to_rows(x, topk_weights, route, delivery), *placed
 
-    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    def dispatch_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
         """Move along a known route."""
         self._begin()
-        self._meet_along("dispatch_planned", {"topk_weights given": int(topk_weights is not None)}, route)
-        return self._to_rows(x, topk_weights, route)
+        self._meet_along("dispatch_planned", _terms(topk_weights, delivery), route, quantised.problem(delivery))
+        return self._to_rows(x, topk_weights, route, delivery)
 
-    def _to_rows(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    def _to_rows(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
+        """recv_x, recv_scales if that is told of a delivery, recv_weights."""
         asker, sent = self._sent(route)
         recv_row, recv_counts = self._received(route)
         token = asker // route.topk_idx.shape[1]
 
-        recv_x = self._blank_rows((route.num_rows, x.shape[1]), x.dtype, route)
-        recv_x[recv_row] = self.exchange.all_to_all(x[token], sent, recv_counts)
-        if topk_weights is None:
-            return recv_x, recv_x.new_empty(0, dtype=self.weights_dtype)
-        recv_weights = self._blank_rows((route.num_rows,), topk_weights.dtype, route)
-        recv_weights[recv_row] = self.exchange.all_to_all(topk_weights.flatten()[asker], sent, recv_counts)
-        return recv_x, recv_weights
+        def moved(values: Tensor, unused: float) -> Tensor:
+            """``values`` of what goes out, as rows here."""
+            zeros = delivery is None or delivery.zeros
+            blank = self._blank_rows((route.num_rows, *values.shape[1:]), values.dtype, route, unused, zeros)
+            blank[recv_row] = self.exchange.all_to_all(values, sent, recv_counts)
+            return blank
 
-    def _blank_rows(self, shape: tuple[int, ...], dtype: torch.dtype, route: Route) -> Tensor:
-        """Rows yet to be filled: zeros in the padding, ``unused`` everywhere else."""
-        blank = torch.full(shape, self.unused, dtype=dtype, device=self.device)
-        row = torch.arange(shape[0], device=self.device)
-        end, counts = route.offs.long()[:, None], route.counts.long()
-        padding = (row < end) & (row >= end - (_pad(counts, route.alignment) - counts)[:, None])  # [El, R]
-        blank[padding.any(0)] = 0
+        if delivery is not None and delivery.format:
+            recv: tuple[Tensor, ...] = quantised.to_rows(x, token, delivery, route, moved, self.unused)
+        else:
+            recv_x = moved(x[token], self.unused)
+            recv = (recv_x,) if delivery is None else (recv_x, recv_x.new_empty(0, dtype=torch.float32))
+        if topk_weights is None:
+            return *recv, x.new_empty(0, dtype=self.weights_dtype)
+        return *recv, moved(topk_weights.flatten()[asker], self.unused)
+
+    def _blank_rows(
+        self, shape: tuple[int, ...], dtype: torch.dtype, route: Route, unused: float, zeros: bool = True
+    ) -> Tensor:
+        """Rows yet to be filled: zeros in the padding if there are to be, ``unused`` everywhere else."""
+        blank = torch.full(shape, unused, dtype=dtype, device=self.device)
+        if zeros:
+            row = torch.arange(shape[0], device=self.device)
+            end, counts = route.offs.long()[:, None], route.counts.long()
+            padding = (row < end) & (row >= end - (_pad(counts, route.alignment) - counts)[:, None])  # [El, R]
+            blank[padding.any(0)] = 0
         return blank
 
     # ------------------------------------------------------------------ combine
@@ -273,16 +306,20 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ split operations
 
-    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
+    def dispatch_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
         """Nothing yet: the wait does it all."""
         self._begin()
         self._order.start("dispatch")
         return ticket(x)
 
-    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+    def dispatch_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
         """:meth:`dispatch`."""
         self._end("dispatch")
-        return self.dispatch(x, topk_weights, topk_idx, sizes)
+        return self.dispatch(x, topk_weights, topk_idx, sizes, delivery)
 
     def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """Nothing yet: the wait does it all."""
@@ -337,7 +374,7 @@ class ReferenceBackend:
         grad_y[row] = (g * recv_weights[row].to(exact)[:, None]).to(grad_y.dtype)
         if y is None:
             return grad_y, none
-        grad_recv_weights = self._blank_rows((route.num_rows,), recv_weights.dtype, route)
+        grad_recv_weights = self._blank_rows((route.num_rows,), recv_weights.dtype, route, self.unused)
         grad_recv_weights[row] = (g * y[row].to(exact)).sum(1).to(recv_weights.dtype)
         return grad_y, grad_recv_weights
 
@@ -401,6 +438,7 @@ class ReferenceBackend:
         for column, field in enumerate(same):
             values = gathered[:, column].tolist()
             if len(set(values)) > 1:
+                values = [quantised.NAMES[field][value] for value in values] if field in quantised.NAMES else values
                 raise ValueError(f"{operator}: ranks disagree on {field}: {values} by rank")
         return gathered[:, len(same) : len(same) + len(own)]
 
@@ -452,8 +490,14 @@ class ReferenceBackend:
         self._rows = None
 
 
+def _terms(topk_weights: Tensor | None, delivery: Delivery | None) -> dict[str, int]:
+    """What ranks must agree on in a dispatch."""
+    return {"topk_weights given": int(topk_weights is not None), **quantised.agreed(delivery)}
+
+
 def _along(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
-    return Route(topk_idx, *placed[:4], sizes.alignment, sizes.capacity, sizes.max_tokens)
+    ints = sizes.alignment, sizes.capacity, sizes.max_tokens
+    return Route(topk_idx, *placed[:4], *ints, slots=sizes.slots)
 
 
 def _pad(count: Tensor, alignment: int) -> Tensor:

@@ -31,9 +31,10 @@ except ImportError as error:
         " pip install 'torchtitan>=0.3,<0.4' (and triton, where torch comes without it)."
     ) from error
 
-from ep_ops.communicator import Communicator, Dispatched
+from ep_ops.communicator import Communicator
 from ep_ops.nn import recomputing
 from ep_ops.operators import SAVE_FOR_CHECKPOINT
+from ep_ops.records import Dispatched
 
 
 class EpOpsTokenDispatcher(BaseEPTokenDispatcher):

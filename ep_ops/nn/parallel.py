@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those of all layers inside that have experts of their own (a method ``expert_parameters``, as ``MoELayer``)."""
-    return [p for _, layer in _layers(model) for p in layer.expert_parameters()]  # type: ignore[operator]
+    return [p for _, layer in expert_layers(model) for p in layer.expert_parameters()]  # type: ignore[operator]
 
 
 def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
@@ -29,7 +29,7 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
     the ranks that hold the same ones, after backward.
     """
     apart = []
-    for prefix, layer in _layers(model):
+    for prefix, layer in expert_layers(model):
         experts = {id(p) for p in layer.expert_parameters()}  # type: ignore[operator]
         apart += [f"{prefix}{name}" for name, p in layer.named_parameters() if id(p) in experts]
         apart += [f"{prefix}{name}" for name, _ in layer.named_buffers() if name == "dropped"]
@@ -60,8 +60,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup 
     return total
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """With the prefix of their parameters' names."""
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that have experts of their own, with the prefix of their parameters' names."""
     for name, layer in model.named_modules():
         if callable(getattr(layer, "expert_parameters", None)):
             yield f"{name}." if name else "", layer

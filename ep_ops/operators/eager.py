@@ -27,6 +27,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "Optional[Tensor]": frozenset({Tensor, torch.nn.Parameter, NoneType}),
     "int": frozenset({int}),
     "str": frozenset({str}),
+    "bool": frozenset({bool}),
 }
 _ARGUMENTS: dict[str, tuple[frozenset[type], ...]] = {}
 """Operator name -> the types that each of its arguments plainly has. Subclasses of Tensor may mean something else."""

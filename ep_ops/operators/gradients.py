@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meta_kernels.formats import ELEMENT
+
 
 class Gradient(NamedTuple):
     """Of operators that return alike."""
@@ -25,22 +27,33 @@ class Gradient(NamedTuple):
 
 
 def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
-    recv_x, recv_weights, *integers = output
-    planned = output[2:6] if integers else (a.send_rows, a.arrivals, a.offs, a.counts)
+    recv_x, recv_scales, recv_weights, *integers = output
+    planned = integers[:4] if integers else (a.send_rows, a.arrivals, a.offs, a.counts)
     ctx.save_for_backward(a.topk_idx, *planned)
-    ctx.rows_shape, ctx.rows_dtype, ctx.weights_dtype = recv_x.shape, recv_x.dtype, recv_weights.dtype
+    ctx.rows_shape, ctx.rows_dtype, ctx.weights_dtype = recv_x.shape, a.x.dtype, recv_weights.dtype
     ctx.along = a.alignment, a.max_tokens, a.comm
     ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
-    ctx.mark_non_differentiable(*integers if asked.topk_weights else (recv_weights, *integers))
+    constant = [recv_scales, *integers] if asked.topk_weights else [recv_scales, recv_weights, *integers]
+    if a.x.dtype is ELEMENT:
+        if asked.x:
+            raise NotImplementedError(
+                f"x is {a.x.dtype} and asks for a gradient, which rows that are quantised already do not carry; pass x"
+                " as it was before (it is quantised on the way, and its gradient is that of the rows) or x.detach()"
+            )
+        constant.append(recv_x)
+    elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantised rows are rows of x's dtype
+        recv_x.grad_dtype = None  # autograd would round them to recv_x's
+    ctx.mark_non_differentiable(*constant)
 
 
 def _dispatch_backward(
-    ctx: Any, asked: Any, grad_x: Tensor | None, grad_weights: Tensor | None, *_: None
+    ctx: Any, asked: Any, grad_x: Tensor | None, _scales: None, grad_weights: Tensor | None, *_: None
 ) -> dict[str, Tensor | None]:
     route = ctx.saved_tensors
     zeros = route[0].new_zeros
     if asked.x:  # what arrives may have any strides, those of an expanded sum for instance
-        grad_x = zeros(ctx.rows_shape, dtype=ctx.rows_dtype) if grad_x is None else grad_x.contiguous()
+        dtype = ctx.rows_dtype
+        grad_x = zeros(ctx.rows_shape, dtype=dtype) if grad_x is None else grad_x.to(dtype).contiguous()
     if asked.topk_weights:
         shape, dtype = ctx.rows_shape[:1], ctx.weights_dtype
         grad_weights = zeros(shape, dtype=dtype) if grad_weights is None else grad_weights.contiguous()
@@ -66,7 +79,7 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
     if ctx.rows_asked:
         given, along = grad_out.contiguous(), (*route, ctx.num_rows, *ctx.along)
         if recv_weights is None:
-            grads["y"], _ = torch.ops.ep.dispatch_planned(given, None, *along)
+            grads["y"], *_ = torch.ops.ep.dispatch_planned(given, None, *along)
         else:
             grads["y"], grad_weights = torch.ops.ep.combine_backward(given, y, recv_weights, *along)
             grads["recv_weights"] = None if y is None else grad_weights

@@ -88,7 +88,7 @@ def _install() -> None:
         def uuid(self) -> Any:
             """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none."""
             others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
-            return None if None in others else (f"ep_ops.{self.run.__name__} 2", *others)
+            return None if None in others else (f"ep_ops.{self.run.__name__} 3", *others)
 
     for op in OPERATORS:
         lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))

@@ -7,7 +7,8 @@ caches and exported programs depend on nothing else.
 T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts. x, y, out and their gradients are
 [., H] of the communicator's dtype, as is the residual, weights and their gradients float32 (float64 with float64
 rows), everything else int32 (see ``ep_ops.backends.reference`` for what the values mean). Optional results that were
-not asked for have shape [0].
+not asked for have shape [0]. A dispatch with a ``format`` takes and returns quantised rows and their scales
+(docs/formats.md).
 
 ``*_start`` and ``*_wait``, called with the same arguments, are a split operation. The ticket between them holds nothing
 (int64 [0]): it tells whoever orders operators that the one follows the other.
@@ -29,7 +30,7 @@ import meta_kernels
 from .. import checks
 from ..backends.base import Backend
 from ..config import Member
-from ..records import Route, Sizes
+from ..records import Delivery, Route, Sizes
 from . import gradients
 from .gradients import Gradient
 
@@ -68,23 +69,49 @@ class Operator:
 # a decoder.
 
 
-def sizes(a: Any) -> Sizes:
-    """Of the arguments of an operator that plans, all of which end alike."""
-    return tuple.__new__(Sizes, a[-7:-3])
+_new = tuple.__new__
 
 
-def route(a: Any, num_rows: int) -> Route:
+def route(a: Any, num_rows: int, slots: int = 0) -> Route:
     """Of the arguments of an operator that follows a known route."""
-    return Route(a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts, a.alignment, num_rows, a.max_tokens)
+    along = a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts, a.alignment, num_rows, a.max_tokens
+    return _new(Route, (*along, None, slots))
 
 
 def route_of(y: Tensor, along: tuple[Any, ...]) -> Route:
     """Of the tensors of a route, its alignment and its max_tokens, which fills the rows ``y``."""
-    return tuple.__new__(Route, (*along[:6], y.size(0), along[6]))
+    return _new(Route, (*along[:6], y.size(0), along[6], None, 0))
 
 
 def _given_rows(a: Any) -> int:
     return a.grad_recv_weights.shape[0] if a.grad_recv_x is None else a.grad_recv_x.shape[0]
+
+
+def delivery(a: Any) -> tuple[Delivery, ...]:
+    """What a backend is told besides, where rows do not arrive as they were given: the last argument of a dispatch."""
+    return (Delivery(a.scales, a.format, a.scales_as, a.zeros),) if a.format or not a.zeros else ()
+
+
+class NoScales(dict[torch.device, Tensor]):
+    """recv_scales where rows have none: float32 [0] on each device, which has no memory. The same one in every call: to
+    make one takes a decode step's time."""
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # else it could be used nowhere else
+            made = self[device] = torch.empty(0, dtype=torch.float32, device=device)
+        return made
+
+
+_NO_SCALES = NoScales()
+
+
+def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """What a backend's dispatch gives, with recv_scales behind recv_x: it gives them if it is told of a delivery."""
+    if a.format or not a.zeros:
+        return run(*args, *delivery(a))
+    out = run(*args)
+    recv_x = out[0]
+    return (recv_x, _NO_SCALES[recv_x.device], *out[1:])
 
 
 _ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"
@@ -93,7 +120,9 @@ _PLANNED = "Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts, Tenso
 _ALONG = "int alignment, SymInt max_tokens, str comm"  # ends the arguments along a known route
 _TOKENS = "Tensor x, Tensor? topk_weights, Tensor topk_idx"
 _SIZES = "SymInt capacity, int alignment, SymInt slots, SymInt max_tokens"
-_DISPATCHED = f"(Tensor recv_x, Tensor recv_weights, {_PLANNED})"
+_DELIVERY = 'Tensor? scales=None, str format="", str scales_as="", bool zeros=True'
+_ARRIVED = "Tensor recv_x, Tensor recv_scales, Tensor recv_weights"
+_DISPATCHED = f"({_ARRIVED}, {_PLANNED})"
 _COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, {_ALONG}"
 
 OPERATORS: tuple[Operator, ...] = (
@@ -102,36 +131,38 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor topk_idx, {_SIZES}, {_COMM}) -> ({_PLANNED})",
         "the route alone: what goes where, as int32 tensors",
         checks.plan,
-        lambda backend, a: backend.plan(a.topk_idx, sizes(a)),
+        lambda backend, a: backend.plan(a.topk_idx, _new(Sizes, a[1:5])),
         meta_kernels.plan,
     ),
     Operator(
         "dispatch",
-        f"({_TOKENS}, {_SIZES}, {_COMM}) -> {_DISPATCHED}",
+        f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
         "x [T, H] and weights [T, K] → rows [R, H] grouped by local expert, R fixed by the caller; no host"
         " synchronisation on GPUs",
         checks.dispatch,
-        lambda backend, a: backend.dispatch(a.x, a.topk_weights, a.topk_idx, sizes(a)),
+        lambda backend, a: arrived(a, backend.dispatch, a.x, a.topk_weights, a.topk_idx, _new(Sizes, a[3:7])),
         meta_kernels.dispatch,
         gradients.OF_DISPATCH,
     ),
     Operator(
         "dispatch_dynamic",
-        f"({_TOKENS}, int alignment, SymInt max_tokens, {_COMM}) -> {_DISPATCHED}",
+        f"({_TOKENS}, int alignment, SymInt max_tokens, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
         "the same with R exactly as large as needed; synchronises once",
         checks.dispatch_dynamic,
-        lambda backend, a: backend.dispatch_dynamic(a.x, a.topk_weights, a.topk_idx, a.alignment, a.max_tokens),
+        lambda backend, a: arrived(
+            a, backend.dispatch_dynamic, a.x, a.topk_weights, a.topk_idx, a.alignment, a.max_tokens
+        ),
         meta_kernels.dispatch_dynamic,
         gradients.OF_DISPATCH,
         exact=True,
     ),
     Operator(
         "dispatch_planned",
-        f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, {_ALONG})"
-        " -> (Tensor recv_x, Tensor recv_weights)",
+        f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, {_ALONG}, {_DELIVERY}, SymInt slots=0)"
+        f" -> ({_ARRIVED})",
         "dispatch along a known route",
         checks.dispatch_planned,
-        lambda backend, a: backend.dispatch_planned(a.x, a.topk_weights, route(a, a.num_rows)),
+        lambda backend, a: arrived(a, backend.dispatch_planned, a.x, a.topk_weights, route(a, a.num_rows, a.slots)),
         meta_kernels.dispatch_planned,
         gradients.OF_DISPATCH,
     ),
@@ -174,18 +205,18 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "dispatch_start",
-        f"({_TOKENS}, {_SIZES}, {_COMM}) -> Tensor ticket",
+        f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> Tensor ticket",
         "the start of a dispatch: sends; what stands between start and wait runs while rows are under way",
         checks.dispatch,
-        lambda backend, a: backend.dispatch_start(a.x, a.topk_weights, a.topk_idx, sizes(a)),
+        lambda backend, a: backend.dispatch_start(a.x, a.topk_weights, a.topk_idx, _new(Sizes, a[3:7]), *delivery(a)),
         meta_kernels.dispatch_start,
     ),
     Operator(
         "dispatch_wait",
-        f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}) -> {_DISPATCHED}",
+        f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
         "the wait of a dispatch: receives",
-        checks.dispatch,
-        lambda backend, a: backend.dispatch_wait(a.x, a.topk_weights, a.topk_idx, sizes(a)),
+        checks.dispatch_wait,
+        lambda backend, a: arrived(a, backend.dispatch_wait, a.x, a.topk_weights, a.topk_idx, _new(Sizes, a[4:8])),
         meta_kernels.dispatch,
         gradients.OF_DISPATCH,
         starts="dispatch_start",

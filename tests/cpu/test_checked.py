@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
@@ -22,7 +23,11 @@ from ep_ops.backends.reference import ReferenceBackend
 from ep_ops.operators import OPERATORS
 
 STARTS = [op.starts for op in OPERATORS if op.starts]
-NAMES = {op.name: [output.name for output in op.overload._schema.returns] for op in OPERATORS}
+NAMES = {
+    op.name: [output.name for output in op.overload._schema.returns if output.name != "recv_scales"]
+    for op in OPERATORS
+}  # fmt: skip
+"""Of what backends return: the operators add scales that there are none of."""
 WHOLE = [name for name in NAMES if name not in STARTS]
 
 
@@ -49,7 +54,7 @@ def run(comm: ep_ops.Communicator, name: str, tokens: int, seed: int) -> Any:
         return ops.dispatch_dynamic(x, weights, idx, toy.ALIGNMENT, 16, *ints)
     if name == "dispatch_wait":
         return ops.dispatch_wait(ops.dispatch_start(x, weights, idx, *sizes), x, weights, idx, *sizes)
-    _, given, *placed = ops.dispatch(x, weights, idx, *sizes)
+    _, _, given, *placed = ops.dispatch(x, weights, idx, *sizes)
     along = (idx, *placed[:4], toy.ALIGNMENT, 16, comm.name)
     y = torch.randn(rows, toy.HIDDEN, generator=draw)
     if name == "dispatch_planned":
@@ -174,6 +179,48 @@ def check_what_is_undefined(seed):
 def test_what_is_undefined_is_left_out(world_size):
     for changed in run_ranks(world_size, check_what_is_undefined, cases.fresh_seed()):
         assert changed == {"arrivals", *BY_ROW}
+
+
+FORMATS = [
+    ("e4m3/128/pow2", "columns"), ("e4m3/128/pow2", "packed"), ("e4m3/32/mx", "swizzled/torch"), ("e4m3/32/mx", "rows"),
+    ("e4m3/row/fp32", "rows"), ("wire:e4m3/128/fp32", ""),
+]  # fmt: skip
+
+
+def check_formats(seed):
+    """Right rows and scales pass, and a bit of one that a token has does not."""
+    found = []
+    with mock.patch.object(toy, "HIDDEN", 256), make(strict=False) as comm:
+        x, idx, weights = toy.inputs(9, seed + comm.rank)
+        idx[0] = torch.tensor([1, 3])
+        route, _ = comm.plan(idx, max_tokens=16)
+        ways = {
+            "dispatch": lambda **asked: comm.dispatch(x, idx, weights, **asked),
+            "dispatch_dynamic": lambda **asked: comm.dispatch_dynamic(x, idx, weights, **asked),
+            "dispatch_wait": lambda **asked: comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **asked)),
+            "dispatch_planned": lambda **asked: comm.dispatch_planned(x, route, weights, **asked),
+        }
+        for (format, layout), (name, way) in zip(FORMATS, 2 * list(ways.items()), strict=False):
+            way(format=format, scales_as=layout)
+            for output, what in enumerate(("recv_x", "recv_scales")[: 1 if format[:4] == "wire" else 2]):
+
+                def change(operator, results, output=output):
+                    results[output] = right = results[output].clone()
+                    numbers = right.view(torch.uint8).view(-1)
+                    defined = (numbers > 0) & (numbers != 255) & (numbers != 0x7F)
+                    numbers[defined.nonzero()[0]] ^= 1
+                    return results
+
+                with using(comm, change):
+                    said = raised(functools.partial(way, format=format, scales_as=layout))
+                found.append((f"ep::{name}," in said, f": {what}[" in said))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_formats(world_size):
+    for found in run_ranks(world_size, check_formats, cases.fresh_seed()):
+        assert len(found) == 11 and all(all(each) for each in found)
 
 
 def check_several_ranks():

@@ -59,6 +59,10 @@ def good(name: str) -> dict[str, Any]:
         "world_size": 1,
         "ticket": torch.empty(0, dtype=torch.int64),
         "comm": "unheard of",
+        "scales": None,
+        "format": "",
+        "scales_as": "",
+        "zeros": True,
     }
     return {field: values[field] for field in CHECKS[name].arguments._fields}
 
@@ -276,10 +280,12 @@ INTS = [
 @pytest.mark.parametrize(("argument", "given", "text"), INTS)
 def test_ints(comm: ep_ops.Communicator, argument: str, given: int, text: str) -> None:
     for name in those_with(argument):
-        refused(comm, name, ValueError, f"{argument} is {given}", text, **{argument: given})
+        planned = (name, argument) == ("dispatch_planned", "slots")
+        allowed = "allowed: 0 (flat layout) or num_rows 24 / num_local_experts 3" if planned else text
+        refused(comm, name, ValueError, f"{argument} is {given}", allowed, **{argument: given})
 
 
-@pytest.mark.parametrize("name", those_with("slots"))
+@pytest.mark.parametrize("name", those_with("capacity"))
 def test_padded_layout_has_slots_for_every_expert(comm: ep_ops.Communicator, name: str) -> None:
     refused(comm, name, ValueError, "capacity is 24", "num_local_experts 3 x slots = 12", slots=4)
 

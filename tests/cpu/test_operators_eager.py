@@ -141,7 +141,7 @@ def test_what_is_no_tensor(comm, calls):
 MOST_CALLS = {
     "plan": (16, 14),
     "dispatch": (23, 22),
-    "dispatch_dynamic": (20, 20),
+    "dispatch_dynamic": (21, 20),
     "dispatch_planned": (20, 21),
     "combine": (20, 25),
     "combine_gathered": (18, 20),

@@ -174,7 +174,7 @@ def test_integers_and_absent_weights_have_no_gradient(exact):
     assert rows.x.requires_grad and rows.weights.requires_grad
     assert not any(t.requires_grad for t in (*rows.route.tensors, rows.dropped))
     sizes = (44, 4, 0, 16, exact.num_local_experts, 1, exact.name)
-    _, absent, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
+    _, _, absent, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
     assert absent.shape == (0,) and not absent.requires_grad
     with torch.no_grad():
         assert not exact.dispatch(x, topk_idx, weights).x.requires_grad

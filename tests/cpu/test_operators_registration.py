@@ -29,6 +29,7 @@ VARIANTS = {
     "of rows": {"grad_recv_weights": None, "y": None},
     "of weights": {"grad_recv_x": None},
     "of rows alone": {"y": None, "recv_weights": None},
+    "undefined padding": {"zeros": False},
 }
 
 
@@ -38,7 +39,7 @@ def variants(op: Any) -> list[str]:
     backward = op.name.endswith("_backward")
     meant = {
         "": True,
-        "padded": "slots" in names,
+        "padded": "capacity" in names,
         "unweighted": not backward and bool(names & {"topk_weights", "recv_weights"}),
         "only weights learn": op.gradient is not None and bool(names & {"topk_weights", "recv_weights"}),
         "only the residual learns": "residual" in names,
@@ -46,6 +47,7 @@ def variants(op: Any) -> list[str]:
         "of rows": backward,
         "of weights": op.name == "dispatch_backward",
         "of rows alone": op.name == "combine_backward",
+        "undefined padding": "zeros" in names,
     }
     return [variant for variant, means in meant.items() if means]
 
@@ -61,7 +63,7 @@ def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 
         "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn_like(x),
         "ticket": torch.empty(0, dtype=torch.int64), **sent.route._asdict(),
         "capacity": 44, "slots": 0, "max_tokens": 16, "num_local_experts": comm.num_local_experts, "world_size": 1,
-        "comm": comm.name,
+        "comm": comm.name, "scales": None, "format": "", "scales_as": "", "zeros": True,
     }  # fmt: skip
     if "residual" in variant:
         known["residual"] = torch.randn_like(x)
@@ -140,8 +142,8 @@ def test_compiled_code_returns_what_eager_code_does(dtype):
     def rows_and_weights(comm, x, topk_idx, weights):
         route, _ = comm.plan(topk_idx)
         sizes = (44, toy.ALIGNMENT, 0, 16, comm.num_local_experts, 1, comm.name)
-        _, given, *_ = torch.ops.ep.dispatch(x, weights, topk_idx, *sizes)
-        _, none, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
+        _, _, given, *_ = torch.ops.ep.dispatch(x, weights, topk_idx, *sizes)
+        _, _, none, *_ = torch.ops.ep.dispatch(x, None, topk_idx, *sizes)
         held = route.recv_from >= 0
         return x.sum() + given[held].sum(), torch.cat([none, none]), none.new_ones(3) / 3
 

@@ -1,7 +1,7 @@
 """One rank of test_deaths.py, started by hand: ranks die one after the other, the others go on without them.
 
-Every round has a victim, a kind of kernel, eager or replayed, and a moment; all ranks draw the same from the seed.
-Survivors look at every result until they are told, shrink, and look again.
+Every round has a victim, a kind of kernel, a way to run it (`WAYS`) and a moment; all ranks draw the same from the
+seed. Survivors look at every result until they are told, shrink, and look again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MANY, FEW, TOKENS = 64, 32, 20
 TIMEOUT = 2.0
 STEPS = 4
 """Right ones before a death."""
+WAYS = ("eager", "replayed", "compiled")
 MOMENTS = ("before", "dispatch", "between", "combine", "after", "any time")
 
 
@@ -38,12 +39,13 @@ def die(after: float = 0.0) -> None:
 class Rank:
     """What a rank does with one communicator."""
 
-    def __init__(self, comm: ep_ops.Communicator, bound: int, replayed: bool, me: int, all_ranks: int) -> None:
+    def __init__(self, comm: ep_ops.Communicator, bound: int, way: str, me: int, all_ranks: int) -> None:
         self.comm, self.bound, self.me, self.all_ranks = comm, bound, me, all_ranks
         self.x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
         self.idx = torch.full((TOKENS, TOP_K), -1, dtype=torch.int32, device="cuda")
         self.graph: Any = None
-        if replayed:
+        self.compiled = torch.compile(self.both, fullgraph=True, backend="aot_eager") if way == "compiled" else None
+        if way == "replayed":
             self.dispatch(), self.combine()
             torch.cuda.synchronize()
             dist.barrier(comm.group)
@@ -56,6 +58,10 @@ class Rank:
 
     def combine(self) -> None:
         self.out = self.comm.combine(self.sent.x, self.sent.route)
+
+    def both(self, x: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:
+        sent = self.comm.dispatch(x, idx, max_tokens=self.bound)
+        return self.comm.combine(sent.x, sent.route)
 
     def begin(self, seed: int) -> torch.Tensor:
         """New tokens; what is to come back of them."""
@@ -72,7 +78,9 @@ class Rank:
         expected = self.begin(seed)
         if moment == "before":
             die()
-        if self.graph is None:
+        if self.compiled is not None:
+            self.out = self.compiled(self.x, self.idx)
+        elif self.graph is None:
             self.dispatch()
             if moment == "dispatch":
                 die(after)
@@ -102,10 +110,10 @@ def main(rank: int, world_size: int, left: int, port: int, seed: int, out: str) 
     comm = ep_ops.Communicator(**sizes, latency_max_tokens=FEW, backend="cute", timeout=TIMEOUT, name="deaths")
     told: list[dict[str, Any]] = []
     for number in range(world_size - left):
-        bound, replayed = (MANY, FEW)[number % 2], number // 2 % 2 == 1
+        bound, way = (MANY, FEW)[number % 2], WAYS[number // 2 % 3]
         victim, moment, after = draw.choice(alive), draw.choice(MOMENTS), draw.uniform(1e-5, 4e-3)
         comm.warmup()
-        mine = Rank(comm, bound, replayed, rank, world_size)
+        mine = Rank(comm, bound, way, rank, world_size)
         for i in range(STEPS):
             mine.step(number * 1000 + i)
         dist.barrier(comm.group)
@@ -118,7 +126,7 @@ def main(rank: int, world_size: int, left: int, port: int, seed: int, out: str) 
                 text = str(error)
                 break
         told.append(dict(
-            victim=victim, moment=moment, few=bound == FEW, replayed=replayed, steps=i - STEPS,
+            victim=victim, moment=moment, few=bound == FEW, way=way, steps=i - STEPS,
             seconds=time.monotonic() - start, named=f"for rank {index} " in text, text=text,
         ))  # fmt: skip
         with open(out, "w") as file:
@@ -126,7 +134,7 @@ def main(rank: int, world_size: int, left: int, port: int, seed: int, out: str) 
         alive.remove(victim)
         group = dist.new_group(alive, use_local_synchronization=True)
         comm = comm.shrink(group, name=f"deaths {number}")
-    mine = Rank(comm, MANY, False, rank, world_size)
+    mine = Rank(comm, MANY, "eager", rank, world_size)
     for i in range(STEPS):
         mine.step(10**6 + i)
     print("done", flush=True)

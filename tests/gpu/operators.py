@@ -60,23 +60,29 @@ def unequal(one: ep_ops.Route, other: ep_ops.Route) -> Tensor:
     return torch.stack([(mine != theirs).sum() for mine, theirs in lists]).sum()
 
 
+def without_scales(dispatched: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a dispatch returns but for recv_scales, of which there are none."""
+    assert dispatched[1].shape == (0,)
+    return (dispatched[0], *dispatched[2:])
+
+
 def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y: Tensor, row_weights: Tensor) -> dict:
     """Results by name. `y` and `row_weights` may hold NaN in rows outside the route: nobody may read them."""
     ops = torch.ops.ep
     sizes = call.sizes(comm)
     idx, align = call.topk_idx, call.alignment
     out: dict[str, Any] = {"plan": ops.plan(idx, *sizes)}
-    out["dispatch"] = ops.dispatch(x, weights, idx, *sizes)
-    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *sizes)
-    out["dynamic"] = ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *sizes[4:])
+    out["dispatch"] = without_scales(ops.dispatch(x, weights, idx, *sizes))
+    out["dispatch unweighted"] = without_scales(ops.dispatch(x, None, idx, *sizes))
+    out["dynamic"] = without_scales(ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *sizes[4:]))
     route = (idx, *out["plan"][:4])
     rows = call.capacity
     held, padding = covered(route, align, rows)
     y = torch.where((held | padding)[:, None], y, torch.nan)
     row_weights = torch.where(held, row_weights, torch.where(padding, 0.0, torch.nan))
     tail = (align, call.max_tokens, comm.name)
-    out["planned"] = ops.dispatch_planned(x, weights, *route, rows, *tail)
-    out["planned unweighted"] = ops.dispatch_planned(x, None, *route, rows, *tail)
+    out["planned"] = without_scales(ops.dispatch_planned(x, weights, *route, rows, *tail))
+    out["planned unweighted"] = without_scales(ops.dispatch_planned(x, None, *route, rows, *tail))
     out["combine"] = ops.combine(y, None, *route, *tail)
     out["combine weighted"] = ops.combine(y, row_weights, *route, *tail)
     out["combine residual"] = ops.combine(y, None, *route, *tail, x)

@@ -11,7 +11,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from operators import Call, compare, covered, make_comm, ranks, unequal
+from operators import Call, compare, covered, make_comm, ranks, unequal, without_scales
 from sharing import SHARING, few_processes, fewer
 
 import ep_ops
@@ -61,8 +61,8 @@ def draw_inputs(seed: int, tokens: int, hidden: int, top_k: int, rows: int, dtyp
 def run(comm: ep_ops.Communicator, call: Call, x, weights, y, row_weights) -> dict[str, Any]:
     """What goes through the latency kernels, and a throughput operator in between."""
     ops, sizes, idx = torch.ops.ep, call.sizes(comm), call.topk_idx
-    out: dict[str, Any] = {"dispatch": ops.dispatch(x, weights, idx, *sizes)}
-    out["dispatch unweighted"] = ops.dispatch(x, None, idx, *sizes)
+    out: dict[str, Any] = {"dispatch": without_scales(ops.dispatch(x, weights, idx, *sizes))}
+    out["dispatch unweighted"] = without_scales(ops.dispatch(x, None, idx, *sizes))
     out["plan"] = out["dispatch"][2:]
     route = (idx, *out["plan"][:4])
     tail = (call.alignment, call.max_tokens, comm.name)

@@ -15,7 +15,14 @@ pytest.importorskip("greenlet", reason="needs greenlet, whose threads stand for 
 from emulator.main import CHECKS
 
 TESTS = Path(__file__).parents[1]
-BY_HAND = ("latency_34_ranks", "throughput_four_ranks")  # take long, and show little more than others
+BY_HAND = (
+    "latency_34_ranks",
+    "throughput_four_ranks",
+    "death_dispatch",
+    "death_known",
+    "death_combine",
+    "death_few_combine",
+)  # take long, and show little more than others
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKS if name not in BY_HAND])

@@ -1,0 +1,69 @@
+"""Quantised rows of the reference backend: what is sent of x, and what is made of it where it arrives.
+
+Codes and scales of a token travel as its row does: x is quantised at its owner, whatever becomes of it. Codes and bytes
+of scales are uint8 on the way, which every torch operation takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..formats import FORMATS, LAYOUTS, Grid, ScaleLayout, dequantise, format_of, layout_of, quantise
+from ..formats.quantise import are_powers
+from ..records import Delivery, Route
+
+NAMES = {"format": ("", *FORMATS), "scales_as": ("", *LAYOUTS)}
+"""What ranks agree on, by name: they tell each other the index."""
+
+NAN_CODE, NAN_BYTE = 0x7F, 0xFF
+
+
+def agreed(delivery: Delivery | None) -> dict[str, int]:
+    """What ranks must agree on."""
+    if delivery is None or not delivery.format:
+        return {"format": 0, "scales_as": 0}
+    form = format_of(delivery.format)
+    layout = layout_of(form, delivery.scales_as)
+    return {"format": NAMES["format"].index(form.name), "scales_as": NAMES["scales_as"].index(layout)}
+
+
+def problem(delivery: Delivery | None) -> str | None:
+    """What is wrong with the values of given scales, or None."""
+    if delivery is None or delivery.scales is None:
+        return None
+    form = format_of(delivery.format)
+    if not form.power or form.scale_dtype != torch.float32:
+        return None
+    wrong = (~are_powers(delivery.scales)).nonzero()
+    if not wrong.numel():
+        return None
+    token, column = wrong[0].tolist()
+    value = float(delivery.scales[token, column])
+    return f"scales[{token}, {column}] is {value!r}; format {form.name!r} takes powers of two, 0 and Inf"
+
+
+def to_rows(
+    x: Tensor, token: Tensor, delivery: Delivery, route: Route, moved: Callable[[Tensor, float], Tensor], unused: float
+) -> tuple[Tensor, Tensor]:
+    """recv_x and recv_scales of the rows that ``token`` [sent] of x [T, H] are sent for: codes, and scales in the
+    layout that was asked for; or rows of x's dtype and [0].
+
+    ``moved`` brings to its rows what is sent, others hold what it is told; ``unused``: what undefined floats hold.
+    """
+    form = format_of(delivery.format)
+    codes, scales = (x, delivery.scales) if delivery.scales is not None else quantise(x, form)
+    nan = math.isnan(unused)
+    recv_codes = moved(codes.view(torch.uint8)[token], NAN_CODE if nan else 0).view(codes.dtype)
+    if scales.dtype == torch.float8_e8m0fnu:
+        recv_scales = moved(scales.view(torch.uint8)[token], NAN_BYTE if nan else 0).view(scales.dtype)
+    else:
+        recv_scales = moved(scales[token], unused)
+    if form.wire:
+        return dequantise(recv_codes, recv_scales, form, x.dtype), recv_scales.new_empty(0, dtype=torch.float32)
+    grid = Grid(route.num_rows, route.slots, route.offs.numel(), x.shape[1])
+    layout = ScaleLayout(form, layout_of(form, delivery.scales_as), grid, route.segments)
+    return recv_codes, layout.pack(recv_scales, delivery.zeros, unused)

@@ -1,0 +1,282 @@
+"""What a communicator sends and brings home: a method for each operator, which takes tensors as models have them, fills
+in the sizes, and hands out records."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from . import formats, inputs
+from .backends.base import Backend
+from .config import worst_case_rows
+from .operators.eager import call
+from .overflow import Overflow
+from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
+from .survivors import ExpertIds
+
+
+class Methods:
+    """Of :class:`ep_ops.Communicator`, which has what is named here."""
+
+    name: str
+    world_size: int
+    num_local_experts: int
+    hidden_size: int
+    top_k: int
+    max_tokens_per_rank: int
+    alignment: int
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    backend: Backend
+    expert_ids: ExpertIds | None
+    place: tuple[int, int, str]  # what operators that plan are told: local experts, ranks, name
+    warned_rows: float  # rows of a default capacity that is warned of
+    overflowed: Overflow | None
+
+    def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
+        """Rows that hold whatever ``max_tokens`` tokens per rank may route here without a drop.
+
+        A token that names one expert several times takes a row each time, which this does not allow for.
+        """
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        align = self.alignment if alignment is None else alignment
+        return worst_case_rows(self.world_size, tokens, self.top_k, self.num_local_experts, align)
+
+    def plan(
+        self,
+        topk_idx: Tensor,
+        *,
+        capacity: int | None = None,
+        slots: int = 0,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+    ) -> tuple[Route, Tensor]:
+        """The route of ``topk_idx`` (int32 [T, K], -1 none), and ``dropped`` (int32 [El]).
+
+        Args:
+            capacity: rows of the receive buffer, a multiple of ``alignment``; default: :meth:`capacity` of
+                ``max_tokens``, or ``El * slots``.
+            slots: 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout).
+            max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
+            alignment: segments are padded to a multiple of it; default: the communicator's.
+        """
+        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        topk_idx, batch = inputs.to_plan(self, topk_idx)
+        send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self.place)
+        if self.overflowed is not None:
+            self.overflowed.add(dropped)
+        rows, alignment, _, tokens = sizes
+        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch, slots), dropped
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        capacity: int | None = None,
+        slots: int = 0,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+        zeros: bool = True,
+    ) -> Dispatched:
+        """Send every row of ``x`` [T, H] (and its weights, [T, K]) to the experts that ``topk_idx`` names.
+
+        Weights are float32, float64 where the rows are; those of a narrower dtype are widened, ids may be int64, and T
+        may be several dimensions ([B, S, H] with [B, S, K]), which a combine gives back. Under ``torch.autocast`` rows
+        are brought to the communicator's dtype. The operators themselves take [T, H], int32 and the dtypes named alone.
+
+        ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
+
+        ``format``: what rows arrive as, such as "e4m3/128/pow2" (empty: as x is); ``scales_as``: how the scales of
+        received rows lie; ``scales``: those of an x that is quantised already; ``zeros``: whether padding rows hold
+        zeros, else they are undefined. docs/formats.md has them all. (Reference backend only.)
+
+        Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
+        is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
+        """
+        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self.place, scales, format, scales_as, zeros)
+        if self.overflowed is not None:
+            self.overflowed.add(out[-1])
+        sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, slots))
+        return sent if not format else _with_scales(sent, out[1], format, scales_as)
+
+    def dispatch_dynamic(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+        zeros: bool = True,
+    ) -> Dispatched:
+        """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        align = self.alignment if alignment is None else alignment
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        delivery = scales, format, scales_as, zeros
+        out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self.place, *delivery)
+        sent = _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
+        return sent if not format else _with_scales(sent, out[1], format, scales_as)
+
+    @overload
+    def dispatch_planned(
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, zeros: bool = True
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    @overload
+    def dispatch_planned(
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None, format: str,
+        scales_as: str = "", zeros: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...  # fmt: skip
+
+    def dispatch_planned(
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
+        format: str = "", scales_as: str = "", zeros: bool = True,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given;
+        with a ``format`` their scales too, None where it has none (see :meth:`dispatch`).
+
+        Differentiable.
+        """
+        args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
+        x, topk_weights = inputs.with_weights(self, x, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, route.batch)
+        delivery = scales, format, scales_as, zeros, route.slots
+        rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *args, *delivery)
+        weights = None if topk_weights is None else weights
+        return (rows, weights, _scales(recv_scales, format, scales_as, rows, route)) if format else (rows, weights)
+
+    def combine(
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable.
+
+        ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
+        """
+        y, weights = inputs.with_weights(self, y, weights)
+        if residual is not None:
+            residual = inputs.rows(self, residual)
+        return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual), route)
+
+    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
+        """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
+
+        The owners fetch the rows where they are, all of them; :meth:`combine` first adds up those of a token on a rank.
+        So this is for one row for each copy of a token: experts that are as many as ranks, or rows that are added up
+        already. Ends when all ranks have fetched theirs. Differentiable.
+        """
+        return _home(call("combine_gathered", y, *route[:6], route.max_tokens, self.name), route)
+
+    def dispatch_start(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        capacity: int | None = None,
+        slots: int = 0,
+        max_tokens: int | None = None,
+        alignment: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+        zeros: bool = True,
+    ) -> StartedDispatch:
+        """The part of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
+
+        The next operator of this communicator must be that wait: several micro-batches take a communicator each. Where
+        that gains nothing (more tokens than the latency kernels take, the reference backend) the wait does it all.
+        """
+        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        delivery = scales, format, scales_as, zeros
+        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, delivery)
+
+    def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
+        """What :meth:`dispatch` returns. Differentiable."""
+        ticket, x, topk_weights, topk_idx, sizes, batch, delivery = started
+        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
+        if self.overflowed is not None:
+            self.overflowed.add(out[-1])
+        sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, sizes[2]))
+        return sent if not delivery[1] else _with_scales(sent, out[1], delivery[1], delivery[2])
+
+    def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
+        """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
+        y, weights = inputs.with_weights(self, y, weights)
+        ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
+        return StartedCombine(ticket, y, weights, route)
+
+    def combine_wait(self, started: StartedCombine) -> Tensor:
+        """What :meth:`combine` returns. Differentiable."""
+        ticket, y, weights, route = started
+        return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name), route)
+
+    def _sizes(
+        self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
+    ) -> tuple[int, int, int, int]:
+        """The fields of `Sizes`."""
+        align = self.alignment if alignment is None else alignment
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        if capacity is None:
+            capacity = self.num_local_experts * slots if slots else self._worst_case(tokens, align)
+        return capacity, align, slots, tokens
+
+    def _worst_case(self, tokens: int, alignment: int) -> int:
+        """Rows of the default capacity, of which is warned where they are large."""
+        rows = self.capacity(tokens, alignment)
+        if rows > self.warned_rows and not torch.compiler.is_compiling():
+            gib = rows * self.hidden_size * self.dtype.itemsize / 2**30
+            warnings.warn(
+                f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
+                f" take {gib:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and counted), call"
+                " dispatch_dynamic, or make several calls of fewer tokens (max_tokens).",
+                RuntimeWarning, stacklevel=4,
+            )  # fmt: skip
+        return rows
+
+
+def _home(rows: Tensor, route: Route) -> Tensor:
+    """[T, H] in the shape that the tokens had."""
+    return rows if route.batch is None else rows.view(*route.batch, rows.shape[-1])
+
+
+def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, rest: tuple[Any, ...]) -> Dispatched:
+    """``rest``: the last fields of `Route`."""
+    x, _, weights, send_rows, arrivals, offs, counts, dropped = out
+    route = Route(topk_idx, send_rows, arrivals, offs, counts, *rest)
+    return Dispatched(x, None if topk_weights is None else weights, route, dropped)
+
+
+def _with_scales(sent: Dispatched, recv_scales: Tensor, format: str, scales_as: str) -> Dispatched:
+    return sent._replace(scales=_scales(recv_scales, format, scales_as, sent.x, sent.route))
+
+
+def _scales(recv_scales: Tensor, format: str, scales_as: str, rows: Tensor, route: Route) -> Tensor | None:
+    """As consumers take them; None where rows have none."""
+    form = formats.format_of(format)
+    if form.wire:
+        return None
+    grid = formats.Grid(route.num_rows, route.slots, route.offs.shape[0], rows.shape[1])
+    return formats.view(recv_scales, form, formats.layout_of(form, scales_as), grid)

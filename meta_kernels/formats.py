@@ -1,0 +1,104 @@
+"""Formats of rows by name, and the shapes and dtypes of their scales in every layout. What they mean: docs/formats.md.
+
+A *format* says what rows arrive as: element type / numbers that share a scale / kind of scale. With ``wire:`` before
+it, only what travels is quantised. A *layout* says how the scales of received rows lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+ELEMENT = torch.float8_e4m3fn
+TILE = 128  # rows of a tile of swizzled scales
+
+
+class Format(NamedTuple):
+    """What there is to say of one."""
+
+    name: str
+    block: int  # numbers that share a scale; 0: the whole row
+    multiple: int  # what the hidden size must be a multiple of
+    power: bool  # scales are powers of two
+    scale_dtype: torch.dtype  # of the scales beside an x that is quantised already, and of received ones in rows
+    layouts: tuple[str, ...]  # that received scales may lie in, the first one unless another is asked for
+    wire: bool = False  # rows arrive dequantised
+
+
+SWIZZLED = ("swizzled/torch", "swizzled/quack", "swizzled/flashinfer")
+LAYOUTS = ("rows", "columns", "packed", *SWIZZLED)
+_FP32, _BYTES = torch.float32, torch.float8_e8m0fnu
+_QUANTISED = (
+    Format("e4m3/128/pow2", 128, 128, True, _FP32, ("rows", "columns", "packed")),
+    Format("e4m3/128/fp32", 128, 128, False, _FP32, ("rows", "columns")),
+    Format("e4m3/32/mx", 32, 32, True, _BYTES, ("rows", "packed", *SWIZZLED)),
+    Format("e4m3/row/fp32", 0, 16, False, _FP32, ("rows",)),
+)
+_WIRE = tuple(form._replace(name=f"wire:{form.name}", wire=True) for form in _QUANTISED)
+FORMATS: dict[str, Format] = {form.name: form for form in (*_QUANTISED, *_WIRE)}
+
+
+def format_of(name: str) -> Format:
+    """ValueError for a name that is none."""
+    found = FORMATS.get(name)
+    if found is None:
+        allowed = ", ".join(map(repr, FORMATS))
+        raise ValueError(f"format is {name!r}; allowed: '' (rows arrive as x is), {allowed}")
+    return found
+
+
+def layout_of(form: Format, scales_as: str) -> str:
+    """The layout that ``scales_as`` means. ValueError for one that received scales of the format cannot have."""
+    if form.wire:
+        if scales_as:
+            raise ValueError(f"scales_as is {scales_as!r}; format {form.name!r} brings no scales; allowed: ''")
+        return ""
+    if not scales_as:
+        return form.layouts[0]
+    if scales_as not in form.layouts:
+        allowed = ", ".join(map(repr, form.layouts))
+        raise ValueError(f"scales_as is {scales_as!r}; allowed for format {form.name!r}: {allowed}, '' for the first")
+    return scales_as
+
+
+def per_row(form: Format, hidden: int) -> int:
+    """G: how many scales a row has."""
+    return hidden // form.block if form.block else 1
+
+
+class Grid(NamedTuple):
+    """What the size of received scales depends on. A row is one of a group; groups are the local experts."""
+
+    num_rows: Any  # R
+    slots: Any  # 0: flat rows; else rows of each group
+    groups: int  # El
+    hidden: int  # H
+
+
+def scales_shape(form: Format, layout: str, grid: Grid) -> tuple[tuple[Any, ...], torch.dtype]:
+    """Shape and dtype of ``recv_scales`` as the operator returns them: contiguous, as they lie in memory."""
+    rows, slots, groups, hidden = grid
+    count = per_row(form, hidden)
+    if layout == "rows":
+        return ((rows, count) if form.block else (rows,)), form.scale_dtype
+    if layout in SWIZZLED:
+        width = _up(count, 4)
+        if slots:
+            return (groups, _up(slots, TILE), width), _BYTES
+        return (TILE * tiles(layout, rows, groups), width), _BYTES
+    across, dtype = (count, _FP32) if layout == "columns" else (-(-count // 4), torch.int32)
+    return ((groups, across, _up(slots, 4)) if slots else (across, _up(rows, 4))), dtype
+
+
+def tiles(layout: str, num_rows: Any, groups: int) -> Any:
+    """Tiles of swizzled scales that flat rows in ``groups`` groups take at most."""
+    if groups == 0:
+        return 0
+    if layout == "swizzled/quack":
+        return _up(num_rows, TILE) // TILE + groups - 1
+    return (num_rows + (TILE - 1) * groups) // TILE
+
+
+def _up(count: Any, multiple: int) -> Any:
+    return (count + multiple - 1) // multiple * multiple
