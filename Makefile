@@ -12,9 +12,10 @@ READY := $(VENV)/.ready
 PYTHON ?= $(VENV)/bin/python
 ifeq ($(PYTHON),$(VENV)/bin/python)
 NEEDS := $(READY)
+NEEDS_OF_DOCS := $(VENV)/.ready-docs
 endif
 
-.PHONY: help demo test gpu-test bench lint format typecheck clean
+.PHONY: help demo test gpu-test bench lint format typecheck docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +24,7 @@ help:
 	@echo "make gpu-test   tests/gpu under torchrun with 1 to 16 ranks and a part with up to 72, which share GPUs if need be, then both demos"
 	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
 	@echo "make lint       ruff;  make format: let ruff rewrite;  make typecheck: mypy"
+	@echo "make docs       the documentation as a site, in build/site; a link that leads nowhere is an error"
 	@echo "make clean      remove .venv and the tools' caches"
 
 $(READY): pyproject.toml Makefile
@@ -81,6 +83,14 @@ format: $(NEEDS)
 
 typecheck: $(NEEDS)
 	$(PYTHON) -m mypy ep_ops meta_kernels cute_kernels
+
+$(VENV)/.ready-docs: $(READY)
+	$(PYTHON) -m pip install -qq -e ".[docs]"
+	@touch $@
+
+# NO_MKDOCS_2_WARNING: mkdocs-material's note on mkdocs 2, which pyproject.toml excludes.
+docs: $(NEEDS_OF_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

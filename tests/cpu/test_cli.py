@@ -228,21 +228,35 @@ def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert run([sys.executable, "-c", script]).stdout.strip() == "[]"
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+OF_THE_README = """
+weights, experts = torch.rand(9, 64).topk(8)
+x = torch.randn(9, 64, dtype=comm.dtype)
+w = torch.randn(64, 64, 64, dtype=comm.dtype)
+expected = (weights.unsqueeze(2) * torch.einsum("th,tkhj->tkj", x.float(), w[experts].float())).sum(1)
+torch.testing.assert_close(moe(x, experts, weights, w).float(), expected, rtol=2e-2, atol=1.0)
+comm.destroy()
+dist.destroy_process_group()
+"""
+OF_THE_QUICKSTART = "\nassert all(w.grad.isfinite().all() and w.grad.any() for w in (router, w_in, w_out))\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "behind"),
+    [("README.md", OF_THE_README), ("docs/quickstart.md", OF_THE_QUICKSTART)],
+    ids=["README", "quickstart"],
+)
+def test_examples_of_the_documentation_run(page: str, behind: str, tmp_path: Path) -> None:
     """With smaller sizes, traced as one graph but not lowered."""
-    text = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    example = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[0]
     for old, new in (
         ("2048", "64"),
         ("4096", "32"),
         ("1024", "32"),
         ("fullgraph=True", 'fullgraph=True, backend="aot_eager"'),
     ):
-        assert old in example
+        assert old in example or old == "1024"
         example = example.replace(old, new)
     script = tmp_path / "example.py"
-    script.write_text(
-        example + "\nassert all(w.grad.isfinite().all() and w.grad.any() for w in (router, w_in, w_out))\n"
-    )
+    script.write_text(example + behind)
     done = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)])
     assert done.returncode == 0, done.stderr

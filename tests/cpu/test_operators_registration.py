@@ -172,8 +172,8 @@ def test_records_have_the_schemas_arguments():
         assert op.arguments._field_defaults == {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
-def test_the_readme_shows_the_table():
-    assert table.markdown() in (Path(ep_ops.__file__).parent.parent / "README.md").read_text()
+def test_the_documentation_shows_the_table():
+    assert table.markdown() in (Path(ep_ops.__file__).parent.parent / "docs/operators.md").read_text()
 
 
 def test_unknown_communicator_is_an_error():

@@ -1,0 +1,51 @@
+"""What mkdocs does beyond its configuration (``hooks`` in mkdocs.yml).
+
+Pages that lie elsewhere in the repository become pages of the site, links between them follow, and schemas of operators
+come from their table.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from ep_ops.operators import OPERATORS
+
+ROOT = Path(__file__).resolve().parent.parent
+ELSEWHERE = {"README.md": "index.md"} | {
+    name: name
+    for path in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", *sorted((ROOT / "benchmarks/results").iterdir()))
+    for name in [os.path.relpath(ROOT / path, ROOT)]
+}
+"""Files outside of docs/, and where they lie in the site."""
+
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, place in ELSEWHERE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    place = page.file.src_uri
+    source = {place: source for source, place in ELSEWHERE.items()}.get(place, f"docs/{place}")
+
+    def moved(link: re.Match[str]) -> str:
+        """A link between files of the repository as one between pages of the site."""
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[0]))
+        there = ELSEWHERE.get(target, target.removeprefix("docs/"))
+        return posixpath.relpath(there, posixpath.dirname(place) or ".")
+
+    return LINK.sub(moved, markdown).replace("<!-- schemas -->", schemas())
+
+
+def schemas() -> str:
+    return "\n\n".join(f"### {op.name}\n\n```\nep::{op.name}{op.schema}\n```" for op in OPERATORS)

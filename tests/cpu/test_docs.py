@@ -1,0 +1,84 @@
+"""The documentation: links lead somewhere, texts that it quotes are the library's, examples that it shows are there."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+
+import pytest
+
+import ep_ops
+
+ROOT = Path(ep_ops.__file__).parent.parent
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for folder in (".", "docs", "docs/api", "benchmarks/results")
+    for path in (ROOT / folder).glob("*.md")
+)  # fmt: skip
+OWN = ("ep_ops", "cute_kernels")
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page: str) -> None:
+    wrong = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text()):
+        name, _, anchor = link.partition("#")
+        target = ROOT / posixpath.normpath(posixpath.join(posixpath.dirname(page), name)) if name else ROOT / page
+        if not target.is_file() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """As far as pages lie in docs/."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = set(re.findall(r"[\w./-]+\.md$", nav, re.M))
+    lying = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert lying - named == set()
+
+
+def test_what_is_shown_of_files_is_there() -> None:
+    shown = []
+    for page in PAGES:
+        for path, _, section in re.findall(r'^--8<-- "([^":]+)(:(\w+))?"$', (ROOT / page).read_text(), re.M):
+            text = (ROOT / path).read_text()
+            assert not section or (f"[start:{section}]" in text and f"[end:{section}]" in text)
+            shown.append(path)
+    assert set(shown) == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+
+
+def texts() -> list[str]:
+    """String literals of the library; what a literal puts in between is "…"."""
+    found = []
+    for package in OWN:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+                if isinstance(node, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                    found.append("".join(map(str, parts)))
+    return found
+
+
+def test_texts_that_troubleshooting_quotes_are_the_librarys() -> None:
+    """Word by word: each piece between "…" stands in one literal, in the order of the page."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    assert len(quoted) > 60
+    known = texts()
+    wrong = []
+    for text in quoted:
+        pieces = ".*".join(re.escape(piece) for piece in text.split("…"))
+        if not any(re.search(pieces, literal, re.S) for literal in known):
+            wrong.append(text)
+    assert not wrong

@@ -1,0 +1,126 @@
+"""The scripts in examples/: as users start them, and what they compute, beside a dense layer on fresh data."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import ep_ops
+from ep_ops.nn import DenseMoE, MoELayer
+
+ROOT = Path(ep_ops.__file__).parent.parent
+SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 16, "top_k": 3, "max_tokens_per_rank": 24, "device": "cpu"}
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed(name: str) -> str:
+    """By the example's ``main`` on a rank that has its process group already."""
+    out = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        contextlib.redirect_stdout(out),
+    ):
+        example(name).main()
+    return out.getvalue()
+
+
+def test_train_under_torchrun() -> None:
+    """The loss of a layer whose experts, router or gradients are off does not fall by half."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train.py"],
+        capture_output=True, text=True, timeout=200, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"2 ranks, \d+ steps: loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
+    assert found, done.stdout
+    first, last = map(float, found.groups())
+    assert last < first / 2
+
+
+def test_the_others_run() -> None:
+    for rank, text in enumerate(run_ranks(2, printed, "decode")):
+        assert re.fullmatch(rf"rank {rank} of 2: \d+ steps, eager, differ by \S+ from eager ones\n", text), text
+    for rank, text in enumerate(run_ranks(2, printed, "port_all_to_all")):
+        found = re.fullmatch(rf"rank {rank} of 2: results and gradients differ by (\S+)\n", text)
+        assert found and float(found[1]) < 1e-5, text
+
+
+def decoded() -> tuple[torch.Tensor, torch.Tensor]:
+    module = example("decode")
+    with torch.no_grad(), ep_ops.Communicator(**SIZES, dtype=torch.float32) as comm:
+        layer, dense = MoELayer(comm, 8, seed=5), DenseMoE(comm, 8, seed=5)
+        first = expected = torch.randn(3 + comm.rank, 16, generator=torch.Generator().manual_seed(comm.rank))
+        for _ in range(3):
+            expected = expected + dense(expected)
+            expected = expected / (expected.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+        return module.decode(layer, first, 3), expected
+
+
+def test_decode_is_right() -> None:
+    for got, expected in run_ranks(2, decoded):
+        torch.testing.assert_close(got, expected)
+
+
+def ported() -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Results and gradients of both ways, each beside a dense layer's; ranks have different numbers of tokens."""
+    module = example("port_all_to_all")
+    found = []
+    with ep_ops.Communicator(**SIZES, dtype=torch.float64) as comm:
+        draw = torch.Generator().manual_seed(7)
+        everywhere = torch.randn(6, 16, 16, generator=draw, dtype=torch.float64)
+        of_ranks = []
+        for rank in range(comm.world_size):
+            scores = torch.rand(5 + 4 * rank, 6, generator=draw, dtype=torch.float64)
+            of_ranks.append((torch.randn(5 + 4 * rank, 16, generator=draw, dtype=torch.float64), *scores.topk(3)))
+
+        all_w = everywhere.clone().requires_grad_()
+        loss, expected = torch.zeros((), dtype=torch.float64), []
+        for rank, (x, weights, experts) in enumerate(of_ranks):
+            x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = torch.einsum("tk,tkh->th", weights, torch.einsum("th,tkhj->tkj", x, all_w[experts]))
+            loss = loss + out.sin().sum()
+            if rank == comm.rank:
+                expected = [out, x, weights]
+        out, *learns = expected
+        gradients = torch.autograd.grad(loss, [*learns, all_w])
+        mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+        dense = [out.detach(), *gradients[:2], gradients[2][mine]]
+
+        x, weights, experts = of_ranks[comm.rank]
+        for way in (module.by_hand, lambda *given: module.with_ep_ops(comm, *given)):
+            w = everywhere[mine].clone().requires_grad_()
+            x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+            out = way(x, experts, weights, w)
+            got = [out.detach(), *torch.autograd.grad(out.sin().sum(), (x, weights, w))]
+            found.append((got, dense))
+    return found
+
+
+def test_both_ways_of_porting_are_right() -> None:
+    for ways in run_ranks(2, ported):
+        assert len(ways) == 2
+        for got, dense in ways:
+            torch.testing.assert_close(got, dense)
