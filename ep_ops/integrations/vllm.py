@@ -125,7 +125,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         at, comm = self._at()
         sent, self._sent[at] = self._sent[at], None
         if sent is None:
-            raise RuntimeError("finalize was called before prepare, whose route it takes back")
+            raise RuntimeError("finalize was called without a prepare before it, along whose route rows go back")
         if not isinstance(weight_and_reduce_impl, self.reduces):
             raise ValueError(
                 f"weight_and_reduce_impl is {type(weight_and_reduce_impl).__name__}; allowed:"
