@@ -1,4 +1,4 @@
-"""vLLM 0.33: what comes before and after the experts in its modular kernels, for rows of 16 bits and more.
+"""vLLM 0.33: what comes before and after the experts in its modular kernels, for rows that are not quantised.
 
     comm = Communicator.shared(
         get_ep_group().device_group, num_experts=moe.num_experts, hidden_size=moe.hidden_dim,
@@ -36,7 +36,6 @@ except ImportError as error:
     ) from error
 
 from ep_ops.communicator import Communicator, Dispatched
-from ep_ops.nn import expert_of_rows
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 """What vLLM calls hook and receiver: the first waits for the other ranks, the second hands out what came."""
@@ -174,10 +173,9 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
 
 class PrepareAndFinalize(_PrepareAndFinalize):
-    """The "standard" format. Experts get one row for each (token, expert), [R, H], as vLLM's DeepEP V2 does where it
-    expands: global ids [R, 1] and weights [R, 1] make each row a token with one expert. Rows are by local expert;
-    those past the last are undefined, and so are their weights; their id is -1. Experts say how many each has in
-    ``expert_num_tokens``.
+    """The "standard" format. Experts get one row for each (token, expert), [R, H], and with global ids [R, 1] and
+    weights [R, 1] each is a token of one expert. Rows are in the order of the local experts, and ``expert_num_tokens``
+    says how many each has; those past the last are undefined, and so are their weights: their id is -1.
 
     Args:
         comms: a communicator for each micro-batch that is under way at a time: two for vLLM's dual batch overlap.
@@ -210,8 +208,9 @@ class PrepareAndFinalize(_PrepareAndFinalize):
 
     def _rows(self, comm: Communicator, sent: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
         assert sent.weights is not None
-        local = expert_of_rows(sent.route)
-        ids = torch.where(local >= 0, local + comm.first_local_expert, -1).to(torch.int32)
+        row = torch.arange(sent.x.shape[0], dtype=torch.int32, device=comm.device)
+        local = torch.searchsorted(sent.route.offs, row, right=True, out_int32=True)  # alignment 1: no gaps
+        ids = torch.where(local < comm.num_local_experts, local + comm.first_local_expert, -1)
         return sent.x, ids.unsqueeze(1), sent.weights.unsqueeze(1)
 
 

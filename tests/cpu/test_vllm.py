@@ -22,6 +22,7 @@ from ep_ops import Communicator
 
 HIDDEN, INNER, EXPERTS, TOP_K, MOST = 16, 8, 6, 3, 12
 TOKENS = [5, 9]  # of each rank
+run = functools.partial(run_ranks, timeout=240.0)  # the first call of a rank imports vLLM
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +215,12 @@ def in_kernel(form: str, asked: str, dtype: torch.dtype, limits: dict[str, Any])
     ("batched", "Delegate", torch.float16),
 ])  # fmt: skip
 def test_layer(vllm: None, ranks: int, form: str, asked: str, dtype: torch.dtype) -> None:
-    assert run_ranks(ranks, in_kernel, form, asked, dtype, {}) == [(0, 0)] * ranks
+    assert run(ranks, in_kernel, form, asked, dtype, {}) == [(0, 0)] * ranks
 
 
 @pytest.mark.parametrize(("form", "limits"), [("standard", {"capacity_factor": 0.2}), ("batched", {"slots": 4})])
 def test_what_does_not_fit_is_counted(vllm: None, form: str, limits: dict[str, Any]) -> None:
-    seen = run_ranks(2, in_kernel, form, "Delegate", torch.float32, limits)
+    seen = run(2, in_kernel, form, "Delegate", torch.float32, limits)
     assert sum(dropped for dropped, _ in seen) == sum(lost for _, lost in seen) > 0
 
 
@@ -275,7 +276,7 @@ def by_hand(form: str, how: str) -> None:
 @pytest.mark.parametrize("form", ["standard", "batched"])
 def test_whole_and_asynchronous(vllm: None, ranks: int, form: str) -> None:
     for how in ("whole", "hooks", "receivers"):
-        run_ranks(ranks, by_hand, form, how)
+        run(ranks, by_hand, form, how)
 
 
 def two_under_way(form: str) -> None:
@@ -326,7 +327,7 @@ def two_under_way(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["standard", "batched"])
 def test_two_micro_batches(vllm: None, form: str) -> None:
-    run_ranks(2, two_under_way, form)
+    run(2, two_under_way, form)
 
 
 def bounded(sp_size: int) -> tuple[int, int]:
@@ -346,7 +347,7 @@ def bounded(sp_size: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("sp_size", "most"), [(1, 11), (2, 6)])
 def test_tokens_of_a_step(vllm: None, sp_size: int, most: int) -> None:
-    assert run_ranks(2, bounded, sp_size) == [(2 * most * min(TOP_K, EXPERTS // 2), most)] * 2
+    assert run(2, bounded, sp_size) == [(2 * most * min(TOP_K, EXPERTS // 2), most)] * 2
 
 
 @pytest.mark.parametrize("form", ["standard", "batched"])
