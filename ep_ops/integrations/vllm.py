@@ -1,0 +1,254 @@
+"""vLLM 0.33: what comes before and after the experts in its modular kernels, for rows that are not quantised.
+
+    comm = Communicator.shared(
+        get_ep_group().device_group, num_experts=moe.num_experts, hidden_size=moe.hidden_dim,
+        top_k=moe.experts_per_token, max_tokens_per_rank=moe.max_num_tokens, dtype=moe.in_dtype,
+    )
+    kernel = FusedMoEKernel(PrepareAndFinalize(comm), experts)  # or BatchedPrepareAndFinalize
+
+of a ``FusedMoEConfig`` ``moe`` and experts of the same activation format. Nothing waits for the host, and sizes do not
+depend on what tokens choose, so both can be captured in CUDA graphs. There are no gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceContiguous,
+        TopKWeightAndReduceDelegate,
+        TopKWeightAndReduceNoOP,
+    )
+    from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
+except ImportError as error:
+    raise ImportError(
+        f"ep_ops.integrations.vllm needs vLLM 0.33, which failed to import: {error}. Install it with"
+        " pip install 'vllm>=0.33,<0.34' (what to install where there is no GPU: docs/recipes.md)."
+    ) from error
+
+from ep_ops.communicator import Communicator, Dispatched
+
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+"""What vLLM calls hook and receiver: the first waits for the other ranks, the second hands out what came."""
+
+
+class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+    """What both formats share. ``dropped`` (int64 [local experts], on the device): rows that each local expert was to
+    have and that did not fit, since this was made."""
+
+    dropped: Tensor
+    reduces: tuple[type, ...]  # what experts may ask finalize for
+
+    def __init__(self, *comms: Communicator, sp_size: int) -> None:
+        super().__init__()
+        if not comms:
+            raise ValueError("comms is empty; give one communicator for each micro-batch that is under way at a time")
+        self._comms, self._sp_size = comms, sp_size
+        self._sent: list[Dispatched | None] = [None] * len(comms)
+        self.dropped = torch.zeros(comms[0].num_local_experts, dtype=torch.int64, device=comms[0].device)
+
+    def topk_indices_dtype(self) -> torch.dtype:
+        return torch.int32
+
+    def num_dispatchers(self) -> int:
+        return self._comms[0].world_size
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def supports_async(self) -> bool:
+        return True
+
+    def supports_dbo(self) -> bool:
+        return len(self._comms) > 1
+
+    def prepare_async(
+        self, a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None,
+        apply_router_weight_on_input: bool, quant_config: Any, defer_input_quant: bool = False,
+    ) -> Pair:  # fmt: skip
+        """Sends ``a1`` [T, H], of the communicator's dtype, with ``topk_weights`` [T, K] to the experts ``topk_ids``
+        [T, K] (-1: none) of ``num_experts``, which the ranks hold in contiguous blocks. ``expert_map`` is not needed.
+
+        NotImplementedError where experts want their input quantised; ValueError for another number of experts, and for
+        weights on the input where K is not 1.
+        """
+        at, comm = self._at()
+        if quant_config.quant_dtype is not None and not defer_input_quant:
+            raise NotImplementedError(
+                f"quant_config.quant_dtype is {quant_config.quant_dtype}; {type(self).__name__} takes None alone, or"
+                f" experts whose expects_unquantized_inputs is True: rows travel as {comm.dtype}, without scales"
+            )
+        if num_experts != comm.num_experts:
+            raise ValueError(f"num_experts is {num_experts}; communicator {comm.name!r} has {comm.num_experts}")
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(
+                    f"topk_ids has shape {tuple(topk_ids.shape)}; with apply_router_weight_on_input it must be [T, 1]"
+                )
+            a1 = a1 * topk_weights.to(a1.dtype)
+        started = comm.dispatch_start(a1, topk_ids, topk_weights, **self._room(comm))
+        arrived = functools.cache(functools.partial(comm.dispatch_wait, started))
+
+        def receiver() -> mk.PrepareResultType:
+            self._sent[at] = sent = arrived()
+            self.dropped.add_(sent.dropped)
+            counts = mk.ExpertTokensMetadata(expert_num_tokens=sent.route.counts, expert_num_tokens_cpu=None)
+            rows, ids, weights = self._rows(comm, sent)
+            return rows, None, counts, ids, weights
+
+        return arrived, receiver
+
+    def prepare(self, *args: Any, **kwargs: Any) -> mk.PrepareResultType:
+        """:meth:`prepare_async` to its end."""
+        return _ended(self.prepare_async(*args, **kwargs))
+
+    def finalize_async(
+        self, output: Tensor, fused_expert_output: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        apply_router_weight_on_input: bool, weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> Pair:  # fmt: skip
+        """Brings ``fused_expert_output`` home, in the shape that prepare gave rows in, and writes each token's sum to
+        ``output`` [T, H]. Weights are those that prepare was given, and applied in float32 where the sum is formed,
+        unless the experts (``TopKWeightAndReduceNoOP``) or prepare have applied them.
+
+        RuntimeError without a prepare before; ValueError for a ``weight_and_reduce_impl`` of another kind.
+        """
+        at, comm = self._at()
+        sent, self._sent[at] = self._sent[at], None
+        if sent is None:
+            raise RuntimeError("finalize was called without a prepare before it, along whose route rows go back")
+        if not isinstance(weight_and_reduce_impl, self.reduces):
+            raise ValueError(
+                f"weight_and_reduce_impl is {type(weight_and_reduce_impl).__name__}; allowed:"
+                f" {', '.join(kind.__name__ for kind in self.reduces)}"
+            )
+        weighted = apply_router_weight_on_input or isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
+        dbo_maybe_run_recv_hook()
+        y = fused_expert_output.view(-1, fused_expert_output.shape[-1])
+        started = comm.combine_start(y, sent.route, None if weighted else sent.weights)
+        arrived = functools.cache(functools.partial(comm.combine_wait, started))
+
+        def receiver() -> None:
+            output.copy_(arrived())
+
+        return arrived, receiver
+
+    def finalize(self, *args: Any, **kwargs: Any) -> None:
+        """:meth:`finalize_async` to its end."""
+        _ended(self.finalize_async(*args, **kwargs))
+
+    def _at(self) -> tuple[int, Communicator]:
+        """The micro-batch that this thread computes, and its communicator."""
+        at = dbo_current_ubatch_id()
+        if at >= len(self._comms):
+            raise ValueError(
+                f"comms holds {len(self._comms)}; micro-batch {at} needs a communicator of its own, as each that is"
+                " under way beside another"
+            )
+        return at, self._comms[at]
+
+    def _max_tokens(self, comm: Communicator) -> int:
+        """A bound on the tokens of any rank: what vLLM's data-parallel ranks have agreed on for this step, as far as
+        they have. Looks at numbers of the host."""
+        metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+        if metadata is None:
+            return comm.max_tokens_per_rank
+        return math.ceil(int(metadata.num_tokens_across_dp_cpu.max()) / self._sp_size)
+
+    def _room(self, comm: Communicator) -> dict[str, Any]:
+        """What a dispatch is told of sizes."""
+        raise NotImplementedError
+
+    def _rows(self, comm: Communicator, sent: Dispatched) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Rows as the format has them, and ids and weights that stand for the router's from here on; None: these do."""
+        raise NotImplementedError
+
+
+class PrepareAndFinalize(_PrepareAndFinalize):
+    """The "standard" format. Experts get one row for each (token, expert), [R, H], and with global ids [R, 1] and
+    weights [R, 1] each is a token of one expert. Rows are in the order of the local experts, and ``expert_num_tokens``
+    says how many each has; those past the last are undefined, and so are their weights: their id is -1.
+
+    Args:
+        comms: a communicator for each micro-batch that is under way at a time: two for vLLM's dual batch overlap.
+        capacity_factor: the part of the worst case, in (0, 1], that a rank has rows for; what does not fit is dropped
+            and counted. 1: the worst case, in which every token names ``min(top_k, local experts)`` experts of this
+            rank.
+        sp_size: ranks that share the tokens of one data-parallel rank, ``moe.moe_parallel_config.sp_size``.
+    """
+
+    reduces = TopKWeightAndReduceNoOP, TopKWeightAndReduceDelegate, TopKWeightAndReduceContiguous
+
+    def __init__(self, *comms: Communicator, capacity_factor: float = 1.0, sp_size: int = 1) -> None:
+        super().__init__(*comms, sp_size=sp_size)
+        if not isinstance(capacity_factor, (int, float)) or not 0 < capacity_factor <= 1:
+            raise ValueError(f"capacity_factor is {capacity_factor!r}; it must be in (0, 1]")
+        self._factor = capacity_factor
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    def max_num_tokens_per_rank(self) -> None:
+        """There is no batch size that experts would have to know."""
+        return None
+
+    def _room(self, comm: Communicator) -> dict[str, Any]:
+        tokens = self._max_tokens(comm)
+        capacity = None if self._factor == 1 else math.ceil(comm.capacity(tokens, 1) * self._factor)
+        return {"capacity": capacity, "max_tokens": tokens, "alignment": 1}
+
+    def _rows(self, comm: Communicator, sent: Dispatched) -> tuple[Tensor, Tensor, Tensor]:
+        assert sent.weights is not None
+        row = torch.arange(sent.x.shape[0], dtype=torch.int32, device=comm.device)
+        local = torch.searchsorted(sent.route.offs, row, right=True, out_int32=True)  # alignment 1: no gaps
+        ids = torch.where(local < comm.num_local_experts, local + comm.first_local_expert, -1)
+        return sent.x, ids.unsqueeze(1), sent.weights.unsqueeze(1)
+
+
+class BatchedPrepareAndFinalize(_PrepareAndFinalize):
+    """The "batched experts" format: rows [local experts, slots, H], how many of them each has, int32 [local experts];
+    the others are undefined. vLLM makes such experts for ``max_num_tokens_per_rank() * num_dispatchers()`` slots.
+
+    Args:
+        comms, sp_size: as for :class:`PrepareAndFinalize`.
+        slots: rows of each local expert, a multiple of the number of ranks; what does not fit is dropped and counted.
+            None: the worst case, in which all tokens of all ranks name the expert.
+    """
+
+    reduces = (TopKWeightAndReduceDelegate,)
+
+    def __init__(self, *comms: Communicator, slots: int | None = None, sp_size: int = 1) -> None:
+        super().__init__(*comms, sp_size=sp_size)
+        ranks = comms[0].world_size
+        self._slots = ranks * comms[0].max_tokens_per_rank if slots is None else slots
+        if self._slots < ranks or self._slots % ranks:
+            raise ValueError(f"slots is {slots}; it must be a positive multiple of the number of ranks, {ranks}")
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def max_num_tokens_per_rank(self) -> int:
+        """What experts of this format multiply with the number of ranks: the slots that each rank has a share in."""
+        return self._slots // self.num_dispatchers()
+
+    def _room(self, comm: Communicator) -> dict[str, Any]:
+        return {"slots": self._slots, "max_tokens": self._max_tokens(comm), "alignment": 1}
+
+    def _rows(self, comm: Communicator, sent: Dispatched) -> tuple[Tensor, None, None]:
+        return sent.x.view(comm.num_local_experts, self._slots, comm.hidden_size), None, None
+
+
+def _ended(pair: Pair) -> Any:
+    hook, receiver = pair
+    hook()
+    return receiver()
