@@ -35,7 +35,8 @@ except ImportError as error:
         " pip install 'vllm>=0.33,<0.34' (what to install where there is no GPU: docs/recipes.md)."
     ) from error
 
-from ep_ops.communicator import Communicator, Dispatched
+from ep_ops.communicator import Communicator
+from ep_ops.records import Dispatched
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 """What vLLM calls hook and receiver: the first waits for the other ranks, the second hands out what came."""
