@@ -170,7 +170,7 @@ def test_overflow_is_counted() -> None:
 def test_a_large_worst_case_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     with small() as comm:
         x, idx = torch.ones(16, 8), torch.zeros(16, 1, dtype=torch.int32)
-        monkeypatch.setattr(comm, "_large", 15)
+        monkeypatch.setattr(comm, "warned_rows", 15)
         with pytest.warns(RuntimeWarning, match="GiB in the worst case. Pass capacity .*dispatch_dynamic.*max_tokens"):
             comm.dispatch(x, idx)
         with warnings.catch_warnings():
