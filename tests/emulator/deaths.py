@@ -74,10 +74,9 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
     first = len(launches)
     build(launches, victim)
     run(launches, draw, dying=range(first, len(launches)), after=draw.randint(0, lasts))
-    ranks.reported(victim)
     told = {}
     for rank in living:
-        told[rank] = ranks.reported(rank)[0]
+        told[rank] = ranks.reported(rank, clear=False)[0]
         if told[rank][0] == 0:
             check(rank)
     launches = []
@@ -86,7 +85,7 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
     run(launches, draw)
     sync.POLLS_PER_CHECK, ranks.timeout_ns = usual, 1 << 40
     for rank in living:
-        reason, peer = told[rank] if told[rank][0] else ranks.reported(rank)[0]
+        reason, peer = ranks.reported(rank)[0]
         assert reason == sync.TOLD or (reason == sync.TIMEOUT and peer == victim), (
             f"rank {rank} reports reason {reason}, peer {peer}; rank {victim} died; in the operation: {told}"
         )

@@ -64,12 +64,14 @@ class Ranks:
         mark, begun, met = (self.memory.load_long(at + 8 * word) for word in (0, BEGUN, MET))
         assert unpack(mark)[0] == self.operations and 0 < begun < met, f"rank {rank} notes {mark:x}, {begun}, {met}"
 
-    def reported(self, rank: int) -> list[tuple[int, int]]:
-        """Reason and peer of a rank's first and third records, (0, 0) where nothing is reported; then clears them."""
+    def reported(self, rank: int, clear: bool = True) -> list[tuple[int, int]]:
+        """Reason and peer of a rank's first and third records, (0, 0) where nothing is reported; then clears them. (A
+        host does not clear the first one, from which its rank tells the others.)"""
         from cute_kernels.sync import REPORT_WORDS as words
 
         said = self.view(self.reports[rank], 2 * REPORT_WORDS)[::2].tolist()
-        self.view(self.reports[rank], REPORT_WORDS).zero_()
+        if clear:
+            self.view(self.reports[rank], REPORT_WORDS).zero_()
         return [(said[at + 1], said[at + 4]) for at in (0, 2 * words)]
 
     def view(self, address: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
