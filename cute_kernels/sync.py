@@ -316,7 +316,7 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
 
 @cute.jit
 def note_begun(ranks: Ranks) -> None:
-    """By one thread."""
+    """By one thread: this rank has begun the operation."""
     ptx.st_u64(note_of(ranks), ranks.mark)
     ptx.st_u64(note_of(ranks) + BEGUN * 8, arch.globaltimer())
 

@@ -156,7 +156,7 @@ class Communicator(Methods):
         if overflow == "raise":
             self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
         self._exchange = exchange
-        self._leaving = leaving.token(exchange)
+        self._leaving = leaving.agreed_number(exchange)
         self.backend: Backend = backends.make(resolved.backend, self)
         registry.add(self)
 
@@ -230,7 +230,8 @@ class Communicator(Methods):
         """
         if not self.destroyed:
             self.backend.listen()
-        self.backend.check_errors()
+        if not self.destroyed or self.backend.has_failed():  # else what would be told has gone with the memory
+            self.backend.check_errors()
         if self.overflowed is not None:
             self.overflowed.check(self.name, self.rank)
 

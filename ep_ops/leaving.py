@@ -19,13 +19,14 @@ WARNED = 60.0
 logger = logging.getLogger("ep_ops")
 
 
-def token(exchange: Exchange) -> int:
+def agreed_number(exchange: Exchange) -> int:
     """Collective: the same number on all ranks, and another one for each communicator."""
     return int(exchange.all_gather(torch.tensor([secrets.randbits(62)]))[0])
 
 
-def meet(group: Any, name: str, token: int, seconds: float) -> list[int]:
-    """Until all ranks of the group have come here, for so long. Ranks that have not come then.
+def meet(group: Any, name: str, number: int, seconds: float) -> list[int]:
+    """Until all ranks of the group have come here, for so many seconds. Ranks that have not come then. ``number``: the
+    communicator's (`agreed_number`).
 
     Nobody is missed where there is no way left to hear of the others: the group was destroyed, or its store died with
     the rank that held it.
@@ -33,7 +34,7 @@ def meet(group: Any, name: str, token: int, seconds: float) -> list[int]:
     start = time.monotonic()
     try:
         missing = list(range(dist.get_world_size(group)))
-        store = dist.PrefixStore(f"ep_ops/left/{token:x}", dist.distributed_c10d._get_process_group_store(group))
+        store = dist.PrefixStore(f"ep_ops/left/{number:x}", dist.distributed_c10d._get_process_group_store(group))
         store.set(str(dist.get_rank(group)), "")
         told = False
         while missing:
@@ -45,6 +46,6 @@ def meet(group: Any, name: str, token: int, seconds: float) -> list[int]:
                 told = True
                 logger.warning(f"communicator {name!r}: destroy waits for ranks {missing}, {seconds:g} s at most")
             time.sleep(min(0.05, 0.001 + waited / 10))
-    except (RuntimeError, ValueError, KeyError):
+    except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)
         return []
     return missing

@@ -26,8 +26,8 @@ MOST_EXPERTS = 65534
 """The most experts that 16-bit ids can tell from each other, and from none."""
 
 MOST_BLOCK_BYTES = 113 * 1024
-"""The most bytes of shared memory of a block, so that two fit on a multiprocessor: the next kernel's block waits there
-for this one's to end. (Of 228 KiB the system takes one for each block.)"""
+"""The most bytes of shared memory of a block, so that two fit on a multiprocessor: that of another communicator's
+kernel may run there beside this one. (Of 228 KiB the system takes one for each block.)"""
 
 WARPS = 16
 """Warps of a block."""

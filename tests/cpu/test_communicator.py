@@ -431,6 +431,17 @@ def test_destroy_waits_for_the_other_ranks() -> None:
     assert first > 0.3 and second < 0.3
 
 
+def test_nothing_is_asked_of_what_is_gone() -> None:
+    """Of a destroyed communicator that had not failed: what kernels would have told has gone with its memory."""
+    comm = make()
+    comm.destroy()
+    comm.backend.check_errors = lambda: pytest.fail("asked")  # type: ignore[method-assign]
+    comm.check_errors()
+    comm.backend.has_failed = lambda: True  # type: ignore[method-assign]
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        comm.check_errors()
+
+
 def _one_never_comes() -> str:
     comm = make(timeout=0.5)
     if comm.rank == 1:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import struct
+from types import SimpleNamespace
+from typing import Any
 
 from cute_kernels import marks
 from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES
 from ep_ops.backends.cute import history
+from ep_ops.backends.cute.backend import CuteBackend
 
 
 def noted(*operations: tuple[int, str, int, int, int]) -> bytes:
@@ -43,3 +46,19 @@ def test_what_people_read() -> None:
     assert ", has not seen all ranks in it; 5 ep::combine (max_tokens 64) begun at " in line
     assert line.endswith(", has seen all ranks in it 12 us later")
     assert history.told(0, []) == "rank 0, last first: nothing"
+
+
+def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
+    made: Any = object.__new__(CuteBackend)
+    made._config = SimpleNamespace(name="x")
+    made._report = SimpleNamespace(failed=lambda: "waited 2 s for rank 1", concerned=lambda: (0, 1))
+    made.last_operations = lambda rank: history.operations(noted((rank + 5, "combine", 10**9, 0, 0)))
+    first, *lines = made._failed().split("\n")
+    assert first == "communicator 'x' failed: waited 2 s for rank 1; destroy it and make a new one"
+    assert [line[:24] for line in lines] == ["rank 0, last first: 5 ep", "rank 1, last first: 6 ep"]
+
+    def lost(rank: int) -> Any:
+        raise RuntimeError("the device is lost")
+
+    made.last_operations = lost
+    assert made._failed() == first

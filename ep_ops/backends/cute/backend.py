@@ -271,8 +271,14 @@ class CuteBackend:
         failed = self._report.failed()
         if failed is None:
             return None
-        noted = "\n".join(history.told(rank, self.last_operations(rank)) for rank in self._report.concerned())
-        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one\n{noted}"
+        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one{self._noted()}"
+
+    def _noted(self) -> str:
+        """Lines on what the ranks concerned did last. Where that cannot be read the failure is told without them."""
+        try:
+            return "".join(f"\n{history.told(r, self.last_operations(r))}" for r in self._report.concerned())
+        except RuntimeError:  # a graph is being captured, or the device is lost
+            return ""
 
     def last_operations(self, rank: int) -> list[Operation]:
         first = heap_of(self._config).offset["notes"]
