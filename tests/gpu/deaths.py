@@ -108,6 +108,9 @@ def main(rank: int, world_size: int, left: int, port: int, seed: int, out: str) 
     alive = list(range(world_size))
     sizes = dict(num_experts=EXPERTS * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=MANY)
     comm = ep_ops.Communicator(**sizes, latency_max_tokens=FEW, backend="cute", timeout=TIMEOUT, name="deaths")
+    # A process compiles its first function in seconds, which are not all the same; peers wait for TIMEOUT.
+    torch.compile(torch.sin, fullgraph=True, backend="aot_eager")(torch.zeros(1, device="cuda"))
+    dist.barrier()
     told: list[dict[str, Any]] = []
     for number in range(world_size - left):
         bound, way = (MANY, FEW)[number % 2], WAYS[number // 2 % 3]
