@@ -13,7 +13,7 @@ from simulator import cases, network, reference
 from simulator.mutations import MUTATIONS, WAITS
 from simulator.shape import Operation, Shape
 
-SCHEDULES = {"": 1200, "dies": 400, "gives up": 400, "cut": 400, "refuses": 400}
+SCHEDULES = {"": 1000, "dies": 300, "gives up": 300, "cut": 300, "refuses": 300}
 UNTIL_FOUND = 6000
 """Schedules for a broken rule. The rarest find takes some 200."""
 
@@ -40,7 +40,7 @@ def test_promises_are_kept(fault: str) -> None:
     else:
         assert became["failed"] == 0
     kinds = ("dispatch", "dispatch_planned", "combine", "few_dispatch", "few_combine")
-    assert all(run[kind, True] > 40 for kind in kinds) and any(not several for _, several in run)
+    assert all(run[kind, True] > 30 for kind in kinds) and any(not several for _, several in run)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -53,9 +53,8 @@ def test_every_rule_is_needed(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "no wait: hello", "no wait: clear", "no wait: quiet", "running count, set", "running count, added",
-        "finish flag", "a signal that nobody waits for", "clear without banks",
-        "send area without banks", "clear before the domain is",
+        "no wait: copies arrived", "no wait: quiet", "running count, set", "running count, added", "finish flag",
+        "a signal that nobody waits for", "clear without banks", "send area without banks",
     ],
 )  # fmt: skip
 def test_a_network_in_order_would_not_do(name: str) -> None:
@@ -76,7 +75,7 @@ def test_no_wait_is_forgotten() -> None:
 
     seed = fresh_seed()
     for fault in cases.FAULTS:
-        assert cases.search(range(seed, seed + 100), fault, (Listening, *cases.SOUND[1:])) is None
+        assert cases.search(range(seed, seed + 50), fault, (Listening, *cases.SOUND[1:])) is None
     assert met == {*WAITS, "tasks"}
 
 
@@ -87,7 +86,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     bad = cases.search(range(seed, seed + UNTIL_FOUND), fault, mutant)
     assert bad is not None
     assert cases.violation(bad, mutant) == cases.violation(bad, mutant) != cases.violation(bad)
-    small, what = cases.smallest(bad, mutant)
+    small, what = cases.smallest(bad, mutant, schedules=5)
     assert cases.violation(small, mutant) == what
     assert len(small.operations) <= len(bad.operations)
 

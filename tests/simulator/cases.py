@@ -168,7 +168,7 @@ def violation(case: Case, mutant: Mutant = SOUND) -> str | None:
     return None
 
 
-def smallest(case: Case, mutant: Mutant = SOUND, schedules: int = 200) -> tuple[Case, str]:
+def smallest(case: Case, mutant: Mutant = SOUND, schedules: int = 50) -> tuple[Case, str]:
     """A case that goes wrong with as few operations and tokens as were found, and how. Each smaller case is run with
     several schedules: seeds do not say the same of another case."""
     found = violation(case, mutant) or ""
