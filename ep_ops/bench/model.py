@@ -65,8 +65,8 @@ def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list
                     "near_other_bytes": sent.near_other, "far_other_bytes": sent.far_other,
                     "combine_near_other_bytes": back.near_other, "combine_far_other_bytes": back.far_other,
                     "puts": sent.puts, "few_puts": few_sent.puts, "few_near_bytes": few_sent.near,
-                    "few_far_bytes": few_sent.far, "staging_bytes": many_bytes(many),
-                    "few_staging_bytes": staging(few)["few tokens"],
+                    "few_far_bytes": few_sent.far, "staging_bytes": many_bytes(many) if many.domains > 1 else None,
+                    "few_staging_bytes": staging(few)["few tokens"] if few.domains > 1 else None,
                 }
             )  # fmt: skip
     return found
@@ -156,8 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(model_report.as_json(found))
-        for path in model_report.plot(found, args.out.with_suffix("")):
-            print(path)
+        try:
+            print(f"written: {args.out}, {model_report.plot(found, args.out.with_suffix('.svg'))}")
+        except ImportError as error:
+            print(f"written: {args.out}; no plot: {error}")
     return 0
 
 

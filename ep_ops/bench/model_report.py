@@ -48,10 +48,14 @@ def where(entry: Found) -> str:
     return f"{entry['domains']} x {entry['domain_ranks']}, {(entry['wire'] or '').split(',')[0]}"
 
 
+def gib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**30:.1f}"
+
+
 def prediction_rows(found: Found) -> list[list[str]]:
     heading = [
-        "domains", "dispatch µs", "combine µs", "SMs", "rounds", "NVLink MB", "network MB", "beside rows", "staging GiB",
-        "few: dispatch µs", "combine µs", "network MB", "staging GiB",
+        "domains", "dispatch µs", "combine µs", "SMs", "rounds", "NVLink MB", "network MB", "beside rows",
+        "staging GiB", "few: dispatch µs", "combine µs", "network MB", "staging GiB",
     ]  # fmt: skip
     rows = [heading]
     for p in found["predictions"]:
@@ -62,8 +66,8 @@ def prediction_rows(found: Found) -> list[list[str]]:
                 where(p), f"{p['dispatch_us']:.0f}", f"{p['combine_us']:.0f}",
                 ", ".join(map(str, p["sms"] or ())), str(p["rounds"]),
                 f"{p['near_bytes'] / 1e6:.0f}", f"{p['far_bytes'] / 1e6:.0f}", f"{100 * other:.1f} %",
-                f"{p['staging_bytes'] / 2**30:.1f}", f"{p['few_dispatch_us']:.0f}", f"{p['few_combine_us']:.0f}",
-                f"{p['few_far_bytes'] / 1e6:.1f}", f"{p['few_staging_bytes'] / 2**30:.1f}",
+                gib(p["staging_bytes"]), f"{p['few_dispatch_us']:.0f}", f"{p['few_combine_us']:.0f}",
+                f"{p['few_far_bytes'] / 1e6:.1f}", gib(p["few_staging_bytes"]),
             ]
         )  # fmt: skip
     return rows
@@ -99,7 +103,9 @@ def error_rows(found: Found) -> list[list[str]]:
         worst = max(entries, key=lambda entry: abs(off(entry)))
         at = f"T={worst['tokens']} H={worst['hidden']} K={worst['top_k']} {worst['routing']}: {worst['us']:.0f} µs"
         mean = statistics.mean(map(abs, errors))
-        rows.append([name, str(len(entries)), f"{mean:.0f} %", f"{min(errors):+.0f} %", f"{max(errors):+.0f} %", at])
+        rows.append(
+            [name, str(len(entries)), f"{mean:.0f} %", f"{round(min(errors)):+d} %", f"{round(max(errors)):+d} %", at]
+        )
     return rows
 
 
@@ -149,8 +155,8 @@ def markdown(found: Found) -> str:
 COLOURS = {None: "#333333", "InfiniBand, GPU-initiated": "#1b6ca8", "EFA, proxies": "#c0392b"}
 
 
-def plot(found: Found, stem: Path) -> list[Path]:
-    """Writes `stem`.svg: times over ranks, and what the model rests on beside them."""
+def plot(found: Found, path: Path) -> Path:
+    """Times over ranks, and what the model rests on beside them, as an SVG file; returns its path."""
     plt = pyplot()
     figure, axes = plt.subplots(2, 3, figsize=(15, 9), width_ratios=(1, 1, 0.75))
     panels = {
@@ -189,10 +195,9 @@ def plot(found: Found, stem: Path) -> list[Path]:
     said = "\n\n".join(textwrap.fill(line, 46) for line in ("What it rests on:", *assumptions(found)[:-1]))
     beside.text(0, 1, said, va="top", fontsize=9)
     figure.tight_layout()
-    path = stem.with_suffix(".svg")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-    return [path]
+    return path
 
 
 def by_line(found: Found) -> dict[tuple[str | None, int], list[Found]]:
