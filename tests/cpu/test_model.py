@@ -99,15 +99,33 @@ class Counting(Network):
 
     def put(self, source: int, target: int, cells: list[tuple[Place, Place]], word: Word | None, value: Any) -> None:
         self.puts[source] += 1
-        self.rows[source].update(there[0] for _, there in cells if there[-1] != HEAD)
+        for here, there in cells:
+            if there[-1] != HEAD:
+                self.rows[source][there[0]] += 1
+                continue
+            head = self.memory[source][here][0][0]
+            self.rows[source]["heads: " + there[0]] += 1
+            if there[0] == "route":
+                self.rows[source]["entries"] += sum(map(len, head[0].values()))
+            elif there[0] == "wanted":
+                self.rows[source]["sums wanted"] += len(head)
         super().put(source, target, cells, word, value)
 
 
 class Reading(Rank):
     def read(self, rank: int, place: Place) -> Any:
+        value = super().read(rank, place)
         if rank != self.rank and place[0] == "rows":
             self.network.rows[self.rank]["near"] += 1
-        return super().read(rank, place)
+        elif rank != self.rank and place[0] == "route":
+            self.network.rows[self.rank]["routes read"] += 1
+            self.network.rows[self.rank]["entries read"] += len(value[0][self.rank])
+        return value
+
+    def flag(self, rank: int, word: Word, number: Any) -> None:
+        if rank != self.rank:
+            self.network.rows[self.rank]["flags: " + word[0]] += 1
+        super().flag(rank, word, number)
 
 
 runs: list[Counting] = []
@@ -157,6 +175,25 @@ def test_rows_and_puts_are_the_protocols(layout: Layout) -> None:
             combine.far_rows
         )
         assert both.puts[rank] - found.puts[rank] == pytest.approx(combine.puts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bytes_beside_rows_are_the_protocols(layout: Layout) -> None:
+    """Routes, entries, what travels in a row beside x, words."""
+    dispatch, combine = model_traffic.dispatch_bytes(layout), model_traffic.combine_bytes(layout)
+    first = run_everywhere(layout, ["dispatch"])
+    then = run_everywhere(layout, ["dispatch", "combine"])
+    beside = layout.slot_bytes - layout.row_bytes
+    for rank in range(layout.ranks):
+        found, both = first.rows[rank], then.rows[rank] - first.rows[rank]
+        far = found["heads: route"] * (4 * layout.experts + 4 * layout.domain_ranks + 16) + 16 * found["entries"]
+        assert far + found["rows"] * beside + 8 * first.puts[rank] == pytest.approx(dispatch.far_other)
+        near = found["routes read"] * 4 * layout.experts + 16 * found["entries read"]
+        near += found["near"] * (beside if layout.domains > 1 else 4 * layout.top_k) + 8 * found["flags: row told"]
+        assert near == pytest.approx(dispatch.near_other)
+        far = 16 * both["heads: wanted"] + 8 * both["sums wanted"] + 8 * (then.puts[rank] - first.puts[rank])
+        assert far + both["rows"] * beside == pytest.approx(combine.far_other)
+        assert 8 * both["flags: pushed"] == pytest.approx(combine.near_other)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
