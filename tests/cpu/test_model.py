@@ -145,7 +145,7 @@ def run_everywhere(layout: Layout, kinds: list[str], first: int = 0) -> Counting
         Operation(number, kind, ids, (layout.tokens * ranks,) * ranks, along.get(kind, -1))
         for number, kind in enumerate(kinds)
     )
-    cases.run(cases.Case(shape, operations, seed=fresh_seed()), (Counting, Reading, frozenset()))
+    cases.run(cases.Case(shape, operations, seed=fresh_seed()), (Counting, Reading))
     return runs.pop()
 
 

@@ -13,7 +13,7 @@ from simulator import cases, network, reference
 from simulator.mutations import MUTATIONS, WAITS
 from simulator.shape import Operation, Shape
 
-SCHEDULES = {"": 1000, "dies": 300, "gives up": 300, "cut": 300, "refuses": 300}
+SCHEDULES = {"": 2000, "dies": 500, "gives up": 500, "cut": 500, "refuses": 500, "differs": 500}
 UNTIL_FOUND = 6000
 """Schedules for a broken rule. The rarest find takes some 200."""
 
@@ -38,7 +38,7 @@ def test_promises_are_kept(fault: str) -> None:
     if fault in ("dies", "gives up", "cut"):
         assert became["failed"] > SCHEDULES[fault] // 2 and became["done"]  # some are struck when they have done
     else:
-        assert became["failed"] == 0
+        assert became == {"failed" if fault == "differs" else "done": SCHEDULES[fault]}
     kinds = ("dispatch", "dispatch_planned", "combine", "few_dispatch", "few_combine")
     assert all(run[kind, True] > 30 for kind in kinds) and any(not several for _, several in run)
 
@@ -59,9 +59,9 @@ def test_every_rule_is_needed(name: str) -> None:
 )  # fmt: skip
 def test_a_network_in_order_would_not_do(name: str) -> None:
     """These are found by the disorder alone: not everything that is changed makes a run fail."""
-    seed, ((kind, rank, skipped), fault) = fresh_seed(), MUTATIONS[name]
+    seed, ((kind, rank), fault) = fresh_seed(), MUTATIONS[name]
     patient = type("Patient", (kind,), {"kind_of_temper": network.Patience})
-    assert cases.search(range(seed, seed + 50), fault, (patient, rank, skipped)) is None
+    assert cases.search(range(seed, seed + 50), fault, (patient, rank)) is None
 
 
 def test_no_wait_is_forgotten() -> None:
@@ -75,7 +75,7 @@ def test_no_wait_is_forgotten() -> None:
 
     seed = fresh_seed()
     for fault in cases.FAULTS:
-        assert cases.search(range(seed, seed + 50), fault, (Listening, *cases.SOUND[1:])) is None
+        assert cases.search(range(seed, seed + 50), fault, (Listening, cases.SOUND[1])) is None
     assert met == {*WAITS, "tasks"}
 
 

@@ -13,7 +13,7 @@ from .rank import Rank
 from .shape import REFUSED, Ids, Operation, Shape
 
 DEADLINE = "deadline"
-FAULTS = ("", "dies", "gives up", "cut", "refuses")
+FAULTS = ("", "dies", "gives up", "cut", "refuses", "differs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,11 @@ def draw_case(seed: int, fault: str = "") -> Case:
         number = draw.randrange(len(operations))
         operations[number] = operations[number]._replace(refused_by=draw.randrange(shape.world_size))
         operations = [op for op in operations if op.along != number]
+    if fault == "differs":
+        number, domain = draw.randrange(len(operations)), draw.choice(shape.domains)
+        differs = (draw.choice(domain),) if draw.random() < 0.5 or count == 1 else domain
+        if shape.world_size > 1:
+            operations[number] = operations[number]._replace(differs=differs)
     victim, after = draw.randrange(shape.world_size), draw.randrange(20 + 40 * shape.world_size * len(operations))
     return Case(shape, tuple(operations), fault, victim, after, draw.randrange(2**30))
 
@@ -82,16 +87,14 @@ def draw_ids(draw: random.Random, shape: Shape) -> tuple[Ids, ...]:
     return tuple(tuple(choose() for _ in range(count)) for count in counts)
 
 
-Mutant = tuple[type[Network], type[Rank], frozenset[str]]
-SOUND: Mutant = (Network, Rank, frozenset())
-"""The network, the rank, and the waits that are left out."""
+Mutant = tuple[type[Network], type[Rank]]
+SOUND: Mutant = (Network, Rank)
 
 
 def run(case: Case, mutant: Mutant = SOUND) -> str:
     """Raises a Violation if anything was not as promised; else says what became of it."""
-    kind_of_network, kind_of_rank, skipped = mutant
+    kind_of_network, kind_of_rank = mutant
     network = kind_of_network(case.shape.world_size, case.seed)
-    network.skipped = skipped
     ranks: list[Rank] = []
     ranks += [kind_of_rank(network, case.shape, rank, ranks) for rank in range(case.shape.world_size)]
     living = [rank for rank in ranks if case.fault != "dies" or rank.rank != case.victim]
@@ -120,8 +123,8 @@ def run(case: Case, mutant: Mutant = SOUND) -> str:
     try:
         for rank in ranks:
             network.spawn(rank.rank, [rank.run(list(case.operations))])
-        network.run((case.after, fault) if case.fault not in ("", "refuses") else None, stuck)
-    except (IndexError, KeyError, TypeError, AttributeError) as error:
+        network.run((case.after, fault) if case.fault in ("dies", "gives up", "cut") else None, stuck)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # what was read is something else
         raise Violation(f"{type(error).__name__}: {error}") from error
     return judge(case, living)
 
@@ -129,6 +132,8 @@ def run(case: Case, mutant: Mutant = SOUND) -> str:
 def judge(case: Case, living: list[Rank]) -> str:
     causes = {rank.failed for rank in living if rank.failed}
     told = [rank for rank in living if rank.failed]
+    if case.fault == "differs" and len(told) < len(living):
+        raise Violation("a rank has not heard that others are in another operation")
     if causes and case.fault in ("", "refuses"):
         raise Violation(f"ranks have failed, and nothing was wrong: {causes}")
     if told and len(told) < len(living):
@@ -141,6 +146,8 @@ def judge(case: Case, living: list[Rank]) -> str:
             got = rank.results.get(op.number)
             if got is None and not rank.failed:
                 raise Violation(f"rank {rank.rank} has not finished {op.kind} {op.number}")
+            if got is not None and op.differs:
+                raise Violation(f"rank {rank.rank} has finished {op.kind} {op.number}, and others were in another one")
             if got is not None and got != expected[rank.rank]:
                 raise Violation(
                     f"{op.kind} {op.number} gave rank {rank.rank} {got}, and should give {expected[rank.rank]}"

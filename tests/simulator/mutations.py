@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .cases import Mutant
-from .network import Abandoned, Network, Place, Steps, Wait, Word
+from .network import Abandoned, Network, Place, Steps, Word
 from .placing import kept_of
 from .rank import Rank
 from .shape import HEAD, REFUSED, Operation
@@ -16,6 +16,24 @@ WAITS = (
     "head arrived", "copies arrived", "few sums arrived", "quiet",
 )  # fmt: skip
 """All that there are."""
+
+
+def impatient(name: str) -> type[Rank]:
+    """One wait is left out: what the word says is taken as it is."""
+
+    class Impatient(Rank):
+        def wait_for(self, rule: str, word: Word, ready: Callable[[Any], bool], until: str) -> Steps:
+            if rule != name:
+                return (yield from super().wait_for(rule, word, ready, until))
+            yield
+            epoch, number, _ = self.network.words[self.rank].get(word, (0, 0, ""))
+            return epoch, number, self.terms
+
+        def quiet(self) -> Steps:
+            if name != "quiet":
+                yield from super().quiet()
+
+    return Impatient
 
 
 # ---------------------------------------------------------------- words
@@ -32,23 +50,38 @@ class Adds(Network):
 
     def deliver(self, target: int, word: Word, value: Any) -> None:
         if word[0] != "alarm":
-            epoch, number = self.words[target].get(word, (0, 0))
-            value = (epoch + value[0], number + value[1] if isinstance(number, int) else value[1])
+            epoch, number, _ = self.words[target].get(word, (0, 0, ""))
+            value = (epoch + value[0], number + value[1] if isinstance(number, int) else value[1], value[2])
         super().deliver(target, word, value)
 
 
 class WithoutEpoch(Rank):
     """Words say that something has come, not in which operation."""
 
-    def is_mark(self, value: Any) -> bool:
+    def is_of_epoch(self, value: Any) -> bool:
         return True
 
 
 class ShortEpoch(Rank):
     """One bit of it."""
 
-    def is_mark(self, value: Any) -> bool:
+    def is_of_epoch(self, value: Any) -> bool:
         return value[0] % 2 == self.epoch % 2
+
+
+class ListsWithoutTerms(Rank):
+    """Words of lists say in which epoch they were set, and not in which operation."""
+
+    def is_mark(self, value: Any) -> bool:
+        return self.is_of_epoch(value)
+
+
+class TermsUnread(Rank):
+    """Hello and clear are not looked at for terms."""
+
+    def heed(self, rule: str, word: Word) -> Steps:
+        if (yield from self.wait(rule, word, "failure")) == REFUSED:
+            self.refuse()
 
 
 class RunningCount(Rank):
@@ -59,10 +92,9 @@ class RunningCount(Rank):
         self.put(target, cells, self.word(area, key), (total, b + 1))
 
     def wait_batch(self, rule: str, area: str, key: int, b: int, until: str = "refusal") -> Steps:
-        if self.failed or (self.refused and until == "refusal"):
-            raise Abandoned
-        found = yield Wait(rule, self.word(area, key), lambda v: self.is_mark(v) and v[1][1] > b, until)
-        return found[1][0]
+        word = self.word(area, key)
+        _, (total, _), _ = yield from self.wait_for(rule, word, lambda v: self.is_mark(v) and v[1][1] > b, until)
+        return total
 
 
 class AddsCounts(Network):
@@ -70,8 +102,8 @@ class AddsCounts(Network):
 
     def deliver(self, target: int, word: Word, value: Any) -> None:
         if isinstance(value[1], tuple):
-            epoch, number = self.words[target].get(word, (0, (0, 0)))
-            value = (value[0], (value[1][0], (number[1] if epoch == value[0] else 0) + 1))
+            epoch, number, _ = self.words[target].get(word, (0, (0, 0), ""))
+            value = (value[0], (value[1][0], (number[1] if epoch == value[0] else 0) + 1), value[2])
         super().deliver(target, word, value)
 
 
@@ -150,7 +182,7 @@ class OneBankOfWords(Rank):
     def word(self, kind: str, *index: Any) -> Word:
         return (kind, *index)
 
-    def is_mark(self, value: Any) -> bool:
+    def is_of_epoch(self, value: Any) -> bool:
         return value[0] >= self.epoch
 
 
@@ -160,7 +192,13 @@ class OneClear(Rank):
     def clear_word(self, domain: int) -> Word:
         return ("clear", domain)
 
-    def is_mark(self, value: Any) -> bool:
+    def heed(self, rule: str, word: Word) -> Steps:
+        epoch, number, terms = yield from self.wait_for(rule, word, self.is_of_epoch, "failure")
+        assert epoch > self.epoch or terms == self.terms
+        if number == REFUSED:
+            self.refuse()
+
+    def is_of_epoch(self, value: Any) -> bool:
         return value[0] >= self.epoch
 
 
@@ -231,7 +269,7 @@ class AsTheyCome(Rank):
 
     def in_order(self, places: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         here = self.network.words[self.rank]
-        return sorted(places, key=lambda at: not self.is_mark(here.get(self.word("pushed", *at), (0, 0))))
+        return sorted(places, key=lambda at: not self.is_mark(here.get(self.word("pushed", *at), (0, 0, ""))))
 
 
 class SumsUnrounded(Rank):
@@ -280,11 +318,11 @@ class GoesOn(Rank):
     def go_on(self) -> None:
         pass
 
-    def wait(self, rule: str, word: Word, until: str = "refusal") -> Steps:
+    def wait_for(self, rule: str, word: Word, ready: Callable[[Any], bool], until: str) -> Steps:
         try:
-            return (yield from super().wait(rule, word, until))
+            return (yield from super().wait_for(rule, word, ready, until))
         except Abandoned:
-            return 0
+            return (0, 0, self.terms)
 
     def read(self, rank: int, place: Place) -> Any:
         if not self.failed:
@@ -322,18 +360,19 @@ class Mutation(NamedTuple):
 
 
 def rank(kind: type[Rank], fault: str = "") -> Mutation:
-    return Mutation((Network, kind, frozenset()), fault)
+    return Mutation((Network, kind), fault)
 
 
 MUTATIONS: dict[str, Mutation] = {
-    **{f"no wait: {name}": Mutation((Network, Rank, frozenset({name}))) for name in WAITS if name != "quiet"},
-    "no wait: quiet": Mutation((Network, Rank, frozenset({"quiet"})), "refuses"),
-    "signal beside its data": Mutation((SignalBesideData, Rank, frozenset())),
-    "ADD for SET": Mutation((Adds, Rank, frozenset())),
+    **{f"no wait: {name}": rank(impatient(name), "refuses" * (name == "quiet")) for name in WAITS},
+    "signal beside its data": Mutation((SignalBesideData, Rank)),
+    "ADD for SET": Mutation((Adds, Rank)),
     "no epoch": rank(WithoutEpoch),
     "epoch of one bit": rank(ShortEpoch),
+    "no terms in lists": rank(ListsWithoutTerms, "differs"),
+    "terms that nobody reads": rank(TermsUnread, "differs"),
     "running count, set": rank(RunningCount),
-    "running count, added": Mutation((AddsCounts, RunningCount, frozenset())),
+    "running count, added": Mutation((AddsCounts, RunningCount)),
     "finish flag": rank(FinishFlag),
     "first batch for all": rank(FirstBatch),
     "one word for all sources": rank(OneWordForAllSources),

@@ -82,7 +82,6 @@ class Network:
         self.memory: list[dict[Place, list[Any]]] = [{} for _ in range(world_size)]
         self.words: list[dict[Word, Any]] = [{IN_FLIGHT: 0} for _ in range(world_size)]
         self.waiting: list[dict[Task, Wait]] = [{} for _ in range(world_size)]
-        self.skipped: frozenset[str] = frozenset()  # rules of waits that are left out
         self.dead: set[int] = set()
         self.cut: set[tuple[int, int]] = set()  # links that deliver nothing any more
         self.heard: Callable[[int, Word, Any], None] = lambda rank, word, value: None
@@ -207,7 +206,7 @@ class Network:
             return
         value = self.words[task.rank].get(wait.word)
         self.waiting[task.rank][task] = wait
-        if wait.rule in self.skipped or (value is not None and wait.ready(value)):
+        if value is not None and wait.ready(value):
             self._resume(task, value)
 
     def abandon(self, rank: int, why: str) -> None:

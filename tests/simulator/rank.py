@@ -7,7 +7,7 @@ from typing import Any
 
 from .latency import Latency
 from .network import IN_FLIGHT, Abandoned, Network, Place, Steps, Violation, Wait, Word
-from .shape import HEAD, REFUSED, Operation, Route, Shape
+from .shape import ANOTHER, HEAD, REFUSED, Operation, Route, Shape
 from .throughput import Throughput
 
 
@@ -19,6 +19,7 @@ class Rank(Throughput, Latency):
         self.epoch = 0
         self.refused = False  # this operation, by anybody
         self.failed: str | None = None  # what has ended this communicator
+        self.terms = ""  # of the operation: what all ranks must agree on
         self.routes: dict[int, Route] = {}
         self.results: dict[int, Any] = {}
 
@@ -26,11 +27,14 @@ class Rank(Throughput, Latency):
 
     def run(self, operations: list[Operation]) -> Steps:
         for op in operations:
+            if self.rank in op.differs:
+                op = op._replace(kind=ANOTHER[op.kind])
+            self.terms = op.kind
             for tasks in self.rounds(op):
                 self.epoch += 1
                 yield self.network.spawn(self.rank, tasks)
                 if self.refused:  # its receivers have not waited for what was put
-                    yield Wait("quiet", IN_FLIGHT, lambda count: count == 0, "failure")
+                    yield from self.quiet()
             if self.failed:
                 return
             self.results[op.number] = REFUSED if self.refused else self.result
@@ -51,6 +55,10 @@ class Rank(Throughput, Latency):
                 if self.refused or self.failed:
                     return
 
+    def quiet(self) -> Steps:
+        """Until all that this rank has put is there."""
+        yield Wait("quiet", IN_FLIGHT, lambda count: count == 0, "failure")
+
     def meet(self, op: Operation) -> Steps:
         """Ends when all ranks have begun this epoch, and so have left the one before it."""
         if op.refused_by == self.rank:
@@ -68,18 +76,22 @@ class Rank(Throughput, Latency):
 
     def meet_domain(self) -> Steps:
         for peer in self.peers:
-            yield from self.heed(self.wait("hello", self.word("hello", peer), until="failure"))
+            yield from self.heed("hello", self.word("hello", peer))
 
     def meet_rails(self) -> Steps:
         for domain in range(len(self.shape.domains)):
             if domain != self.domain:
-                yield from self.heed(self.wait("clear", self.clear_word(domain), until="failure"))
+                yield from self.heed("clear", self.clear_word(domain))
 
     def clear_word(self, domain: int) -> Word:
         return self.word("clear", domain)
 
-    def heed(self, wait: Steps) -> Steps:
-        if (yield from wait) == REFUSED:
+    def heed(self, rule: str, word: Word) -> Steps:
+        """Until the word is of this epoch; then what it says."""
+        _, number, terms = yield from self.wait_for(rule, word, self.is_of_epoch, "failure")
+        if terms != self.terms:
+            self.give_up(f"rank {self.rank} is in {self.terms}, others in {terms}")
+        elif number == REFUSED:
             self.refuse()
 
     # ---------------------------------------------------------------- marks and places
@@ -89,11 +101,15 @@ class Rank(Throughput, Latency):
         return self.epoch % 2
 
     def mark(self, number: Any) -> Any:
-        """The value of a word: epoch, and what else it says."""
-        return (self.epoch, number)
+        """The value of a word: epoch, what else it says, and the terms."""
+        return (self.epoch, number, self.terms)
+
+    def is_of_epoch(self, value: Any) -> bool:
+        return value[0] == self.epoch
 
     def is_mark(self, value: Any) -> bool:
-        return value[0] == self.epoch
+        """Set in this epoch, by a rank that is in the same operation."""
+        return self.is_of_epoch(value) and value[2] == self.terms
 
     def place(self, area: str, *index: Any) -> Place:
         return (area, self.bank, *index)
@@ -104,11 +120,15 @@ class Rank(Throughput, Latency):
     # ---------------------------------------------------------------- memory
 
     def wait(self, rule: str, word: Word, until: str = "refusal") -> Steps:
-        """Until the word, of this rank's memory, has the mark of this epoch; returns what else it says."""
+        """Until the word, of this rank's memory, is a mark; returns its number."""
+        _, number, _ = yield from self.wait_for(rule, word, self.is_mark, until)
+        return number
+
+    def wait_for(self, rule: str, word: Word, ready: Callable[[Any], bool], until: str) -> Steps:
+        """Returns the word's value."""
         if self.failed or (self.refused and until == "refusal"):
             raise Abandoned
-        value = yield Wait(rule, word, self.is_mark, until)
-        return value[1] if value is not None else 0  # None: never set, and the wait left out
+        return (yield Wait(rule, word, ready, until))
 
     def read(self, rank: int, place: Place) -> Any:
         """Of this rank, or of one of its domain."""

@@ -13,6 +13,12 @@ HEAD = "head"
 REFUSED = "refused"
 """What a hello or a clear says if the rank, or one of the domain, refuses."""
 
+ANOTHER = {
+    "dispatch": "few_dispatch", "few_dispatch": "dispatch", "combine": "few_combine",
+    "few_combine": "dispatch_planned", "dispatch_planned": "combine",
+}  # fmt: skip
+"""What a rank runs that differs from others."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -62,6 +68,7 @@ class Operation(NamedTuple):
     capacity: tuple[int, ...]  # rows that each rank has room for
     along: int = -1  # number of the dispatch whose route is gone along
     refused_by: int = -1
+    differs: tuple[int, ...] = ()  # ranks that run another one instead
 
 
 class Route(NamedTuple):
