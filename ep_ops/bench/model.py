@@ -18,7 +18,7 @@ from ep_ops.backends.cute.budget import Traffic
 
 from . import model_report
 from .model_memory import Layout, in_rounds, many_bytes, staging
-from .model_stated import PUBLISHED, WIRES, Published, gb200
+from .model_stated import PAIRS_ON_2, PUBLISHED, WIRES, Published, gb200
 from .model_times import (
     FEW,
     MANY,
@@ -94,13 +94,19 @@ def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str
                 used = used and result["top_k"] == 8 and result["routing"] == "balanced"
                 us = recorded_us(gpu, result, run["world_size"])
                 found.append(what | {"ranks": run["world_size"], "us": result["graph_us"], "model": us, "used": used})
-    for result in few["results"]:
-        if result["op"] in FEW and result["deal"] is None:
-            layout = layout_of(few, result["tokens"])
-            what = {"op": "few " + result["op"], "tokens": result["tokens"], "hidden": few["hidden"]}
-            what |= {"top_k": few["top_k"], "routing": "balanced", "ranks": few["world_size"], "us": result["us"]}
-            us = few_us(gpu, layout, result["op"] == "combine")
-            found.append(what | {"model": us, "used": result["tokens"] == 1})
+    timed = [
+        (result["op"], few["world_size"], result["tokens"], result["us"])
+        for result in few["results"]
+        if result["op"] in ("dispatch", "combine", "pair") and result["deal"] is None
+    ]
+    for op, ranks, tokens, took in [*timed, *(("pair", 2, tokens, took) for tokens, took in PAIRS_ON_2.items())]:
+        layout = layout_of(few | {"world_size": ranks}, tokens)
+        us = sum(
+            few_us(gpu, layout, kind == "combine") for kind in (("dispatch", "combine") if op == "pair" else (op,))
+        )
+        what = {"op": "few " + op, "tokens": tokens, "hidden": layout.hidden, "top_k": layout.top_k}
+        what |= {"routing": "balanced", "ranks": ranks, "us": took, "model": us}
+        found.append(what | {"used": op in FEW and tokens == 1})
     return found
 
 

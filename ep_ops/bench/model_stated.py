@@ -1,5 +1,5 @@
-"""Figures that the model takes from others, and figures of others that it is held against. Nothing here was measured
-by us; the sources are named, and what is assumed says so."""
+"""Figures that the model takes from others, and figures that it is held against and that no recorded run holds. Sources
+are named, and what is assumed says so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import dataclasses
 
 from .model_memory import Layout
 from .model_times import Gpu, Wire
+
+PAIRS_ON_2 = {1: 8.68, 8: 9.24, 32: 11.16, 64: 15.19, 128: 23.01}
+"""Tokens of a rank -> µs of a dispatch and a combine of few tokens on 2 H200s, as benchmarks/results/throughput.md has
+them ("After kernels learned to guard routes")."""
 
 INFINIBAND = Wire(
     "InfiniBand, GPU-initiated",
