@@ -68,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
         "doctor", help="print versions, GPUs, how they reach each other, and the backend to be chosen"
     )
     doctor.set_defaults(run=run_doctor)
-    commands.add_parser("bench", help="measure: ep-ops bench throughput|latency [options]", add_help=False)
+    commands.add_parser(
+        "bench", help="measure, or model: ep-ops bench throughput|latency|model [options]", add_help=False
+    )
     return top
 
 
@@ -172,7 +174,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def bench(argv: list[str]) -> int:
     """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
-    kinds = ("throughput", "latency")
+    kinds = ("throughput", "latency", "model")
     if not argv or argv[0] not in kinds:
         print(
             f"usage: ep-ops bench {{{','.join(kinds)}}} [options]   (--help after the kind lists its options)",

@@ -1,0 +1,144 @@
+"""What an operation moves under balanced routing: rows and bytes of a rank, on average.
+
+Each token chooses `top_k` different experts, every set of them as likely as any other; ranks have equally many. A token
+misses a group of m experts with probability C(E - m, K) / C(E, K).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from .model_memory import Layout
+
+ENTRY = 16
+"""Bytes of an entry that is told."""
+WORD = 8
+"""Bytes of a flag or of a batch's word."""
+LINE, PAYLOAD = 128, 120
+"""Bytes of a marked line, and of these what it carries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Rows of one rank in one direction, on average. In a combine they run the other way."""
+
+    copies: float  # that come to a rank: one for each (token, rank), its own included
+    staged: float  # of them, those that it finds in its own memory, at its own stager's place
+    crossing: float  # rows that leave a rank for other domains, two hops: one for each (token, domain)
+    few_near: float  # few tokens: rows that leave for other ranks of the domain
+    few_far: float  # likewise, of other domains
+    expanded: float  # rows of a rank once each (token, expert) has its own
+
+    @property
+    def near(self) -> float:
+        """Rows that a rank fetches over NVLink."""
+        return self.copies - self.staged
+
+
+def missed(layout: Layout, experts: float) -> float:
+    """Probability that a token has none of so many experts."""
+    chosen = min(layout.top_k, layout.experts)
+    return math.comb(layout.experts - round(experts), chosen) / math.comb(layout.experts, chosen)
+
+
+def expected(layout: Layout) -> Traffic:
+    """Of experts that all ranks have equally many of; ValueError where that does not come out even."""
+    if layout.experts % layout.ranks:
+        raise ValueError(f"experts is {layout.experts}; it must be a multiple of the {layout.ranks} ranks")
+    held = layout.experts // layout.ranks
+    reaches_rank = 1 - missed(layout, held)
+    reaches_domain = 1 - missed(layout, held * layout.domain_ranks)
+    return Traffic(
+        copies=layout.tokens * layout.ranks * reaches_rank,
+        staged=layout.tokens * layout.domains * reaches_rank,
+        crossing=layout.tokens * (layout.domains - 1) * reaches_domain,
+        few_near=layout.tokens * (layout.domain_ranks - 1) * reaches_rank,
+        few_far=layout.tokens * (layout.ranks - layout.domain_ranks) * reaches_rank,
+        expanded=layout.tokens * min(layout.top_k, layout.experts),
+    )
+
+
+def reached_domains(layout: Layout) -> float:
+    """Of a token, its own included: by that others count their bytes."""
+    return layout.domains * (1 - missed(layout, layout.experts // layout.domains))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Of one rank in one operation, in one direction: rows, and all else (routes, headers, flags, words)."""
+
+    near_rows: float
+    near_other: float
+    far_rows: float
+    far_other: float
+    puts: float  # on the wire
+
+    @property
+    def near(self) -> float:
+        return self.near_rows + self.near_other
+
+    @property
+    def far(self) -> float:
+        return self.far_rows + self.far_other
+
+
+def dispatch_bytes(layout: Layout) -> Bytes:
+    """Many tokens, a fresh route. Entries and counts are read where they are staged; a flag for each copy."""
+    t = expected(layout)
+    away = 1 - layout.domains / layout.ranks  # of what a rank reads, that lies at another rank of its domain
+    entries = ENTRY * t.expanded  # a rank is told as many as it tells
+    counts = 4 * layout.experts * layout.ranks
+    far_share = 1 - 1 / layout.domains
+    batches = (layout.domains - 1) * max(layout.rounds, t.crossing / max(1, layout.domains - 1) / layout.batch_rows)
+    beside = layout.slot_bytes - layout.row_bytes
+    return Bytes(
+        near_rows=t.near * layout.row_bytes,
+        near_other=away * (entries + counts) + t.near * (WORD + (beside if layout.domains > 1 else 4 * layout.top_k)),
+        far_rows=t.crossing * layout.row_bytes,
+        far_other=t.crossing * beside
+        + far_share * entries
+        + (layout.domains - 1) * (4 * layout.experts + 4 * layout.domain_ranks + 16)
+        + WORD * (batches + (layout.domains - 1) * (1 + layout.rounds)),
+        puts=batches + (layout.domains - 1) * (1 + layout.rounds),
+    )
+
+
+def combine_bytes(layout: Layout) -> Bytes:
+    """Many tokens. What is wanted goes out, sums come back: as much in each direction."""
+    t = expected(layout)
+    others = layout.domains - 1
+    batches = others * max(layout.rounds, t.crossing / max(1, others) / layout.batch_rows)
+    return Bytes(
+        near_rows=t.near * layout.row_bytes,
+        near_other=t.near * WORD,
+        far_rows=t.crossing * layout.row_bytes,
+        far_other=t.crossing * (layout.slot_bytes - layout.row_bytes + 8)
+        + others * layout.rounds * 16
+        + WORD * (batches + 2 * others * layout.rounds),
+        puts=batches + 2 * others * layout.rounds,
+    )
+
+
+def few_bytes(layout: Layout, combine: bool) -> Bytes:
+    """Few tokens: marked lines within the domain, lists outside."""
+    t = expected(layout)
+    near_row = layout.row_bytes + (0 if combine else 4 * layout.top_k)
+    near = t.few_near * near_row * LINE / PAYLOAD
+    route = 0.0 if combine else (layout.domain_ranks - 1) * 2 * layout.top_k * layout.tokens * LINE / PAYLOAD
+    others = layout.ranks - layout.domain_ranks
+    held = layout.experts // layout.ranks
+    empty = others * missed(layout, held) ** layout.tokens  # lists without rows
+    if layout.few_batch_rows >= layout.tokens:
+        lists = others - (empty if combine else 0.0)
+    else:
+        lists = t.few_far / layout.few_batch_rows + (0.0 if combine else empty)  # as if batches were full
+    clears = layout.domains - 1
+    beside = layout.few_slot_bytes - layout.row_bytes
+    return Bytes(
+        near_rows=t.few_near * layout.row_bytes,
+        near_other=near - t.few_near * layout.row_bytes + route,
+        far_rows=t.few_far * layout.row_bytes,
+        far_other=t.few_far * beside + (0 if combine else others * layout.few_head_bytes) + WORD * (lists + clears),
+        puts=lists + clears,
+    )

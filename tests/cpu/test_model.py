@@ -1,0 +1,389 @@
+"""The scale model, `ep-ops bench model`: its formulas against counts on random routes, and against the protocols."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import fresh_seed
+from simulator import cases
+from simulator.network import Network, Place, Word
+from simulator.rank import Rank
+from simulator.shape import HEAD, Operation, Shape
+
+import ep_ops
+from ep_ops.bench import model, model_memory, model_report, model_stated, model_times, model_traffic
+from ep_ops.bench.model_memory import Layout
+
+ROOT = Path(ep_ops.__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+# ---------------------------------------------------------------------- traffic
+
+
+def counted(layout: Layout, ids: list[list[list[int]]]) -> model_traffic.Traffic:
+    """Of one route, token by token; ranks are numbered domain by domain. Means over ranks."""
+    held, size = layout.experts // layout.ranks, layout.domain_ranks
+    found: collections.Counter[str] = collections.Counter()
+    for source, tokens in enumerate(ids):
+        for chosen in tokens:
+            ranks = {e // held for e in chosen}
+            found["copies"] += len(ranks)
+            found["staged"] += sum(rank % size == source % size for rank in ranks)  # at this rank itself
+            found["crossing"] += len({rank // size for rank in ranks} - {source // size})
+            found["few_near"] += sum(rank // size == source // size and rank != source for rank in ranks)
+            found["few_far"] += sum(rank // size != source // size for rank in ranks)
+            found["expanded"] += len(chosen)
+    return model_traffic.Traffic(**{key: value / layout.ranks for key, value in found.items()})
+
+
+@pytest.mark.parametrize("domains, size", [(1, 4), (2, 1), (2, 4), (4, 2), (3, 3)])
+@pytest.mark.parametrize("held, top_k", [(1, 1), (4, 3), (2, 2)])
+def test_traffic(domains: int, size: int, held: int, top_k: int) -> None:
+    """On average, which of so many tokens is off by less than 4 %, but for one in a thousand runs of all."""
+    draw = random.Random(fresh_seed())
+    layout = Layout(domains, size, tokens=40_000 // (domains * size), experts=held * domains * size, top_k=top_k)
+    experts = range(layout.experts)
+    ids = [
+        [draw.sample(experts, min(top_k, layout.experts)) for _ in range(layout.tokens)] for _ in range(layout.ranks)
+    ]
+    of_formula, of_route = model_traffic.expected(layout), counted(layout, ids)
+    for field in dataclasses.fields(model_traffic.Traffic):
+        mean, found = getattr(of_formula, field.name), getattr(of_route, field.name)
+        assert found == pytest.approx(mean, rel=0.04, abs=1e-9), field.name
+    assert of_formula.near == of_formula.copies - of_formula.staged
+
+
+def test_traffic_is_what_the_benchmark_counts() -> None:
+    """The busiest rank of a random route has hardly more than the average one."""
+    compared = 0
+    for name in ("throughput-4", "throughput-2"):
+        run = recorded(name)
+        for result in run["results"]:
+            if result["routing"] == "balanced" and result["op"] == "dispatch" and result["tokens"] >= 512:
+                layout = Layout(1, run["world_size"], result["tokens"], result["hidden"], top_k=result["top_k"])
+                near = model_traffic.dispatch_bytes(layout).near_rows
+                assert -0.025 < near / result["nvlink_bytes"] - 1 < 0.005
+                compared += 1
+    assert compared > 30
+
+
+def test_traffic_refuses_uneven_experts() -> None:
+    with pytest.raises(ValueError, match="experts is 256; it must be a multiple of the 72 ranks"):
+        model_traffic.expected(Layout(1, 72))
+
+
+# ---------------------------------------------------------------------- against the protocol
+
+
+class Counting(Network):
+    """Counts what crosses, and which places are used."""
+
+    def __init__(self, world_size: int, seed: int) -> None:
+        super().__init__(world_size, seed)
+        self.rows: list[collections.Counter[str]] = [collections.Counter() for _ in range(world_size)]
+        self.puts: collections.Counter[int] = collections.Counter()
+        runs.append(self)
+
+    def put(self, source: int, target: int, cells: list[tuple[Place, Place]], word: Word | None, value: Any) -> None:
+        self.puts[source] += 1
+        for here, there in cells:
+            if there[-1] != HEAD:
+                self.rows[source][there[0]] += 1
+                continue
+            head = self.memory[source][here][0][0]
+            self.rows[source]["heads: " + there[0]] += 1
+            if there[0] == "route":
+                self.rows[source]["entries"] += sum(map(len, head[0].values()))
+            elif there[0] == "wanted":
+                self.rows[source]["sums wanted"] += len(head)
+        super().put(source, target, cells, word, value)
+
+
+class Reading(Rank):
+    def read(self, rank: int, place: Place) -> Any:
+        value = super().read(rank, place)
+        if rank != self.rank and place[0] == "rows":
+            self.network.rows[self.rank]["near"] += 1
+        elif rank != self.rank and place[0] == "route":
+            self.network.rows[self.rank]["routes read"] += 1
+            self.network.rows[self.rank]["entries read"] += len(value[0][self.rank])
+        return value
+
+    def flag(self, rank: int, word: Word, number: Any) -> None:
+        if rank != self.rank:
+            self.network.rows[self.rank]["flags: " + word[0]] += 1
+        super().flag(rank, word, number)
+
+
+runs: list[Counting] = []
+
+
+def run_everywhere(layout: Layout, kinds: list[str], first: int = 0) -> Counting:
+    """Every token to every rank from `first` on, each with one expert: nothing is left to chance."""
+    size, ranks = layout.domain_ranks, layout.ranks
+    shape = Shape(
+        tuple(tuple(range(d * size, (d + 1) * size)) for d in range(layout.domains)), 1, ranks, layout.tokens,
+        layout.of_round, layout.batch_rows, layout.few_batch_rows,
+    )  # fmt: skip
+    named = (*range(first, ranks), *(-1,) * first)
+    ids = ((named,) * layout.tokens,) * ranks
+    along = {"combine": 0, "few_combine": 0}
+    operations = tuple(
+        Operation(number, kind, ids, (layout.tokens * ranks,) * ranks, along.get(kind, -1))
+        for number, kind in enumerate(kinds)
+    )
+    cases.run(cases.Case(shape, operations, seed=fresh_seed()), (Counting, Reading))
+    return runs.pop()
+
+
+def everywhere(domains: int, size: int, **sizes: int) -> Layout:
+    ranks = domains * size
+    return Layout(domains, size, experts=ranks, top_k=ranks, **sizes)
+
+
+LAYOUTS = [
+    everywhere(2, 2, tokens=4, round_tokens=2, batch_rows=2, few_tokens=4),
+    everywhere(3, 1, tokens=4, batch_rows=1, few_tokens=4),
+    everywhere(2, 3, tokens=2, batch_rows=2, few_tokens=2, few_batch_rows=2),
+    everywhere(1, 3, tokens=2, few_tokens=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_and_puts_are_the_protocols(layout: Layout) -> None:
+    dispatch, combine = model_traffic.dispatch_bytes(layout), model_traffic.combine_bytes(layout)
+    found = run_everywhere(layout, ["dispatch"])
+    both = run_everywhere(layout, ["dispatch", "combine"])
+    for rank in range(layout.ranks):
+        assert found.rows[rank]["near"] * layout.row_bytes == pytest.approx(dispatch.near_rows)
+        assert found.rows[rank]["rows"] * layout.row_bytes == pytest.approx(dispatch.far_rows)
+        assert found.puts[rank] == pytest.approx(dispatch.puts)
+        assert (both.rows[rank]["rows"] - found.rows[rank]["rows"]) * layout.row_bytes == pytest.approx(
+            combine.far_rows
+        )
+        assert both.puts[rank] - found.puts[rank] == pytest.approx(combine.puts)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bytes_beside_rows_are_the_protocols(layout: Layout) -> None:
+    """Routes, entries, what travels in a row beside x, words."""
+    dispatch, combine = model_traffic.dispatch_bytes(layout), model_traffic.combine_bytes(layout)
+    first = run_everywhere(layout, ["dispatch"])
+    then = run_everywhere(layout, ["dispatch", "combine"])
+    beside = layout.slot_bytes - layout.row_bytes
+    for rank in range(layout.ranks):
+        found, both = first.rows[rank], then.rows[rank] - first.rows[rank]
+        far = found["heads: route"] * (4 * layout.experts + 4 * layout.domain_ranks + 16) + 16 * found["entries"]
+        assert far + found["rows"] * beside + 8 * first.puts[rank] == pytest.approx(dispatch.far_other)
+        near = found["routes read"] * 4 * layout.experts + 16 * found["entries read"]
+        near += found["near"] * (beside if layout.domains > 1 else 4 * layout.top_k) + 8 * found["flags: row told"]
+        assert near == pytest.approx(dispatch.near_other)
+        far = 16 * both["heads: wanted"] + 8 * both["sums wanted"] + 8 * (then.puts[rank] - first.puts[rank])
+        assert far + both["rows"] * beside == pytest.approx(combine.far_other)
+        assert 8 * both["flags: pushed"] == pytest.approx(combine.near_other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("combine", [False, True])
+def test_rows_and_puts_of_few_tokens_are_the_protocols(layout: Layout, combine: bool) -> None:
+    first = run_everywhere(layout, ["few_dispatch"])
+    found = run_everywhere(layout, ["few_dispatch", "few_combine"]) if combine else first
+    moved = model_traffic.few_bytes(layout, combine)
+    for rank in range(layout.ranks):
+        before = (first.rows[rank]["copies"], first.puts[rank]) if combine else (0, 0)
+        assert (found.rows[rank]["copies"] - before[0]) * layout.row_bytes == pytest.approx(moved.far_rows)
+        assert found.puts[rank] - before[1] == pytest.approx(moved.puts)
+
+
+def used(layout: Layout, network: Counting, rank: int) -> set[tuple[str, Any]]:
+    """Places of a rank's first bank that something was ever stored in, by the names of the formulas."""
+    size = layout.domain_ranks
+    found = set()
+    for place in network.memory[rank]:
+        area, bank, other, *_ = place  # the target, or the domain or rank that sends
+        kind, sent = area.removeprefix("sent "), area.startswith("sent ")
+        if bank != 0 or (sent and other // size == rank // size):
+            continue  # where rows stay within the domain nothing need be put together
+        if kind == "copies" and other // size != rank // size:  # those of the domain are marked lines
+            found.add(("few heads" if place[-1] == HEAD else "few rows" + " to be sent" * sent, place))
+        elif kind != "copies":
+            name = {"route": "routes", "wanted": "wanted", "pushed": "pushed sums"}.get(kind)
+            found.add((name or "rows" + " to be sent" * sent, place))
+    for word in network.words[rank]:
+        kind, *index = word
+        if kind not in ("alarm", "in flight", "running") and index[0] == 0:
+            if kind != "copies":
+                found.add(("words", word))
+            elif index[1] // size != rank // size:
+                found.add(("few words", word))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_places_are_the_protocols(layout: Layout) -> None:
+    """Where tokens go everywhere every place is used. But what is wanted of the own domain and its clear have no words,
+    and in domain d, which here has no ranks below those of earlier ones, the first (d + 1) x ranks numbers of copies
+    are all that there are."""
+    kinds = ["dispatch", "combine", "few_dispatch", "dispatch", "combine"]  # both banks, whatever the rounds
+    kinds += ["few_combine", "few_dispatch", "few_dispatch"]
+    networks = [run_everywhere(layout, kinds, first) for first in range(layout.ranks)]
+    for rank in range(layout.ranks):
+        expected = model_memory.places(layout)
+        numbers = min(layout.top_k, (rank // layout.domain_ranks + 1) * layout.domain_ranks)
+        unused = (layout.top_k - numbers) * layout.domains * layout.of_round
+        expected["pushed sums"] -= unused
+        expected["words"] -= unused + 2
+        found = collections.Counter(name for name, _ in set().union(*(used(layout, n, rank) for n in networks)))
+        assert found == {key: value for key, value in expected.items() if value}
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_staging() -> None:
+    """By hand, for 2 domains of 2 ranks and 3 tokens."""
+    layout = Layout(2, 2, tokens=3, hidden=8, itemsize=2, experts=4, top_k=2, batch_rows=2, few_tokens=2)
+    slot, few_slot = 16 + 32, 16 + 32  # 16 + 4 * 2 in whole 16 bytes; entries of 16
+    one = {
+        "rows": 2 * 3 * slot,
+        "rows to be sent": 3 * slot,
+        "pushed sums": 2 * 2 * 3 * slot,
+        "routes": 3 * (4 * 4 + 4 * 2 + 16 + 16 * 2 * 3),
+        "wanted": 2 * (16 + 8 * 3),
+        "words": 8 * (2 * (2 + 2 * 3 + 3) + 4 * 4 + 2),
+        "few tokens": 2 * 2 * 2 * few_slot + 2 * 2 * (2 * 4 + 16) + 8 * 2 * 2,
+    }
+    assert model_memory.staging(layout) == {key: 2 * value for key, value in one.items()}
+
+
+def test_rounds_keep_the_limit() -> None:
+    layout = Layout(8, 8)
+    whole = model_memory.many_bytes(layout)
+    assert model_memory.in_rounds(layout, whole).rounds == 1
+    halved = model_memory.in_rounds(layout, whole - 1)
+    assert halved.rounds == 2 and model_memory.many_bytes(halved) < whole
+    small = model_memory.in_rounds(layout, 400 * 2**20)
+    assert model_memory.many_bytes(small) <= 400 * 2**20
+    assert small.rounds * small.round_tokens >= layout.tokens
+    with pytest.raises(ValueError, match="limit is 1000 bytes; rounds of one token take"):
+        model_memory.in_rounds(layout, 1000)
+
+
+def test_the_page_has_the_formulas_numbers() -> None:
+    page = (ROOT / "docs" / "across-domains.md").read_text()
+    rows = re.findall(r"^\| (\d+) × (\d+) \| (\d+) \| ([\d., |]+) \|$", page, re.M)
+    assert len(rows) >= 6
+    for domains, size, tokens, numbers in rows:
+        ranks = int(domains) * int(size)
+        experts = ranks * math.ceil(256 / ranks)
+        layout = Layout(int(domains), int(size), round_tokens=int(tokens), experts=experts)
+        of = model_memory.staging(layout)
+        both = of["rows"] + of["rows to be sent"], of["pushed sums"], of["routes"] + of["wanted"] + of["words"]
+        values = *both, model_memory.many_bytes(layout), of["few tokens"]
+        assert numbers.split(" | ") == [f"{value / 2**30:.2f}" for value in values], (domains, size, tokens)
+
+
+# ---------------------------------------------------------------------- times
+
+
+GPU = model_times.Gpu(
+    "", pull=100e9, push=200e9, memory=1e12, flag=0.5,
+    constants={"dispatch": 20.0, "combine": 30.0, "few dispatch": 5.0, "few combine": 3.0}, told="",
+)  # fmt: skip
+WIRE = model_times.Wire("", rate=10e9, latency=8.0, put=0.1, whole_lists=False, told="")
+
+
+def test_what_binds() -> None:
+    """The link, the memory, or the network; each by hand."""
+    layout = dataclasses.replace(everywhere(1, 2, tokens=1000), hidden=5000)  # rows of 10 kB, each token to both ranks
+    near = model_traffic.dispatch_bytes(layout).near
+    assert model_times.many_us(GPU, None, layout, "dispatch") == pytest.approx(20 + near / 100e3)
+    slow = dataclasses.replace(GPU, memory=1e11)
+    rows = 2 * 1000 + 2000 + 2000  # staged, read and written; fetched; stored
+    assert model_times.many_us(slow, None, layout, "dispatch") == pytest.approx(20 + rows * 1e4 / 1e5)
+    rows = 2000 + 2000 + 2000 + 1000  # expert rows read; sums written; read; tokens written
+    assert model_times.many_us(slow, None, layout, "combine") == pytest.approx(30 + rows * 1e4 / 1e5)
+
+    apart = dataclasses.replace(layout, domains=2, domain_ranks=1, round_tokens=500, batch_rows=10)
+    far = model_traffic.dispatch_bytes(apart).far
+    constant = 20 + 8 + 0.5 + 10 * apart.slot_bytes / 10e3
+    assert far > 1000 * 1e4
+    assert model_times.many_us(GPU, WIRE, apart, "dispatch") == pytest.approx(2 * constant + far / 10e3)
+    dear = dataclasses.replace(WIRE, put=1000.0)
+    puts = model_traffic.dispatch_bytes(apart).puts
+    assert model_times.many_us(GPU, dear, apart, "dispatch") == pytest.approx(2 * constant + puts * 1000)
+
+
+def test_few_tokens() -> None:
+    layout = dataclasses.replace(everywhere(1, 2, tokens=3), hidden=6000)
+    lines = (12000 + 8) * 3 * 128 / 120 + 2 * 2 * 3 * 128 / 120  # rows with 2 weights, and a route
+    assert model_times.few_us(GPU, layout, False) == pytest.approx(5 + lines / 200e3)
+    assert model_times.few_us(GPU, layout, True) == pytest.approx(3 + 12000 * 3 * 128 / 120 / 200e3)
+    apart = dataclasses.replace(layout, domains=2, domain_ranks=1)
+    far = 3 * (12000 + 32) + (2 * 2 + 16) + 8 * (3 + 1)
+    assert model_times.few_us(GPU, apart, False, WIRE) == pytest.approx(5 + 8 + far / 10e3)
+    whole = model_times.for_wire(apart, dataclasses.replace(WIRE, whole_lists=True))
+    assert model_traffic.few_bytes(whole, False).puts == 2  # a list and a clear
+
+
+def test_constants_come_from_the_runs() -> None:
+    """A run that takes exactly its bytes and 17 µs."""
+    many, few = recorded("throughput-4"), recorded("latency-4")
+    bare = dataclasses.replace(model_times.measured_gpu(many, few), constants={})
+    for result in many["results"]:
+        if result["op"] in model_times.MANY:
+            result["graph_us"] = 17.0 + model_times.of_recorded(bare, result, 4)
+    for result in few["results"]:
+        layout = model_times.layout_of(few, result["tokens"])
+        both = [4.0 + model_times.few_us(bare, layout, combine) for combine in (False, True)]
+        result["us"] = {"dispatch": both[0], "combine": both[1], "pair": sum(both)}.get(result["op"], 0.0)
+    gpu = model_times.measured_gpu(many, few)
+    assert gpu.constants == pytest.approx({op: 4.0 if op.startswith("few") else 17.0 for op in gpu.constants})
+    found = model.measured_errors(gpu, [many], few)
+    errors = [entry["model"] / entry["us"] - 1 for entry in found if entry["ranks"] == 4]
+    assert len(errors) > 100 and max(map(abs, errors)) < 1e-9
+
+
+def test_published_units() -> None:
+    """43 GB/s of domains, 2 of them reached by nearly all tokens, are 4096 rows of 7 KB twice, by time."""
+    gpu = model_times.measured_gpu(recorded("throughput-4"), recorded("latency-4"))
+    entry = model_stated.PUBLISHED[0]
+    found = model.beside(gpu, entry, 4 * 2**30)
+    us = model_times.many_us(gpu, entry.wire, model_memory.in_rounds(entry.layout, 4 * 2**30), "dispatch")
+    both = 2 * (1 - math.comb(128, 8) / math.comb(256, 8))
+    assert found["model"] == pytest.approx(4096 * both * 7168 / us / 1e3)
+    assert found["published"] == 43
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is recorded is what it gives; and the page says the same."""
+    assert model.main(["--out", str(tmp_path / "model.json")]) == 0
+    found = (tmp_path / "model.json").read_text()
+    assert found == (RESULTS / "model.json").read_text()
+    assert "<svg" in (tmp_path / "model.svg").read_text()
+    said = capsys.readouterr().out
+    assert "one of 72" in said and "64 x 8, InfiniBand" in said and "8 x 72, EFA" in said
+    assert model_report.markdown(json.loads(found)) in (RESULTS / "model.md").read_text()
+
+
+def test_command_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert model.main(["--runs", str(tmp_path)]) == 2
+    assert "--runs names the folder" in capsys.readouterr().err
+    assert model.main(["--tokens", "0"]) == 2
+    assert "must be positive" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""Sizes of a run, and what is passed to an operation."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any, NamedTuple
+
+Ids = tuple[tuple[int, ...], ...]
+
+HEAD = "head"
+"""Where the head of a list lies: before its first row."""
+REFUSED = "refused"
+"""What a hello or a clear says if the rank, or one of the domain, refuses."""
+
+ANOTHER = {
+    "dispatch": "few_dispatch", "few_dispatch": "dispatch", "combine": "few_combine",
+    "few_combine": "dispatch_planned", "dispatch_planned": "combine",
+}  # fmt: skip
+"""What a rank runs that differs from others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    domains: tuple[tuple[int, ...], ...]  # ranks of each, ascending; ordered by the lowest
+    experts: int  # of each rank
+    top_k: int
+    tokens: int  # of a rank, at most
+    round_tokens: int  # of them, in a round of the throughput protocol
+    batch: int  # rows of a put, throughput
+    few_batch: int  # rows of a put, latency
+
+    @cached_property
+    def world_size(self) -> int:
+        return sum(map(len, self.domains))
+
+    @cached_property
+    def domain_of(self) -> dict[int, int]:
+        return {rank: d for d, ranks in enumerate(self.domains) for rank in ranks}
+
+    @cached_property
+    def index_of(self) -> dict[int, int]:
+        """A rank's index in its domain."""
+        return {rank: i for ranks in self.domains for i, rank in enumerate(ranks)}
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.tokens // self.round_tokens)
+
+    def stager(self, source: int, domain: int) -> int:
+        """The rank of that domain which stands for `source` there: the one on its rail."""
+        return self.domains[domain][self.index_of[source]]
+
+    def rank_of(self, expert: int) -> int:
+        return expert // self.experts
+
+    def named(self, ids: tuple[int, ...]) -> list[int]:
+        """The ranks that a token's ids name, ascending: by copy number."""
+        return sorted({self.rank_of(e) for e in ids if e >= 0})
+
+
+class Operation(NamedTuple):
+    """One run of an operator on all ranks. Lists go by rank."""
+
+    number: int
+    kind: str  # dispatch, dispatch_planned, combine, few_dispatch, few_combine
+    ids: tuple[Ids, ...]  # of each token, -1 for none
+    capacity: tuple[int, ...]  # rows that each rank has room for
+    along: int = -1  # number of the dispatch whose route is gone along
+    refused_by: int = -1
+    differs: tuple[int, ...] = ()  # ranks that run another one instead
+
+
+class Route(NamedTuple):
+    """What a rank knows after a dispatch."""
+
+    ids: Ids
+    send_rows: tuple[tuple[int, ...], ...]  # the row of each (token, k), -1 where there is none
+    copies: tuple[Copy, ...]  # that have rows here, by (source, token)
+    rows: int  # of this rank
+
+
+class Copy(NamedTuple):
+    source: int
+    token: int
+    number: int  # which of the token's copies
+    rows: tuple[tuple[int, int], ...]  # (k, row)
+
+
+# Numbers are written down instead of worked out, so that every order of adding, and every rounding, is another value.
+
+
+def x_of(operation: int, rank: int, token: int) -> Any:
+    return ("x", operation, rank, token)
+
+
+def weight_of(operation: int, rank: int, token: int, k: int) -> Any:
+    return ("w", operation, rank, token, k)
+
+
+def y_of(operation: int, rank: int, row: int) -> Any:
+    return ("y", operation, rank, row)
+
+
+def scalar_of(operation: int, rank: int, row: int) -> Any:
+    return ("g", operation, rank, row)
+
+
+def add(one: Any, other: Any) -> Any:
+    return other if one is None else ("+", one, other)
+
+
+def rounded(value: Any) -> Any:
+    return None if value is None else ("rounded", value)
