@@ -13,11 +13,12 @@ from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 
-from ...records import Route, Sizes
+from ...records import Delivery, Route, Sizes
 from ..base import DispatchTensors
 from ..split import ticket
 from .launcher import Launcher
 from .outputs import Outputs
+from .sent import given_scales, sent, with_scales
 
 FEW_TOKENS = 16
 """A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
@@ -68,23 +69,30 @@ class LatencyPath:
         return self.deal or (senders, senders if send else 0, sms)
 
     def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, *, send: bool = True
-    ) -> DispatchTensors:
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
+        *, send: bool = True,
+    ) -> DispatchTensors:  # fmt: skip
         """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
-        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes)
-        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, out)
-        return out
+        how = sent(delivery)
+        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes, how)
+        recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
+        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, delivery, out, recv_scales)
+        return with_scales(out, recv_scales, delivery)
 
-    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
+    def dispatch_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
         """Sends, beside what follows on the current stream."""
         with self._beside():
-            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, NOTHING)
+            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
         return ticket(x)
 
-    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+    def dispatch_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
         """Receives. Complete when it ends, as :meth:`dispatch`."""
         self.join()
-        return self.dispatch(x, topk_weights, topk_idx, sizes, send=False)
+        return self.dispatch(x, topk_weights, topk_idx, sizes, delivery, send=False)
 
     def _launch_dispatch(
         self,
@@ -93,17 +101,20 @@ class LatencyPath:
         topk_weights: Tensor | None,
         topk_idx: Tensor,
         sizes: Sizes,
+        delivery: Delivery | None,
         out: DispatchTensors | tuple[None, ...],
+        recv_scales: Tensor | None = None,
     ) -> None:
+        how = sent(delivery)
         recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out
         capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
-        self._kernel(Dispatch, self.tokens, weighted, *part)(
-            marks.pack("dispatch", max_tokens, weighted, few=True),
-            x=x, topk_weights=topk_weights, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals, offs=offs,
+        self._kernel(Dispatch, self.tokens, weighted, *part, how.format, how.layout, how.given)(
+            marks.pack("dispatch", max_tokens, weighted, few=True, format=how.format),
+            x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals, offs=offs,
             counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots,
+            max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots, zeros=how.zeros,
             senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 
