@@ -36,7 +36,7 @@ class Call:
                 if kind < 0.2:
                     row[draw.randrange(row.numel())] = draw.choice([float("inf"), float("nan"), -float("inf")])
                 elif kind < 0.4:
-                    first = draw.randrange(row.numel() // 128) * 128
+                    first = draw.randrange(-(-row.numel() // 128)) * 128
                     row[first : first + 128] = draw.choice([0.0, -0.0, 1e-30, 448.0, 1.75, 3.0e38])
             on.ranks.floats(at["x"], *x.shape)[:] = x
 

@@ -20,9 +20,9 @@ from cute_kernels.sync import TOLD_SO
 from ... import arrivals, symmetric
 from ...config import Config, Member
 from ...records import Delivery, Operation, Placed, Route, Sizes
-from ..base import DispatchTensors
+from ..base import DispatchTensors, Formats
 from ..split import Order, ticket
-from . import history, latency, watch
+from . import history, latency, throughput, watch
 from .budget import Traffic, default_budget
 from .launcher import Launcher
 from .memory import heap_of, problem_of, rows_bytes, token_bound
@@ -41,12 +41,17 @@ _kept: list[Any] = []
 """Memory of communicators that have failed: a peer may still write there."""
 
 
-def all_kernels(config: Config) -> list[Any]:
-    """Everything that such a communicator may launch."""
+def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
+    """Everything that such a communicator may launch, with rows in these formats."""
     problem = problem_of(config)
     tokens = token_bound(config, problem)
-    few = latency.kernels_of(problem, tokens) if tokens else []
-    return [*kernels_of(problem), *few, Refuse(problem), Alarm(problem)]
+    found = [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else [])]
+    for name, scales_as in formats:
+        how = sent(Delivery(None, name, scales_as))
+        found += throughput.kernels_of_format(problem, how)
+        if tokens and how.latency:
+            found += latency.kernels_of_format(problem, tokens, how)
+    return [*dict.fromkeys(found), Refuse(problem), Alarm(problem)]
 
 
 class CuteBackend:
@@ -221,8 +226,8 @@ class CuteBackend:
 
     # ------------------------------------------------------------------ lifetime
 
-    def compile(self) -> None:
-        self._launcher.compile(all_kernels(self._config))
+    def compile(self, formats: Formats = ()) -> None:
+        self._launcher.compile(all_kernels(self._config, formats))
 
     def warmup(self) -> None:
         """Runs every kernel once, on no tokens."""

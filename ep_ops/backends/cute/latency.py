@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..base import DispatchTensors
 from ..split import ticket
 from .launcher import Launcher
 from .outputs import Outputs
-from .sent import given_scales, sent, with_scales
+from .sent import Sent, given_scales, sent, with_scales
 
 FEW_TOKENS = 16
 """A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
@@ -27,14 +28,26 @@ receive."""
 NOTHING = (None,) * 7
 """What stands for `DispatchTensors` where a kernel only sends."""
 
+PARTS = ((True, True), (True, False), (False, True))
+"""What a kernel does, send and receive: a whole operation, a start, a wait."""
+
 Deal = tuple[int, int, int]
 """How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
 
 
 def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     """Every latency kernel that the operators of such a communicator launch."""
-    parts = ((True, True), (True, False), (False, True))  # send and receive: a whole operation, a start, a wait
-    return [k(problem, tokens, weights, *p) for k in (Dispatch, Combine) for weights in (False, True) for p in parts]
+    return [k(problem, tokens, weights, *p) for k in (Dispatch, Combine) for weights in (False, True) for p in PARTS]
+
+
+def kernels_of_format(problem: Problem, tokens: int, how: Sent) -> list[Any]:
+    """Those that dispatches in a format launch, whether or not x is quantised already."""
+    given = (False, True) if how.layout else (False,)
+    found: list[Any] = []
+    for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
+        layout = how.layout if receive else ""
+        found.append(Dispatch(problem, tokens, weights, send, receive, how.format, layout, g))
+    return found
 
 
 class LatencyPath:
@@ -110,7 +123,8 @@ class LatencyPath:
         capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
-        self._kernel(Dispatch, self.tokens, weighted, *part, how.format, how.layout, how.given)(
+        layout = how.layout if part[1] else ""  # where rows only leave it is all the same
+        self._kernel(Dispatch, self.tokens, weighted, *part, how.format, layout, how.given)(
             marks.pack("dispatch", max_tokens, weighted, few=True, format=how.format),
             x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals, offs=offs,
             counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],

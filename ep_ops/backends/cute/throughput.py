@@ -52,6 +52,20 @@ def kernels_of(problem: Problem) -> list[Any]:
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
 
+def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
+    """Those that dispatches in a format launch, whether or not x is quantised already."""
+    alone = problem.world_size == 1
+    parts = ((False, False), (True, False), *(() if alone else ((True, True),)))  # placed, joins
+    given = (False, True) if how.layout else (False,)
+    found: list[Any] = []
+    for weights in (False, True):
+        found += [
+            Publish(problem, route, True, weights, False, how.format, g) for route in (False, True) for g in given
+        ]
+        found += [Pull(problem, weights, False, *part, how.format, how.layout) for part in parts]
+    return found
+
+
 class ThroughputPath:
     """Operators for any number of tokens."""
 
