@@ -70,15 +70,33 @@ class Delivery:
     def zero(self, to: Arrived, row: Int32, lane: Int32, weights: cutlass.Constexpr[bool]) -> None:
         """By a warp: a padding row, and what goes with it."""
         zero_row(self.row_bytes, to.rows + Int64(row) * self.row_bytes, lane)
+        self.zero_beside(to, row, row + 1, lane, weights)
+
+    @cute.jit
+    def zero_beside(
+        self, to: Arrived, row: Int32, end: Int32, lane: Int32, weights: cutlass.Constexpr[bool]
+    ) -> None:
+        """By a warp: what goes with the padding rows from `row` on, which are one expert's."""
         if const_expr(weights):
-            if lane == 0:
-                ptx.st_i32(to.weights + Int64(row) * 4, Int32(0))
-        if const_expr(self.layout != ""):
-            at, step = self.place(to, row)
-            i = Int32(lane)
-            while i < self.units:
-                self.store_unit(at + Int64(i) * step, Int32(0))
+            i = row + lane
+            while i < end:
+                ptx.st_i32(to.weights + Int64(i) * 4, Int32(0))
                 i += 32
+        if const_expr(self.layout == "rows"):
+            first, _ = self.place(to, row)
+            i = Int32(lane)
+            while i < (end - row) * self.units:
+                self.store_unit(first + Int64(i) * self.unit, Int32(0))
+                i += 32
+        elif const_expr(self.layout != ""):
+            first, step = self.place(to, row)
+            line = Int32(0)
+            while line < self.units:
+                i = Int32(lane)
+                while i < end - row:
+                    self.store_unit(first + Int64(line) * step + i * 4, Int32(0))
+                    i += 32
+                line += 1
 
     def store_unit(self, at: Int64, value: Int32) -> None:
         if self.unit == 1:

@@ -28,7 +28,7 @@ from ..launch import Kernel, RankArgs
 from ..quantise import decode, exact_scale
 from ..rows import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .pipeline import deal_out, run
-from .staged import Segments, await_rows, clear_padding, new_known, source_row
+from .staged import BLANK_BYTES, Segments, await_rows, clear_padding, new_known, source_row
 from .surplus import Parts, Share, count_parts, takes_part
 
 
@@ -110,7 +110,8 @@ class Pull(Kernel):
             init_ring_barriers(barriers, shape.warps * shape.stages)
         known = new_known(p, smem, shape.warps)
         sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
-        ring_memory = (buffers, barriers)
+        blank = smem.allocate_array(Uint8, BLANK_BYTES, byte_alignment=128)
+        ring_memory = (buffers, barriers, blank)
         found = smem.allocate_tensor(Int32, cute.make_layout(1))
         lost = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:
@@ -155,7 +156,7 @@ class Pull(Kernel):
         p, shape, ranks = self.problem, self.ring, parts.ranks
         tid, _, _ = arch.thread_idx()
         warp = arch.make_warp_uniform(tid // 32)
-        (buffers, barriers), places, sources, known, lost = shared
+        (buffers, barriers, blank), places, sources, known, lost = shared
         if tid == 32 * shape.warps:
             count_parts(parts, 1.0)  # the warp that has time for it
         if lost[0] != 0:
@@ -168,7 +169,7 @@ class Pull(Kernel):
             if args.zeros != 0:
                 segments = Segments(args.offs, args.counts, args.alignment)
                 clear_padding(
-                    ranks, segments, not self.placed, self.delivery, self.arrived(args), self.weights, args.dealt
+                    ranks, segments, not self.placed, self.delivery, self.arrived(args), self.weights, blank, args.dealt
                 )
         if const_expr(not self.begins_operation and not self.joins):
             # The publish kernel has left the epoch before it changes.

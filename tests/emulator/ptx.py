@@ -95,6 +95,12 @@ def ld_shared_v4(ptr: Any) -> tuple[Uint32, ...]:
     return tuple(Uint32(word) for word in raw)
 
 
+def st_shared_v4(ptr: Any, words: Sequence[Any]) -> None:
+    to = ptr.raw(16).cast("I")
+    for i, word in enumerate(words):
+        to[i] = int(word) & 0xFFFFFFFF
+
+
 def atom_inc(addr: Any) -> Int32:
     before = memory().load(addr)
     memory().store(addr, before + 1)

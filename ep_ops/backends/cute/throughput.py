@@ -92,7 +92,7 @@ class ThroughputPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
     ) -> DispatchTensors:
         how = sent(delivery)
-        weighted, pulling = topk_weights is not None, self._budget.dispatch
+        weighted, pulling = topk_weights is not None, self._pulling(how)
         beyond = max(0, self._budget.beyond[0] - pulling) if pulling > 1 else 0
         out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how)
         recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
@@ -120,6 +120,12 @@ class ThroughputPath:
                 )  # fmt: skip
         return with_scales(out, recv_scales, delivery)
 
+    def _pulling(self, how: Sent) -> int:
+        """SMs that fetch rows. In a format rows are short and have scales to be stored besides: without a budget that was
+        set they get as many as a rank with more rows."""
+        more = min(self._budget.beyond[0], self._budget.most_dispatch) if how.format else 0
+        return max(self._budget.dispatch, more)
+
     def _stages(self, how: Sent) -> bool:
         """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
         return self._problem.world_size > 1 or bool(how.format)
@@ -129,7 +135,7 @@ class ThroughputPath:
     ) -> tuple[Tensor, ...]:
         """Dispatch along a known route, as an operation of that kind."""
         how = sent(delivery)
-        weighted, pulling = topk_weights is not None, self._budget.dispatch
+        weighted, pulling = topk_weights is not None, self._pulling(how)
         recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows, how)
         recv_scales = self._outputs.scales(how, route.num_rows, route.slots)
         max_tokens = route.max_tokens
