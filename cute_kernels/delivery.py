@@ -77,8 +77,8 @@ class Delivery:
         self, to: Arrived, row: Int32, end: Int32, lane: Int32, weights: cutlass.Constexpr[bool]
     ) -> None:
         """By a warp: what goes with the padding rows from `row` on, which are one expert's."""
+        i = row + lane
         if const_expr(weights):
-            i = row + lane
             while i < end:
                 ptx.st_i32(to.weights + Int64(i) * 4, Int32(0))
                 i += 32
