@@ -1,4 +1,5 @@
-"""What becomes of a row where it arrives: a row like x, codes with scales in the layout of a consumer, or numbers again.
+"""What becomes of a row where it arrives: a row like x, codes with scales in the layout of a consumer, or numbers
+again.
 
 The layouts, and which unit of 4 bytes or of one lies where: docs/formats.md.
 """
@@ -50,7 +51,7 @@ class Delivery:
 
     @property
     def unit(self) -> int:
-        """Bytes that scales are stored by. Rows of exponents lie at multiples of 4 bytes if there are multiples of 4."""
+        """Bytes that scales are stored by. Rows of exponents lie at multiples of 4 bytes if they are multiples of 4."""
         return 1 if self.layout == "rows" and self.form.in_bytes and self.form.scales % 4 else 4
 
     @property
@@ -67,16 +68,12 @@ class Delivery:
         return _place_in_lines(to, row, self.units)
 
     @cute.jit
-    def zero(self, to: Arrived, row: Int32, lane: Int32, weights: cutlass.Constexpr[bool]) -> None:
-        """By a warp: a padding row, and what goes with it."""
-        zero_row(self.row_bytes, to.rows + Int64(row) * self.row_bytes, lane)
-        self.zero_beside(to, row, row + 1, lane, weights)
-
-    @cute.jit
-    def zero_beside(
-        self, to: Arrived, row: Int32, end: Int32, lane: Int32, weights: cutlass.Constexpr[bool]
-    ) -> None:
-        """By a warp: what goes with the padding rows from `row` on, which are one expert's."""
+    def zero(self, to: Arrived, row: Int32, end: Int32, lane: Int32, weights: cutlass.Constexpr[bool]) -> None:
+        """By a warp: padding rows of one expert, from `row` on, and what goes with them."""
+        i = Int32(row)
+        while i < end:
+            zero_row(self.row_bytes, to.rows + Int64(i) * self.row_bytes, lane)
+            i += 1
         i = row + lane
         if const_expr(weights):
             while i < end:

@@ -128,12 +128,6 @@ def ld_shared_v4(ptr: Any) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     )
 
 
-def st_shared_v4(ptr: Any, words: Sequence[Any]) -> None:
-    arch.inline_ptx(
-        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[Int32(ptr.toint()), *words]
-    )
-
-
 def atom_inc_acq_rel(addr: Int64) -> Int32:
     return arch.inline_ptx(
         "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[addr]

@@ -21,8 +21,8 @@ MAX_PIECE = 16 * 1024
 BOOKKEEPING = 32 * 4 + 8
 """Bytes of shared memory that a stage has besides its piece: an int32 for each lane and a barrier."""
 
-RANK_BYTES = 3072
-"""Bytes of shared memory that a block has besides its stages: what it knows of each rank, and zeros for padding."""
+RANK_BYTES = 2048
+"""Bytes of shared memory that a block has besides its stages: what it knows of each rank."""
 
 SLICE_BOOKKEEPING = 40
 """Bytes of shared memory that a stage has besides its slice, where it holds one: a barrier and adder.Notes."""

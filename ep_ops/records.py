@@ -150,5 +150,6 @@ class Operation(NamedTuple):
     rows: bool  # rows travelled
     few: bool  # on latency kernels
     max_tokens: int  # modulo 2**17
+    format: str  # what rows travelled as; empty: as they are
     begun: float
     met: float | None  # when it had seen that all ranks have begun it; None: it has not

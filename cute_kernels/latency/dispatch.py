@@ -296,7 +296,7 @@ class Dispatch(Kernel):
             kept = kept_rows(tables, e)
             row = start + kept + (item - e * (alignment - 1))
             if row < start + (kept + alignment - 1) // alignment * alignment:
-                self.delivery.zero(to, row, lane, self.weights)
+                self.delivery.zero(to, row, row + 1, lane, self.weights)
             item += share.step
 
     def arrived(self, args: DispatchArgs) -> Arrived:
@@ -391,8 +391,8 @@ class Dispatch(Kernel):
     def store_weights(
         self, tables: Tables, args: DispatchArgs, words: Words, first: Int32, item: Int32, lane: Int32
     ) -> None:
-        """The weights in a packet that came from a peer, from the `first` on, to the rows of their (token, k); less than
-        0 in lanes that have none."""
+        """The weights in a packet that came from a peer, to the rows of their (token, k). `first`: which weight of the
+        token a lane begins with, less than 0 in lanes that have none."""
         p = self.problem
         count = self.row_packets
         source = (item // count) % p.world_size

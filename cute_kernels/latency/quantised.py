@@ -1,9 +1,9 @@
-"""Packets of rows in a format. 28 of a packet's 30 payload vectors carry 16 codes each, the next one the scales of all
+"""Packets of rows in a format. Of a packet's 30 payload vectors 28 carry 16 codes each, the next one the scales of all
 blocks that these belong to, the last one four of the token's routing weights.
 
-A block that reaches into two packets has its scale in both, so each packet is quantised, and decoded, without the other.
-The blocks of 448 codes lie in 32 vectors of 16 codes, one for each lane, which finds the largest magnitude and makes the
-codes; they go to the lanes that carry them by shuffles.
+A block that reaches into two packets has its scale in both, so that neither is needed to make, or decode, the other.
+All blocks of a packet's 448 codes lie in 32 vectors of 16 codes: each lane finds the largest magnitude of one of them
+and makes its codes, which go to the lanes that carry them by shuffles.
 """
 
 from typing import Any

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
@@ -25,10 +25,10 @@ from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, to
 from ..delivery import Arrived, Delivery
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
-from ..quantise import decode, exact_scale
+from ..quantise import decode, exact_scale, numbers_of
 from ..rows import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .pipeline import deal_out, run
-from .staged import BLANK_BYTES, Segments, await_rows, clear_padding, new_known, source_row
+from .staged import Segments, await_rows, clear_padding, new_known, source_row
 from .surplus import Parts, Share, count_parts, takes_part
 
 
@@ -110,8 +110,7 @@ class Pull(Kernel):
             init_ring_barriers(barriers, shape.warps * shape.stages)
         known = new_known(p, smem, shape.warps)
         sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
-        blank = smem.allocate_array(Uint8, BLANK_BYTES, byte_alignment=128)
-        ring_memory = (buffers, barriers, blank)
+        ring_memory = (buffers, barriers)
         found = smem.allocate_tensor(Int32, cute.make_layout(1))
         lost = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:
@@ -156,7 +155,7 @@ class Pull(Kernel):
         p, shape, ranks = self.problem, self.ring, parts.ranks
         tid, _, _ = arch.thread_idx()
         warp = arch.make_warp_uniform(tid // 32)
-        (buffers, barriers, blank), places, sources, known, lost = shared
+        (buffers, barriers), places, sources, known, lost = shared
         if tid == 32 * shape.warps:
             count_parts(parts, 1.0)  # the warp that has time for it
         if lost[0] != 0:
@@ -169,7 +168,7 @@ class Pull(Kernel):
             if args.zeros != 0:
                 segments = Segments(args.offs, args.counts, args.alignment)
                 clear_padding(
-                    ranks, segments, not self.placed, self.delivery, self.arrived(args), self.weights, blank, args.dealt
+                    ranks, segments, not self.placed, self.delivery, self.arrived(args), self.weights, args.dealt
                 )
         if const_expr(not self.begins_operation and not self.joins):
             # The publish kernel has left the epoch before it changes.
@@ -240,8 +239,8 @@ class Pull(Kernel):
 
     @cute.jit
     def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
-        """Each lane that holds a place starts a copy to it. Of rows in a format the whole warp stores the scales, or the
-        numbers, in registers."""
+        """Each lane that holds a place starts a copy to it. Of rows in a format the whole warp stores the scales, or
+        what the codes stand for, from registers."""
         shape = self.ring
         _, places, first, to = state
         ring.wait(stage, phase)
@@ -283,27 +282,28 @@ class Pull(Kernel):
 
     @cute.jit
     def store_numbers(self, staged: Any, row: Int32, to: Arrived) -> None:
-        """To each row that a lane holds: a lane decodes 16 codes at a time."""
+        """To each row that a lane holds. A lane decodes as many codes at a time as make 16 bytes of numbers, so that
+        neighbouring lanes store neighbouring bytes."""
         p, form = self.problem, self.delivery.form
+        each = numbers_of(p.dtype)
         rows = arch.vote_ballot_sync(row >= 0)
         words = staged + p.hidden_size
         first = Int32(0)
         while first < p.hidden_size:
-            at = first + arch.lane_idx() * 16
+            at = first + arch.lane_idx() * each
             inside = at < p.hidden_size
-            code = cutlass.min(at, p.hidden_size - 16)
+            code = cutlass.min(at, p.hidden_size - each)
             block = code // form.block
             if const_expr(form.in_bytes):
                 stored = (ptx.ld_shared(words + (block >> 2) * 4) >> ((block & 3) * 8)) & 0xFF
             else:
                 stored = ptx.ld_shared(words + block * 4)
-            numbers = decode(ptx.ld_shared_v4(staged + code), exact_scale(form.kind, stored), p.dtype)
+            codes = [Uint32(ptx.ld_shared(staged + (code + 4 * i))) for i in range(each // 4)]
+            numbers = decode(codes, exact_scale(form.kind, stored), p.dtype)
             left = rows
             while left != 0:
                 mine = arch.shuffle_sync(row, arch.popc((left & -left) - 1))
                 left = left & (left - 1)
                 if inside:
-                    out = to.rows + Int64(mine) * p.row_bytes + at * p.itemsize
-                    for i in range_constexpr(0, len(numbers), 4):
-                        ptx.st_v4(out + 4 * i, numbers[i : i + 4])
-            first += 32 * 16
+                    ptx.st_v4(to.rows + Int64(mine) * p.row_bytes + at * p.itemsize, numbers)
+            first += 32 * each

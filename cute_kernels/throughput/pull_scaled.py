@@ -22,7 +22,7 @@ from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
 from .adder import Notes
 from .pipeline import deal_out, run
-from .staged import BLANK_BYTES, Segments, await_rows, clear_padding, new_known, source_row
+from .staged import Segments, await_rows, clear_padding, new_known, source_row
 
 WARPS = 15
 GRADIENT = 32
@@ -91,7 +91,6 @@ class PullScaled(Kernel):
         barriers = smem.allocate_array(Int64, WARPS * shape.stages)
         notes = Notes(smem, WARPS * shape.stages)
         buffers = smem.allocate_array(Uint8, WARPS * shape.stages * shape.stride, byte_alignment=128)
-        blank = smem.allocate_array(Uint8, BLANK_BYTES, byte_alignment=128)
         known = new_known(self.problem, smem, WARPS)
         sources = smem.allocate_tensor(Int32, cute.make_layout(self.problem.world_size + 1))
         warp = arch.make_warp_uniform(tid // 32)
@@ -108,7 +107,7 @@ class PullScaled(Kernel):
         else:
             segments = Segments(args.offs, args.counts, args.alignment)
             to = Arrived(args.grad_y, args.grad_weights, Int64(0), args.num_rows, Int32(0))
-            clear_padding(ranks, segments, True, Delivery(self.problem), to, True, blank, blocks)
+            clear_padding(ranks, segments, True, Delivery(self.problem), to, True, blocks)
         if const_expr(not self.begins_operation):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()

@@ -88,8 +88,8 @@ def announce(
 
     Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
     through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found. There
-    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found. `own`: this rank fetches its
-    own rows from staging, too.
+    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found. `own`: this rank
+    fetches its own rows from staging, too.
     """
     problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()

@@ -1,7 +1,7 @@
-"""Staging in a format: x becomes codes and scales on its way to where the ranks fetch its rows, this one among them.
+"""Staging in a format: x becomes codes and scales on its way to where all ranks, this one too, fetch its rows.
 
-A warp does a chunk: it reads a row as the lanes can hold it, finds the scales among its lanes, and stores the codes, and
-the scales behind them. How chunks are marked and announced: stage.py.
+A warp does a chunk: it reads a row as its lanes can hold it, finds the scales among them, and stores the codes, and the
+scales behind. How chunks are marked and announced: stage.py.
 """
 
 from typing import Any

@@ -76,30 +76,21 @@ class Segments(NamedTuple):
     alignment: Int32
 
 
-BLANK_BYTES = 1024
-"""Bytes of zeros in shared memory, which padding rows are cleared from."""
-
-
 @cute.jit
 def clear_padding(
     ranks: sync.Ranks, segments: Segments, given: cutlass.Constexpr[bool], delivery: cutlass.Constexpr[Delivery],
-    to: Arrived, weights: cutlass.Constexpr[bool], blank: Any, blocks: Int32,
+    to: Arrived, weights: cutlass.Constexpr[bool], blocks: Int32,
 ) -> None:  # fmt: skip
     """One warp of each of the first `blocks` blocks: zeroes the rows between each segment's last row and its padded
     end, and what goes with them. `given`: the segments come from the operator's caller; there are no rows behind those
-    that arrive, whatever `offs` and `counts` say. `blank`: the warp's `BLANK_BYTES` of shared memory."""
+    that arrive, whatever `offs` and `counts` say.
+
+    By ordinary stores: bulk copies of zeros would queue up before those of rows, and delay them by a third.
+    """
     problem = ranks.heap.problem
     alignment = segments.alignment
     lane = arch.lane_idx()
     bid, _, _ = arch.block_idx()
-    i = lane * 16
-    while i < BLANK_BYTES:
-        ptx.st_shared_v4(blank + i, (Int32(0), Int32(0), Int32(0), Int32(0)))
-        i += 32 * 16
-    # All lanes' zeros come before the bulk copies of them.
-    sync.fence_async()
-    arch.sync_warp()
-    pieces = -(-delivery.row_bytes // BLANK_BYTES)  # of a row
     first_local, end_local = local_experts(problem, ranks.rank)
     e = bid
     while e < end_local - first_local:
@@ -108,14 +99,5 @@ def clear_padding(
         row = end - ((count + alignment - 1) // alignment * alignment - count)
         if const_expr(given):
             row, end = cutlass.max(row, 0), cutlass.min(end, to.num_rows)
-        i = lane
-        while i < (end - row) * pieces:
-            at = i % pieces * BLANK_BYTES
-            nbytes = cutlass.min(delivery.row_bytes - at, BLANK_BYTES)
-            ptx.bulk_store(to.rows + Int64(row + i // pieces) * delivery.row_bytes + at, blank, nbytes)
-            i += 32
-        arch.cp_async_bulk_commit_group()
-        delivery.zero_beside(to, row, end, lane, weights)
+        delivery.zero(to, row, end, lane, weights)
         e += blocks
-    # They lie in memory before the block ends.
-    arch.cp_async_bulk_wait_group(0)

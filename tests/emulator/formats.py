@@ -223,7 +223,8 @@ CHECKS = {
         Call("e4m3/32/mx", draw.choice(["rows", "packed"]), draw.random() < 0.5, zeros=False), split=True,
     ),
     "formats_few_wire": lambda draw: few(
-        Shape((2, 2), 2, 4, hidden=512, alignment=2), draw, Call(draw.choice(["e4m3/128/fp32", "e4m3/32/mx"]), "", False)
+        Shape((2, 2), 2, 4, hidden=512, alignment=2), draw,
+        Call(draw.choice(["e4m3/128/fp32", "e4m3/32/mx"]), "", False),
     ),
     "formats_few_one_rank": lambda draw: few(
         Shape((4,), 3, 3, hidden=256, slots=(0, 6)), draw, Call("e4m3/128/fp32", "columns", False), blocks=(0, 0, 3)

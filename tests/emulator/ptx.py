@@ -95,12 +95,6 @@ def ld_shared_v4(ptr: Any) -> tuple[Uint32, ...]:
     return tuple(Uint32(word) for word in raw)
 
 
-def st_shared_v4(ptr: Any, words: Sequence[Any]) -> None:
-    to = ptr.raw(16).cast("I")
-    for i, word in enumerate(words):
-        to[i] = int(word) & 0xFFFFFFFF
-
-
 def atom_inc(addr: Any) -> Int32:
     before = memory().load(addr)
     memory().store(addr, before + 1)
@@ -166,7 +160,9 @@ def encode(values: Sequence[Any], by: Any) -> Uint32:
     """Through torch, which saturates where it is told to, and rounds as the instruction does."""
     products = [float(mul_rn(value, by)) for value in values]
     codes = torch.tensor(products).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
-    return Uint32(sum((0x7F if math.isnan(f) else c) << 8 * i for i, (f, c) in enumerate(zip(products, codes))))
+    return Uint32(
+        sum((0x7F if math.isnan(f) else c) << 8 * i for i, (f, c) in enumerate(zip(products, codes, strict=True)))
+    )
 
 
 def decode(word: Any) -> list[Any]:

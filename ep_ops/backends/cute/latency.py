@@ -126,9 +126,10 @@ class LatencyPath:
         layout = how.layout if part[1] else ""  # where rows only leave it is all the same
         self._kernel(Dispatch, self.tokens, weighted, *part, how.format, layout, how.given)(
             marks.pack("dispatch", max_tokens, weighted, few=True, format=how.format),
-            x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals, offs=offs,
-            counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots, zeros=how.zeros,
+            x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx,
+            send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
+            recv_weights=recv_weights, tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity,
+            alignment=alignment, slots=slots, zeros=how.zeros,
             senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 

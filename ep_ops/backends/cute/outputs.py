@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
 from cute_kernels.heap import Problem
-
 from meta_kernels.formats import Grid, format_of, scales_shape
 
 from ... import arrivals

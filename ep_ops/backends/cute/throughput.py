@@ -55,14 +55,14 @@ def kernels_of(problem: Problem) -> list[Any]:
 def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
     """Those that dispatches in a format launch, whether or not x is quantised already."""
     alone = problem.world_size == 1
-    parts = ((False, False), (True, False), *(() if alone else ((True, True),)))  # placed, joins
+    parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
     given = (False, True) if how.layout else (False,)
     found: list[Any] = []
     for weights in (False, True):
         found += [
             Publish(problem, route, True, weights, False, how.format, g) for route in (False, True) for g in given
         ]
-        found += [Pull(problem, weights, False, *part, how.format, how.layout) for part in parts]
+        found += [Pull(problem, weights, False, placed, joins, how.format, how.layout) for placed, joins in parts]
     return found
 
 
@@ -102,10 +102,10 @@ class ThroughputPath:
         variant = (True, self._stages(how), weighted, False, how.format, how.given)
         self._kernel(Publish, *variant)(
             terms,
-            x=x, scales=given_scales(delivery), topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows, arrivals=arrivals, offs=offs,
-            counts=counts, dropped=dropped, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment, slots=slots,
-            blocks=self._publish_blocks(variant, pulling),
+            x=x, scales=given_scales(delivery), topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
+            arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
+            tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment,
+            slots=slots, blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
@@ -121,8 +121,8 @@ class ThroughputPath:
         return with_scales(out, recv_scales, delivery)
 
     def _pulling(self, how: Sent) -> int:
-        """SMs that fetch rows. In a format rows are short and have scales to be stored besides: without a budget that was
-        set they get as many as a rank with more rows."""
+        """SMs that fetch rows. In a format these are short, and have scales to be stored besides: without a budget that
+        was set they get as many as a rank with more rows."""
         more = min(self._budget.beyond[0], self._budget.most_dispatch) if how.format else 0
         return max(self._budget.dispatch, more)
 
@@ -146,7 +146,8 @@ class ThroughputPath:
             terms,
             x=x, arrivals=route.arrivals, offs=route.offs, counts=route.counts, recv_x=recv_x,
             recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=max_tokens, alignment=route.alignment,
-            num_rows=route.num_rows, slots=route.slots, zeros=how.zeros, dealt=pulling, expected=self._traffic.expected(x.shape[0]), joining=joining,
+            num_rows=route.num_rows, slots=route.slots, zeros=how.zeros, dealt=pulling,
+            expected=self._traffic.expected(x.shape[0]), joining=joining,
             blocks=pulling + joining,
         )  # fmt: skip
         return with_scales((recv_x, recv_weights), recv_scales, delivery)
@@ -233,8 +234,8 @@ class ThroughputPath:
         self._kernel(Publish, *variant)(
             terms,
             x=x, scales=given_scales(delivery), topk_idx=route.topk_idx, topk_weights=topk_weights,
-            arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
-            capacity=route.num_rows, num_rows=route.num_rows, alignment=1, slots=0,
+            arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],
+            max_tokens=route.max_tokens, capacity=route.num_rows, num_rows=route.num_rows, alignment=1, slots=0,
             blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
         return True
