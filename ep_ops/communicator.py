@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meta_kernels.formats import format_of, layout_of
-
 from . import backends, checks, inputs, leaving, registry
 from .agreement import agree
 from .arguments import checking, device_of, group_of, hashable, large_rows, next_name
 from .backends.base import Backend
 from .config import Config, even_experts
 from .exchange import Exchange
+from .formats import format_of, layout_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
 from .overflow import POLICIES, Overflow

@@ -129,7 +129,7 @@ class LatencyPath:
             x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx,
             send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
             recv_weights=recv_weights, tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity,
-            alignment=alignment, slots=slots, zeros=how.zeros,
+            alignment=alignment, slots=slots, zeros=int(how.zeros),
             senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 

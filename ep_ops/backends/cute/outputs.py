@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 
 from cute_kernels.heap import Problem
-from meta_kernels.formats import Grid, format_of, scales_shape
 
 from ... import arrivals
+from ...formats import Grid, format_of, scales_shape
 from ...records import Placed, Sizes
 from ..base import DispatchTensors
 from .memory import DTYPES

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 
 import torch

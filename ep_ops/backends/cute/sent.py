@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import format_of, layout_of
-
+from ...formats import format_of, layout_of
 from ...records import Delivery
 
 

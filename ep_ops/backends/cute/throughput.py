@@ -116,7 +116,7 @@ class ThroughputPath:
                     terms,
                     x=x, arrivals=arrivals, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
                     recv_scales=recv_scales, max_tokens=max_tokens, alignment=alignment, num_rows=capacity,
-                    slots=slots, zeros=how.zeros, dealt=dealt, expected=expected, joining=joining, blocks=blocks,
+                    slots=slots, zeros=int(how.zeros), dealt=dealt, expected=expected, joining=joining, blocks=blocks,
                 )  # fmt: skip
         return with_scales(out, recv_scales, delivery)
 
@@ -146,7 +146,7 @@ class ThroughputPath:
             terms,
             x=x, arrivals=route.arrivals, offs=route.offs, counts=route.counts, recv_x=recv_x,
             recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=max_tokens, alignment=route.alignment,
-            num_rows=route.num_rows, slots=route.slots, zeros=how.zeros, dealt=pulling,
+            num_rows=route.num_rows, slots=route.slots, zeros=int(how.zeros), dealt=pulling,
             expected=self._traffic.expected(x.shape[0]), joining=joining,
             blocks=pulling + joining,
         )  # fmt: skip
