@@ -18,6 +18,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.latency.dispatch import Dispatch
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
+from ep_ops.backends.cute.latency import PARTS
 
 dumps_elsewhere = test_ptx.dumps_elsewhere
 LARGE = {dtype: Problem(4, (64,) * 4, 8, 7168, dtype, 4096) for dtype in ("bf16", "fp16", "fp32")}
@@ -49,28 +50,25 @@ def resources(kernel: Any, arch: str, tmp_path: Path) -> tuple[int, int]:
     return int(registers[1]), int(spilled[1])
 
 
+ENCODES, DECODES = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_staging(form: str, arch: str) -> None:
-    """Four codes at a time, of blocks whose largest magnitude the lanes find among themselves; a row is read once,
-    unless its one scale must be known first."""
+    """16-bit magnitudes are compared by twos; only scales that are no powers of two are divided for. A chunk is marked
+    when all its lanes' stores are done, in one place."""
     ptx = compiled_ptx(staging(LARGE["bf16"], form), arch)
-    passes = 2 if form == ROW else 1
-    assert count(ptx, "ld.global.L1::no_allocate.v4.b32") == 4 * passes
-    assert count(ptx, "cvt.rn.satfinite.e4m3x2.f32") == 4 * 4  # of four vectors of eight numbers
-    assert count(ptx, "max.u16x2") == (4 * 4 - 1 if form == ROW else 4 * 3)
-    assert count(ptx, "div.rn.f32") == (0 if form in (POW2, MX) else 2 * (1 if form == ROW else 4))
-    # A chunk is marked when all its lanes' stores are done.
+    assert ENCODES in ptx and "max.u16x2" in ptx and ".local" not in ptx
+    assert ("div.rn.f32" in ptx) == (form in (FP32, ROW))
     assert count(ptx, "st.release.gpu") == 1
 
 
 @pytest.mark.parametrize("dtype", LARGE)
 def test_staging_of_other_rows(dtype: str) -> None:
-    for form in (POW2, MX):
-        ptx = compiled_ptx(staging(LARGE[dtype], form), "sm_90a")
-        assert count(ptx, "cvt.rn.satfinite.e4m3x2.f32") == (8 if dtype == "fp32" else 16)
-    given = compiled_ptx(staging(LARGE[dtype], POW2, given=True), "sm_90a")
-    assert "e4m3x2" not in given
+    quantised, given = (compiled_ptx(staging(LARGE[dtype], MX, given), "sm_90a") for given in (False, True))
+    assert ENCODES in quantised and ("max.u16x2" in quantised) == (dtype != "fp32")
+    assert ENCODES not in given, "it is quantised already"
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -79,16 +77,19 @@ def test_pulling(form: str, layout: str, arch: str) -> None:
     """Codes leave by bulk copies and never pass through registers, unless they are to become numbers."""
     ptx = compiled_ptx(pulling(LARGE["bf16"], form, layout), arch)
     assert count(ptx, "cp.async.bulk.global.shared::cta") == (1 if layout else 0)
-    assert count(ptx, "cvt.rn.f16x2.e4m3x2") == (0 if layout else 2 * 2)
+    assert (DECODES in ptx) == (layout == "") and ".local" not in ptx
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("form", "layout"), [way for way in ARRIVING if way[0] != ROW])
 def test_few_tokens(form: str, layout: str, arch: str) -> None:
-    ptx = compiled_ptx(few(LARGE["bf16"], form, layout), arch)
-    assert count(ptx, "cvt.rn.satfinite.e4m3x2.f32") >= 2 * 8  # where a rank sends, and of its own rows
-    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (layout == "")
-    assert "e4m3x2.f32" not in compiled_ptx(few(LARGE["bf16"], form, layout, given=layout != ""), arch) or not layout
+    """A start sends what a wait makes something of; rows that stay are quantised by the wait."""
+    for part in PARTS:
+        ptx = compiled_ptx(few(LARGE["bf16"], form, layout, part=part), arch)
+        assert ENCODES in ptx and ".local" not in ptx
+        assert (DECODES in ptx) == (layout == "" and part[1])
+    if layout:
+        assert ENCODES not in compiled_ptx(few(LARGE["bf16"], form, layout, given=True), arch)
 
 
 @needs_assembler
