@@ -7,6 +7,8 @@ what a rank sends that has given up: nobody waits for such a mark, so nobody tak
 
 from typing import NamedTuple
 
+from .formats import FORMATS
+
 KINDS = (
     "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
     "combine_gathered", "refused",
@@ -18,32 +20,41 @@ SHIFT = 27
 """The lowest bit of the epoch in a mark: how many bits the terms have."""
 GIVEN_UP = 63
 """The bit of a mark whose rank has given up."""
-TOKENS = 7
+FORMAT = 7
+"""The lowest bit of the format's index in a mark."""
+TOKENS = 10
 """The lowest bit of `max_tokens` in a mark."""
+MOST_TOKENS = 1 << SHIFT - TOKENS
+"""What `max_tokens` counts modulo."""
 _INDEX = {name: index for index, name in enumerate(KINDS)}
 
 
 class Terms(NamedTuple):
     """What the ranks must agree on. `scalars`: weights, or gradients of weights, travel. `rows`: rows travel. `few`:
-    the latency kernels do it. `max_tokens` counts modulo 2**20."""
+    the latency kernels do it. `max_tokens` counts modulo 2**17. `format`: what rows travel as."""
 
     kind: str
     scalars: bool
     rows: bool
     few: bool
     max_tokens: int
+    format: str = ""
 
 
-def pack(kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, few: bool = False) -> int:
+def pack(
+    kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, few: bool = False, format: str = ""
+) -> int:
     """Terms as the kernels take them."""
-    return _INDEX[kind] | scalars << 4 | rows << 5 | few << 6 | (max_tokens & 0xFFFFF) << TOKENS
+    flags = scalars << 4 | rows << 5 | few << 6 | FORMATS.index(format) << FORMAT
+    return _INDEX[kind] | flags | max_tokens % MOST_TOKENS << TOKENS
 
 
 def unpack(mark: int) -> tuple[int, Terms]:
     """Epoch and terms of a mark, also of one that has the highest bit set."""
     mark &= (1 << GIVEN_UP) - 1
     scalars, rows, few = (bool(mark >> i & 1) for i in (4, 5, 6))
-    return mark >> SHIFT, Terms(KINDS[mark & 15], scalars, rows, few, mark >> TOKENS & 0xFFFFF)
+    max_tokens, form = mark >> TOKENS & MOST_TOKENS - 1, FORMATS[mark >> FORMAT & 7]
+    return mark >> SHIFT, Terms(KINDS[mark & 15], scalars, rows, few, max_tokens, form)
 
 
 class Alarm(NamedTuple):

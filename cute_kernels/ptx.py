@@ -174,6 +174,18 @@ def add_rn(a: Float32, b: Float32) -> Float32:
     return arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
+def div_rn(a: Float32, b: Float32) -> Float32:
+    return arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def as_float(bits: Int32) -> Float32:
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def as_int(value: Float32) -> Int32:
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
 _UNPACK = {
     "bf16": "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000; }",
     "fp16": "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }",
@@ -203,6 +215,66 @@ def pack(values: Sequence[Float32], dtype: str) -> list[Uint32]:
         arch.inline_ptx(_PACK[dtype], write_only_types=[Uint32], read_only_args=[values[i], values[i + 1]])
         for i in range(0, len(values), 2)
     ]
+
+
+_HALF_TO_BITS = {
+    "bf16": "{ .reg .b32 lo, hi; shl.b32 lo, {$r0}, 16; and.b32 hi, {$r0}, 0xffff0000; max.u32 {$w0}, lo, hi; }",
+    "fp16": "{ .reg .b16 lo, hi, most; .reg .f32 f; mov.b32 {lo, hi}, {$r0}; max.u16 most, lo, hi; cvt.f32.f16 f, most;"
+    " mov.b32 {$w0}, f; }",
+}
+
+
+def largest_of_halves(words: Sequence[Any], dtype: str) -> Int32:
+    """Bits, as fp32, of the largest magnitude of 16-bit numbers, two in a word. Their bits without the sign have the
+    order of the magnitudes, Inf and NaN last."""
+    most = None
+    for word in words:
+        size = arch.inline_ptx("and.b32 {$w0}, {$r0}, 0x7fff7fff;", write_only_types=[Uint32], read_only_args=[word])
+        if most is not None:
+            size = arch.inline_ptx(
+                "max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[most, size]
+            )
+        most = size
+    return arch.inline_ptx(_HALF_TO_BITS[dtype], write_only_types=[Int32], read_only_args=[most])
+
+
+def encode(values: Sequence[Float32], by: Float32) -> Uint32:
+    """Four numbers times `by`, each product rounded to fp32 and then to e4m3: at most 448 in magnitude; NaN is 0x7F."""
+    return arch.inline_ptx(
+        "{ .reg .f32 a, b, c, d; .reg .b16 lo, hi; mul.rn.f32 a, {$r0}, {$r4}; mul.rn.f32 b, {$r1}, {$r4}; "
+        "mul.rn.f32 c, {$r2}, {$r4}; mul.rn.f32 d, {$r3}, {$r4}; cvt.rn.satfinite.e4m3x2.f32 lo, b, a; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, d, c; mov.b32 {$w0}, {lo, hi}; }",
+        write_only_types=[Uint32],
+        read_only_args=[*values, by],
+    )
+
+
+def decode(word: Uint32) -> list[Float32]:
+    """The numbers of four e4m3 codes."""
+    return list(
+        arch.inline_ptx(
+            "{ .reg .b16 lo, hi, a, b, c, d; .reg .b32 first, second; mov.b32 {lo, hi}, {$r0}; "
+            "cvt.rn.f16x2.e4m3x2 first, lo; cvt.rn.f16x2.e4m3x2 second, hi; mov.b32 {a, b}, first; "
+            "mov.b32 {c, d}, second; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; cvt.f32.f16 {$w2}, c; "
+            "cvt.f32.f16 {$w3}, d; }",
+            write_only_types=[Float32] * 4,
+            read_only_args=[word],
+        )
+    )
+
+
+def ld_u8(addr: Int64) -> Int32:
+    return arch.inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def st_u8(addr: Int64, value: Int32) -> None:
+    arch.inline_ptx("st.global.b8 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def ld_shared(ptr: Any) -> Int32:
+    return arch.inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[Int32(ptr.toint())]
+    )
 
 
 def look_then_wait(mbarrier: Any, phase: Any) -> None:

@@ -51,9 +51,9 @@ class RingShape:
         return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
 
     @staticmethod
-    def of(row_bytes: int, ring_bytes: int) -> "RingShape":
-        """Whole rows up to 16 KiB, else equal pieces; at least two stages for each warp, at most 16 warps."""
-        pieces = -(-row_bytes // MAX_PIECE)
+    def of(row_bytes: int, ring_bytes: int, most: int = MAX_PIECE) -> "RingShape":
+        """Whole rows up to `most` bytes, else equal pieces; at least two stages for each warp, at most 16 warps."""
+        pieces = -(-row_bytes // most)
         piece = -(-row_bytes // (16 * pieces)) * 16
         stages = ring_bytes // (-(-piece // 128) * 128 + BOOKKEEPING)
         warps = max(1, min(16, stages // 2))

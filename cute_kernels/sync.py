@@ -53,7 +53,7 @@ REPORT_WORDS = 16
 """Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
 the second for a value that was refused, the third for an operation that a peer refused, the fourth for a wait that
 lasts long."""
-TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, TOLD, WAITING = 1, 2, 3, 4, 5, 6, 7
+TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, TOLD, WAITING, BAD_SCALE = 1, 2, 3, 4, 5, 6, 7, 8
 """Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen. TOLD: another
 rank has given up, and has left its alarm here."""
 TOLD_SO = 3

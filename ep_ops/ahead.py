@@ -37,11 +37,11 @@ def config_of(
     return config
 
 
-def compile_communicator(config: Config, arch: str) -> int:
-    """How many kernels it has. RuntimeError where no folder is there to keep them."""
+def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str, str]] = ()) -> int:
+    """How many kernels it has, with rows in these formats. RuntimeError where no folder is there to keep them."""
     from ep_ops.backends.cute import all_kernels
 
-    wanted = all_kernels(config)
+    wanted = all_kernels(config, formats)
     folder()
     compile_all(wanted, arch)
     return len(wanted)

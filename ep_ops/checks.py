@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import ELEMENT, FORMATS, format_of, layout_of, per_row
+from meta_kernels.formats import ELEMENT, FORMATS, SWIZZLED, format_of, layout_of, per_row
 
 from .arrivals import rows_of, size
 from .config import Member
@@ -22,6 +22,7 @@ from .records import INT32_LIMIT, MAX_ALIGNMENT
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
+_MOST_HIDDEN = 2**16  # of rows in a format on GPUs: a pulling block's ring holds whole ones
 _AS_PLANNED = "as many rows as arrivals was planned for"
 _MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones come in every step
 
@@ -225,11 +226,6 @@ def _route(comm: Member, a: Any) -> int:
 
 def _delivery(comm: Member, a: Any) -> None:
     """x, its scales, and what is asked of rows that do not arrive as they were given."""
-    if comm.config.backend == "cute":
-        raise ValueError(
-            f"format is {a.format!r}, scales_as {a.scales_as!r}, zeros {a.zeros}, and scales are"
-            f" {'none' if a.scales is None else 'given'}; backend 'cute' has no formats: allowed: '', '', True and none"
-        )
     count, why = a.topk_idx.shape[0], "rows as topk_idx has"
     if not a.format:
         if a.scales is not None or a.scales_as:
@@ -237,8 +233,17 @@ def _delivery(comm: Member, a: Any) -> None:
             raise ValueError(f"format is '' and {given}; allowed: the format of quantised rows, {', '.join(FORMATS)}")
         return _rows(comm, "x", a.x, count, why)
     form = format_of(a.format)
-    layout_of(form, a.scales_as)
+    layout = layout_of(form, a.scales_as)
     refuse_hidden(comm.hidden_size, form)
+    if comm.config.backend == "cute":
+        if layout in SWIZZLED:
+            allowed = ", ".join(repr(name) for name in form.layouts if name not in SWIZZLED)
+            raise ValueError(f"scales_as is {layout!r}; backend 'cute' has no kernel for it; allowed: {allowed}")
+        if comm.hidden_size > _MOST_HIDDEN:
+            raise ValueError(
+                f"format is {a.format!r}, and hidden_size {comm.hidden_size}; allowed on backend 'cute': at most"
+                f" {_MOST_HIDDEN}"
+            )
     if comm.dtype is torch.float64:
         raise ValueError(
             f"format is {a.format!r}, and rows are torch.float64; allowed: '' (or rows of a narrower dtype)"

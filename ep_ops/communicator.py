@@ -18,6 +18,7 @@ from .arguments import checking, device_of, group_of, hashable, large_rows, next
 from .backends.base import Backend
 from .config import Config, even_experts
 from .exchange import Exchange
+from .formats import format_of, layout_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
 from .overflow import POLICIES, Overflow
@@ -215,9 +216,15 @@ class Communicator(Methods):
         """Bytes that this rank takes (see :func:`ep_ops.memory_plan`)."""
         return plan_of(self.config, self.rank)
 
-    def warmup(self) -> None:
-        """Compile and load every kernel. Collective; call it before capturing a CUDA graph."""
-        self.backend.compile()
+    def warmup(self, formats: Sequence[tuple[str, str]] = ()) -> None:
+        """Compile and load every kernel. Collective; call it before capturing a CUDA graph.
+
+        ``formats``: those that dispatches will name besides, each with its ``scales_as``, such as ("e4m3/128/pow2",
+        "columns"); kernels of others are compiled when they are first called. ValueError for a name that is none.
+        """
+        for name, scales_as in formats:
+            layout_of(format_of(name), scales_as)
+        self.backend.compile(formats)
         self._exchange.barrier()  # compiling takes ranks unequally long, and kernels wait for each other
         self.backend.warmup()
         self._exchange.barrier()

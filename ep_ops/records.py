@@ -149,6 +149,7 @@ class Operation(NamedTuple):
     scalars: bool  # weights, or gradients of weights, travelled
     rows: bool  # rows travelled
     few: bool  # on latency kernels
-    max_tokens: int  # modulo 2**20
+    max_tokens: int  # modulo 2**17
+    format: str  # what rows travelled as; empty: as they are
     begun: float
     met: float | None  # when it had seen that all ranks have begun it; None: it has not

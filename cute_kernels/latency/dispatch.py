@@ -22,9 +22,9 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..copies import lowest, set_of
+from ..delivery import Arrived, Delivery
 from ..experts import first_expert, holder_of, local_experts
 from ..launch import Kernel, RankArgs
-from ..rows import zero_row
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
 from .lists import own_weights, write_lists
 from .packets import (
@@ -54,6 +54,7 @@ from .place import (
     source_stride,
     write_segments,
 )
+from .quantised import WEIGHTS, first_weight, packets_of, row_words, store_row
 from .reach import Peers, heap_of, rotated
 
 BATCH = 4
@@ -64,6 +65,7 @@ class DispatchArgs(NamedTuple):
     ranks: RankArgs
     x: Int64
     topk_weights: Int64
+    scales: Int64
     topk_idx: Int64
     send_rows: Int64
     arrivals: Int64
@@ -72,11 +74,13 @@ class DispatchArgs(NamedTuple):
     dropped: Int64
     recv_x: Int64
     recv_weights: Int64
+    recv_scales: Int64
     tokens: Int32
     max_tokens: Int32
     capacity: Int32
     alignment: Int32
     slots: Int32
+    zeros: Int32  # whether padding is cleared
     senders: Int32
     first_receiver: Int32
     blocks: Int32
@@ -89,6 +93,9 @@ class Dispatch(Kernel):
     `send` and `receive`: both for a whole operation. Of a split one the start only sends, and the wait only receives
     and ends the operation. Only whole ones are launched ahead of their turn (programmatic dependent launch): a start
     and a wait have more than one kernel before them.
+
+    `format` and `layout`: what rows travel as, and what they arrive as (delivery.py); `given`: x and its scales are in
+    that format already.
     """
 
     NAME, Args = "ep_latency_dispatch", DispatchArgs
@@ -97,6 +104,13 @@ class Dispatch(Kernel):
     weights: bool
     send: bool = True
     receive: bool = True
+    format: str = ""
+    layout: str = ""
+    given: bool = False
+
+    @property
+    def delivery(self) -> Delivery:
+        return Delivery(self.problem, self.format, self.layout)
 
     @property
     def heap(self) -> LatencyHeap:
@@ -104,6 +118,8 @@ class Dispatch(Kernel):
 
     @property
     def row_packets(self) -> int:
+        if self.format:
+            return packets_of(self.delivery.form, self.problem.top_k, self.weights)
         return packets(self.problem.row_bytes + (self.heap.weight_bytes if self.weights else 0))
 
     @property
@@ -197,7 +213,7 @@ class Dispatch(Kernel):
             expert = Int32(-1)
             if lane < p.top_k:
                 expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + lane) * 4)
-            words = self.row_words(args, token, packet, lane)
+            words = self.row_words(ranks, args, token, packet, lane)
             now = sync.again(ranks)
             words = seal(words, lane, now.mark)
             holder = holder_of(p, expert)
@@ -213,9 +229,11 @@ class Dispatch(Kernel):
             item += share.step
 
     @cute.jit
-    def row_words(self, args: DispatchArgs, token: Int32, packet: Int32, lane: Int32) -> Words:
+    def row_words(self, ranks: sync.Ranks, args: DispatchArgs, token: Int32, packet: Int32, lane: Int32) -> Words:
         """A lane's payload vector of a row's packet: 16 bytes of the row, or weights behind its end."""
         p = self.problem
+        if const_expr(self.format != ""):
+            return row_words(self.delivery.form, self.given, self.weights, ranks, args, token, packet, lane)
         offset = (packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16
         got = ptx.ld_v4(args.x + Int64(token) * p.row_bytes + cutlass.min(offset, p.row_bytes - 16))
         w0, w1, w2, w3 = got[0], got[1], got[2], got[3]
@@ -270,17 +288,19 @@ class Dispatch(Kernel):
         experts = first_expert(p, rank + 1) - first_expert(p, rank)
         alignment = cutlass.max(Int32(tables.route[rank * tables.route_stride + 1]), 1)
         item = share.first
-        while item < experts * (alignment - 1):
+        to = self.arrived(args)
+        end = experts * (alignment - 1) if args.zeros != 0 else Int32(0)
+        while item < end:
             e = item // (alignment - 1)
             start = tables.start[e]
             kept = kept_rows(tables, e)
             row = start + kept + (item - e * (alignment - 1))
             if row < start + (kept + alignment - 1) // alignment * alignment:
-                zero_row(p.row_bytes, args.recv_x + Int64(row) * p.row_bytes, lane)
-                if const_expr(self.weights):
-                    if lane == 0:
-                        ptx.st_f32(args.recv_weights + Int64(row) * 4, cutlass.Float32(0.0))
+                self.delivery.zero(to, row, row + 1, lane, self.weights)
             item += share.step
+
+    def arrived(self, args: DispatchArgs) -> Arrived:
+        return Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.capacity, args.slots)
 
     @cute.jit
     def take_rows(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, share: Share) -> None:
@@ -310,8 +330,12 @@ class Dispatch(Kernel):
                 place[u] = (source * self.tokens + token) * vectors + packet * (PACKET_BYTES // 16) + lane
                 if arch.vote_any_sync(rows[u] >= 0):
                     if source == ranks.rank:
-                        vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
-                        own = seal(ptx.ld_v4(args.x + Int64(token) * p.row_bytes + vector), lane, Int64(0))
+                        if const_expr(self.format != ""):
+                            raw = row_words(self.delivery.form, self.given, False, ranks, args, token, packet, lane)
+                        else:
+                            vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
+                            raw = ptx.ld_v4(args.x + Int64(token) * p.row_bytes + vector)
+                        own = seal(raw, lane, Int64(0))
                         for i in range_constexpr(4):
                             words[4 * u + i] = own[i]
                     else:
@@ -344,28 +368,36 @@ class Dispatch(Kernel):
                 left = arch.vote_ballot_sync(rows[u] >= 0)
                 mine = (words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
                 # Found again from the place: registers are few.
-                offset = place[u] % vectors // (PACKET_BYTES // 16) * PAYLOAD_BYTES + lane_offset(lane)
+                packet = place[u] % vectors // (PACKET_BYTES // 16)
+                offset = packet * PAYLOAD_BYTES + lane_offset(lane)
                 if const_expr(self.weights):
                     if left != 0:
-                        self.store_weights(tables, args, mine, offset, item + u * step, lane)
-                while left != 0:
-                    k = arch.popc((left & -left) - 1)
-                    left = left & (left - 1)
-                    row = Int64(arch.shuffle_sync(rows[u], k))
-                    store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
+                        first = (offset - p.row_bytes) // 4 if offset >= p.row_bytes else Int32(-4)
+                        if const_expr(self.format != ""):
+                            first = first_weight(packet, lane) if lane_offset(lane) >= 16 * WEIGHTS else Int32(-4)
+                        self.store_weights(tables, args, mine, first, item + u * step, lane)
+                if const_expr(self.format != ""):
+                    if left != 0:
+                        store_row(self.delivery, self.arrived(args), mine, packet, rows[u], lane)
+                else:
+                    while left != 0:
+                        k = arch.popc((left & -left) - 1)
+                        left = left & (left - 1)
+                        row = Int64(arch.shuffle_sync(rows[u], k))
+                        store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
             item += BATCH * step
 
     @cute.jit
     def store_weights(
-        self, tables: Tables, args: DispatchArgs, words: Words, offset: Int32, item: Int32, lane: Int32
+        self, tables: Tables, args: DispatchArgs, words: Words, first: Int32, item: Int32, lane: Int32
     ) -> None:
-        """The weights in a packet that came from a peer, to the rows of their (token, k)."""
+        """The weights in a packet that came from a peer, to the rows of their (token, k). `first`: which weight of the
+        token a lane begins with, less than 0 in lanes that have none."""
         p = self.problem
         count = self.row_packets
         source = (item // count) % p.world_size
-        if offset >= p.row_bytes and source != args.ranks.rank:
+        if first >= 0 and source != args.ranks.rank:
             stride = source_stride(args.max_tokens * p.top_k)
-            first = (offset - p.row_bytes) // 4
             token = item // (p.world_size * count)
             for i in range_constexpr(4):
                 if first + i < p.top_k and (i < 2 or not marks(lane)):

@@ -82,7 +82,8 @@ class LatencyHeap(Heap):
         super().__init__(p)
         self.tokens = tokens
         self.weight_bytes = (p.top_k * 4 + 15) // 16 * 16
-        self.row_stride = packets(p.row_bytes + self.weight_bytes) * PACKET_BYTES
+        # Rows in a format need no more packets, unless they are so short that weights do (quantised.py).
+        self.row_stride = max(packets(p.row_bytes + self.weight_bytes), -(-p.top_k // 4)) * PACKET_BYTES
         self.route_packets = route_packets(p, tokens)
         self.take(
             routes=p.world_size * self.route_packets * PACKET_BYTES, lines=p.world_size * tokens * self.row_stride

@@ -4,7 +4,7 @@ Blocks that work side by side:
   tile blocks       (the first `problem.tiles`) tell the peers of a tile of their own tokens: counts to all, entries to
                     the holders of their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
   announcing block  (the next) tells the peers of each chunk
-  staging blocks    copy x into staging, chunk by chunk (stage.py)
+  staging blocks    copy x into staging, chunk by chunk (stage.py), or quantise it on the way (stage_quantised.py)
 Each tile block tells before it waits, staging blocks wait for nobody, the announcing block for staging blocks. So all
 waits end, provided that the tile blocks, the announcing block and one that stages run at once: they are the first of
 the grid, and a communicator is refused where there are not so many multiprocessors. Some are left free, so that a block
@@ -23,12 +23,14 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..formats import Form
 from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
 from ..launch import Kernel, RankArgs
 from ..placing import finish_tile, new_tables, place_tile, place_weights
 from ..route import Counters, publish_tile, tile_of
 from ..rows import RingShape
 from .stage import announce, ring_shape, stage
+from .stage_quantised import stage_quantised
 
 THREADS = 32 * PLACING_WARPS
 
@@ -40,6 +42,7 @@ class PublishArgs(NamedTuple):
     x: Int64
     topk_idx: Int64
     topk_weights: Int64
+    scales: Int64
     send_rows: Int64
     arrivals: Int64
     offs: Int64
@@ -59,7 +62,8 @@ class PublishArgs(NamedTuple):
 class Publish(Kernel):
     """`route`: exchange and place the route. `rows`: stage x. `weights`: publish the routing weights.
 
-    `ends_operation`: nothing follows (ep::plan), so this kernel ends the epoch.
+    `ends_operation`: nothing follows (ep::plan), so this kernel ends the epoch. `format`: what rows travel as; `given`:
+    x and its scales are in it already.
     """
 
     NAME, Args = "ep_publish", PublishArgs
@@ -68,6 +72,8 @@ class Publish(Kernel):
     rows: bool
     weights: bool
     ends_operation: bool
+    format: str = ""
+    given: bool = False
 
     @property
     def tile_blocks(self) -> int:
@@ -103,7 +109,10 @@ class Publish(Kernel):
         elif const_expr(self.rows):
             first = self.tile_blocks + 1
             if bid < first:
-                announce(ranks, smem, args.tokens, THREADS)
+                announce(ranks, smem, args.tokens, THREADS, self.format != "")
+            elif const_expr(self.format != ""):
+                form = Form(self.format, self.problem.hidden_size)
+                stage_quantised(form, self.given, THREADS, ranks, args, bid - first, blocks - first)
             else:
                 stage(self.ring, ranks, smem, args.x, args.tokens, bid - first, blocks - first)
         if const_expr(self.ends_operation):

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint8, const_expr
+from cutlass import Boolean, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute import arch
 
-from .. import sync
+from .. import ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
+from ..delivery import Arrived, Delivery
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
-from ..rows import Ring, RingShape, init_ring_barriers
+from ..quantise import decode, exact_scale, numbers_of
+from ..rows import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .pipeline import deal_out, run
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
 from .surplus import Parts, Share, count_parts, takes_part
@@ -38,9 +40,12 @@ class PullArgs(NamedTuple):
     counts: Int64
     recv_x: Int64
     recv_weights: Int64
+    recv_scales: Int64
     max_tokens: Int32
     alignment: Int32
     num_rows: Int32  # of recv_x
+    slots: Int32  # rows of each expert; 0: segments follow each other
+    zeros: Int32  # whether padding is cleared
     dealt: Int32  # blocks that have items dealt out
     expected: Int32  # rows and copies of an average rank
     joining: Int32  # blocks that may join these, in the same grid or in one that joins
@@ -60,7 +65,7 @@ class Fetch(NamedTuple):
 class Pull(Kernel):
     """`weights`: recv_weights has padding to clear too. `begins_operation`: no publish kernel goes before.
     `placed`: the publish kernel places the route that is read here. `joins`: another grid of this operation has
-    begun."""
+    begun. `format` and `layout`: what rows travel as, and what they arrive as (delivery.py)."""
 
     NAME, Args = "ep_pull", PullArgs
 
@@ -68,10 +73,18 @@ class Pull(Kernel):
     begins_operation: bool
     placed: bool
     joins: bool = False
+    format: str = ""
+    layout: str = ""
+
+    @property
+    def delivery(self) -> Delivery:
+        return Delivery(self.problem, self.format, self.layout)
 
     @property
     def ring(self) -> RingShape:
-        return RingShape.of(self.problem.row_bytes, RING_BYTES)
+        """Of rows in a format a stage holds a whole one: the scales of all its numbers are there."""
+        nbytes = self.delivery.travelling_bytes
+        return RingShape.of(nbytes, RING_BYTES, nbytes if self.format else MAX_PIECE)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -152,8 +165,11 @@ class Pull(Kernel):
             mine = cute.make_tensor(known.iterator + warp * p.world_size, cute.make_layout(p.world_size))
             self.move_rows(ranks, ring, (places, sources, mine), (warp, number), args)
         elif number < args.dealt:
-            segments = Segments(args.offs, args.counts, args.alignment, args.num_rows)
-            clear_padding(ranks, segments, not self.placed, args.recv_x, args.recv_weights, self.weights, args.dealt)
+            if args.zeros != 0:
+                segments = Segments(args.offs, args.counts, args.alignment)
+                clear_padding(
+                    ranks, segments, not self.placed, self.delivery, self.arrived(args), self.weights, args.dealt
+                )
         if const_expr(not self.begins_operation and not self.joins):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
@@ -168,9 +184,12 @@ class Pull(Kernel):
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
         first, step = warp * args.dealt + number, args.dealt * shape.warps
         items = deal_out(ranks.own, first, step, walk.items * shape.pieces, number < args.dealt)
-        run(self, ring, items, (ranks, walk, args), (known, places, warp * shape.stages * 32, args.recv_x))
+        run(self, ring, items, (ranks, walk, args), (known, places, warp * shape.stages * 32, self.arrived(args)))
         # The rows lie in memory before the block ends.
         arch.cp_async_bulk_wait_group(0)
+
+    def arrived(self, args: PullArgs) -> Arrived:
+        return Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.num_rows, args.slots)
 
     # What the warp does in its loop (pipeline.Work).
 
@@ -200,8 +219,8 @@ class Pull(Kernel):
         left, at = Int32(0), Int64(0)
         if copy.rows > 0:
             source, (token, _) = copy.source, token_of(self.problem, copy, args.max_tokens)
-            left = await_rows(ranks, known, source, token)
-            at = source_row(ranks, args.x, source, token) + piece * shape.piece_bytes
+            left = await_rows(ranks, known, source, token, self.format != "")
+            at = source_row(ranks, args.x, source, token, self.delivery) + piece * shape.piece_bytes
         if row >= 0:
             row = row * shape.pieces + piece
         return Fetch(left, at, piece, row)
@@ -220,16 +239,71 @@ class Pull(Kernel):
 
     @cute.jit
     def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
-        """Each lane that holds a place starts a copy to it."""
-        p, shape = self.problem, self.ring
-        _, places, first, recv_x = state
+        """Each lane that holds a place starts a copy to it. Of rows in a format the whole warp stores the scales, or
+        what the codes stand for, from registers."""
+        shape = self.ring
+        _, places, first, to = state
         ring.wait(stage, phase)
         row = places[first + stage * 32 + arch.lane_idx()]
-        if row >= 0:
-            piece = row % shape.pieces
-            at = Int64(row // shape.pieces) * p.row_bytes + piece * shape.piece_bytes
-            ring.store(stage, recv_x + at, shape.bytes_of(piece))
+        if const_expr(self.format == "" or self.layout != ""):
+            if row >= 0:
+                piece = row % shape.pieces
+                at = Int64(row // shape.pieces) * self.delivery.row_bytes + piece * shape.piece_bytes
+                nbytes = shape.bytes_of(piece)
+                if const_expr(self.format != ""):
+                    nbytes = self.delivery.row_bytes
+                ring.store(stage, to.rows + at, nbytes)
+            arch.cp_async_bulk_commit_group()
+        if const_expr(self.format != ""):
+            staged = ring.buffer + stage * shape.stride
+            if const_expr(self.layout != ""):
+                self.store_scales(staged, row, to)
+            else:
+                self.store_numbers(staged, row, to)
         # Until all lanes' copies have left shared memory, so that the stage may be filled again. Meanwhile the loads of
         # the other stages are under way.
-        arch.cp_async_bulk_commit_group()
-        arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(self.format == "" or self.layout != ""):
+            arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_scales(self, staged: Any, row: Int32, to: Arrived) -> None:
+        """To each row that a lane holds."""
+        delivery, lane = self.delivery, arch.lane_idx()
+        words = staged + self.problem.hidden_size
+        left = arch.vote_ballot_sync(row >= 0)
+        while left != 0:
+            mine = arch.shuffle_sync(row, arch.popc((left & -left) - 1))
+            left = left & (left - 1)
+            at, step = delivery.place(to, mine)
+            i = Int32(lane)
+            while i < delivery.units:
+                delivery.store_unit(at + Int64(i) * step, delivery.staged_unit(words, i))
+                i += 32
+
+    @cute.jit
+    def store_numbers(self, staged: Any, row: Int32, to: Arrived) -> None:
+        """To each row that a lane holds. A lane decodes as many codes at a time as make 16 bytes of numbers, so that
+        neighbouring lanes store neighbouring bytes."""
+        p, form = self.problem, self.delivery.form
+        each = numbers_of(p.dtype)
+        rows = arch.vote_ballot_sync(row >= 0)
+        words = staged + p.hidden_size
+        first = Int32(0)
+        while first < p.hidden_size:
+            at = first + arch.lane_idx() * each
+            inside = at < p.hidden_size
+            code = cutlass.min(at, p.hidden_size - each)
+            block = code // form.block
+            if const_expr(form.in_bytes):
+                stored = (ptx.ld_shared(words + (block >> 2) * 4) >> ((block & 3) * 8)) & 0xFF
+            else:
+                stored = ptx.ld_shared(words + block * 4)
+            codes = [Uint32(ptx.ld_shared(staged + (code + 4 * i))) for i in range(each // 4)]
+            numbers = decode(codes, exact_scale(form.kind, stored), p.dtype)
+            left = rows
+            while left != 0:
+                mine = arch.shuffle_sync(row, arch.popc((left & -left) - 1))
+                left = left & (left - 1)
+                if inside:
+                    ptx.st_v4(to.rows + Int64(mine) * p.row_bytes + at * p.itemsize, numbers)
+            first += 32 * each

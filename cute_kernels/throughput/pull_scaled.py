@@ -16,6 +16,7 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
+from ..delivery import Arrived, Delivery
 from ..heap import Heap
 from ..launch import Kernel, RankArgs
 from ..rows import Ring, RingShape, Slices, init_ring_barriers
@@ -104,8 +105,9 @@ class PullScaled(Kernel):
             mine = cute.make_tensor(known.iterator + warp * world_size, cute.make_layout(world_size))
             self.move(ranks, ring, (notes, sources, mine), warp, args)
         else:
-            segments = Segments(args.offs, args.counts, args.alignment, args.num_rows)
-            clear_padding(ranks, segments, True, args.grad_y, args.grad_weights, True, blocks)
+            segments = Segments(args.offs, args.counts, args.alignment)
+            to = Arrived(args.grad_y, args.grad_weights, Int64(0), args.num_rows, Int32(0))
+            clear_padding(ranks, segments, True, Delivery(self.problem), to, True, blocks)
         if const_expr(not self.begins_operation):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
@@ -157,7 +159,7 @@ class PullScaled(Kernel):
                 piece = Int32(-1)
                 if row >= 0:
                     weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
-                gradient = source_row(ranks, args.grad_out, source, token)
+                gradient = source_row(ranks, args.grad_out, source, token, Delivery(self.problem))
         return Products(held, Int32(0), piece, row, weight, gradient)
 
     @cute.jit

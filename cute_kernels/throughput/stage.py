@@ -80,13 +80,16 @@ def stage(
 
 
 @cute.jit
-def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Constexpr[int]) -> None:
+def announce(
+    ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Constexpr[int], own: cutlass.Constexpr[bool]
+) -> None:
     """By one block, the first behind the tile blocks. Those that it waits for wait for nobody: they run and end as soon
     as there is a multiprocessor for one of them.
 
     Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
     through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found. There
-    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found.
+    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found. `own`: this rank
+    fetches its own rows from staging, too.
     """
     problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -138,6 +141,7 @@ def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Const
                 group += threads
         side = warps - side
         announced += found
-    if tid > 0 and tid < problem.world_size:
+    nearest = 0 if own else 1
+    if tid >= nearest and tid < problem.world_size:
         peer = (ranks.rank + tid) % problem.world_size
         ranks.signal("staged", peer, ranks.rank)

@@ -4,21 +4,27 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int8, Int32, Int64, const_expr
+from cutlass import Boolean, Int8, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..delivery import Arrived, Delivery
 from ..experts import local_experts
 from ..heap import Problem
-from ..rows import zero_row
 
 
 @cute.jit
-def await_rows(ranks: sync.Ranks, known: Any, source: Int32, token: Int32) -> Int32:
+def await_rows(
+    ranks: sync.Ranks, known: Any, source: Int32, token: Int32, own: cutlass.Constexpr[bool] = False
+) -> Int32:
     """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported). `known` [W] in shared memory
-    is the warp's own: which ranks have told that all their rows are staged."""
+    is the warp's own: which ranks have told that all their rows are staged. `own`: this rank's own rows are fetched
+    from staging, too, not from x."""
     ready = Int32(1)
-    if source != ranks.rank:
+    staged = Boolean(True)
+    if const_expr(not own):
+        staged = source != ranks.rank
+    if staged:
         if arch.lane_idx() == 0:
             if known[source] == 0:
                 if ranks.seen("staged", source):
@@ -50,12 +56,16 @@ def chunk_of(ranks: sync.Ranks, source: Int32, token: Int32) -> Int32:
 
 
 @cute.jit
-def source_row(ranks: sync.Ranks, x: Int64, source: Int32, token: Int32) -> Int64:
-    """Address of a token's row: this rank's own lies in x."""
+def source_row(
+    ranks: sync.Ranks, x: Int64, source: Int32, token: Int32, delivery: cutlass.Constexpr[Delivery]
+) -> Int64:
+    """Address of a token's row: this rank's own lies in x, unless rows travel in a format."""
     base = x
-    if source != ranks.rank:
+    if const_expr(delivery.format != ""):
         base = ranks.at(ranks.peer(source), "rows")
-    return base + Int64(token) * ranks.heap.problem.row_bytes
+    elif source != ranks.rank:
+        base = ranks.at(ranks.peer(source), "rows")
+    return base + Int64(token) * delivery.travelling_bytes
 
 
 class Segments(NamedTuple):
@@ -64,16 +74,19 @@ class Segments(NamedTuple):
     offs: Int64  # padded end of each
     counts: Int64  # rows of each
     alignment: Int32
-    num_rows: Int32  # there are no rows behind these, whatever `offs` and `counts` say
 
 
 @cute.jit
 def clear_padding(
-    ranks: sync.Ranks, segments: Segments, given: cutlass.Constexpr[bool], rows: Int64, scalars: Int64,
-    scalar: cutlass.Constexpr[bool], blocks: Int32,
+    ranks: sync.Ranks, segments: Segments, given: cutlass.Constexpr[bool], delivery: cutlass.Constexpr[Delivery],
+    to: Arrived, weights: cutlass.Constexpr[bool], blocks: Int32,
 ) -> None:  # fmt: skip
     """One warp of each of the first `blocks` blocks: zeroes the rows between each segment's last row and its padded
-    end, and with `scalar` the scalars that go with them. `given`: the segments come from the operator's caller."""
+    end, and what goes with them. `given`: the segments come from the operator's caller; there are no rows behind those
+    that arrive, whatever `offs` and `counts` say.
+
+    By ordinary stores: bulk copies of zeros would queue up before those of rows, and delay them by a third.
+    """
     problem = ranks.heap.problem
     alignment = segments.alignment
     lane = arch.lane_idx()
@@ -85,11 +98,6 @@ def clear_padding(
         end = ptx.ld_i32(segments.offs + Int64(e) * 4)
         row = end - ((count + alignment - 1) // alignment * alignment - count)
         if const_expr(given):
-            row, end = cutlass.max(row, 0), cutlass.min(end, segments.num_rows)
-        while row < end:
-            zero_row(problem.row_bytes, rows + Int64(row) * problem.row_bytes, lane)
-            if const_expr(scalar):
-                if lane == 0:
-                    ptx.st_f32(scalars + Int64(row) * 4, Float32(0.0))
-            row += 1
+            row, end = cutlass.max(row, 0), cutlass.min(end, to.num_rows)
+        delivery.zero(to, row, end, lane, weights)
         e += blocks

@@ -5,7 +5,7 @@ W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +16,10 @@ from .budget import Budget
 DispatchTensors = tuple[Tensor, ...]
 """What a dispatch returns: recv_x [R, H], recv_scales if it was told of a :class:`ep_ops.records.Delivery` ([0] where
 the format has none), recv_weights [R] or [0], and what :class:`Placed` names."""
+
+
+Formats = Sequence[tuple[str, str]]
+"""Formats of rows, each with the layout of its scales ("": the first): see docs/formats.md."""
 
 
 class Backend(Protocol):
@@ -78,8 +82,9 @@ class Backend(Protocol):
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] for combine_gathered; at most ``symmetric_rows`` of the configuration."""
 
-    def compile(self) -> None:
-        """Compile and load whatever the operators need, so that later calls do not. Takes each rank its own time."""
+    def compile(self, formats: Formats = ()) -> None:
+        """Compile and load whatever the operators need, with rows as they are and in these formats, so that later calls
+        do not. Takes each rank its own time."""
 
     def warmup(self) -> None:
         """Run everything once, all ranks together."""

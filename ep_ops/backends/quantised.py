@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..formats import FORMATS, LAYOUTS, Grid, ScaleLayout, dequantise, format_of, layout_of, quantise
+from ..formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, layout_of, quantise
 from ..formats.quantise import are_powers
 from ..records import Delivery, Route
 
-NAMES = {"format": ("", *FORMATS), "scales_as": ("", *LAYOUTS)}
+NAMES = {"format": tuple(dict.fromkeys(["", *(name.removeprefix("wire:") for name in FORMATS)]))}
 """What ranks agree on, by name: they tell each other the index."""
 
 NAN_CODE, NAN_BYTE = 0x7F, 0xFF
@@ -24,11 +24,8 @@ NAN_CODE, NAN_BYTE = 0x7F, 0xFF
 
 def agreed(delivery: Delivery | None) -> dict[str, int]:
     """What ranks must agree on."""
-    if delivery is None or not delivery.format:
-        return {"format": 0, "scales_as": 0}
-    form = format_of(delivery.format)
-    layout = layout_of(form, delivery.scales_as)
-    return {"format": NAMES["format"].index(form.name), "scales_as": NAMES["scales_as"].index(layout)}
+    travels = "" if delivery is None else delivery.format.removeprefix("wire:")
+    return {"format": NAMES["format"].index(travels)}
 
 
 def problem(delivery: Delivery | None) -> str | None:

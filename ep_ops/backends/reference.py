@@ -74,7 +74,7 @@ from ..config import Member
 from ..exchange import Exchange
 from ..records import Delivery, Operation, Placed, Route, Sizes
 from . import quantised
-from .base import DispatchTensors
+from .base import DispatchTensors, Formats
 from .budget import Budget
 from .split import Order, ticket
 
@@ -459,7 +459,7 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ the rest of a backend
 
-    def compile(self) -> None:
+    def compile(self, formats: Formats = ()) -> None:
         """Nothing to do."""
 
     def warmup(self) -> None:

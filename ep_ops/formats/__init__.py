@@ -6,7 +6,7 @@ docs/formats.md says all of it in one page.
 
 from __future__ import annotations
 
-from meta_kernels.formats import FORMATS, LAYOUTS, Format, Grid, format_of, layout_of
+from meta_kernels.formats import FORMATS, LAYOUTS, Format, Grid, format_of, layout_of, scales_shape
 
 from .groups import Segments
 from .layouts import ScaleLayout, view
@@ -23,5 +23,6 @@ __all__ = [
     "format_of",
     "layout_of",
     "quantise",
+    "scales_shape",
     "view",
 ]

@@ -241,7 +241,7 @@ def _agreeing(asked: list[dict[str, Any]]) -> Any:
         except ValueError as error:
             again = comm.dispatch(x, case.topk_idx[rank], max_tokens=case.max_tokens) if "scales" not in how else None
             return str(error), again is None or bool((again.route.counts > 0).any())
-        return as_bytes(sent.x), sent.scales
+        return sent.x if how["format"].startswith("wire:") else as_bytes(sent.x), sent.scales
 
 
 POW2 = "e4m3/128/pow2"
@@ -249,11 +249,7 @@ POW2 = "e4m3/128/pow2"
 
 @pytest.mark.parametrize(("first", "second", "text"), [
     ({"format": POW2}, {}, f"ranks disagree on format: ['{POW2}', ''] by rank"),
-    ({"format": POW2}, {"format": f"wire:{POW2}"}, f"ranks disagree on format: ['{POW2}', 'wire:{POW2}'] by rank"),
-    (
-        {"format": POW2}, {"format": POW2, "scales_as": "packed"},
-        "ranks disagree on scales_as: ['rows', 'packed'] by rank",
-    ),
+    ({"format": POW2}, {"format": "wire:e4m3/32/mx"}, f"ranks disagree on format: ['{POW2}', 'e4m3/32/mx'] by rank"),
 ])  # fmt: skip
 def test_ranks_that_disagree_are_told(first: dict[str, Any], second: dict[str, Any], text: str) -> None:
     for error, usable in run_ranks(2, _agreeing, [first, second]):
@@ -267,6 +263,16 @@ def test_passing_through_may_differ_between_ranks() -> None:
     for one, other in zip(both, mixed, strict=True):
         same(one[0], other[0])
         same(one[1], other[1])
+
+
+def test_what_becomes_of_rows_may_differ_between_ranks() -> None:
+    """What travels is the same."""
+    asked = {"format": POW2}
+    (codes, scales), (_, packed) = run_ranks(2, _agreeing, [asked, asked | {"scales_as": "packed"}])
+    (mine, same_scales), (numbers, none) = run_ranks(2, _agreeing, [asked, {"format": f"wire:{POW2}"}])
+    same(codes, mine)
+    same(scales, same_scales)
+    assert packed.dtype == torch.int32 and none is None and numbers.dtype == torch.bfloat16
 
 
 def test_scales_that_are_no_powers_of_two_are_refused_everywhere() -> None:

@@ -422,19 +422,24 @@ def test_float64_rows_have_no_format() -> None:
         assert comm.dispatch(x, idx, zeros=False).x.dtype == torch.float64
 
 
-def test_the_cute_backend_refuses_all_of_it(comm: ep_ops.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything runs; ordinary calls pass."""
-
-    monkeypatch.setattr(comm, "config", dataclasses.replace(comm.config, backend="cute"))
-    x, idx, weights = inputs(5)
-    codes, scales = quantise(x, format_of(POW2))
-    for changed in (
-        {"format": POW2}, {"format": f"wire:{POW2}"}, {"zeros": False}, {"scales_as": "rows"},
-        {"x": codes, "scales": scales, "format": POW2},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="backend 'cute' has no formats"):
-            comm.dispatch(**({"x": x, "topk_idx": idx} | changed))
-    assert comm.dispatch(x, idx, weights).scales is None
+def test_what_the_cute_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts without a kernel, before anything runs; all others pass."""
+    with communicator() as comm:
+        monkeypatch.setattr(comm, "config", dataclasses.replace(comm.config, backend="cute"))
+        x, idx, _ = inputs(5)
+        for form in FORMATS.values():
+            for layout in ("",) if form.wire else form.layouts:
+                if layout.startswith("swizzled"):
+                    allowed = "backend 'cute' has no kernel for it; allowed: 'rows', 'packed'"
+                    with pytest.raises(ValueError, match=f"scales_as is '{layout}'; {allowed}"):
+                        comm.dispatch(x, idx, format=form.name, scales_as=layout)
+                else:
+                    comm.dispatch(x, idx, format=form.name, scales_as=layout)
+    with communicator(hidden_size=2**16 + 128) as comm:
+        monkeypatch.setattr(comm, "config", dataclasses.replace(comm.config, backend="cute"))
+        x, idx = torch.ones(3, 2**16 + 128).bfloat16(), torch.zeros(3, TOP_K, dtype=torch.int32)
+        with pytest.raises(ValueError, match="hidden_size 65664; allowed on backend 'cute': at most 65536"):
+            comm.dispatch(x, idx, format=POW2)
 
 
 def test_no_scales_can_be_used_everywhere(comm: ep_ops.Communicator) -> None:

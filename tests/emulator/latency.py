@@ -26,6 +26,8 @@ class Pair:
         problem = Problem(len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound + 3)
         self.heap = LatencyHeap(problem, bound)
         self.ranks = Ranks(self.heap, draw)
+        self.variant: tuple[Any, ...] = ()  # of dispatch kernels
+        self.given: list[dict[str, int]] = [{}] * len(shape.experts)  # of each rank, in place of what is usual
 
     def inputs(self) -> None:
         """A new route."""
@@ -63,11 +65,17 @@ class Pair:
                 "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],
                 "alignment": case.alignment, "slots": case.slots[rank],
                 "senders": senders, "first_receiver": first, "blocks": blocks,
+                "scales": 0, "recv_scales": 0, "zeros": 1, **self.given[rank],
             }  # fmt: skip
             if kind == "combine":
                 values["recv_weights"] = at["weights"] if weighted else 0
             values = {name: values[name] for name in args._fields}
-            made.append(Launch(kernel(self.heap.problem, self.heap.tokens, weighted, *parts), numbered(args, **values)))
+            variant = self.variant if kind == "dispatch" else ()
+            made.append(
+                Launch(
+                    kernel(self.heap.problem, self.heap.tokens, weighted, *parts, *variant), numbered(args, **values)
+                )
+            )
         return made
 
     def run(self, kind: str, weighted: bool, split: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import torch
 
 from .arch import Phases, mbarrier_wait, phases, sync_threads
 from .machine import memory
@@ -140,6 +142,47 @@ def unpack(words: Sequence[Any], dtype: str) -> list[Any]:
 def pack(values: Sequence[Any], dtype: str) -> list[Uint32]:
     assert dtype == "fp32"
     return [word_of(value) for value in values]
+
+
+def div_rn(a: Any, b: Any) -> Any:
+    return numpy.float32(a) / numpy.float32(b)
+
+
+def as_float(bits: Any) -> Any:
+    return float_of(bits)
+
+
+def as_int(value: Any) -> Int32:
+    return Int32(int(word_of(value)))
+
+
+def encode(values: Sequence[Any], by: Any) -> Uint32:
+    """Through torch, which saturates where it is told to, and rounds as the instruction does."""
+    products = [float(mul_rn(value, by)) for value in values]
+    codes = torch.tensor(products).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+    return Uint32(
+        sum((0x7F if math.isnan(f) else c) << 8 * i for i, (f, c) in enumerate(zip(products, codes, strict=True)))
+    )
+
+
+def decode(word: Any) -> list[Any]:
+    codes = torch.tensor([int(word) >> 8 * i & 0xFF for i in range(4)], dtype=torch.uint8)
+    return [numpy.float32(value) for value in codes.view(torch.float8_e4m3fn).float().tolist()]
+
+
+def ld_u8(addr: Any) -> Int32:
+    at = int(addr)
+    return Int32(memory().load(at // 4 * 4) >> at % 4 * 8 & 0xFF)
+
+
+def st_u8(addr: Any, value: Any) -> None:
+    at, by = int(addr) // 4 * 4, int(addr) % 4 * 8
+    memory().store(at, memory().load(at) & ~(0xFF << by) | (int(value) & 0xFF) << by)
+
+
+def ld_shared(ptr: Any) -> Int32:
+    at = ptr.at(0, 4)  # of bytes
+    return Int32(int.from_bytes(bytes(ptr.view[at : at + 4]), "little", signed=True))
 
 
 look_then_wait = mbarrier_wait

@@ -11,6 +11,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,20 @@ class Wanted:
         self.world_size = world_size
         self.kernels: dict[Any, None] = {}
 
-    def add(self, config: dict[str, Any], bound: int = 0, only: tuple[str, ...] = (), split: bool = True) -> None:
-        """All kernels, or those of the named classes; latency kernels for at most `bound` tokens, whole or split."""
+    def add(
+        self, config: dict[str, Any], bound: int = 0, only: tuple[str, ...] = (), split: bool = True,
+        formats: Sequence[tuple[str, str]] = (),
+    ) -> None:  # fmt: skip
+        """All kernels, or those of the named classes; latency kernels for at most `bound` tokens, whole or split; and
+        those of rows in `formats`."""
         import torch
 
         from cute_kernels.heap import Problem
         from cute_kernels.latency.heap import most_tokens
-        from ep_ops.backends.cute import kernels_of, latency, memory
+        from ep_ops.backends.cute import kernels_of, latency, memory, throughput
+        from ep_ops.backends.cute.sent import sent
         from ep_ops.config import even_experts
+        from ep_ops.records import Delivery
 
         experts = config.get("experts_per_rank") or even_experts(config["num_experts"], self.world_size)
         dtype = memory.DTYPES[config.get("dtype", torch.bfloat16)]
@@ -41,6 +48,11 @@ class Wanted:
         if bound:
             few = latency.kernels_of(problem, min(bound, most_tokens(problem)))
             found += [k for k in few if split or (k.send and k.receive)]
+        for name, layout in formats:
+            how = sent(Delivery(None, name, layout))
+            found += throughput.kernels_of_format(problem, how)
+            if how.latency:
+                found += latency.kernels_of_format(problem, min(bound, most_tokens(problem)), how)
         self.kernels.update(dict.fromkeys(found))
 
 
@@ -49,6 +61,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import cases
     import test_checking
     import test_failures
+    import test_formats
     import test_gather
     import test_latency
     import test_progress
@@ -79,6 +92,8 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     for few in (0, test_progress.TOKENS):
         want.add(test_progress.config(world_size), few)
     want.add(test_checking.config(world_size), DEFAULT_TOKENS)
+    for config, how in test_formats.wanted(world_size):
+        want.add(config, test_formats.TOKENS, formats=[how])
     return [*want.kernels, *of_many(world_size, seed)]
 
 

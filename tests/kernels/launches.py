@@ -21,7 +21,7 @@ class Recorder:
         self.device = torch.device("cpu")
         self.launched: list[tuple[Any, int, dict[str, Any]]] = []
 
-    def get(self, kernel: Any, *variant: int) -> Callable[..., None]:
+    def get(self, kernel: Any, *variant: Any) -> Callable[..., None]:
         tensors, numbers = names(kernel.Args)
 
         def launch(terms: int, **values: Any) -> None:

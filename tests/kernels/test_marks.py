@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_kernels import marks, sync
+from cute_kernels.formats import FORMATS
 from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.report import Report
 
@@ -19,10 +20,11 @@ def mark(epoch: int, *args, **kwargs) -> int:
 
 @pytest.mark.parametrize("kind", marks.KINDS[1:])
 @pytest.mark.parametrize("flags", [(False, True, False), (True, False, True)])
-@pytest.mark.parametrize("tokens", [0, 1, 4096, 2**20 - 1])
-def test_round_trip(kind, flags, tokens):
-    terms = marks.Terms(kind, *flags, tokens)
-    packed = marks.pack(kind, tokens, *flags)
+@pytest.mark.parametrize("tokens", [0, 1, 4096, 2**17 - 1])
+@pytest.mark.parametrize("name", FORMATS[::3])
+def test_round_trip(kind, flags, tokens, name):
+    terms = marks.Terms(kind, *flags, tokens, name)
+    packed = marks.pack(kind, tokens, *flags, format=name)
     assert marks.unpack(12345 << marks.SHIFT | packed) == (12345, terms)
     assert packed < 2**31 and packed >> marks.SHIFT == 0
 
@@ -42,6 +44,10 @@ def report(reason: int, own: int, seen: int) -> str:
         (mark(7, "plan", 64), "met rank 1 in ep::plan: the ranks call operators in different orders"),
         (mark(7, "dispatch", 32), "met rank 1, which passed max_tokens 32, not 64"),
         (mark(7, "dispatch", 64, True), "disagree on whether weights (or their gradients) are given"),
+        (
+            mark(7, "dispatch", 64, format="e4m3/32/mx"),
+            "met rank 1, whose rows travel in format 'e4m3/32/mx', not '': all ranks must pass the same",
+        ),
         (mark(7, "dispatch", 64, few=True), "disagree on whether a residual is given"),
     ],
 )

@@ -22,8 +22,10 @@ from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import latency, launcher
 from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.outputs import Outputs
-from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of
-from ep_ops.records import Route, Sizes
+from ep_ops.backends.cute.sent import sent
+from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_of_format
+from ep_ops.formats import format_of, quantise
+from ep_ops.records import Delivery, Route, Sizes
 
 PROBLEM = Problem(3, (3, 0, 5), 4, 64, "bf16", 512)
 KERNELS = {type(kernel): kernel for kernel in [*kernels_of(PROBLEM), *latency.kernels_of(PROBLEM, 16)]}
@@ -145,11 +147,71 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
     rows = torch.zeros(4)
     launch = made.get(Pull, True, False, True)
     assert made.get(Pull, True, False, True) is launch
-    launch(9, blocks=3, joining=4, expected=7, dealt=3, num_rows=8, alignment=2, max_tokens=1, arrivals=rows, x=None)
+    launch(
+        9,
+        blocks=3,
+        joining=4,
+        expected=7,
+        dealt=3,
+        num_rows=8,
+        alignment=2,
+        max_tokens=1,
+        slots=9,
+        zeros=1,
+        arrivals=rows,
+        x=None,
+    )
     ranks = (table.data_ptr(), 20, 1, 5, 6, 9)  # the table of all heaps, and this rank's own
-    assert calls == [(*ranks, 0, rows.data_ptr(), 0, 0, 0, 0, 1, 2, 8, 3, 7, 4, 3, 77)]
+    assert calls == [(*ranks, 0, rows.data_ptr(), 0, 0, 0, 0, 0, 1, 2, 8, 9, 1, 3, 7, 4, 3, 77)]
     assert len(calls[0]) == len(KERNELS[Pull].signature())
     with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
-        launch(9, blocks=3, joining=4, expected=7, dealt=3, num_rows=8, alignment=2, max_tokens=1, rows=rows)
-    with pytest.raises(TypeError, match="'num_rows' and 'blocks'"):
+        launch(
+            9,
+            blocks=3,
+            joining=4,
+            expected=7,
+            dealt=3,
+            num_rows=8,
+            alignment=2,
+            max_tokens=1,
+            slots=9,
+            zeros=1,
+            rows=rows,
+        )
+    with pytest.raises(TypeError, match="'num_rows', 'slots', 'zeros', and 'blocks'"):
         launch(9, joining=4, expected=7, dealt=3, alignment=2, max_tokens=1, x=rows)
+
+
+@pytest.mark.parametrize("beyond", [(0, 0), (66, 99)], ids=["fixed", "joining"])
+def test_launches_in_a_format(beyond: tuple[int, int], recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel knows what rows travel as; those that are told to be compiled ahead are those that run."""
+    path = path_of(recorder, Budget(20, 30, beyond=beyond), monkeypatch)
+    name = "e4m3/32/mx"
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    codes, scales = quantise(x, format_of(name))
+    sizes = Sizes(48, 16, 0, 100)
+    for weights in (None, torch.zeros(7, 4)):
+        for rows, given in ((x, None), (codes, scales)):
+            delivery = Delivery(given, name, "packed")
+            recv_x, recv_scales, recv_weights, *placed = path.dispatch(rows, weights, idx, sizes, delivery)
+            assert recv_x.dtype == torch.float8_e4m3fn and recv_scales.shape == (1, 48)
+            assert recv_weights.shape == (0 if weights is None else 48,)
+            route = Route(idx, *placed[:4], 16, 48, 100)
+            assert len(path.along("dispatch_planned", rows, weights, route, delivery)) == 3
+    wanted = kernels_of_format(PROBLEM, sent(Delivery(None, name, "packed")))
+    # A format takes all blocks that may join from the beginning.
+    assert {kernel for kernel, _, _ in recorder.launched} == {kernel for kernel in wanted if not joins(kernel)}
+    for kernel, terms, values in recorder.launched:
+        assert marks.unpack(terms)[1].format == name
+        if isinstance(kernel, Publish):
+            assert (values["scales"] is not None) == kernel.given
+        else:
+            assert values["dealt"] == max(20, beyond[0]) and values["zeros"] == 1 and values["recv_scales"] is not None
+
+
+def test_padding_on_request(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = path_of(recorder, Budget(20, 30), monkeypatch)
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    out = path.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery(zeros=False))
+    assert out[0].dtype == torch.bfloat16 and out[1].shape == (0,)
+    assert [values["zeros"] for kernel, _, values in recorder.launched if isinstance(kernel, Pull)] == [0]

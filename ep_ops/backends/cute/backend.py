@@ -19,16 +19,17 @@ from cute_kernels.sync import TOLD_SO
 
 from ... import arrivals, symmetric
 from ...config import Config, Member
-from ...records import Operation, Placed, Route, Sizes
-from ..base import DispatchTensors
+from ...records import Delivery, Operation, Placed, Route, Sizes
+from ..base import DispatchTensors, Formats
 from ..split import Order, ticket
-from . import history, latency, watch
+from . import history, latency, throughput, watch
 from .budget import Traffic, default_budget
 from .launcher import Launcher
 from .memory import heap_of, problem_of, rows_bytes, token_bound
 from .outputs import Outputs
 from .report import Report
 from .residency import MARGIN
+from .sent import sent
 from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
 
 __all__ = ["CuteBackend", "all_kernels", "kernels_of"]
@@ -40,12 +41,17 @@ _kept: list[Any] = []
 """Memory of communicators that have failed: a peer may still write there."""
 
 
-def all_kernels(config: Config) -> list[Any]:
-    """Everything that such a communicator may launch."""
+def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
+    """Everything that such a communicator may launch, with rows in these formats."""
     problem = problem_of(config)
     tokens = token_bound(config, problem)
-    few = latency.kernels_of(problem, tokens) if tokens else []
-    return [*kernels_of(problem), *few, Refuse(problem), Alarm(problem)]
+    found = [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else [])]
+    for name, scales_as in formats:
+        how = sent(Delivery(None, name, scales_as))
+        found += throughput.kernels_of_format(problem, how)
+        if tokens and how.latency:
+            found += latency.kernels_of_format(problem, tokens, how)
+    return [*dict.fromkeys(found), Refuse(problem), Alarm(problem)]
 
 
 class CuteBackend:
@@ -95,14 +101,21 @@ class CuteBackend:
         self._begin()
         return self.throughput.plan(topk_idx, sizes)
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+    def dispatch(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
         self._begin()
-        few = sizes.max_tokens <= self._latency_tokens
-        return (self.latency if few else self.throughput).dispatch(x, topk_weights, topk_idx, sizes)
+        path = self.latency if self._few(sizes, delivery) else self.throughput
+        return path.dispatch(x, topk_weights, topk_idx, sizes, delivery)
+
+    def _few(self, sizes: Sizes, delivery: Delivery | None) -> bool:
+        """Whether the latency kernels take a dispatch."""
+        return sizes.max_tokens <= self._latency_tokens and sent(delivery).latency
 
     def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
-    ) -> DispatchTensors:
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
         self._begin()
         capacity = NO_CAPACITY_LIMIT // alignment * alignment
         most = self._problem.world_size * max_tokens * self._problem.top_k + self._local_experts * (alignment - 1)
@@ -112,11 +125,13 @@ class CuteBackend:
             self.check_errors()  # the host has waited: say it now
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
         route = _route(topk_idx, placed, num_rows, Sizes(num_rows, alignment, 0, max_tokens))
-        return (*self.throughput.along("dispatch_planned", x, topk_weights, route), *placed)
+        return (*self.throughput.along("dispatch_planned", x, topk_weights, route, delivery), *placed)
 
-    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    def dispatch_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
         self._begin()
-        return self.throughput.along("dispatch_planned", x, topk_weights, route)
+        return self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         self._begin()
@@ -148,22 +163,25 @@ class CuteBackend:
         self._begin()
         if recv_weights is not None:
             return self.throughput.combine_backward(grad_out, y, recv_weights, route)
-        grad_y, _ = self.throughput.along("combine_backward", grad_out, None, route)
+        grad_y = self.throughput.along("combine_backward", grad_out, None, route)[0]
         return grad_y, grad_out.new_empty(0, dtype=torch.float32)
 
-    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
+    def dispatch_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
         self._begin()
-        few = sizes.max_tokens <= self._latency_tokens
-        sent = self.latency.dispatch_start(x, topk_weights, topk_idx, sizes) if few else ticket(x)
+        few = self._few(sizes, delivery)
+        made = self.latency.dispatch_start(x, topk_weights, topk_idx, sizes, delivery) if few else ticket(x)
         self._order.start("dispatch")  # it has not, where that raises
-        return sent
+        return made
 
-    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+    def dispatch_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
         self.check_errors()
         self._order.wait("dispatch")
-        if sizes.max_tokens <= self._latency_tokens:
-            return self.latency.dispatch_wait(x, topk_weights, topk_idx, sizes)
-        return self.dispatch(x, topk_weights, topk_idx, sizes)
+        path = self.latency.dispatch_wait if self._few(sizes, delivery) else self.throughput.dispatch
+        return path(x, topk_weights, topk_idx, sizes, delivery)
 
     def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         self._begin()
@@ -208,8 +226,8 @@ class CuteBackend:
 
     # ------------------------------------------------------------------ lifetime
 
-    def compile(self) -> None:
-        self._launcher.compile(all_kernels(self._config))
+    def compile(self, formats: Formats = ()) -> None:
+        self._launcher.compile(all_kernels(self._config, formats))
 
     def warmup(self) -> None:
         """Runs every kernel once, on no tokens."""

@@ -42,4 +42,5 @@ def _of_one(noted: Operation) -> str:
     met = "has not seen all ranks in it"
     if noted.met is not None:
         met = f"has seen all ranks in it {1e6 * (noted.met - noted.begun):.0f} us later"
-    return f"{noted.number} ep::{noted.kind} (max_tokens {noted.max_tokens}) begun at {begun}, {met}"
+    rows = f", format {noted.format}" if noted.format else ""
+    return f"{noted.number} ep::{noted.kind} (max_tokens {noted.max_tokens}{rows}) begun at {begun}, {met}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 
-from ...records import Route, Sizes
+from ...records import Delivery, Route, Sizes
 from ..base import DispatchTensors
 from ..split import ticket
 from .launcher import Launcher
 from .outputs import Outputs
+from .sent import Sent, given_scales, sent, with_scales
 
 FEW_TOKENS = 16
 """A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
@@ -26,14 +28,26 @@ receive."""
 NOTHING = (None,) * 7
 """What stands for `DispatchTensors` where a kernel only sends."""
 
+PARTS = ((True, True), (True, False), (False, True))
+"""What a kernel does, send and receive: a whole operation, a start, a wait."""
+
 Deal = tuple[int, int, int]
 """How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
 
 
 def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     """Every latency kernel that the operators of such a communicator launch."""
-    parts = ((True, True), (True, False), (False, True))  # send and receive: a whole operation, a start, a wait
-    return [k(problem, tokens, weights, *p) for k in (Dispatch, Combine) for weights in (False, True) for p in parts]
+    return [k(problem, tokens, weights, *p) for k in (Dispatch, Combine) for weights in (False, True) for p in PARTS]
+
+
+def kernels_of_format(problem: Problem, tokens: int, how: Sent) -> list[Any]:
+    """Those that dispatches in a format launch, whether or not x is quantised already."""
+    given = (False, True) if how.layout else (False,)
+    found: list[Any] = []
+    for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
+        layout = how.layout if receive else ""
+        found.append(Dispatch(problem, tokens, weights, send, receive, how.format, layout, g))
+    return found
 
 
 class LatencyPath:
@@ -68,23 +82,30 @@ class LatencyPath:
         return self.deal or (senders, senders if send else 0, sms)
 
     def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, *, send: bool = True
-    ) -> DispatchTensors:
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
+        *, send: bool = True,
+    ) -> DispatchTensors:  # fmt: skip
         """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
-        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes)
-        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, out)
-        return out
+        how = sent(delivery)
+        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes, how)
+        recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
+        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, delivery, out, recv_scales)
+        return with_scales(out, recv_scales, delivery)
 
-    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor:
+    def dispatch_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
         """Sends, beside what follows on the current stream."""
         with self._beside():
-            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, NOTHING)
+            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
         return ticket(x)
 
-    def dispatch_wait(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+    def dispatch_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
         """Receives. Complete when it ends, as :meth:`dispatch`."""
         self.join()
-        return self.dispatch(x, topk_weights, topk_idx, sizes, send=False)
+        return self.dispatch(x, topk_weights, topk_idx, sizes, delivery, send=False)
 
     def _launch_dispatch(
         self,
@@ -93,17 +114,22 @@ class LatencyPath:
         topk_weights: Tensor | None,
         topk_idx: Tensor,
         sizes: Sizes,
+        delivery: Delivery | None,
         out: DispatchTensors | tuple[None, ...],
+        recv_scales: Tensor | None = None,
     ) -> None:
+        how = sent(delivery)
         recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out
         capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
-        self._kernel(Dispatch, self.tokens, weighted, *part)(
-            marks.pack("dispatch", max_tokens, weighted, few=True),
-            x=x, topk_weights=topk_weights, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals, offs=offs,
-            counts=counts, dropped=dropped, recv_x=recv_x, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, capacity=capacity, alignment=alignment, slots=slots,
+        layout = how.layout if part[1] else ""  # where rows only leave it is all the same
+        self._kernel(Dispatch, self.tokens, weighted, *part, how.format, layout, how.given)(
+            marks.pack("dispatch", max_tokens, weighted, few=True, format=how.format),
+            x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx,
+            send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
+            recv_weights=recv_weights, tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity,
+            alignment=alignment, slots=slots, zeros=int(how.zeros),
             senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 

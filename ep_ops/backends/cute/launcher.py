@@ -34,7 +34,7 @@ class Launcher:
         self._ranks = (heap.table.data_ptr(), heap.addresses[rest[0]], *rest)
         self._launches: dict[Any, Launch] = {}
 
-    def get(self, kernel: type[Kernel], *variant: int) -> Launch:
+    def get(self, kernel: type[Kernel], *variant: Any) -> Launch:
         """How to launch `kernel(problem, *variant)`, which is compiled when it is first asked for."""
         found = self._launches.get((kernel, variant))
         if found is None:

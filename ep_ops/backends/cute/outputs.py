@@ -11,8 +11,11 @@ from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-def
 from cute_kernels.heap import Problem
 
 from ... import arrivals
+from ...formats import Grid, format_of, scales_shape
 from ...records import Placed, Sizes
 from ..base import DispatchTensors
+from .memory import DTYPES
+from .sent import AS_IT_IS, Sent
 
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """What makes an output: (shape, strides, dtype) -> a tensor whose values are undefined."""
@@ -32,22 +35,38 @@ class Outputs:
     """Of the operators of one communicator, on its device."""
 
     def __init__(self, problem: Problem, num_local_experts: int, device: torch.device) -> None:
-        self._world_size = problem.world_size
+        self._world_size, self._hidden = problem.world_size, problem.hidden_size
+        self._dtype = {name: dtype for dtype, name in DTYPES.items()}[problem.dtype]
         self._local = (num_local_experts,)
         self._device = device
 
     def placed(self, topk_idx: Tensor, num_rows: int) -> Placed:
         return Placed(*self._placed(allocator(self._device), topk_idx, num_rows))
 
-    def dispatched(self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
+    def dispatched(self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes, how: Sent) -> DispatchTensors:
+        """Without scales."""
         new = allocator(self._device)
         capacity = sizes.capacity
         hidden = x.shape[1]
         return (
-            new((capacity, hidden), (hidden, 1), x.dtype),
+            new((capacity, hidden), (hidden, 1), self._row_dtype(x, how)),
             new((capacity if weighted else 0,), (1,), torch.float32),
             *self._placed(new, topk_idx, capacity),
         )
+
+    def _row_dtype(self, x: Tensor, how: Sent) -> torch.dtype:
+        return x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
+
+    def scales(self, how: Sent, num_rows: int, slots: int) -> Tensor | None:
+        """Of rows that arrive; None where they have none."""
+        if not how.layout:
+            return None
+        grid = Grid(num_rows, slots, self._local[0], self._hidden)
+        shape, dtype = scales_shape(format_of(how.format), how.layout, grid)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        return allocator(self._device)(tuple(shape), tuple(strides), dtype)
 
     def _placed(self, new: New, topk_idx: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         tokens, top_k = topk_idx.shape
@@ -60,12 +79,12 @@ class Outputs:
             new(local, (1,), ints),
         )
 
-    def rows(self, x: Tensor, weighted: bool, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Like x [num_rows, H], and float32 [num_rows] for weights, or [0]."""
+    def rows(self, x: Tensor, weighted: bool, num_rows: int, how: Sent = AS_IT_IS) -> tuple[Tensor, Tensor]:
+        """[num_rows, H] like x, or as they arrive in a format, and float32 [num_rows] for weights, or [0]."""
         new = allocator(self._device)
         hidden = x.shape[1]
         weights = new((num_rows if weighted else 0,), (1,), torch.float32)
-        return new((num_rows, hidden), (hidden, 1), x.dtype), weights
+        return new((num_rows, hidden), (hidden, 1), self._row_dtype(x, how)), weights
 
     def tokens(self, y: Tensor, tokens: int) -> Tensor:
         """[tokens, H] for what rows `y` come home as."""

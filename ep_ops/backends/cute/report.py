@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -120,6 +121,12 @@ class Report:
                 f"the route of rank {rank} fills row {detail}, but only {value} rows were given ({where}): what came "
                 "of it is undefined"
             )
+        if reason == sync.BAD_SCALE:
+            given = struct.unpack("<f", struct.pack("<I", value & 0xFFFFFFFF))[0]
+            return (
+                f"scales holds {given!r} at flat index {detail} on rank {rank} ({where}); format {terms.format!r} takes"
+                " powers of two, 0 and Inf: what came of it is undefined"
+            )
         return (
             f"topk_idx holds {value} at flat index {detail} on rank {rank} ({where}); allowed are expert ids from -1 "
             f"(none) to {self._num_experts - 1}. Such entries were not sent."
@@ -145,6 +152,8 @@ def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
         return f" in ep::{other.kind}: the ranks call operators in different orders"
     if other.max_tokens != own.max_tokens:
         return f", which passed max_tokens {other.max_tokens}, not {own.max_tokens}: all ranks must pass the same"
+    if other.format != own.format:
+        return f", whose rows travel in format {other.format!r}, not {own.format!r}: all ranks must pass the same"
     given = [what for what, a, b in zip(_GIVEN, own[1:4], other[1:4], strict=True) if a != b]
     return f", but they disagree on whether {' and '.join(given)} given: all ranks must pass the same"
 

@@ -15,13 +15,14 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 
-from ...records import Placed, Route, Sizes
+from ...records import Delivery, Placed, Route, Sizes
 from ..base import DispatchTensors
 from ..budget import Budget
 from .budget import Traffic
 from .launcher import Launcher
 from .outputs import Outputs
 from .residency import MARGIN
+from .sent import AS_IT_IS, Sent, given_scales, sent, with_scales
 
 STAGING_BLOCKS = 16
 """Multiprocessors that the budget of a dispatch leaves to staging and announcing. Fewer have not been tried, but for a
@@ -51,6 +52,20 @@ def kernels_of(problem: Problem) -> list[Any]:
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
 
+def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
+    """Those that dispatches in a format launch, whether or not x is quantised already."""
+    alone = problem.world_size == 1
+    parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
+    given = (False, True) if how.layout else (False,)
+    found: list[Any] = []
+    for weights in (False, True):
+        found += [
+            Publish(problem, route, True, weights, False, how.format, g) for route in (False, True) for g in given
+        ]
+        found += [Pull(problem, weights, False, placed, joins, how.format, how.layout) for placed, joins in parts]
+    return found
+
+
 class ThroughputPath:
     """Operators for any number of tokens."""
 
@@ -73,50 +88,69 @@ class ThroughputPath:
         )  # fmt: skip
         return placed
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors:
-        weighted, pulling = topk_weights is not None, self._budget.dispatch
+    def dispatch(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        how = sent(delivery)
+        weighted, pulling = topk_weights is not None, self._pulling(how)
         beyond = max(0, self._budget.beyond[0] - pulling) if pulling > 1 else 0
-        out = self._outputs.dispatched(x, weighted, topk_idx, sizes)
+        out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how)
+        recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
         recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out
         capacity, alignment, slots, max_tokens = sizes
-        terms = marks.pack("dispatch", max_tokens, weighted)
-        variant = (True, self._problem.world_size > 1, weighted, False)
+        terms = marks.pack("dispatch", max_tokens, weighted, format=how.format)
+        variant = (True, self._stages(how), weighted, False, how.format, how.given)
         self._kernel(Publish, *variant)(
             terms,
-            x=x, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows, arrivals=arrivals, offs=offs,
-            counts=counts, dropped=dropped, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment, slots=slots,
-            blocks=self._publish_blocks(variant, pulling),
+            x=x, scales=given_scales(delivery), topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
+            arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
+            tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment,
+            slots=slots, blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         expected = self._traffic.expected(x.shape[0])
         for joins, blocks in ((False, dealt), (True, joining)):
             if blocks:
-                self._kernel(Pull, weighted, False, True, joins)(
+                self._kernel(Pull, weighted, False, True, joins, how.format, how.layout)(
                     terms,
                     x=x, arrivals=arrivals, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
-                    max_tokens=max_tokens, alignment=alignment, num_rows=capacity, dealt=dealt, expected=expected,
-                    joining=joining, blocks=blocks,
+                    recv_scales=recv_scales, max_tokens=max_tokens, alignment=alignment, num_rows=capacity,
+                    slots=slots, zeros=int(how.zeros), dealt=dealt, expected=expected, joining=joining, blocks=blocks,
                 )  # fmt: skip
-        return out
+        return with_scales(out, recv_scales, delivery)
 
-    def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    def _pulling(self, how: Sent) -> int:
+        """SMs that fetch rows. In a format these are short, and have scales to be stored besides: without a budget that
+        was set they get as many as a rank with more rows."""
+        more = min(self._budget.beyond[0], self._budget.most_dispatch) if how.format else 0
+        return max(self._budget.dispatch, more)
+
+    def _stages(self, how: Sent) -> bool:
+        """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
+        return self._problem.world_size > 1 or bool(how.format)
+
+    def along(
+        self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
         """Dispatch along a known route, as an operation of that kind."""
-        weighted, pulling = topk_weights is not None, self._budget.dispatch
-        recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows)
+        how = sent(delivery)
+        weighted, pulling = topk_weights is not None, self._pulling(how)
+        recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows, how)
+        recv_scales = self._outputs.scales(how, route.num_rows, route.slots)
         max_tokens = route.max_tokens
-        terms = marks.pack(kind, max_tokens, weighted)
-        published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route)
+        terms = marks.pack(kind, max_tokens, weighted, format=how.format)
+        published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route, how, delivery)
         joining = max(0, self._budget.beyond[0] - pulling)
-        self._kernel(Pull, weighted, not published, False, False)(
+        self._kernel(Pull, weighted, not published, False, False, how.format, how.layout)(
             terms,
             x=x, arrivals=route.arrivals, offs=route.offs, counts=route.counts, recv_x=recv_x,
-            recv_weights=recv_weights, max_tokens=max_tokens, alignment=route.alignment,
-            num_rows=route.num_rows, dealt=pulling, expected=self._traffic.expected(x.shape[0]), joining=joining,
+            recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=max_tokens, alignment=route.alignment,
+            num_rows=route.num_rows, slots=route.slots, zeros=int(how.zeros), dealt=pulling,
+            expected=self._traffic.expected(x.shape[0]), joining=joining,
             blocks=pulling + joining,
         )  # fmt: skip
-        return recv_x, recv_weights
+        return with_scales((recv_x, recv_weights), recv_scales, delivery)
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
         tokens, max_tokens, blocks = route.topk_idx.shape[0], route.max_tokens, self._budget.combine
@@ -190,23 +224,25 @@ class ThroughputPath:
         topk_weights: Tensor | None,
         recv_weights: Tensor | None,
         route: Route,
+        how: Sent = AS_IT_IS,
+        delivery: Delivery | None = None,
     ) -> bool:
         """Launches the publish kernel of a known route, unless it has nothing to do: then False."""
-        variant = (False, self._problem.world_size > 1, topk_weights is not None, False)
-        if not any(variant):
+        variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given)
+        if not any(variant[:4]):
             return False
         self._kernel(Publish, *variant)(
             terms,
-            x=x, topk_idx=route.topk_idx, topk_weights=topk_weights, arrivals=route.arrivals,
-            recv_weights=recv_weights, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
-            capacity=route.num_rows, num_rows=route.num_rows, alignment=1, slots=0,
+            x=x, scales=given_scales(delivery), topk_idx=route.topk_idx, topk_weights=topk_weights,
+            arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],
+            max_tokens=route.max_tokens, capacity=route.num_rows, num_rows=route.num_rows, alignment=1, slots=0,
             blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
         return True
 
-    def _publish_blocks(self, variant: tuple[bool, bool, bool, bool], pulling: int) -> int:
+    def _publish_blocks(self, variant: tuple[Any, ...], pulling: int) -> int:
         """Of the publish kernel, which leaves `pulling` multiprocessors to the kernel that comes next and runs at the
         same time: staging takes one block that announces, and all others that there are but for a margin."""
-        route, rows, weights, _ = variant
+        route, rows, weights, *_ = variant
         tiles = self._problem.tiles if route or weights else 0
         return tiles + (1 + max(1, self._all_blocks - MARGIN - tiles - pulling - 1) if rows else 0)

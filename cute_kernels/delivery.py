@@ -1,0 +1,143 @@
+"""What becomes of a row where it arrives: a row like x, codes with scales in the layout of a consumer, or numbers
+again.
+
+The layouts, and which unit of 4 bytes or of one lies where: docs/formats.md.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr, range_constexpr
+
+from . import ptx
+from .formats import Form
+from .heap import Problem
+from .rows import zero_row
+
+
+class Arrived(NamedTuple):
+    """Where rows go, and what there is of them."""
+
+    rows: Int64
+    weights: Int64
+    scales: Int64
+    num_rows: Int32
+    slots: Int32  # rows of each expert; 0: segments follow each other
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """`format` "": rows travel as they are. `layout` "": what travels in a format arrives as the numbers."""
+
+    problem: Problem
+    format: str = ""
+    layout: str = ""
+
+    @property
+    def form(self) -> Form:
+        return Form(self.format, self.problem.hidden_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row where it arrives."""
+        return self.problem.hidden_size if self.layout else self.problem.row_bytes
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Of a row on its way."""
+        return self.form.staged_bytes if self.format else self.problem.row_bytes
+
+    @property
+    def unit(self) -> int:
+        """Bytes that scales are stored by. Rows of exponents lie at multiples of 4 bytes if they are multiples of 4."""
+        return 1 if self.layout == "rows" and self.form.in_bytes and self.form.scales % 4 else 4
+
+    @property
+    def units(self) -> int:
+        """Of a row's scales."""
+        form = self.form
+        return form.scales if self.unit == 1 or not (form.in_bytes or self.layout == "packed") else -(-form.scales // 4)
+
+    @cute.jit
+    def place(self, to: Arrived, row: Int32) -> tuple[Int64, Int32]:
+        """Where the first unit of a row's scales lies, and the distance to the next."""
+        if const_expr(self.layout == "rows"):
+            return to.scales + Int64(row) * (self.units * self.unit), Int32(self.unit)
+        return _place_in_lines(to, row, self.units)
+
+    @cute.jit
+    def zero(self, to: Arrived, row: Int32, end: Int32, lane: Int32, weights: cutlass.Constexpr[bool]) -> None:
+        """By a warp: padding rows of one expert, from `row` on, and what goes with them."""
+        i = Int32(row)
+        while i < end:
+            zero_row(self.row_bytes, to.rows + Int64(i) * self.row_bytes, lane)
+            i += 1
+        i = row + lane
+        if const_expr(weights):
+            while i < end:
+                ptx.st_i32(to.weights + Int64(i) * 4, Int32(0))
+                i += 32
+        if const_expr(self.layout == "rows"):
+            first, _ = self.place(to, row)
+            i = Int32(lane)
+            while i < (end - row) * self.units:
+                self.store_unit(first + Int64(i) * self.unit, Int32(0))
+                i += 32
+        elif const_expr(self.layout != ""):
+            first, step = self.place(to, row)
+            line = Int32(0)
+            while line < self.units:
+                i = Int32(lane)
+                while i < end - row:
+                    self.store_unit(first + Int64(line) * step + i * 4, Int32(0))
+                    i += 32
+                line += 1
+
+    def store_unit(self, at: Int64, value: Int32) -> None:
+        if self.unit == 1:
+            ptx.st_u8(at, value)
+        else:
+            ptx.st_i32(at, value)
+
+    @cute.jit
+    def staged_unit(self, words: Any, i: Int32) -> Int32:
+        """The i-th unit of scales as they are staged, in shared memory from `words` (bytes) on."""
+        form = self.form
+        value = Int32(0)
+        if const_expr(self.unit == 1):
+            value = (ptx.ld_shared(words + (i >> 2) * 4) >> ((i & 3) * 8)) & 0xFF
+        elif const_expr(self.layout == "packed" and not form.in_bytes):
+            for j in range_constexpr(4):
+                if 4 * i + j < form.scales:
+                    value = value | (((ptx.ld_shared(words + (16 * i + 4 * j)) >> 23) & 0xFF) << (8 * j))
+        else:
+            value = ptx.ld_shared(words + i * 4)
+        return value
+
+    @cute.jit
+    def store_scale(self, to: Arrived, row: Int32, column: Int32, stored: Int32) -> None:
+        """One scale of a row, as fp32 bits, or as its exponent where these travel. In `packed` a column behind the last
+        belongs to the row, too."""
+        at, step = self.place(to, row)
+        if const_expr(self.layout == "packed"):
+            exponent = stored
+            if const_expr(not self.form.in_bytes):
+                exponent = (stored >> 23) & 0xFF
+            ptx.st_u8(at + Int64(column >> 2) * step + (column & 3), exponent)
+        elif const_expr(self.form.in_bytes):
+            ptx.st_u8(at + column, stored)
+        else:
+            ptx.st_i32(at + Int64(column) * step, stored)
+
+
+@cute.jit
+def _place_in_lines(to: Arrived, row: Int32, lines: cutlass.Constexpr[int]) -> tuple[Int64, Int32]:
+    """Of units in lines, each of which holds one unit of every row; in the padded layout of every row of an expert."""
+    across, at = (to.num_rows + 3) & ~3, Int64(row)
+    if to.slots > 0:
+        across = (to.slots + 3) & ~3
+        expert = row // to.slots
+        at = Int64(expert) * lines * across + (row - expert * to.slots)
+    return to.scales + at * 4, across * 4

@@ -1,0 +1,53 @@
+"""Quantised rows on their way: how many bytes a row's codes and scales take between two ranks.
+
+A format is named as operators name it, without ``wire:``, which says what becomes of rows where they arrive
+(`delivery.py`). What codes and scales are: docs/formats.md.
+"""
+
+from dataclasses import dataclass
+
+FORMATS = ("", "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx", "e4m3/row/fp32")
+"""By the index that ranks tell each other."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A format and the number of codes, one byte each, in a row."""
+
+    name: str
+    hidden_size: int
+
+    @property
+    def block(self) -> int:
+        """Numbers that share a scale."""
+        size = self.name.split("/")[1]
+        return self.hidden_size if size == "row" else int(size)
+
+    @property
+    def whole_row(self) -> bool:
+        return self.block == self.hidden_size and "row" in self.name
+
+    @property
+    def kind(self) -> str:
+        """Of scales: "pow2", "fp32" or "mx"."""
+        return self.name.split("/")[2]
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether a scale travels as its exponent; else as fp32."""
+        return self.kind == "mx"
+
+    @property
+    def scales(self) -> int:
+        """Of a row."""
+        return self.hidden_size // self.block
+
+    @property
+    def scale_words(self) -> int:
+        """Of 4 bytes, that a row's scales take."""
+        return -(-self.scales // 4) if self.in_bytes else self.scales
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of a staged row: its codes, its scales behind them, and room up to a multiple of 16."""
+        return -(-(self.hidden_size + 4 * self.scale_words) // 16) * 16

@@ -1,0 +1,166 @@
+"""Packets of rows in a format. Of a packet's 30 payload vectors 28 carry 16 codes each, the next one the scales of all
+blocks that these belong to, the last one four of the token's routing weights.
+
+A block that reaches into two packets has its scale in both, so that neither is needed to make, or decode, the other.
+All blocks of a packet's 448 codes lie in 32 vectors of 16 codes: each lane finds the largest magnitude of one of them
+and makes its codes, which go to the lanes that carry them by shuffles.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx
+from ..delivery import Arrived, Delivery
+from ..formats import Form
+from ..quantise import decode, encode, exact_scale, largest, of_group, scale_of
+from ..sync import Ranks
+from ..throughput.stage_quantised import given_word
+from .packets import Words, lane_offset, lane_vector, marks, store_payload
+
+VECTORS = 28
+"""Of codes."""
+CODES = 16 * VECTORS
+"""In a packet."""
+SCALES, WEIGHTS = 28, 29
+"""Which payload vectors carry them."""
+SCALES_LANE = 30
+"""The lane that has the vector of scales."""
+
+
+def packets_of(form: Form, top_k: int, weights: bool) -> int:
+    """Of a row, with room for the weights of its token."""
+    return max(-(-form.hidden_size // CODES), -(-top_k // 4) if weights else 0)
+
+
+def first_vector(form: Form, packet: Int32) -> Int32:
+    """The first vector of 16 codes of the first block that has codes in a packet."""
+    each = form.block // 16
+    return packet * VECTORS // each * each
+
+
+def blocks_of(form: Form) -> int:
+    """How many of a packet's 16 bytes of scales are used, in scales."""
+    return CODES // 32 if form.in_bytes else 4
+
+
+@cute.jit
+def row_words(
+    form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool], ranks: Ranks,
+    args: Any, token: Int32, packet: Int32, lane: Int32,
+) -> Words:  # fmt: skip
+    """By the whole warp: a lane's payload vector of a row's packet. `given`: x is quantised already."""
+    p = ranks.heap.problem
+    mine = lane_vector(lane)
+    first = first_vector(form, packet)
+    last = p.hidden_size // 16 - 1
+    words = cute.make_rmem_tensor((4,), Uint32)
+    if const_expr(given):
+        vector = cutlass.min(packet * VECTORS + mine, last)
+        got = ptx.ld_v4(args.x + Int64(token) * p.hidden_size + vector * 16)
+        for i in range_constexpr(4):
+            words[i] = got[i]
+            if mine == SCALES:
+                words[i] = Uint32(0)
+                if const_expr(form.in_bytes):
+                    for j in range_constexpr(4):
+                        column = packet * blocks_of(form) + 4 * i + j
+                        if 4 * i + j < blocks_of(form) and column < form.scales:
+                            byte = ptx.ld_u8(args.scales + Int64(token) * form.scales + column)
+                            words[i] = words[i] | (Uint32(byte) << (8 * j))
+                else:
+                    column = first * 16 // form.block + i
+                    if column < form.scales:
+                        words[i] = Uint32(given_word(form, ranks, args.scales, token, column))
+    else:
+        vector = cutlass.min(first + lane, last)
+        parts = p.itemsize  # 16 bytes each
+        numbers = cute.make_rmem_tensor((4 * parts,), Uint32)
+        for part in range_constexpr(parts):
+            got = ptx.ld_v4(args.x + Int64(token) * p.row_bytes + (vector * parts + part) * 16)
+            for i in range_constexpr(4):
+                numbers[4 * part + i] = got[i]
+        amax = of_group(largest(numbers, 0, 4 * parts, p.dtype), form.block // 16)
+        stored, inverse = scale_of(form.kind, amax)
+        codes = encode([numbers[i] for i in range(4 * parts)], inverse, p.dtype)
+        holder = (packet * VECTORS + mine - first) & 31
+        if const_expr(form.in_bytes):
+            if lane >= VECTORS or first + lane > last:
+                stored = Int32(0)
+            stored = stored << (8 * ((lane >> 1) & 3))
+            stored = stored | arch.shuffle_sync_bfly(stored, 2)
+            stored = stored | arch.shuffle_sync_bfly(stored, 4)
+        for i in range_constexpr(4):
+            words[i] = arch.shuffle_sync(codes[i], holder)
+            scale = arch.shuffle_sync(stored, 8 * i)
+            if mine == SCALES:
+                words[i] = Uint32(scale)
+    if mine == WEIGHTS:
+        for i in range_constexpr(4):
+            words[i] = Uint32(0)
+            if const_expr(weights):
+                if packet * 4 + i < p.top_k:
+                    words[i] = Uint32(ptx.ld_i32(args.topk_weights + Int64(token * p.top_k + packet * 4 + i) * 4))
+    return words[0], words[1], words[2], words[3]
+
+
+def first_weight(packet: Int32, lane: Int32) -> Int32:
+    """Which of the token's weights a lane's words begin with, in the lanes that carry any; elsewhere a negative one."""
+    return (lane_offset(lane) - 16 * WEIGHTS) // 4 + packet * 4
+
+
+@cute.jit
+def store_row(
+    delivery: cutlass.Constexpr[Delivery], to: Arrived, words: Words, packet: Int32, rows: Int32, lane: Int32
+) -> None:
+    """By the whole warp: what a packet brought, to each row that a lane holds (-1: none)."""
+    p, form = delivery.problem, delivery.form
+    stored = cute.make_rmem_tensor((4,), Int32)
+    for i in range_constexpr(4):
+        stored[i] = Int32(arch.shuffle_sync(words[i], SCALES_LANE))
+    offset = packet * CODES + lane_offset(lane)
+    if lane_offset(lane) >= CODES:
+        offset = Int32(p.hidden_size)  # behind all codes
+    if const_expr(delivery.layout == ""):
+        block = (packet * VECTORS + lane_vector(lane) - first_vector(form, packet)) * 16 // form.block
+        scale = exact_scale(form.kind, scale_in(form, stored, block))
+        numbers = decode(words, scale, p.dtype)
+    count = blocks_of(form)
+    column = first_vector(form, packet) * 16 // form.block + lane
+    mine = scale_in(form, stored, lane)
+    holds = lane < count and column < form.scales
+    if column >= form.scales:
+        mine = Int32(0)
+    if const_expr(delivery.layout == "packed" and form.scales % 4 != 0):
+        # The columns behind the last one are this row's, too.
+        holds = (lane < count + 4 and column < -(-form.scales // 4) * 4) and (lane < count or column >= form.scales)
+    left = arch.vote_ballot_sync(rows >= 0)
+    while left != 0:
+        row = arch.shuffle_sync(rows, arch.popc((left & -left) - 1))
+        left = left & (left - 1)
+        if const_expr(delivery.layout != ""):
+            store_payload(words, lane, to.rows + Int64(row) * p.hidden_size, offset, p.hidden_size)
+            if holds:
+                delivery.store_scale(to, row, column, mine)
+        elif offset < p.hidden_size:
+            out = to.rows + Int64(row) * p.row_bytes + offset * p.itemsize
+            for i in range_constexpr(0, len(numbers), 4):
+                # Lanes with a mark have half as many codes.
+                if 8 * i < 4 * len(numbers) or not marks(lane):
+                    ptx.st_v4(out + 4 * i, numbers[i : i + 4])
+
+
+@cute.jit
+def scale_in(form: cutlass.Constexpr[Form], stored: Any, block: Int32) -> Int32:
+    """The scale of a packet's block, from its 16 bytes of scales; something for blocks that it does not have."""
+    index = block >> 2 if form.in_bytes else block
+    found = stored[0]
+    for i in range_constexpr(1, 4):
+        if index == i:
+            found = stored[i]
+    if const_expr(form.in_bytes):
+        found = (found >> (8 * (block & 3))) & 0xFF
+    return found

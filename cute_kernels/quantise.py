@@ -1,0 +1,106 @@
+"""Numbers as codes and scales, and back, in registers: docs/formats.md to the bit.
+
+Magnitudes are compared as the bits of fp32 without their sign, whose order is that of the numbers: Inf and NaN are the
+largest, so a block that holds one is found by its largest magnitude.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+
+FLOOR = 0x38D1B717
+"""Bits of 1e-4: the least magnitude that scales are made for, but in MX."""
+INFINITE = 0x7F800000
+NO_NUMBER = 0x7FC00000
+LARGEST = 448.0
+"""Of e4m3."""
+ABOVE = 0x600000
+"""The mantissa of 448: what is above it times a power of two needs the next one."""
+
+
+def numbers_of(dtype: str) -> int:
+    """How many there are in 16 bytes."""
+    return 4 if dtype == "fp32" else 8
+
+
+@cute.jit
+def largest(
+    words: Any, first: cutlass.Constexpr[int], count: cutlass.Constexpr[int], dtype: cutlass.Constexpr[str]
+) -> Int32:
+    """Bits of the largest magnitude, as fp32, of the numbers in `count` words from the `first`."""
+    if const_expr(dtype == "fp32"):
+        found = Int32(0)
+        for i in range_constexpr(count):
+            found = cutlass.max(found, Int32(words[first + i]) & 0x7FFFFFFF)
+        return found
+    return ptx.largest_of_halves([words[first + i] for i in range(count)], dtype)
+
+
+@cute.jit
+def of_group(bits: Int32, lanes: cutlass.Constexpr[int]) -> Int32:
+    """By the whole warp: the largest of each group of so many lanes (a power of two), in all of them."""
+    step = lanes // 2
+    while const_expr(step > 0):
+        bits = cutlass.max(bits, arch.shuffle_sync_bfly(bits, step))
+        step = step // 2
+    return bits
+
+
+@cute.jit
+def scale_of(kind: cutlass.Constexpr[str], bits: Int32) -> tuple[Int32, Float32]:
+    """Of a block's largest magnitude: its scale, as fp32 bits (of "mx": the exponent), and what numbers are multiplied
+    with."""
+    bad = bits >= INFINITE
+    if const_expr(kind == "fp32"):
+        amax = ptx.as_float(cutlass.max(bits, Int32(FLOOR)))
+        scale = ptx.div_rn(amax, Float32(LARGEST))
+        inverse = ptx.as_int(ptx.div_rn(Float32(1.0), scale))
+        stored = ptx.as_int(scale)
+        if bad:
+            stored = Int32(INFINITE)
+            inverse = Int32(NO_NUMBER)
+        return stored, ptx.as_float(inverse)
+    if const_expr(kind == "pow2"):
+        bits = cutlass.max(bits, Int32(FLOOR))
+    exponent = (bits >> 23) - 8
+    if (bits & 0x7FFFFF) > ABOVE:
+        exponent += 1
+    exponent = cutlass.max(exponent, Int32(0))
+    inverse = (254 - exponent) << 23
+    if exponent == 0:
+        inverse = Int32(0)
+    if bad:
+        exponent = Int32(255)
+        inverse = Int32(NO_NUMBER)
+    if const_expr(kind == "pow2"):
+        exponent = exponent << 23
+    return exponent, ptx.as_float(inverse)
+
+
+def encode(words: Sequence[Any], inverse: Float32, dtype: str) -> list[Uint32]:
+    """Codes of the numbers in words, four in each of the results."""
+    values = ptx.unpack(words, dtype)
+    return [ptx.encode(values[i : i + 4], inverse) for i in range(0, len(values), 4)]
+
+
+def decode(words: Sequence[Any], scale: Float32, dtype: str) -> list[Uint32]:
+    """Of codes, four in each word: the numbers, packed."""
+    values = [ptx.mul_rn(value, scale) for word in words for value in ptx.decode(word)]
+    return ptx.pack(values, dtype)
+
+
+@cute.jit
+def exact_scale(kind: cutlass.Constexpr[str], stored: Int32) -> Float32:
+    """The number that `scale_of` returned as bits or as an exponent."""
+    if const_expr(kind == "mx"):
+        bits = stored << 23
+        if stored == 0:
+            bits = Int32(0x400000)
+        stored = bits
+    return ptx.as_float(stored)

@@ -1,0 +1,155 @@
+"""Staging in a format: x becomes codes and scales on its way to where all ranks, this one too, fetch its rows.
+
+A warp does a chunk: it reads a row as its lanes can hold it, finds the scales among them, and stores the codes, and the
+scales behind. How chunks are marked and announced: stage.py.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..formats import Form
+from ..heap import Problem
+from ..quantise import INFINITE, encode, largest, numbers_of, of_group, scale_of
+
+AHEAD = 4
+"""How many times 16 bytes a lane loads before it looks at the first."""
+
+
+@cute.jit
+def stage_quantised(
+    form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], threads: cutlass.Constexpr[int], ranks: sync.Ranks,
+    args: Any, copier: Int32, copiers: Int32,
+) -> None:  # fmt: skip
+    """By block `copier` of `copiers`. `given`: x and its scales are quantised already."""
+    problem = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    warp, lane = arch.make_warp_uniform(tid // 32), arch.lane_idx()
+    staging = ranks.at(ranks.own, "rows")
+    marks = ranks.at(ranks.own, "chunk") + Int64(ranks.rank * ranks.heap.chunks) * 8
+    chunk = warp * copiers + copier
+    while chunk * problem.chunk_tokens < args.tokens:
+        token = chunk * problem.chunk_tokens
+        end = cutlass.min(token + problem.chunk_tokens, args.tokens)
+        while token < end:
+            row = staging + Int64(token) * form.staged_bytes
+            if const_expr(given):
+                copy_row(form, ranks, args, token, row)
+            elif const_expr(form.whole_row):
+                quantise_whole(form, problem, args.x + Int64(token) * problem.row_bytes, row)
+            else:
+                quantise_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row)
+            token += 1
+        # All lanes' stores come before the mark.
+        arch.sync_warp()
+        if lane == 0:
+            ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.mark)
+        chunk += threads // 32 * copiers
+
+
+@cute.jit
+def load(x: Int64, first: Int32, vectors: cutlass.Constexpr[int], words: Any) -> None:
+    """A lane's next vectors of 16 bytes; behind the end of the row the last one again."""
+    for u in range_constexpr(AHEAD):
+        vector = cutlass.min(first + u * 32 + arch.lane_idx(), vectors - 1)
+        got = ptx.ld_v4(x + Int64(vector) * 16)
+        for i in range_constexpr(4):
+            words[4 * u + i] = got[i]
+
+
+@cute.jit
+def store_codes(row: Int64, vector: Int32, codes: Any) -> None:
+    if const_expr(len(codes) == 1):
+        ptx.st_i32(row + Int64(vector) * 4, codes[0])
+    else:
+        ptx.st_pair(row + Int64(vector) * 8, codes[0], codes[1])
+
+
+@cute.jit
+def quantise_blocks(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64) -> None:
+    """By a warp: a row of blocks that are no longer than its lanes together."""
+    dtype, lane = problem.dtype, arch.lane_idx()
+    numbers = numbers_of(dtype)
+    vectors, lanes = problem.hidden_size // numbers, form.block // numbers  # of a row; that hold a block
+    words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
+    first = Int32(0)
+    while first < vectors:
+        load(x, first, vectors, words)
+        for u in range_constexpr(AHEAD):
+            vector = first + u * 32 + lane
+            amax = of_group(largest(words, 4 * u, 4, dtype), lanes)
+            stored, inverse = scale_of(form.kind, amax)
+            codes = encode([words[4 * u + i] for i in range(4)], inverse, dtype)
+            if vector < vectors:
+                store_codes(row, vector, codes)
+            if const_expr(form.in_bytes):
+                # Four neighbouring blocks' exponents make a word.
+                word = stored << (8 * ((lane // lanes) & 3))
+                if vector >= vectors:
+                    word = Int32(0)
+                word = word | arch.shuffle_sync_bfly(word, lanes)
+                word = word | arch.shuffle_sync_bfly(word, 2 * lanes)
+                stored = word
+            holds = 4 * lanes if form.in_bytes else lanes
+            if lane % holds == 0 and vector < vectors:
+                ptx.st_i32(row + problem.hidden_size + Int64(vector // holds) * 4, stored)
+        first += 32 * AHEAD
+
+
+@cute.jit
+def quantise_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64) -> None:
+    """By a warp: a row with one scale, which is read twice."""
+    dtype, lane = problem.dtype, arch.lane_idx()
+    vectors = problem.hidden_size // numbers_of(dtype)
+    words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
+    amax, first = Int32(0), Int32(0)
+    while first < vectors:
+        load(x, first, vectors, words)
+        amax = cutlass.max(amax, largest(words, 0, 4 * AHEAD, dtype))
+        first += 32 * AHEAD
+    stored, inverse = scale_of(form.kind, of_group(amax, 32))
+    first = Int32(0)
+    while first < vectors:
+        load(x, first, vectors, words)
+        for u in range_constexpr(AHEAD):
+            vector = first + u * 32 + lane
+            codes = encode([words[4 * u + i] for i in range(4)], inverse, dtype)
+            if vector < vectors:
+                store_codes(row, vector, codes)
+        first += 32 * AHEAD
+    if lane == 0:
+        ptx.st_i32(row + problem.hidden_size, stored)
+
+
+@cute.jit
+def copy_row(form: cutlass.Constexpr[Form], ranks: sync.Ranks, args: Any, token: Int32, row: Int64) -> None:
+    """By a warp: a row that is quantised already."""
+    hidden, lane = form.hidden_size, arch.lane_idx()
+    at = lane * 16
+    while at < hidden:
+        ptx.st_v4(row + at, ptx.ld_v4(args.x + Int64(token) * hidden + at))
+        at += 32 * 16
+    i = Int32(lane)
+    while i < form.scale_words:
+        ptx.st_i32(row + hidden + Int64(i) * 4, given_word(form, ranks, args.scales, token, i))
+        i += 32
+
+
+@cute.jit
+def given_word(form: cutlass.Constexpr[Form], ranks: sync.Ranks, scales: Int64, token: Int32, i: Int32) -> Int32:
+    """The i-th 4 bytes of the scales that came with a token's row."""
+    word = Int32(0)
+    if const_expr(form.in_bytes):
+        for j in range_constexpr(4):
+            if 4 * i + j < form.scales:
+                word = word | (ptx.ld_u8(scales + Int64(token) * form.scales + 4 * i + j) << (8 * j))
+    else:
+        word = ptx.ld_i32(scales + (Int64(token) * form.scales + i) * 4)
+        if const_expr(form.kind == "pow2"):
+            if (word & ~INFINITE) != 0:
+                sync.refuse(ranks, sync.BAD_SCALE, token * form.scales + i, word)
+    return word

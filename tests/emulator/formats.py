@@ -1,0 +1,232 @@
+"""Checks of dispatches in a format, of both kinds of kernel, against tests/quantised.py."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import quantised
+import torch
+from torch import Tensor
+
+from . import latency, throughput
+from .memory import POISON
+from .ranks import same
+from .routes import Shape
+from .threads import Launch
+
+POISON_BYTE = POISON & 0xFF
+
+
+class Call:
+    """How the rows of a dispatch travel and arrive, and what that makes of a rank's tensors."""
+
+    def __init__(self, name: str, layout: str, given: bool, zeros: bool = True) -> None:
+        self.name, self.layout, self.given, self.zeros = name, layout, given, zeros
+        self.short = name.removeprefix("e4m3/")
+
+    def odd(self, on: Any) -> None:
+        """Numbers that rounding and scales are about take the place of some of x."""
+        draw = on.draw
+        for tokens, at in zip(on.truth.tokens, on.at, strict=True):
+            x = tokens.x
+            x *= 10.0 ** torch.tensor([draw.uniform(-6, 6) for _ in range(x.shape[0])])[:, None]
+            for row in x:
+                kind = draw.random()
+                if kind < 0.2:
+                    row[draw.randrange(row.numel())] = draw.choice([float("inf"), float("nan"), -float("inf")])
+                elif kind < 0.4:
+                    first = draw.randrange(-(-row.numel() // 128)) * 128
+                    row[first : first + 128] = draw.choice([0.0, -0.0, 1e-30, 448.0, 1.75, 3.0e38])
+            on.ranks.floats(at["x"], *x.shape)[:] = x
+
+    def inputs(self, on: Any) -> None:
+        """Room for scales; and x as codes, if it is given so."""
+        self.codes, self.scales = [], []
+        for tokens, at in zip(on.truth.tokens, on.at, strict=True):
+            codes, scales = quantised.quantised(tokens.x, self.short)
+            self.codes.append(codes)
+            self.scales.append(scales)
+            if self.given:
+                at["x"] = put_bytes(on, codes, "x")
+                at["scales"] = put_bytes(on, self.stored(scales), "scales")
+
+    def stored(self, scales: Tensor) -> Tensor:
+        """As they come with x, or lie in rows."""
+        if self.short != "32/mx":
+            return scales.float()
+        bytes_ = [[quantised.byte_of(s) if s == s else 255 for s in row] for row in scales.tolist()]
+        return torch.tensor(bytes_, dtype=torch.uint8).view(scales.shape)
+
+    def room(self, on: Any, rank: int) -> dict[str, int]:
+        """Of a rank's outputs."""
+        rows, hidden, slots = on.truth.case.capacity[rank], on.shape.hidden, on.truth.case.slots[rank]
+        lines = quantised.up(slots, 4) * on.truth.case.experts_per_rank[rank] if slots else quantised.up(rows, 4)
+        count = self.scales[0].shape[1]
+        words = {"": 0, "rows": rows * count, "columns": lines * count, "packed": lines * -(-count // 4)}[self.layout]
+        if self.layout:
+            at = {"recv_x": on.ranks.blank(-(-rows * hidden // 4), "recv_x")}
+        else:
+            at = {"recv_x": on.ranks.blank(rows * hidden, "recv_x")}
+        if self.layout == "rows" and self.short == "32/mx":
+            words = -(-words // 4)
+        self.words = words
+        return {**at, "recv_scales": on.ranks.blank(words, "recv_scales") if words else 0, "zeros": self.zeros}
+
+    def check(self, on: Any, rank: int, at: dict[str, int]) -> None:
+        truth, case = on.truth, on.truth.case
+        rows, hidden, count = case.capacity[rank], on.shape.hidden, self.scales[0].shape[1]
+        codes = torch.zeros(rows, hidden, dtype=torch.uint8)
+        scales = torch.zeros(rows, count, dtype=torch.float64)
+        owned = torch.zeros(rows, dtype=torch.bool)
+        for row, source, token, _ in truth.owned(rank):
+            codes[row], scales[row], owned[row] = self.codes[source][token], self.scales[source][token], True
+        defined = truth.rows[rank].covered if self.zeros else owned
+        if self.layout == "":
+            want = quantised.dequantised(codes, scales, torch.float32)
+            want[~owned] = 0
+            got = on.ranks.floats(at["recv_x"], rows, hidden)
+            wrong = (got != want) & ~(got.isnan() & want.isnan())
+            assert not wrong[defined].any(), f"numbers of rank {rank}"
+            untouched(on.ranks.view(at["recv_x"], rows, hidden)[~defined], f"rows of rank {rank}")
+            return
+        got = on.ranks.memory.tensor(at["recv_x"], (rows, hidden), torch.uint8)
+        same(got[defined].int(), codes[defined].int(), f"codes of rank {rank}")
+        untouched(got[~defined], f"codes of rank {rank}")
+        slots = case.slots[rank]
+        if not case.experts_per_rank[rank]:
+            return
+        sizes = [0] * case.experts_per_rank[rank]
+        if self.layout == "rows":
+            wants = [self.stored(torch.where(defined[:, None], scales, fill)).reshape(-1) for fill in (0.0, 1.0)]
+        else:
+            wants = [
+                quantised.laid(scales, defined, self.layout, sizes, slots, False, fill) for fill in (0.0, float("nan"))
+            ]
+        low, high = (want.contiguous().view(-1).view(torch.uint8) for want in wants)
+        there = on.ranks.memory.tensor(at["recv_scales"], (low.numel(),), torch.uint8)
+        known = low == high
+        if self.layout != "packed" and self.short != "32/mx":  # bytes of different floats may be the same
+            known = known.view(-1, 4).all(1).repeat_interleave(4)
+        same(there[known].int(), low[known].int(), f"scales of rank {rank}")
+
+
+def untouched(bytes_: Tensor, what: str) -> None:
+    assert (bytes_.contiguous().view(-1).view(torch.uint8) == POISON_BYTE).all(), f"{what}: written where nothing lies"
+
+
+def put_bytes(on: Any, tensor: Tensor, name: str) -> int:
+    """The address of a copy."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    address = on.ranks.memory.take(max(raw.numel(), 16), name)
+    on.ranks.memory.tensor(address, raw.shape, torch.uint8)[:] = raw
+    return address
+
+
+def many(shape: Shape, draw: random.Random, call: Call, known: bool = True) -> None:
+    """Throughput kernels, along a new route and along the same again."""
+    from cute_kernels import marks
+    from cute_kernels.throughput.publish import Publish
+    from cute_kernels.throughput.pull import Pull
+
+    on = throughput.Steps(shape, draw)
+    on.inputs()
+    call.odd(on)
+    call.inputs(on)
+    for along in (False, True)[: 1 + known]:
+        launches: list[Launch] = []
+        terms = marks.pack(
+            "dispatch_planned" if along else "dispatch", on.truth.case.max_tokens, True, format=call.name
+        )
+        none = dict.fromkeys(("send_rows", "offs", "counts", "dropped"), 0) if along else {}
+        for rank in range(on.ranks.world_size):
+            on.renew(rank)
+            on.at[rank].update(call.room(on, rank))
+            first = len(launches)
+            publish = Publish(on.problem, not along, True, True, False, call.name, call.given)
+            launches.append(on.launch(rank, publish, terms, blocks=throughput.TILES + throughput.STAGING, **none))
+            pull = Pull(on.problem, True, False, not along, False, call.name, call.layout)
+            launches.append(on.launch(rank, pull, terms, first, blocks=2 + on.joining * along))
+            if not along:
+                late = Pull(on.problem, True, False, True, True, call.name, call.layout)
+                launches.append(on.launch(rank, late, terms, first + 1, blocks=on.joining))
+        on.ranks.run(launches)
+        if not along:
+            on.truth.check_plan(on.ranks, on.at)
+        for rank, at in enumerate(on.at):
+            call.check(on, rank, at)
+            check_weights(on, rank, at, call.zeros)
+
+
+def few(shape: Shape, draw: random.Random, call: Call, split: bool = False, blocks: Any = (2, 0, 3)) -> None:
+    """Latency kernels, twice."""
+    on = latency.Pair(shape, draw, blocks, blocks)
+    on.variant = (call.name, call.layout, call.given)
+    for _ in range(2):
+        on.inputs()
+        call.odd(on)
+        call.inputs(on)
+        on.given = [call.room(on, rank) for rank in range(on.ranks.world_size)]
+        for at, given in zip(on.at, on.given, strict=True):
+            at["recv_x"] = given["recv_x"]
+            if call.given:
+                given["scales"] = at["scales"]
+        on.run("dispatch", True, split)
+        on.truth.check_plan(on.ranks, on.at)
+        for rank, (at, given) in enumerate(zip(on.at, on.given, strict=True)):
+            call.check(on, rank, {**at, **given})
+            check_weights(on, rank, at, call.zeros)
+
+
+def check_weights(on: Any, rank: int, at: dict[str, int], zeros: bool) -> None:
+    want = on.truth.rows[rank]
+    rows = want.covered.clone()
+    if not zeros:
+        rows[:] = False
+        rows[[row for row, *_ in on.truth.owned(rank)]] = True
+    same(on.ranks.floats(at["recv_weights"], *want.weights.shape)[rows], want.weights[rows], f"weights of rank {rank}")
+
+
+CHECKS = {
+    "formats_columns": lambda draw: many(
+        Shape((2, 3), 3, 4, hidden=256, alignment=4, slots=(0, 8)), draw, Call("e4m3/128/pow2", "columns", False)
+    ),
+    "formats_packed": lambda draw: many(
+        Shape((3, 0, 2), 3, 3, hidden=128, slots=(0, 5), share=0.5), draw, Call("e4m3/128/pow2", "packed", False), False
+    ),
+    "formats_fp32": lambda draw: many(
+        Shape((2, 2), 2, 4, hidden=384, alignment=4), draw, Call("e4m3/128/fp32", "rows", False, zeros=False), False
+    ),
+    "formats_mx": lambda draw: many(
+        Shape((2, 2), 2, 4, hidden=160, alignment=4), draw,
+        Call("e4m3/32/mx", draw.choice(["rows", "packed"]), draw.random() < 0.5), False,
+    ),
+    "formats_row": lambda draw: many(
+        Shape((2, 2), 2, 4, hidden=48), draw, Call("e4m3/row/fp32", "rows", draw.random() < 0.5), False
+    ),
+    "formats_given": lambda draw: many(
+        Shape((2, 2), 3, 4, hidden=256, alignment=2), draw, Call("e4m3/128/pow2", "columns", True)
+    ),
+    "formats_wire": lambda draw: many(
+        Shape((2, 2), 2, 4, hidden=256, alignment=2), draw,
+        Call(draw.choice(["e4m3/128/pow2", "e4m3/32/mx", "e4m3/row/fp32"]), "", False), False,
+    ),
+    "formats_one_rank": lambda draw: many(
+        Shape((4,), 2, 3, hidden=128, alignment=2), draw, Call("e4m3/128/fp32", "columns", False)
+    ),
+    "formats_few": lambda draw: few(
+        Shape((2, 3), 5, 4, hidden=640, alignment=4, slots=(0, 8)), draw,
+        Call("e4m3/128/pow2", draw.choice(["rows", "columns", "packed"]), draw.random() < 0.3),
+    ),
+    "formats_few_mx": lambda draw: few(
+        Shape((2, 0, 2), 9, 3, hidden=480, alignment=2), draw,
+        Call("e4m3/32/mx", draw.choice(["rows", "packed"]), draw.random() < 0.5, zeros=False), split=True,
+    ),
+    "formats_few_wire": lambda draw: few(
+        Shape((2, 2), 2, 4, hidden=512, alignment=2), draw,
+        Call(draw.choice(["e4m3/128/fp32", "e4m3/32/mx"]), "", False),
+    ),
+    "formats_few_one_rank": lambda draw: few(
+        Shape((4,), 3, 3, hidden=256, slots=(0, 6)), draw, Call("e4m3/128/fp32", "columns", False), blocks=(0, 0, 3)
+    ),
+}  # fmt: skip

@@ -1,0 +1,105 @@
+"""Kernels of rows in a format: what they compile to, for Hopper and Blackwell, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import test_ptx
+from test_ptx import ARCHS, assembled, compiled_ptx, count, needs_assembler
+
+from cute_kernels.heap import Problem
+from cute_kernels.latency.dispatch import Dispatch
+from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.pull import Pull
+from ep_ops.backends.cute.latency import PARTS
+
+dumps_elsewhere = test_ptx.dumps_elsewhere
+LARGE = {dtype: Problem(4, (64,) * 4, 8, 7168, dtype, 4096) for dtype in ("bf16", "fp16", "fp32")}
+SMALL = Problem(3, (3, 0, 5), 4, 384, "fp32", 100)
+POW2, FP32, MX, ROW = "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx", "e4m3/row/fp32"
+FORMATS = (POW2, FP32, MX, ROW)
+ARRIVING = [(POW2, "rows"), (POW2, "columns"), (POW2, "packed"), (FP32, "rows"), (FP32, "columns"), (MX, "rows"),
+            (MX, "packed"), (ROW, "rows"), *((form, "") for form in FORMATS)]  # fmt: skip
+
+
+def staging(problem: Problem, form: str, given: bool = False) -> Any:
+    return Publish(problem, True, True, True, False, form, given)
+
+
+def pulling(problem: Problem, form: str, layout: str) -> Any:
+    return Pull(problem, True, False, True, False, form, layout)
+
+
+def few(problem: Problem, form: str, layout: str, given: bool = False, part: tuple[bool, bool] = (True, True)) -> Any:
+    return Dispatch(problem, 64, True, *part, form, layout, given)
+
+
+def resources(kernel: Any, arch: str, tmp_path: Path) -> tuple[int, int]:
+    """Registers, and bytes of spill stores."""
+    account = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
+    spilled = re.search(r"(\d+) bytes spill stores", account)
+    registers = re.search(r"Used (\d+) registers", account)
+    assert spilled and registers, account
+    return int(registers[1]), int(spilled[1])
+
+
+ENCODES, DECODES = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_staging(form: str, arch: str) -> None:
+    """16-bit magnitudes are compared by twos; only scales that are no powers of two are divided for. A chunk is marked
+    when all its lanes' stores are done, in one place."""
+    ptx = compiled_ptx(staging(LARGE["bf16"], form), arch)
+    assert ENCODES in ptx and "max.u16x2" in ptx and ".local" not in ptx
+    assert ("div.rn.f32" in ptx) == (form in (FP32, ROW))
+    assert count(ptx, "st.release.gpu") == 1
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_staging_of_other_rows(dtype: str) -> None:
+    quantised, given = (compiled_ptx(staging(LARGE[dtype], MX, given), "sm_90a") for given in (False, True))
+    assert ENCODES in quantised and ("max.u16x2" in quantised) == (dtype != "fp32")
+    assert ENCODES not in given, "it is quantised already"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("form", "layout"), ARRIVING)
+def test_pulling(form: str, layout: str, arch: str) -> None:
+    """Codes leave by bulk copies and never pass through registers, unless they are to become numbers."""
+    ptx = compiled_ptx(pulling(LARGE["bf16"], form, layout), arch)
+    assert count(ptx, "cp.async.bulk.global.shared::cta") == (1 if layout else 0)
+    assert (DECODES in ptx) == (layout == "") and ".local" not in ptx
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("form", "layout"), [way for way in ARRIVING if way[0] != ROW])
+def test_few_tokens(form: str, layout: str, arch: str) -> None:
+    """A start sends what a wait makes something of; rows that stay are quantised by the wait."""
+    for part in PARTS:
+        ptx = compiled_ptx(few(LARGE["bf16"], form, layout, part=part), arch)
+        assert ENCODES in ptx and ".local" not in ptx
+        assert (DECODES in ptx) == (layout == "" and part[1])
+    if layout:
+        assert ENCODES not in compiled_ptx(few(LARGE["bf16"], form, layout, given=True), arch)
+
+
+@needs_assembler
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("problem", [*LARGE.values(), SMALL], ids=[*LARGE, "small"])
+def test_registers(problem: Problem, arch: str, tmp_path: Path) -> None:
+    """Two blocks of a latency kernel fit on a multiprocessor; next to nothing is spilled."""
+    forms = (POW2, MX) if problem.dtype == "bf16" else (FP32,)
+    for form, layout in itertools.product(forms, ("rows", "packed", "")):
+        if (form, layout) in ARRIVING:
+            for kernel in (few(problem, form, layout), pulling(problem, form, layout), staging(problem, form)):
+                registers, spilled = resources(kernel, arch, tmp_path)
+                assert spilled <= 64 and registers <= (168 if isinstance(kernel, Pull) else 64), (kernel, spilled)
