@@ -6,11 +6,11 @@ W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden si
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
-from ..records import Operation, Placed, Route, Sizes
+from ..records import Delivery, Operation, Placed, Route, Sizes
 from .budget import Budget
 
 DispatchTensors = tuple[Tensor, ...]
@@ -104,3 +104,40 @@ class Backend(Protocol):
 
     def destroy(self, keep: bool) -> None:
         """Free everything held; but keep memory that peers write to, if they may still do so (they have not met)."""
+
+
+class TokenMajor(Protocol):
+    """What a backend offers besides, unless ep_ops.checks refuses token-major rows for it. Each dispatch brings
+    recv_scales, too."""
+
+    def dispatch_tokens(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors:
+        """-> what a dispatch returns, but recv_weights [R, K] or [0], and recv_idx [R, K]"""
+
+    def dispatch_tokens_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int, delivery: Delivery
+    ) -> DispatchTensors: ...
+
+    def dispatch_tokens_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
+    ) -> tuple[Tensor, ...]:
+        """-> recv_x [R, H], recv_scales, recv_weights [R, K] or [0]"""
+
+    def dispatch_tokens_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
+
+    def dispatch_tokens_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> Tensor: ...
+
+    def dispatch_tokens_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors: ...
+
+
+def token_major(backend: Backend) -> TokenMajor:
+    """The same, where that was not refused."""
+    return cast(TokenMajor, backend)

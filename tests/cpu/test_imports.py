@@ -41,12 +41,16 @@ ROOMS = {
     ),
     "ep_ops.methods": (
         "ep_ops.records", "ep_ops.config", "ep_ops.backends", "ep_ops.operators", "ep_ops.formats", "ep_ops.inputs",
-        "ep_ops.overflow", "ep_ops.survivors",
+        "ep_ops.overflow", "ep_ops.survivors", "ep_ops.arguments",
+    ),
+    "ep_ops.token_major": (
+        "ep_ops.records", "ep_ops.backends", "ep_ops.operators", "ep_ops.formats", "ep_ops.inputs", "ep_ops.overflow",
+        "ep_ops.survivors", "ep_ops.arguments",
     ),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.agreement", "ep_ops.exchange", "ep_ops.memory",
         "ep_ops.registry", "ep_ops.backends", "ep_ops.topology", "ep_ops.version", "ep_ops.arguments", "ep_ops.inputs",
-        "ep_ops.leaving", "ep_ops.methods", "ep_ops.overflow", "ep_ops.survivors",
+        "ep_ops.leaving", "ep_ops.methods", "ep_ops.overflow", "ep_ops.survivors", "ep_ops.token_major",
     ),
     "ep_ops.nn": ("ep_ops.records", "ep_ops.communicator"),
     "ep_ops.integrations": ("ep_ops.records", "ep_ops.communicator", "ep_ops.nn", "ep_ops.operators"),
