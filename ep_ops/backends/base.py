@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from ..records import Delivery, Operation, Placed, Route, Sizes
+from ..records import Operation, Placed, Route, Sizes
 from .budget import Budget
 
 DispatchTensors = tuple[Tensor, ...]
@@ -107,22 +107,20 @@ class Backend(Protocol):
 
 
 class TokenMajor(Protocol):
-    """What a backend offers besides, unless ep_ops.checks refuses token-major rows for it. Each dispatch brings
-    recv_scales, too."""
+    """What a backend offers besides, unless ep_ops.checks refuses token-major rows for it. As above, a dispatch takes a
+    Delivery as its last argument where rows do not arrive as they were given."""
 
     def dispatch_tokens(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
     ) -> DispatchTensors:
         """-> what a dispatch returns, but recv_weights [R, K] or [0], and recv_idx [R, K]"""
 
     def dispatch_tokens_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int
     ) -> DispatchTensors: ...
 
-    def dispatch_tokens_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
-    ) -> tuple[Tensor, ...]:
-        """-> recv_x [R, H], recv_scales, recv_weights [R, K] or [0]"""
+    def dispatch_tokens_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, ...]:
+        """-> recv_x [R, H], recv_weights [R, K] or [0]"""
 
     def dispatch_tokens_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
@@ -130,11 +128,11 @@ class TokenMajor(Protocol):
         """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
 
     def dispatch_tokens_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
     ) -> Tensor: ...
 
     def dispatch_tokens_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
     ) -> DispatchTensors: ...
 
 

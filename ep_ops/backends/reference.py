@@ -251,20 +251,31 @@ class ReferenceBackend:
     # ------------------------------------------------------------------ token-major dispatch
 
     def dispatch_tokens(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
     ) -> DispatchTensors:
         """Plan and move; ``sizes`` has alignment 1 and no slots."""
         return self._dispatch_tokens("dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int, delivery: Delivery
+        self,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        max_tokens: int,
+        delivery: Delivery | None = None,
     ) -> DispatchTensors:
         """:meth:`dispatch_tokens` into as many rows as there are copies; nothing is dropped."""
         sizes = Sizes(_UNBOUNDED, 1, 0, max_tokens)
         return self._dispatch_tokens("dispatch_tokens_dynamic", x, topk_weights, topk_idx, sizes, delivery)
 
     def _dispatch_tokens(
-        self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+        self,
+        operator: str,
+        x: Tensor,
+        topk_weights: Tensor | None,
+        topk_idx: Tensor,
+        sizes: Sizes,
+        delivery: Delivery | None = None,
     ) -> DispatchTensors:
         self._begin()
         same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
@@ -276,7 +287,7 @@ class ReferenceBackend:
         return *self._to_token_rows(x, topk_weights, route, delivery), *placed, recv_idx
 
     def dispatch_tokens_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
     ) -> tuple[Tensor, ...]:
         """Move along the route of a token-major dispatch."""
         self._begin()
@@ -285,12 +296,12 @@ class ReferenceBackend:
         return self._to_token_rows(x, topk_weights, route, delivery)
 
     def _to_token_rows(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
     ) -> tuple[Tensor, ...]:
-        """recv_x, recv_scales, recv_weights. The copies are rows of one group, which begins at row 0."""
+        """As _to_rows. The copies are rows of one group, which begins at row 0."""
         copies = route.sources[-1:]
-        recv_x, recv_scales, none = self._to_rows(x, None, route._replace(offs=copies, counts=copies), delivery)
-        return recv_x, recv_scales, none if topk_weights is None else self._to_copies(topk_weights, route, 0)
+        *recv, none = self._to_rows(x, None, route._replace(offs=copies, counts=copies), delivery)
+        return *recv, none if topk_weights is None else self._to_copies(topk_weights, route, 0)
 
     def _to_copies(self, values: Tensor, route: Route, none: int) -> Tensor:
         """``values`` [T, K] of those (token, k) whose experts are here, by copy [R, K]; ``none`` elsewhere."""
@@ -417,7 +428,7 @@ class ReferenceBackend:
         return self.dispatch(x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
     ) -> Tensor:
         """Nothing yet: the wait does it all."""
         self._begin()
@@ -425,7 +436,7 @@ class ReferenceBackend:
         return ticket(x)
 
     def dispatch_tokens_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
     ) -> DispatchTensors:
         """:meth:`dispatch_tokens`."""
         self._end("dispatch_tokens")

@@ -115,9 +115,22 @@ def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple
     return (recv_x, _NO_SCALES[recv_x.device], *out[1:])
 
 
-def arriving(a: Any) -> Delivery:
-    """How token-major rows arrive, which have no padding."""
-    return _new(Delivery, (a.scales, a.format, a.scales_as, True))
+def _copies(a: Any) -> Sizes:
+    """Of a token-major dispatch."""
+    return _new(Sizes, (a.capacity, 1, 0, a.max_tokens))
+
+
+def _formatted(a: Any) -> tuple[Delivery, ...]:
+    """`delivery` of a token-major dispatch, whose rows have no padding."""
+    return (Delivery(a.scales, a.format, a.scales_as),) if a.format else ()
+
+
+def copied(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """`arrived` of a token-major dispatch."""
+    if a.format:
+        return run(*args, *_formatted(a))
+    recv_x, *others = run(*args)
+    return (recv_x, _NO_SCALES[recv_x.device], *others)
 
 
 _ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"
@@ -253,9 +266,7 @@ OPERATORS: tuple[Operator, ...] = (
         "x [T, H] and weights [T, K] → token-major rows: one [R, H] for each token that has an expert here, with local"
         " ids and weights [R, K]; combines take its route",
         checks.dispatch_tokens,
-        lambda backend, a: token_major(backend).dispatch_tokens(
-            a.x, a.topk_weights, a.topk_idx, _new(Sizes, (a.capacity, 1, 0, a.max_tokens)), arriving(a)
-        ),
+        lambda backend, a: copied(a, token_major(backend).dispatch_tokens, a.x, a.topk_weights, a.topk_idx, _copies(a)),
         meta_kernels.dispatch_tokens,
         gradients.OF_DISPATCH_TOKENS,
     ),
@@ -264,8 +275,8 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_TOKENS}, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
         "the same with R exactly as large as needed; synchronises once",
         checks.dispatch_tokens_dynamic,
-        lambda backend, a: token_major(backend).dispatch_tokens_dynamic(
-            a.x, a.topk_weights, a.topk_idx, a.max_tokens, arriving(a)
+        lambda backend, a: copied(
+            a, token_major(backend).dispatch_tokens_dynamic, a.x, a.topk_weights, a.topk_idx, a.max_tokens
         ),
         meta_kernels.dispatch_tokens_dynamic,
         gradients.OF_DISPATCH_TOKENS,
@@ -276,8 +287,8 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, {_ALONG}, {_SCALES}) -> ({_ARRIVED})",
         "token-major dispatch along the route of an earlier one",
         checks.dispatch_tokens_planned,
-        lambda backend, a: token_major(backend).dispatch_tokens_planned(
-            a.x, a.topk_weights, route(a, a.num_rows), arriving(a)
+        lambda backend, a: copied(
+            a, token_major(backend).dispatch_tokens_planned, a.x, a.topk_weights, route(a, a.num_rows)
         ),
         meta_kernels.dispatch_tokens_planned,
         gradients.OF_DISPATCH_TOKENS,
@@ -299,7 +310,7 @@ OPERATORS: tuple[Operator, ...] = (
         "the start of a token-major dispatch: sends",
         checks.dispatch_tokens,
         lambda backend, a: token_major(backend).dispatch_tokens_start(
-            a.x, a.topk_weights, a.topk_idx, _new(Sizes, (a.capacity, 1, 0, a.max_tokens)), arriving(a)
+            a.x, a.topk_weights, a.topk_idx, _copies(a), *_formatted(a)
         ),
         meta_kernels.dispatch_start,
     ),
@@ -308,8 +319,8 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor ticket, {_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
         "the wait of a token-major dispatch: receives",
         checks.dispatch_tokens,
-        lambda backend, a: token_major(backend).dispatch_tokens_wait(
-            a.x, a.topk_weights, a.topk_idx, _new(Sizes, (a.capacity, 1, 0, a.max_tokens)), arriving(a)
+        lambda backend, a: copied(
+            a, token_major(backend).dispatch_tokens_wait, a.x, a.topk_weights, a.topk_idx, _copies(a)
         ),
         meta_kernels.dispatch_tokens,
         gradients.OF_DISPATCH_TOKENS,
