@@ -7,8 +7,8 @@
 
 Names, order of rows, and meaning of counts are those of DeepEP 2.1.0's ``Buffer``; its handles hold what ours need,
 and differ inside. Rows of a dispatch are token-major (docs/token-major.md), so they run on the reference backend, on
-GPUs as well; low-latency operations of rows that are not FP8 take kernels where these can run. Not there: ``ElasticBuffer`` and
-``HybridEPBuffer``, which cannot be imported, and what raises NotImplementedError with the reason.
+GPUs as well; low-latency operations of rows that are not FP8 take kernels where these can run. Not there:
+``ElasticBuffer`` and ``HybridEPBuffer``, which cannot be imported, and what raises NotImplementedError with the reason.
 """
 
 from __future__ import annotations
