@@ -94,7 +94,8 @@ def expert_lists(
 
 
 def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
-    """x [R, H] -> [L, H]: the row of each place, zeros where nothing is. For GEMMs that do not gather themselves.
+    """x [R, H] -> [L, H]: the row of each place, zeros where nothing is. For GEMMs that do not gather themselves; codes
+    and scales of quantised rows may be gathered as well.
 
     The gradient of a row is the sum of its places', k ascending, as of :func:`reduce_rows`.
     """

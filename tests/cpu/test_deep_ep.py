@@ -467,3 +467,77 @@ def test_megatrons_layer() -> None:
         assert len(own) == 1 + 2 * OWN
         for name, p in own.items():
             torch.testing.assert_close(result["learns"][name][1], p.grad)
+
+
+# ---------------------------------------------------------------------- vLLM
+
+WIDE = 2048  # the least that vLLM has a low-latency kernel for
+
+
+def widened(one: Given) -> Tensor:
+    """x of more numbers."""
+    return one.x.repeat(1, WIDE // HIDDEN)
+
+
+def _vllm(given: list[Given], kind: str, how: str) -> Tensor:
+    """vLLM's prepare and finalize on DeepEP; each expert gives its rows times its number plus one."""
+    deep_ep.install()
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceDelegate,
+        TopKWeightAndReduceNoOP,
+    )
+    from vllm.utils.import_utils import has_deep_ep, has_deep_ep_v2
+
+    assert has_deep_ep() and not has_deep_ep_v2()
+    rank, one = dist.get_rank(), given[dist.get_rank()]
+    buffer = Buffer(group=dist.group.WORLD, num_nvl_bytes=0, num_rdma_bytes=0, explicitly_destroy=True)
+    x, out = widened(one), torch.full((one.x.shape[0], WIDE), 7.0).bfloat16()
+    arguments = x, one.weights, one.idx, EXPERTS, None, False, FUSED_MOE_UNQUANTIZED_CONFIG, False
+    if kind == "many":
+        from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
+
+        ours = DeepEPHTPrepareAndFinalize(buffer, RANKS, RANKS, rank * OWN)
+        tensor = torch.tensor
+        with mock.patch.object(torch, "tensor", lambda *a, pin_memory=None, **k: tensor(*a, **k)):  # a CPU pins none
+            got = ours.prepare(*arguments) if how == "whole" else ours.prepare_async(*arguments)()
+        rows, scales, meta, ids, weights = got
+        mine = ids // OWN == rank
+        assert torch.equal(meta.expert_num_tokens, torch.stack([(ids == rank * OWN + i).sum() for i in range(OWN)]))
+        y = (rows.float() * torch.where(mine, (ids + 1) * weights, 0).sum(1, keepdim=True)).bfloat16()
+        rest = out, y, weights, ids, False, TopKWeightAndReduceNoOP()
+    else:
+        from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
+
+        ours = DeepEPLLPrepareAndFinalize(buffer, max_tokens_per_rank=12, num_dispatchers=RANKS)
+        if how == "whole":
+            rows, scales, meta, *_ = ours.prepare(*arguments)
+        else:
+            hook, receiver = ours.prepare_async(*arguments)
+            hook()
+            rows, scales, meta, *_ = receiver()
+        place = torch.arange(rows.shape[1]) < meta.expert_num_tokens[:, None]
+        number = torch.arange(1, OWN + 1)[:, None, None] + rank * OWN
+        y = torch.where(place[..., None], rows.float() * number, torch.nan).bfloat16()
+        rest = out, y, one.weights, one.idx, False, TopKWeightAndReduceDelegate()
+    assert scales is None
+    if how == "whole":
+        ours.finalize(*rest)
+    elif kind == "many":
+        ours.finalize_async(*rest)()
+    else:
+        hook, receiver = ours.finalize_async(*rest)
+        hook()
+        receiver()
+    buffer.destroy()
+    return out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM 0.33, which is not installed")
+@pytest.mark.parametrize("how", ["whole", "asynchronous"])
+@pytest.mark.parametrize("kind", ["many", "few"])
+def test_vllms_prepare_and_finalize(kind: str, how: str) -> None:
+    given = draw(cases.fresh_seed())
+    for one, out in zip(given, run_ranks(RANKS, _vllm, given, kind, how, timeout=240.0), strict=True):
+        factor = torch.where(one.idx >= 0, (one.idx + 1) * one.weights, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(out.float(), widened(one).float() * factor, rtol=2e-2, atol=2e-2)

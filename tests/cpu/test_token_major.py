@@ -18,6 +18,7 @@ from ranks import run_ranks
 from test_formats_dispatch import HIDDEN, as_bytes, draw
 from test_reference import assert_same, communicator
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
@@ -496,6 +497,39 @@ def test_compiled(ranks: int, backend: str, how: str) -> None:
         for eager, compiled in steps:
             for one, other in zip(compiled, eager, strict=True):
                 torch.testing.assert_close(one, other)
+
+
+def test_one_compilation_for_all_numbers_of_tokens() -> None:
+    """Capacity and lists follow the number of tokens."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with toy.communicator() as comm:
+        shape = comm.num_local_experts, toy.HIDDEN, toy.HIDDEN
+        up, down = torch.randn(shape).requires_grad_(), torch.randn(shape)
+
+        def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+            tokens = x.shape[0]
+            return layer(comm, x, idx, weights, up, down, capacity=tokens, max_tokens=tokens)
+
+        compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+        for tokens in (5, 16, 3, 11):
+            x, idx, weights = toy.inputs(tokens, grad=True)
+            one, two = compiled(x, idx, weights), step(x, idx, weights)
+            torch.testing.assert_close(one, two)
+            grads = [torch.autograd.grad(out.sin().sum(), (x, weights, up)) for out in (one, two)]
+            torch.testing.assert_close(*grads)
+    assert counter.frame_count == 1
+
+
+def test_quantised_rows_are_gathered_too() -> None:
+    """And their scales."""
+    local_idx = torch.tensor([[0, 1], [1, -1], [-1, -1]]).int()
+    lists = expert_lists(local_idx, 2, alignment=2)
+    codes = torch.randn(3, 8).to(torch.float8_e4m3fn)
+    rows = gather_rows(codes, lists)
+    assert rows.dtype == codes.dtype
+    for place, row in enumerate([0, None, 0, 1]):
+        assert torch.equal(as_bytes(rows)[place], as_bytes(codes)[row] if row is not None else torch.zeros(8).byte())
 
 
 @pytest.mark.parametrize("operator", [
