@@ -1,14 +1,14 @@
-"""DeepEP's module interface, as far as its clients use it, on this library's operators: ``Buffer`` (V1), ``Config``,
-``EventHandle``, ``EventOverlap``, for clients whose code is to stay as it is.
+"""DeepEP's module interface, as far as its clients use it, on this library's operators: ``Buffer`` (V1) and
+``ElasticBuffer`` (V2), ``Config``, ``EventHandle``, ``EventOverlap``, for clients whose code is to stay as it is.
 
     import ep_ops.integrations.deep_ep
     ep_ops.integrations.deep_ep.install()        # before the client is imported
     import deep_ep                               # this module
 
-Names, order of rows, and meaning of counts are those of DeepEP 2.1.0's ``Buffer``; its handles hold what ours need,
-and differ inside. Rows of a dispatch are token-major (docs/token-major.md), so they run on the reference backend, on
-GPUs as well; low-latency operations of rows that are not FP8 take kernels where these can run. Not there:
-``ElasticBuffer`` and ``HybridEPBuffer``, which cannot be imported, and what raises NotImplementedError with the reason.
+Names, order of rows, and meaning of counts are those of DeepEP 2.1.0; its handles hold what ours need, and differ
+inside. Rows of a dispatch are token-major (docs/token-major.md), so they run on the reference backend, on GPUs as well;
+low-latency operations and expanded ones, of rows that are not FP8, take kernels where these can run. Not there:
+``HybridEPBuffer``, which cannot be imported, and what raises NotImplementedError with the reason.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import torch
 from ep_ops.integrations.deep_ep import utils
 from ep_ops.integrations.deep_ep.buffer import Buffer
 from ep_ops.integrations.deep_ep.config import Config
+from ep_ops.integrations.deep_ep.elastic import ElasticBuffer, EPHandle
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t", "utils"]
+__all__ = [
+    "Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install", "topk_idx_t", "utils",
+]  # fmt: skip
 
 topk_idx_t = torch.int64
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ep_ops.integrations.deep_ep.communicators import Communicators
+from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, format_of, refuse_experts
 from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.low_latency import LowLatency
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
@@ -100,7 +100,7 @@ class Buffer(LowLatency):
     ) -> Layout:  # fmt: skip
         """Of ids [T, K] (-1 none): int32 [W] tokens that go to each rank, None, int32 [E] how many name each expert,
         bool [T, W] whether a token goes to a rank, and an event. Waits for nobody."""
-        self._refuse_experts(num_experts)
+        refuse_experts(num_experts, self.group_size)
         wait_for(previous_event)
         named = topk_idx >= 0
         ids = torch.where(named, topk_idx, num_experts).long()
@@ -134,12 +134,12 @@ class Buffer(LowLatency):
         """
         wait_for(previous_event)
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        asked = self._format(rows, scales)
+        asked = format_of(scales)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("topk_idx or topk_weights are given beside handle, which has them; allowed: None")
             route = handle.route
-            comm = self._communicator(rows, handle.num_experts, route.topk_idx.shape[1], route.max_tokens)
+            comm = self.communicators.of(rows, handle.num_experts, route.topk_idx.shape[1], route.max_tokens)
             recv_x, _, recv_scales = comm.dispatch_tokens_planned(rows, route, **asked)
             return recv_x if recv_scales is None else (recv_x, recv_scales), None, None, None, None, after(async_finish)
 
@@ -148,19 +148,19 @@ class Buffer(LowLatency):
                 "num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None; get_dispatch_layout"
             )
         num_experts = num_tokens_per_expert.shape[0]
-        self._refuse_experts(num_experts)
+        refuse_experts(num_experts, self.group_size)
         ids = topk_idx
         if ids is None:  # whichever expert of a rank stands for it
             first = torch.arange(self.group_size, device=rows.device) * (num_experts // self.group_size)
             ids = torch.where(is_token_in_rank, first, -1)
         if num_worst_tokens:
-            comm = self._communicator(rows, num_experts, ids.shape[1], num_worst_tokens // self.group_size)
+            comm = self.communicators.of(rows, num_experts, ids.shape[1], num_worst_tokens // self.group_size)
             bound = num_worst_tokens // self.group_size
             sent = comm.dispatch_tokens(rows, ids, topk_weights, capacity=num_worst_tokens, max_tokens=bound, **asked)
             counts: list[int] = []
         else:
             bound = self.max_tokens_per_rank or self.communicators.agreed(rows.shape[0], rows.device)
-            comm = self._communicator(rows, num_experts, ids.shape[1], bound)
+            comm = self.communicators.of(rows, num_experts, ids.shape[1], bound)
             sent = comm.dispatch_tokens_dynamic(rows, ids, topk_weights, max_tokens=bound, **asked)
             named = sent.route.counts
             if topk_idx is None:
@@ -170,51 +170,24 @@ class Buffer(LowLatency):
         prefix = sent.route.sources.new_full((self.group_size, self.group_size), -1)
         prefix[:, self.rank] = sent.route.sources[1:]
         recv_idx = None if topk_idx is None else sent.local_idx.to(topk_idx.dtype)
-        recv_x = sent.x if sent.scales is None else (sent.x, sent.scales)
         made = Handle(prefix, sent.route, num_experts)
-        return recv_x, recv_idx, sent.weights, counts, made, after(async_finish)
+        received = sent.x if sent.scales is None else (sent.x, sent.scales)
+        return received, recv_idx, sent.weights, counts, made, after(async_finish)
 
     @torch.no_grad()
     def combine(
         self, x: Tensor, handle: Handle, topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None, config: Config | None = None,
-        previous_event: EventOverlap | None = None, async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        bias: Bias = None, config: Config | None = None, previous_event: EventOverlap | None = None,
+        async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:  # fmt: skip
         """The rows ``x`` [N, H] home, unweighted: [T, H], the fp32 sum over ranks ascending, then of ``bias`` [T, H],
         on all ranks or on none, rounded once (two of them are added up and rounded before). With ``topk_weights``
         [N, K] their sums as well, float32 [T, K]. And an event."""
         wait_for(previous_event)
-        route, top_k = handle.route, handle.route.topk_idx.shape[1]
-        if isinstance(bias, tuple):
-            bias = (bias[0].float() + bias[1].float()).to(x.dtype)
-        comm = self._communicator(x, handle.num_experts, top_k, route.max_tokens)
-        out = comm.combine(x.contiguous(), route, residual=bias)
-        weights = None
-        if topk_weights is not None:  # rows of numbers, too; they begin at multiples of 16 bytes
-            wide = torch.nn.functional.pad(topk_weights.float(), (0, -top_k % 4)).contiguous()
-            comm = self._communicator(wide, handle.num_experts, top_k, route.max_tokens)
-            weights = comm.combine(wide, route)[:, :top_k].contiguous()
+        route, experts = handle.route, handle.num_experts
+        out = self.communicators.combined(x, route, experts, bias)
+        weights = None if topk_weights is None else self.communicators.summed(topk_weights, route, experts)
         return out, weights, after(async_finish)
-
-    def _communicator(self, rows: Tensor, num_experts: int, top_k: int, max_tokens: int) -> Any:
-        """Of token-major rows, which the reference backend alone has."""
-        dtype = torch.bfloat16 if rows.dtype == torch.float8_e4m3fn else rows.dtype
-        return self.communicators.of(rows, num_experts, top_k, max_tokens, dtype=dtype)
-
-    def _format(self, rows: Tensor, scales: Tensor | None) -> dict[str, Any]:
-        """What a dispatch of such rows is asked for."""
-        if scales is None:
-            return {}
-        if scales.dtype != torch.float32:
-            raise NotImplementedError(
-                f"scales of x have dtype {scales.dtype}: those of a token travel as float32, one for 128 numbers"
-            )
-        return {"scales": scales.contiguous(), "format": "e4m3/128/fp32"}
-
-    def _refuse_experts(self, num_experts: int) -> None:
-        if num_experts % self.group_size:
-            raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks")
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> Tensor:
         """There is no buffer of bytes."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops.integrations.deep_ep.communicators import Communicators
+from ep_ops.integrations.deep_ep.communicators import Communicators, refuse_experts
 from ep_ops.integrations.deep_ep.utils import EventOverlap, after
 from ep_ops.records import Route
 
@@ -58,15 +58,14 @@ class LowLatency:
         """
         if dispatch_wait_recv_cost_stats is not None:
             raise NotImplementedError("dispatch_wait_recv_cost_stats: how long ranks wait is not measured")
-        if num_experts % self.group_size:
-            raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the {self.group_size} ranks")
+        refuse_experts(num_experts, self.group_size)
         tokens, slots = num_max_dispatch_tokens_per_rank, self.group_size * num_max_dispatch_tokens_per_rank
         asked: dict[str, Any] = {}
         if use_fp8:
             asked["format"] = "e4m3/128/pow2" if round_scale else "e4m3/128/fp32"
             asked["scales_as"] = "packed" if use_ue8m0 else "columns"
         backend = "reference" if use_fp8 else "auto"  # kernels have no formats
-        comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens, backend=backend)
+        comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens, backend)
         sent = comm.dispatch(x.contiguous(), topk_idx, max_tokens=tokens, slots=slots, alignment=1, **asked)
         counts = sent.route.counts
         if cumulative_local_expert_recv_stats is not None:
@@ -105,9 +104,9 @@ class LowLatency:
         route, top_k = handle.route, topk_idx.shape[1]
         # Weights come with the combine alone: they go to their rows, with the smallest x there is.
         blank = x.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
-        comm = self.communicators.of(blank, num_experts, top_k, tokens, backend="auto")
+        comm = self.communicators.of(blank, num_experts, top_k, tokens, "auto")
         _, row_weights = comm.dispatch_planned(blank, route, topk_weights.float().contiguous())
-        comm = self.communicators.of(x.view(-1, hidden), num_experts, top_k, tokens, backend="auto")
+        comm = self.communicators.of(x.view(-1, hidden), num_experts, top_k, tokens, "auto")
         combined = comm.combine(x.reshape(-1, hidden), route, row_weights)
         return combined if out is None else out.copy_(combined), after(async_finish), _nothing
 
