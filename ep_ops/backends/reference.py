@@ -153,7 +153,7 @@ class ReferenceBackend:
             begin, keep = _segments(rank_asked, *room)
             begins.append(begin)
             kept.append(keep)
-        begin, keep = torch.cat(begins), torch.cat(kept)  # [E]
+        begin, keep = torch.cat(begins), torch.cat(kept)  # [E], or [W] of ranks
 
         asked_for = asks.clamp(min=0)
         has_row = (asks >= 0) & (position < keep[asked_for])
@@ -257,26 +257,17 @@ class ReferenceBackend:
         return self._dispatch_tokens("dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_dynamic(
-        self,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        max_tokens: int,
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int,
         delivery: Delivery | None = None,
-    ) -> DispatchTensors:
+    ) -> DispatchTensors:  # fmt: skip
         """:meth:`dispatch_tokens` into as many rows as there are copies; nothing is dropped."""
         sizes = Sizes(_UNBOUNDED, 1, 0, max_tokens)
         return self._dispatch_tokens("dispatch_tokens_dynamic", x, topk_weights, topk_idx, sizes, delivery)
 
     def _dispatch_tokens(
-        self,
-        operator: str,
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        sizes: Sizes,
-        delivery: Delivery | None = None,
-    ) -> DispatchTensors:
+        self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None,
+    ) -> DispatchTensors:  # fmt: skip
         self._begin()
         same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
         placed = self._plan(operator, topk_idx, sizes, same, problem, token_major=True)
