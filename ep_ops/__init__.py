@@ -11,10 +11,10 @@ from typing import Any
 from . import operators  # noqa: F401  registers torch.ops.ep.*
 from .communicator import Communicator
 from .memory import memory_plan
-from .records import Dispatched, Route
+from .records import Dispatched, DispatchedTokens, Route
 from .version import __version__
 
-__all__ = ["Communicator", "Dispatched", "Route", "__version__", "memory_plan"]
+__all__ = ["Communicator", "Dispatched", "DispatchedTokens", "Route", "__version__", "memory_plan"]
 
 
 def __getattr__(name: str) -> Any:

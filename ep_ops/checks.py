@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import ELEMENT, FORMATS, SWIZZLED, format_of, layout_of, per_row
+from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, SWIZZLED, format_of, layout_of, per_row
 
 from .arrivals import rows_of, size
 from .config import Member
@@ -47,13 +47,13 @@ def _plan(m: Member, a: Any, ints: tuple[int, ...]) -> None:
 def dispatch(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch or ep::dispatch_start cannot take."""
     _plan(m, a, a[3:9])
-    _of_tokens(m, a)
+    _of_tokens(m, a, a.zeros)
 
 
 def dispatch_wait(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_wait cannot take."""
     _plan(m, a, a[4:10])
-    _of_tokens(m, a)
+    _of_tokens(m, a, a.zeros)
 
 
 def dispatch_dynamic(m: Member, a: Any) -> None:
@@ -62,7 +62,7 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
     _alignment(a.alignment)
     _bound(m, a.max_tokens)
     _tokens(m, a.topk_idx, a.max_tokens)
-    _of_tokens(m, a)
+    _of_tokens(m, a, a.zeros)
 
 
 def dispatch_planned(m: Member, a: Any) -> None:
@@ -71,7 +71,35 @@ def dispatch_planned(m: Member, a: Any) -> None:
     if a.slots and a.num_rows != m.num_local_experts * a.slots:
         experts = f"num_local_experts {m.num_local_experts}"
         raise ValueError(f"slots is {a.slots}; allowed: 0 (flat layout) or num_rows {a.num_rows} / {experts}")
+    _of_tokens(m, a, a.zeros)
+
+
+def dispatch_tokens(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_tokens, or a start or wait of one, cannot take."""
+    _capacity(a.capacity)
+    dispatch_tokens_dynamic(m, a)
+
+
+def dispatch_tokens_dynamic(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_tokens_dynamic cannot take."""
+    _token_major(m, a)
+    _same_sizes(m, a.num_local_experts, a.world_size)
+    _bound(m, a.max_tokens)
+    _tokens(m, a.topk_idx, a.max_tokens)
     _of_tokens(m, a)
+
+
+def dispatch_tokens_planned(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_tokens_planned cannot take."""
+    _token_major(m, a)
+    _num_rows(a.num_rows, _route(m, a))
+    _of_tokens(m, a)
+
+
+def dispatch_tokens_backward(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_tokens_backward cannot take."""
+    _token_major(m, a)
+    _gradients(m, a, _route(m, a), (m.top_k,))
 
 
 def combine(m: Member, a: Any) -> None:
@@ -79,7 +107,7 @@ def combine(m: Member, a: Any) -> None:
     rows = _route(m, a)
     _rows(m, "y", a.y, rows, _AS_PLANNED)
     if a.recv_weights is not None:
-        _row_weights(m, "recv_weights", a.recv_weights, rows)
+        _row_weights(m, "recv_weights", a.recv_weights, (rows,))
     residual = getattr(a, "residual", None)  # split operations take none
     if residual is not None:
         _rows(m, "residual", residual, a.topk_idx.shape[0], "rows as topk_idx has")
@@ -92,13 +120,17 @@ def combine_gathered(m: Member, a: Any) -> None:
 
 def dispatch_backward(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_backward cannot take."""
-    rows = _route(m, a)
+    _gradients(m, a, _route(m, a), ())
+
+
+def _gradients(m: Member, a: Any, rows: int, per_row: tuple[int, ...]) -> None:
+    """``per_row``: the shape of what each row has of grad_recv_weights."""
     if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if a.grad_recv_x is not None:
         _rows(m, "grad_recv_x", a.grad_recv_x, rows, _AS_PLANNED)
     if a.grad_recv_weights is not None:
-        _row_weights(m, "grad_recv_weights", a.grad_recv_weights, rows)
+        _row_weights(m, "grad_recv_weights", a.grad_recv_weights, (rows, *per_row))
 
 
 def combine_backward(m: Member, a: Any) -> None:
@@ -109,7 +141,7 @@ def combine_backward(m: Member, a: Any) -> None:
     if a.y is not None:
         _rows(m, "y", a.y, rows, _AS_PLANNED)
     if a.recv_weights is not None:
-        _row_weights(m, "recv_weights", a.recv_weights, rows)
+        _row_weights(m, "recv_weights", a.recv_weights, (rows,))
 
 
 def empty_rows(m: Member, num_rows: int) -> None:
@@ -139,10 +171,14 @@ def _num_rows(num_rows: int, planned: int) -> None:
         raise ValueError(f"num_rows is {num_rows}; allowed: {planned} ({_AS_PLANNED})")
 
 
-def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
-    _alignment(alignment)
+def _capacity(capacity: int) -> None:
     if not 0 <= capacity < INT32_LIMIT:
         raise ValueError(f"capacity is {capacity}; allowed: 0..2**31 - 1")
+
+
+def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
+    _alignment(alignment)
+    _capacity(capacity)
     if capacity % alignment:
         raise ValueError(f"capacity is {capacity}; it must be a multiple of alignment {alignment}")
     if slots:
@@ -178,10 +214,10 @@ def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
         _wrong_kind(comm, "topk_idx", topk_idx, _INT32)
 
 
-def _of_tokens(comm: Member, a: Any) -> None:
+def _of_tokens(comm: Member, a: Any, zeros: bool = True) -> None:
     """x and topk_weights: one row for each token."""
     shape = a.topk_idx.shape
-    if a.format or a.scales is not None or a.scales_as or not a.zeros:
+    if a.format or a.scales is not None or a.scales_as or not zeros:
         _delivery(comm, a)
     else:
         _rows(comm, "x", a.x, shape[0], "rows as topk_idx has")
@@ -222,6 +258,19 @@ def _route(comm: Member, a: Any) -> int:
     if not 1 <= a.alignment <= MAX_ALIGNMENT:
         _alignment(a.alignment)
     return rows
+
+
+def _token_major(comm: Member, a: Any) -> None:
+    """Backends that have no such rows, and layouts of scales that nobody takes with them."""
+    if comm.config.backend == "cute":
+        raise ValueError(
+            f"ep::{type(a).__name__}: backend 'cute' has no token-major rows; allowed: backend 'reference', or a"
+            " dispatch whose rows are grouped by expert"
+        )
+    scales_as = getattr(a, "scales_as", "")
+    if scales_as in LAYOUTS and scales_as not in OF_TOKENS:
+        allowed = ", ".join(map(repr, OF_TOKENS))
+        raise ValueError(f"scales_as is {scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
 
 
 def _delivery(comm: Member, a: Any) -> None:
@@ -279,9 +328,10 @@ def _no_tensor(name: str) -> NoReturn:
     raise TypeError(f"{name} is None; allowed: a tensor")
 
 
-def _row_weights(comm: Member, name: str, weights: Tensor, count: int) -> None:
-    hint = "one for each row; pass None where there are no weights"
-    _tensor(comm, name, weights, comm.weights_dtype, (count,), hint)
+def _row_weights(comm: Member, name: str, weights: Tensor, shape: tuple[int, ...]) -> None:
+    each = "one" if shape[1:] == () else "top_k"
+    hint = f"{each} for each row; pass None where there are no weights"
+    _tensor(comm, name, weights, comm.weights_dtype, shape, hint)
 
 
 def _tensor(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], why: str) -> None:

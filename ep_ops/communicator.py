@@ -24,13 +24,14 @@ from .methods import Methods
 from .overflow import POLICIES, Overflow
 from .records import Operation
 from .survivors import ExpertIds
+from .token_major import TokenMajor
 from .topology import gpu_problem, multiprocessors
 from .version import __version__
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
 
 
-class Communicator(Methods):
+class Communicator(Methods, TokenMajor):
     """Sizes, backend and symmetric memory that the ``ep`` operators of one process group use.
 
     Collective: all ranks of ``group`` create it with equal arguments (ValueError on every rank otherwise, naming the

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from . import formats, inputs
+from .arguments import many_rows
 from .backends.base import Backend
 from .config import worst_case_rows
-from .operators.eager import call
+from .operators.eager import call, refuse
 from .overflow import Overflow
 from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
 from .survivors import ExpertIds
@@ -153,8 +154,10 @@ class Methods:
         """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given;
         with a ``format`` their scales too, None where it has none (see :meth:`dispatch`).
 
-        Differentiable.
+        Differentiable. (Of a token-major route :meth:`dispatch_tokens_planned` takes weights, this one x alone.)
         """
+        if route.token_major:
+            self._refuse_weights("dispatch_planned", topk_weights)
         args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
         if scales is not None:
@@ -171,6 +174,8 @@ class Methods:
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
         """
+        if route.token_major:
+            self._refuse_weights("combine", weights)
         y, weights = inputs.with_weights(self, y, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
@@ -224,6 +229,8 @@ class Methods:
 
     def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
         """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
+        if route.token_major:
+            self._refuse_weights("combine_start", weights)
         y, weights = inputs.with_weights(self, y, weights)
         ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
         return StartedCombine(ticket, y, weights, route)
@@ -232,6 +239,16 @@ class Methods:
         """What :meth:`combine` returns. Differentiable."""
         ticket, y, weights, route = started
         return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name), route)
+
+    def _refuse_weights(self, operator: str, weights: Tensor | None) -> None:
+        """Of rows of a token-major route."""
+        if weights is not None:
+            refuse(
+                operator, self.backend,
+                "weights are given for the rows of a token-major route, which have one for each of their experts;"
+                " allowed: None (combines: weigh before, by ep_ops.nn.reduce_rows; dispatches:"
+                " dispatch_tokens_planned)",
+            )  # fmt: skip
 
     def _sizes(
         self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
@@ -247,13 +264,8 @@ class Methods:
         """Rows of the default capacity, of which is warned where they are large."""
         rows = self.capacity(tokens, alignment)
         if rows > self.warned_rows and not torch.compiler.is_compiling():
-            gib = rows * self.hidden_size * self.dtype.itemsize / 2**30
-            warnings.warn(
-                f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
-                f" take {gib:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and counted), call"
-                " dispatch_dynamic, or make several calls of fewer tokens (max_tokens).",
-                RuntimeWarning, stacklevel=4,
-            )  # fmt: skip
+            text = many_rows(self.name, rows, self.hidden_size * self.dtype.itemsize, tokens)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         return rows
 
 

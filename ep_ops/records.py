@@ -50,13 +50,14 @@ class Route(NamedTuple):
     topk_idx: Tensor  # [T, K] global expert id, -1 none
     send_rows: Tensor  # [T, K] row at the destination rank, -1 where there is none or it was dropped
     arrivals: Tensor  # [4 R + W + 3] what arrives here: three lists, see ep_ops.arrivals
-    offs: Tensor  # [El] end of each local expert's segment, padded to the alignment
-    counts: Tensor  # [El] kept rows of each local expert
+    offs: Tensor  # [El] end of each local expert's segment, padded to the alignment; token-major: the sums of counts
+    counts: Tensor  # [El] kept rows of each local expert; token-major: of how many (row, k) it is the expert
     alignment: int  # segments are padded to a multiple of it
     num_rows: int  # R: rows of the buffers that it fills, the capacity or what a dynamic dispatch needed
     max_tokens: int  # bound on T that all ranks shared
     batch: tuple[int, ...] | None = None  # what stands for T in the tensors of the model, where that is several numbers
     slots: int = 0  # 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout)
+    token_major: bool = False  # a row for each copy: send_rows at the first k that names a rank, alignment 1
 
     @property
     def ints(self) -> tuple[int, int]:
@@ -94,7 +95,9 @@ class Route(NamedTuple):
 
     @property
     def segments(self) -> Segments:
-        """The rows of each local expert."""
+        """The rows of each local expert. ValueError for token-major rows, here and below."""
+        if self.token_major:
+            raise ValueError("token-major rows are not grouped by expert; take ep_ops.nn.expert_lists")
         return Segments(self.offs, self.counts, self.alignment)
 
     @property
@@ -118,6 +121,17 @@ class Dispatched(NamedTuple):
     route: Route
     dropped: Tensor  # int32 [El] rows routed here that did not fit
     scales: Tensor | None = None  # of quantised rows, in the layout that was asked for (docs/formats.md)
+
+
+class DispatchedTokens(NamedTuple):
+    """What a token-major dispatch brought here (docs/token-major.md)."""
+
+    x: Tensor  # [R, H] a row for each copy, in the order of (source rank, token); undefined behind the last
+    local_idx: Tensor  # int32 [R, K] the local expert of each (row, k), -1 where it is none of this rank's
+    weights: Tensor | None  # [R, K] its weight, 0 where local_idx is -1; None if no weights were given
+    route: Route
+    dropped: Tensor  # int32 [El] (token, k) routed here whose copy did not fit
+    scales: Tensor | None = None  # of quantised rows (docs/formats.md)
 
 
 class StartedDispatch(NamedTuple):

@@ -9,6 +9,7 @@ from .combine import combine, combine_backward
 from .dispatch import dispatch, dispatch_backward, dispatch_dynamic, dispatch_planned
 from .plan import plan
 from .split import combine_start, dispatch_start
+from .tokens import dispatch_tokens, dispatch_tokens_dynamic, dispatch_tokens_planned
 
 __all__ = [
     "combine",
@@ -19,5 +20,8 @@ __all__ = [
     "dispatch_dynamic",
     "dispatch_planned",
     "dispatch_start",
+    "dispatch_tokens",
+    "dispatch_tokens_dynamic",
+    "dispatch_tokens_planned",
     "plan",
 ]

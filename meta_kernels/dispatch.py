@@ -17,22 +17,25 @@ Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 def dispatch(a: Any) -> Dispatched:
     """-> recv_x [capacity, H], recv_scales or [0], recv_weights [capacity] or [0], then what plan returns"""
-    return *_arrived(a, a.capacity, a.slots, a.num_local_experts), *placed(a, a.capacity)
+    return *arrived(a, a.capacity, a.slots, a.num_local_experts), *placed(a, a.capacity)
 
 
 def dispatch_dynamic(a: Any) -> Dispatched:
     """As dispatch, with a number of rows that only the data tell."""
     num_rows = torch.library.get_ctx().new_dynamic_size()
-    return *_arrived(a, num_rows, 0, a.num_local_experts), *placed(a, num_rows)
+    return *arrived(a, num_rows, 0, a.num_local_experts), *placed(a, num_rows)
 
 
 def dispatch_planned(a: Any) -> Arrived:
     """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] or [0]"""
-    return _arrived(a, a.num_rows, a.slots, a.offs.shape[0])
+    return arrived(a, a.num_rows, a.slots, a.offs.shape[0])
 
 
-def _arrived(a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, groups: int) -> Arrived:
-    recv_weights = scalars_like(a.topk_weights, (num_rows,), a.x)
+def arrived(
+    a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, groups: int, per_row: tuple[int, ...] = ()
+) -> Arrived:
+    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows, *per_row] or [0]"""
+    recv_weights = scalars_like(a.topk_weights, (num_rows, *per_row), a.x)
     form = format_of(a.format) if a.format else None
     if form is None or form.wire:
         return rows_like(a.x, num_rows), a.x.new_empty((0,), dtype=torch.float32), recv_weights

@@ -28,6 +28,7 @@ class Format(NamedTuple):
 
 SWIZZLED = ("swizzled/torch", "swizzled/quack", "swizzled/flashinfer")
 LAYOUTS = ("rows", "columns", "packed", *SWIZZLED)
+OF_TOKENS = ("rows", "columns")  # those that token-major rows may have: the others are of groups of rows
 _FP32, _BYTES = torch.float32, torch.float8_e8m0fnu
 _QUANTISED = (
     Format("e4m3/128/pow2", 128, 128, True, _FP32, ("rows", "columns", "packed")),

@@ -23,6 +23,7 @@ from .reference import ReferenceBackend
 
 _PLACED = ("send_rows", "arrivals", "offs", "counts", "dropped")
 _DISPATCHED = ("recv_x", "recv_weights", *_PLACED)
+_TOKENS_DISPATCHED = (*_DISPATCHED, "recv_idx")
 _STARTED = ("ticket",)
 
 OUTPUTS: dict[str, tuple[str, ...]] = {
@@ -38,6 +39,12 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "dispatch_wait": _DISPATCHED,
     "combine_start": _STARTED,
     "combine_wait": ("out",),
+    "dispatch_tokens": _TOKENS_DISPATCHED,
+    "dispatch_tokens_dynamic": _TOKENS_DISPATCHED,
+    "dispatch_tokens_planned": ("recv_x", "recv_weights"),
+    "dispatch_tokens_backward": ("grad_x", "grad_topk_weights"),
+    "dispatch_tokens_start": _STARTED,
+    "dispatch_tokens_wait": _TOKENS_DISPATCHED,
 }
 """Operator -> the names of what a backend returns for it; of a dispatch that is told of a :class:`Delivery`,
 ``recv_scales`` too. What is not in this table is not compared."""

@@ -55,6 +55,17 @@ them (``empty_rows``; any tensor will do in a communicator that is not ``strict`
 k), 0 where there is no row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or
 ``weight * g`` rounded to its dtype, and ``grad_recv_weights`` the fp32 dot product of g and y.
 
+**Token-major.** ``dispatch_tokens`` gives a row to each *copy* and not to each (token, k): the copies for a rank are
+numbered 0, 1, ... in the order of (source rank, token), copy number p has row p if p is below the rank's capacity, and
+is dropped otherwise, with all that it asks for. Its route is that of a dispatch in which every rank is one expert
+(alignment 1), asked for by the first k of a token that names it: ``send_rows`` holds the row there, and -1 at the k
+behind it; ``copies``, ``owned`` and ``sources`` say what they always do, R counting copies. So combines and their
+backwards run along it as along any other, and add up one row for each rank. But ``counts`` [El] has how many (row, k)
+name each local expert, ``offs`` [El] their sums up to and with each, and ``dropped`` [El] those of dropped copies.
+``recv_idx`` [R, K] holds, for each k of the token, the local expert that it names, -1 where it names none of this rank
+and in rows without a copy; ``recv_weights`` [R, K] the weight beside it, and 0 where that is -1. Backward, rows are
+combined, and the weight of a (token, k) gets what its place in the row of its copy has; other places are not read.
+
 **Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator. Nothing else of
 the communicator may run between the two.
 
@@ -80,7 +91,8 @@ from .split import Order, ticket
 
 _OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered",
+    "combine_gathered", "dispatch_tokens", "dispatch_tokens_dynamic", "dispatch_tokens_planned",
+    "dispatch_tokens_backward",
 )  # fmt: skip
 _UNBOUNDED = -1  # published instead of a capacity: as many rows as are asked for
 
@@ -98,6 +110,7 @@ class ReferenceBackend:
         ranks = torch.arange(self.world_size, device=self.device)
         per_rank = torch.tensor(self.experts_per_rank, device=self.device)
         self.rank_of_expert = torch.repeat_interleave(ranks, per_rank)  # [E]
+        self.first_expert = per_rank.cumsum(0) - per_rank  # [W]
         self.name_of_communicator, self.strict = member.name, member.strict
         self.rows_dtype, self.weights_dtype = member.dtype, member.weights_dtype
         self.hidden_size, self.symmetric_rows = member.hidden_size, member.symmetric_rows
@@ -118,8 +131,9 @@ class ReferenceBackend:
             self._order.check()
 
     def _plan(
-        self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None
-    ) -> Placed:
+        self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None,
+        token_major: bool = False,
+    ) -> Placed:  # fmt: skip
         """``same``: what ranks must agree on besides ``max_tokens``."""
         capacity, alignment, slots, max_tokens = sizes
         same = {"max_tokens": max_tokens, **same}
@@ -128,41 +142,62 @@ class ReferenceBackend:
         padded_idx = topk_idx.new_full((max_tokens, topk_idx.shape[1]), -1)
         padded_idx[: topk_idx.shape[0]] = topk_idx
         everyone = self.exchange.all_gather(padded_idx).long()  # [W, max_tokens, K], the same on all ranks
-        position, asked = self._number_askers(everyone)
+        destination = self._ranks_named(everyone)
+        asks, held = everyone, self.experts_per_rank
+        if token_major:  # a rank is what its tokens ask for, once
+            asks, held = _first_named(destination, self.world_size), (1,) * self.world_size
+        position, asked = self._number_askers(asks, sum(held))
 
         begins, kept = [], []
-        for rank_asked, room in zip(asked.split(self.experts_per_rank), published.tolist(), strict=True):
+        for rank_asked, room in zip(asked.split(held), published.tolist(), strict=True):
             begin, keep = _segments(rank_asked, *room)
             begins.append(begin)
             kept.append(keep)
-        begin, keep = torch.cat(begins), torch.cat(kept)  # [E]
+        begin, keep = torch.cat(begins), torch.cat(kept)  # [E], or [W] of ranks
 
-        expert = everyone.clamp(min=0)
-        has_row = (everyone >= 0) & (position < keep[expert])
-        rows = torch.where(has_row, begin[expert] + position, -1)
-        destination = torch.where(everyone >= 0, self.rank_of_expert[expert], self.world_size)
-        mine = slice(sum(self.experts_per_rank[: self.rank]), sum(self.experts_per_rank[: self.rank + 1]))
+        asked_for = asks.clamp(min=0)
+        has_row = (asks >= 0) & (position < keep[asked_for])
+        rows = torch.where(has_row, begin[asked_for] + position, -1)
+        mine = slice(sum(held[: self.rank]), sum(held[: self.rank + 1]))
         counts = keep[mine]
-        offs = (begin[mine] + _pad(counts, alignment)).int()
+        offs = begin[mine] + _pad(counts, alignment)
         if capacity == _UNBOUNDED:
             capacity = int(offs[-1]) if offs.numel() else 0
+        table = torch.where(destination == self.rank, rows, -1)
+        dropped = asked[mine] - counts
+        if token_major:
+            counts, dropped = self._named_here(everyone, destination, (table >= 0).any(2))
+            offs = counts.cumsum(0)
         return Placed(
             rows[self.rank, : topk_idx.shape[0]].int(),
-            arrivals.pack(torch.where(destination == self.rank, rows, -1), capacity, self._copy_numbers(destination)),
-            offs,
+            arrivals.pack(table, capacity, self._copy_numbers(destination)),
+            offs.int(),
             counts.int(),
-            (asked[mine] - counts).int(),
+            dropped.int(),
         )
 
-    def _number_askers(self, everyone: Tensor) -> tuple[Tensor, Tensor]:
-        """Number of each (source rank, token, k) among the askers of its expert, and how many ask for each expert."""
-        none_last = torch.where(everyone < 0, self.num_experts, everyone).flatten()
-        asked = torch.bincount(none_last, minlength=self.num_experts + 1)
-        order = none_last.argsort(stable=True)  # by expert, then (source rank, token, k)
+    def _number_askers(self, asks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Number of each (source rank, token, k) among those that ask for the same, and how many ask for each of 0 ..
+        ``groups``; -1 asks for nothing."""
+        none_last = torch.where(asks < 0, groups, asks).flatten()
+        asked = torch.bincount(none_last, minlength=groups + 1)
+        order = none_last.argsort(stable=True)  # by what is asked for, then (source rank, token, k)
         before = asked.cumsum(0) - asked
         position = torch.empty_like(none_last)
         position[order] = torch.arange(order.numel(), device=self.device) - before[none_last[order]]
-        return position.view_as(everyone), asked[: self.num_experts]
+        return position.view_as(asks), asked[:groups]
+
+    def _named_here(self, everyone: Tensor, destination: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """How many (token, k) name each local expert, of copies that are ``kept`` [W, max_tokens] and of others."""
+        here, local = destination == self.rank, everyone - self.first_expert[self.rank]
+        held = self.experts_per_rank[self.rank]
+        of_kept, of_others = (torch.bincount(local[here & which[..., None]], minlength=held) for which in (kept, ~kept))
+        return of_kept, of_others
+
+    def _ranks_named(self, topk_idx: Tensor) -> Tensor:
+        """The rank of each expert that is named; world_size where there is none."""
+        rank = self.rank_of_expert[topk_idx.long().clamp(0, self.num_experts - 1)]
+        return torch.where(topk_idx >= 0, rank, self.world_size)
 
     def _copy_numbers(self, destination: Tensor) -> Tensor:
         """[W, max_tokens] number of each token's copy here: how many earlier ranks its ids name."""
@@ -212,6 +247,68 @@ class ReferenceBackend:
         self._begin()
         self._meet_along("dispatch_planned", _terms(topk_weights, delivery), route, quantised.problem(delivery))
         return self._to_rows(x, topk_weights, route, delivery)
+
+    # ------------------------------------------------------------------ token-major dispatch
+
+    def dispatch_tokens(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        """Plan and move; ``sizes`` has alignment 1 and no slots."""
+        return self._dispatch_tokens("dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
+
+    def dispatch_tokens_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        """:meth:`dispatch_tokens` into as many rows as there are copies; nothing is dropped."""
+        sizes = Sizes(_UNBOUNDED, 1, 0, max_tokens)
+        return self._dispatch_tokens("dispatch_tokens_dynamic", x, topk_weights, topk_idx, sizes, delivery)
+
+    def _dispatch_tokens(
+        self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None,
+    ) -> DispatchTensors:  # fmt: skip
+        self._begin()
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        placed = self._plan(operator, topk_idx, sizes, same, problem, token_major=True)
+        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.world_size)
+        route = _along(topk_idx, placed, sizes._replace(capacity=num_rows))
+        local = topk_idx - self.first_expert.int()[self._ranks_named(topk_idx).clamp(max=self.world_size - 1)]
+        recv_idx = self._to_copies(local, route, -1)
+        return *self._to_token_rows(x, topk_weights, route, delivery), *placed, recv_idx
+
+    def dispatch_tokens_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
+        """Move along the route of a token-major dispatch."""
+        self._begin()
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        self._meet_along("dispatch_tokens_planned", same, route, problem)
+        return self._to_token_rows(x, topk_weights, route, delivery)
+
+    def _to_token_rows(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
+        """As _to_rows. The copies are rows of one group, which begins at row 0."""
+        copies = route.sources[-1:]
+        *recv, none = self._to_rows(x, None, route._replace(offs=copies, counts=copies), delivery)
+        return *recv, none if topk_weights is None else self._to_copies(topk_weights, route, 0)
+
+    def _to_copies(self, values: Tensor, route: Route, none: int) -> Tensor:
+        """``values`` [T, K] of those (token, k) whose experts are here, by copy [R, K]; ``none`` elsewhere."""
+        asker, sent = self._sent(route)
+        recv_row, recv_counts = self._received(route)
+        goes = torch.where(self._named_there(route, asker), values[asker // values.shape[1]], none)
+        blank = values.new_full((route.num_rows, values.shape[1]), none)
+        blank[recv_row] = self.exchange.all_to_all(goes, sent, recv_counts)
+        return blank
+
+    def _named_there(self, route: Route, asker: Tensor) -> Tensor:
+        """bool [sent, K]: which k of the token of each copy that is sent name an expert of the rank where it goes."""
+        ranks = self._ranks_named(route.topk_idx)
+        return ranks[asker // ranks.shape[1]] == ranks.flatten()[asker][:, None]
+
+    # ------------------------------------------------------------------ rows
 
     def _to_rows(
         self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
@@ -321,6 +418,21 @@ class ReferenceBackend:
         self._end("dispatch")
         return self.dispatch(x, topk_weights, topk_idx, sizes, delivery)
 
+    def dispatch_tokens_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
+        """Nothing yet: the wait does it all."""
+        self._begin()
+        self._order.start("dispatch_tokens")
+        return ticket(x)
+
+    def dispatch_tokens_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        """:meth:`dispatch_tokens`."""
+        self._end("dispatch_tokens")
+        return self.dispatch_tokens(x, topk_weights, topk_idx, sizes, delivery)
+
     def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         """Nothing yet: the wait does it all."""
         self._begin()
@@ -342,21 +454,36 @@ class ReferenceBackend:
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
+        return self._dispatch_backward("dispatch_backward", grad_recv_x, grad_recv_weights, route)
+
+    def dispatch_tokens_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        return self._dispatch_backward("dispatch_tokens_backward", grad_recv_x, grad_recv_weights, route)
+
+    def _dispatch_backward(
+        self, operator: str, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        """``grad_recv_weights`` [R], or [R, K] of token-major rows."""
         self._begin()
         same = {
             "grad_recv_x given": int(grad_recv_x is not None),
             "grad_recv_weights given": int(grad_recv_weights is not None),
         }
-        self._meet_along("dispatch_backward", same, route)
+        self._meet_along(operator, same, route)
         grad_x = grad_topk_weights = torch.empty(0, dtype=self.weights_dtype, device=self.device)
         if grad_recv_x is not None:
             grad_x = self._to_tokens(grad_recv_x, None, route)
         if grad_recv_weights is not None:
             asker, sent = self._sent(route)
             recv_row, recv_counts = self._received(route)
-            grads = grad_recv_weights[recv_row]
+            grads = self.exchange.all_to_all(grad_recv_weights[recv_row], recv_counts, sent)
             grad_topk_weights = grads.new_zeros(route.topk_idx.shape)
-            grad_topk_weights.view(-1)[asker] = self.exchange.all_to_all(grads, recv_counts, sent)
+            if grads.dim() == 2:
+                named, top_k = self._named_there(route, asker), grads.shape[1]
+                token = (asker // top_k * top_k)[:, None]
+                asker, grads = (token + torch.arange(top_k, device=self.device))[named], grads[named]
+            grad_topk_weights.view(-1)[asker] = grads
         return grad_x, grad_topk_weights
 
     def combine_backward(
@@ -382,8 +509,7 @@ class ReferenceBackend:
 
     def _destinations(self, topk_idx: Tensor, send_rows: Tensor) -> Tensor:
         """The rank that holds the row of each (token, k) [T, K]; world_size where there is none."""
-        rank = self.rank_of_expert[topk_idx.long().clamp(0, self.num_experts - 1)]
-        return torch.where(send_rows >= 0, rank, self.world_size)
+        return torch.where(send_rows >= 0, self._ranks_named(topk_idx), self.world_size)
 
     def _sent(self, route: Route) -> tuple[Tensor, list[int]]:
         """What dispatch sends: flat (token, k) sorted by destination, and how many go to each rank."""
@@ -498,6 +624,14 @@ def _terms(topk_weights: Tensor | None, delivery: Delivery | None) -> dict[str, 
 def _along(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
     ints = sizes.alignment, sizes.capacity, sizes.max_tokens
     return Route(topk_idx, *placed[:4], *ints, slots=sizes.slots)
+
+
+def _first_named(destination: Tensor, none: int) -> Tensor:
+    """The rank of each (source rank, token, k), where none of the token's earlier k names it; else -1."""
+    first = destination != none
+    for k in range(1, destination.shape[2]):
+        first[:, :, k] &= (destination[:, :, :k] != destination[:, :, k : k + 1]).all(2)
+    return torch.where(first, destination, -1)
 
 
 def _pad(count: Tensor, alignment: int) -> Tensor:

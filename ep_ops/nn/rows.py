@@ -11,8 +11,11 @@ from ep_ops.records import Route
 def expert_of_rows(route: Route) -> Tensor:
     """int64 [R]: the local expert whose row each one is; -1 for rows that nobody owns.
 
-    R is ``route.num_rows``. Padding rows, and those between or past the segments, are nobody's.
+    R is ``route.num_rows``. Padding rows, and those between or past the segments, are nobody's. ValueError for
+    token-major rows, which belong to several experts.
     """
+    if route.token_major:
+        raise ValueError("route is token-major: its rows belong to several experts; take ep_ops.nn.expert_lists")
     row = torch.arange(route.num_rows, device=route.offs.device)
     if route.offs.shape[0] == 0:
         return torch.full_like(row, -1)

@@ -8,15 +8,17 @@ way.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from types import NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
+from ..backends.base import Backend
 from .table import Operator
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
@@ -52,6 +54,14 @@ def call(name: str, *args: Any) -> Any:
             _refuse_tangents(name, args)
         return getattr(torch.ops.ep, name)(*args)
     return IMPLEMENTATIONS[name](*args)
+
+
+def refuse(name: str, backend: Backend, reason: str) -> NoReturn:
+    """ValueError of a method that does not call the operator, which the other ranks do: they are told."""
+    if not _is_compiling():
+        with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
+            backend.refuse(name, reason)
+    raise ValueError(reason)
 
 
 # Looked up once: each dot costs a decode step some of its time.

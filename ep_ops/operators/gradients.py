@@ -6,6 +6,7 @@ gradient, never by which gradients happen to have arrived: those that are missin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ class Gradient(NamedTuple):
 
 
 def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
-    recv_x, recv_scales, recv_weights, *integers = output
+    recv_x, recv_scales, recv_weights, *integers = output  # of a token-major dispatch, recv_idx is the last
     planned = integers[:4] if integers else (a.send_rows, a.arrivals, a.offs, a.counts)
     ctx.save_for_backward(a.topk_idx, *planned)
-    ctx.rows_shape, ctx.rows_dtype, ctx.weights_dtype = recv_x.shape, a.x.dtype, recv_weights.dtype
-    ctx.along = a.alignment, a.max_tokens, a.comm
+    ctx.rows_shape, ctx.rows_dtype = recv_x.shape, a.x.dtype
+    ctx.weights_shape, ctx.weights_dtype = recv_weights.shape, recv_weights.dtype
+    ctx.along = getattr(a, "alignment", 1), a.max_tokens, a.comm
     ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
     constant = [recv_scales, *integers] if asked.topk_weights else [recv_scales, recv_weights, *integers]
     if a.x.dtype is ELEMENT:
@@ -47,7 +49,7 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
 
 
 def _dispatch_backward(
-    ctx: Any, asked: Any, grad_x: Tensor | None, _scales: None, grad_weights: Tensor | None, *_: None
+    operator: str, ctx: Any, asked: Any, grad_x: Tensor | None, _scales: None, grad_weights: Tensor | None, *_: None
 ) -> dict[str, Tensor | None]:
     route = ctx.saved_tensors
     zeros = route[0].new_zeros
@@ -55,9 +57,9 @@ def _dispatch_backward(
         dtype = ctx.rows_dtype
         grad_x = zeros(ctx.rows_shape, dtype=dtype) if grad_x is None else grad_x.to(dtype).contiguous()
     if asked.topk_weights:
-        shape, dtype = ctx.rows_shape[:1], ctx.weights_dtype
+        shape, dtype = ctx.weights_shape, ctx.weights_dtype
         grad_weights = zeros(shape, dtype=dtype) if grad_weights is None else grad_weights.contiguous()
-    home_x, home_weights = torch.ops.ep.dispatch_backward(
+    home_x, home_weights = getattr(torch.ops.ep, operator)(
         grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route, *ctx.along
     )
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
@@ -88,6 +90,10 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
     return grads
 
 
-OF_DISPATCH = Gradient(("dispatch_backward",), _save_dispatch, _dispatch_backward)
+def _of_dispatch(operator: str) -> Gradient:
+    return Gradient((operator,), _save_dispatch, functools.partial(_dispatch_backward, operator))
+
+
+OF_DISPATCH, OF_DISPATCH_TOKENS = _of_dispatch("dispatch_backward"), _of_dispatch("dispatch_tokens_backward")
 OF_COMBINE = Gradient(("combine_backward", "dispatch_planned"), _save_combine, _combine_backward)
 OF_GATHERED = Gradient(("dispatch_planned",), _save_combine, _combine_backward)

@@ -8,7 +8,8 @@ T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts
 [., H] of the communicator's dtype, as is the residual, weights and their gradients float32 (float64 with float64
 rows), everything else int32 (see ``ep_ops.backends.reference`` for what the values mean). Optional results that were
 not asked for have shape [0]. A dispatch with a ``format`` takes and returns quantised rows and their scales
-(docs/formats.md).
+(docs/formats.md). ``dispatch_tokens*`` bring token-major rows (docs/token-major.md): R counts copies, recv_weights and
+its gradient are [R, K]; everything that runs along a route takes theirs as any other.
 
 ``*_start`` and ``*_wait``, called with the same arguments, are a split operation. The ticket between them holds nothing
 (int64 [0]): it tells whoever orders operators that the one follows the other.
@@ -28,7 +29,7 @@ from torch import Tensor
 import meta_kernels
 
 from .. import checks
-from ..backends.base import Backend
+from ..backends.base import Backend, token_major
 from ..config import Member
 from ..records import Delivery, Route, Sizes
 from . import gradients
@@ -75,12 +76,12 @@ _new = tuple.__new__
 def route(a: Any, num_rows: int, slots: int = 0) -> Route:
     """Of the arguments of an operator that follows a known route."""
     along = a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts, a.alignment, num_rows, a.max_tokens
-    return _new(Route, (*along, None, slots))
+    return _new(Route, (*along, None, slots, False))
 
 
 def route_of(y: Tensor, along: tuple[Any, ...]) -> Route:
     """Of the tensors of a route, its alignment and its max_tokens, which fills the rows ``y``."""
-    return _new(Route, (*along[:6], y.size(0), along[6], None, 0))
+    return _new(Route, (*along[:6], y.size(0), along[6], None, 0, False))
 
 
 def _given_rows(a: Any) -> int:
@@ -114,6 +115,24 @@ def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple
     return (recv_x, _NO_SCALES[recv_x.device], *out[1:])
 
 
+def _copies(a: Any) -> Sizes:
+    """Of a token-major dispatch."""
+    return _new(Sizes, (a.capacity, 1, 0, a.max_tokens))
+
+
+def _formatted(a: Any) -> tuple[Delivery, ...]:
+    """`delivery` of a token-major dispatch, whose rows have no padding."""
+    return (Delivery(a.scales, a.format, a.scales_as),) if a.format else ()
+
+
+def copied(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    """`arrived` of a token-major dispatch."""
+    if a.format:
+        return run(*args, *_formatted(a))
+    recv_x, *others = run(*args)
+    return (recv_x, _NO_SCALES[recv_x.device], *others)
+
+
 _ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"
 _COMM = "int num_local_experts, int world_size, str comm"
 _PLANNED = "Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts, Tensor dropped"
@@ -123,6 +142,8 @@ _SIZES = "SymInt capacity, int alignment, SymInt slots, SymInt max_tokens"
 _DELIVERY = 'Tensor? scales=None, str format="", str scales_as="", bool zeros=True'
 _ARRIVED = "Tensor recv_x, Tensor recv_scales, Tensor recv_weights"
 _DISPATCHED = f"({_ARRIVED}, {_PLANNED})"
+_SCALES = 'Tensor? scales=None, str format="", str scales_as=""'
+_TOKENS_DISPATCHED = f"({_ARRIVED}, {_PLANNED}, Tensor recv_idx)"
 _COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, {_ALONG}"
 
 OPERATORS: tuple[Operator, ...] = (
@@ -238,6 +259,72 @@ OPERATORS: tuple[Operator, ...] = (
         meta_kernels.combine,
         gradients.OF_COMBINE,
         starts="combine_start",
+    ),
+    Operator(
+        "dispatch_tokens",
+        f"({_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
+        "x [T, H] and weights [T, K] → token-major rows: one [R, H] for each token that has an expert here, with local"
+        " ids and weights [R, K]; combines take its route",
+        checks.dispatch_tokens,
+        lambda backend, a: copied(a, token_major(backend).dispatch_tokens, a.x, a.topk_weights, a.topk_idx, _copies(a)),
+        meta_kernels.dispatch_tokens,
+        gradients.OF_DISPATCH_TOKENS,
+    ),
+    Operator(
+        "dispatch_tokens_dynamic",
+        f"({_TOKENS}, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
+        "the same with R exactly as large as needed; synchronises once",
+        checks.dispatch_tokens_dynamic,
+        lambda backend, a: copied(
+            a, token_major(backend).dispatch_tokens_dynamic, a.x, a.topk_weights, a.topk_idx, a.max_tokens
+        ),
+        meta_kernels.dispatch_tokens_dynamic,
+        gradients.OF_DISPATCH_TOKENS,
+        exact=True,
+    ),
+    Operator(
+        "dispatch_tokens_planned",
+        f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, {_ALONG}, {_SCALES}) -> ({_ARRIVED})",
+        "token-major dispatch along the route of an earlier one",
+        checks.dispatch_tokens_planned,
+        lambda backend, a: copied(
+            a, token_major(backend).dispatch_tokens_planned, a.x, a.topk_weights, route(a, a.num_rows)
+        ),
+        meta_kernels.dispatch_tokens_planned,
+        gradients.OF_DISPATCH_TOKENS,
+    ),
+    Operator(
+        "dispatch_tokens_backward",
+        f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, {_ALONG})"
+        " -> (Tensor grad_x, Tensor grad_topk_weights)",
+        "the gradients of a token-major dispatch",
+        checks.dispatch_tokens_backward,
+        lambda backend, a: token_major(backend).dispatch_tokens_backward(
+            a.grad_recv_x, a.grad_recv_weights, route(a, _given_rows(a))
+        ),
+        meta_kernels.dispatch_backward,
+    ),
+    Operator(
+        "dispatch_tokens_start",
+        f"({_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> Tensor ticket",
+        "the start of a token-major dispatch: sends",
+        checks.dispatch_tokens,
+        lambda backend, a: token_major(backend).dispatch_tokens_start(
+            a.x, a.topk_weights, a.topk_idx, _copies(a), *_formatted(a)
+        ),
+        meta_kernels.dispatch_start,
+    ),
+    Operator(
+        "dispatch_tokens_wait",
+        f"(Tensor ticket, {_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
+        "the wait of a token-major dispatch: receives",
+        checks.dispatch_tokens,
+        lambda backend, a: copied(
+            a, token_major(backend).dispatch_tokens_wait, a.x, a.topk_weights, a.topk_idx, _copies(a)
+        ),
+        meta_kernels.dispatch_tokens,
+        gradients.OF_DISPATCH_TOKENS,
+        starts="dispatch_tokens_start",
     ),
 )
 

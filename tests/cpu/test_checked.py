@@ -54,6 +54,21 @@ def run(comm: ep_ops.Communicator, name: str, tokens: int, seed: int) -> Any:
         return ops.dispatch_dynamic(x, weights, idx, toy.ALIGNMENT, 16, *ints)
     if name == "dispatch_wait":
         return ops.dispatch_wait(ops.dispatch_start(x, weights, idx, *sizes), x, weights, idx, *sizes)
+    if "tokens" in name:
+        room = (rows, 16, *ints)
+        if name == "dispatch_tokens_dynamic":
+            return ops.dispatch_tokens_dynamic(x, weights, idx, 16, *ints)
+        if name == "dispatch_tokens_wait":
+            ticket = ops.dispatch_tokens_start(x, weights, idx, *room)
+            return ops.dispatch_tokens_wait(ticket, x, weights, idx, *room)
+        sent = ops.dispatch_tokens(x, weights, idx, *room)
+        if name == "dispatch_tokens":
+            return sent
+        along = (idx, *sent[3:7])
+        if name == "dispatch_tokens_planned":
+            return ops.dispatch_tokens_planned(x, weights, *along, rows, 1, 16, comm.name)
+        y = torch.randn(rows, toy.HIDDEN, generator=draw)
+        return ops.dispatch_tokens_backward(y, sent[2], *along, 1, 16, comm.name)
     _, _, given, *placed = ops.dispatch(x, weights, idx, *sizes)
     along = (idx, *placed[:4], toy.ALIGNMENT, 16, comm.name)
     y = torch.randn(rows, toy.HIDDEN, generator=draw)
@@ -73,7 +88,7 @@ def run(comm: ep_ops.Communicator, name: str, tokens: int, seed: int) -> Any:
 
 def operations(name: str) -> int:
     """How many `run` makes."""
-    return 1 if "dispatch" in name and name not in ("dispatch_planned", "dispatch_backward") or name == "plan" else 2
+    return 1 if "dispatch" in name and not name.endswith(("_planned", "_backward")) or name == "plan" else 2
 
 
 def undefined(name: str, right: torch.Tensor) -> torch.Tensor:

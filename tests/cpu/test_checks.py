@@ -44,7 +44,7 @@ def good(name: str) -> dict[str, Any]:
         "grad_recv_x": torch.zeros(ROWS, H, dtype=torch.bfloat16),
         "topk_weights": torch.zeros(T, K),
         "recv_weights": torch.zeros(ROWS),
-        "grad_recv_weights": torch.zeros(ROWS),
+        "grad_recv_weights": torch.zeros(ROWS, K) if name == "dispatch_tokens_backward" else torch.zeros(ROWS),
         "topk_idx": torch.zeros(T, K, dtype=ints),
         "send_rows": torch.zeros(T, K, dtype=ints),
         "arrivals": torch.zeros(arrivals.size(ROWS, 1), dtype=ints),
@@ -111,7 +111,10 @@ def test_good_input_passes(comm: ep_ops.Communicator, name: str) -> None:
             check(comm, name, arguments | {optional: None})
 
 
-@pytest.mark.parametrize("name", those_with("capacity"))
+GROUPED = [name for name in those_with("capacity") if "slots" in CHECKS[name].arguments._fields]
+
+
+@pytest.mark.parametrize("name", GROUPED)
 def test_good_sizes_pass(comm: ep_ops.Communicator, name: str) -> None:
     arguments = good(name)
     for changed in (
@@ -211,10 +214,10 @@ def test_as_many_rows_as_arrivals_was_planned_for(comm: ep_ops.Communicator, nam
 
 @pytest.mark.parametrize("name", those_with("recv_weights") + those_with("grad_recv_weights"))
 def test_as_many_weights_as_rows(comm: ep_ops.Communicator, name: str) -> None:
-    argument = "grad_recv_weights" if name == "dispatch_backward" else "recv_weights"
+    argument = "grad_recv_weights" if name.startswith("dispatch") else "recv_weights"
     for wrong in (0, ROWS - 1):
-        expected = (f"{argument} has shape ({wrong},)", f"[{ROWS}]", "pass None")
-        refused(comm, name, ValueError, *expected, **{argument: torch.zeros(wrong)})
+        expected = (f"{argument} has shape ({wrong},", f"[{ROWS}", "pass None")
+        refused(comm, name, ValueError, *expected, **{argument: good(name)[argument][:wrong]})
 
 
 def test_some_gradient_is_given(comm: ep_ops.Communicator) -> None:
@@ -279,13 +282,13 @@ INTS = [
 
 @pytest.mark.parametrize(("argument", "given", "text"), INTS)
 def test_ints(comm: ep_ops.Communicator, argument: str, given: int, text: str) -> None:
-    for name in those_with(argument):
+    for name in GROUPED if "multiple of alignment" in text else those_with(argument):
         planned = (name, argument) == ("dispatch_planned", "slots")
         allowed = "allowed: 0 (flat layout) or num_rows 24 / num_local_experts 3" if planned else text
         refused(comm, name, ValueError, f"{argument} is {given}", allowed, **{argument: given})
 
 
-@pytest.mark.parametrize("name", those_with("capacity"))
+@pytest.mark.parametrize("name", GROUPED)
 def test_padded_layout_has_slots_for_every_expert(comm: ep_ops.Communicator, name: str) -> None:
     refused(comm, name, ValueError, "capacity is 24", "num_local_experts 3 x slots = 12", slots=4)
 

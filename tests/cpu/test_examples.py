@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import os
@@ -63,9 +64,10 @@ def test_train_under_torchrun() -> None:
 def test_the_others_run() -> None:
     for rank, text in enumerate(run_ranks(2, printed, "decode")):
         assert re.fullmatch(rf"rank {rank} of 2: \d+ steps, eager, differ by \S+ from eager ones\n", text), text
-    for rank, text in enumerate(run_ranks(2, printed, "port_all_to_all")):
-        found = re.fullmatch(rf"rank {rank} of 2: results and gradients differ by (\S+)\n", text)
-        assert found and float(found[1]) < 1e-5, text
+    for name in ("port_all_to_all", "token_major"):
+        for rank, text in enumerate(run_ranks(2, printed, name)):
+            found = re.fullmatch(rf"rank {rank} of 2: results and gradients differ by (\S+)\n", text)
+            assert found and float(found[1]) < 1e-5, text
 
 
 def decoded() -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,9 +86,9 @@ def test_decode_is_right() -> None:
         torch.testing.assert_close(got, expected)
 
 
-def ported() -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def ported(name: str, ways: tuple[str, ...]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Results and gradients of both ways, each beside a dense layer's; ranks have different numbers of tokens."""
-    module = example("port_all_to_all")
+    module = example(name)
     found = []
     with ep_ops.Communicator(**SIZES, dtype=torch.float64) as comm:
         draw = torch.Generator().manual_seed(7)
@@ -110,7 +112,8 @@ def ported() -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         dense = [out.detach(), *gradients[:2], gradients[2][mine]]
 
         x, weights, experts = of_ranks[comm.rank]
-        for way in (module.by_hand, lambda *given: module.with_ep_ops(comm, *given)):
+        for each in ways:
+            way = module.by_hand if each == "by_hand" else functools.partial(getattr(module, each), comm)
             w = everywhere[mine].clone().requires_grad_()
             x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
             out = way(x, experts, weights, w)
@@ -119,8 +122,9 @@ def ported() -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     return found
 
 
-def test_both_ways_of_porting_are_right() -> None:
-    for ways in run_ranks(2, ported):
+def test_both_ways_of_a_layer_are_right() -> None:
+    both = ("port_all_to_all", ("by_hand", "with_ep_ops")), ("token_major", ("token_major", "grouped"))
+    for ways in [found for name, two in both for found in run_ranks(2, ported, name, two)]:
         assert len(ways) == 2
         for got, dense in ways:
             torch.testing.assert_close(got, dense)

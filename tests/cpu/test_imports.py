@@ -41,15 +41,22 @@ ROOMS = {
     ),
     "ep_ops.methods": (
         "ep_ops.records", "ep_ops.config", "ep_ops.backends", "ep_ops.operators", "ep_ops.formats", "ep_ops.inputs",
-        "ep_ops.overflow", "ep_ops.survivors",
+        "ep_ops.overflow", "ep_ops.survivors", "ep_ops.arguments",
+    ),
+    "ep_ops.token_major": (
+        "ep_ops.records", "ep_ops.backends", "ep_ops.operators", "ep_ops.formats", "ep_ops.inputs", "ep_ops.overflow",
+        "ep_ops.survivors", "ep_ops.arguments",
     ),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.agreement", "ep_ops.exchange", "ep_ops.memory",
         "ep_ops.registry", "ep_ops.backends", "ep_ops.topology", "ep_ops.version", "ep_ops.arguments", "ep_ops.inputs",
         "ep_ops.formats", "ep_ops.leaving", "ep_ops.methods", "ep_ops.overflow", "ep_ops.survivors",
+        "ep_ops.token_major",
     ),
     "ep_ops.nn": ("ep_ops.records", "ep_ops.communicator"),
-    "ep_ops.integrations": ("ep_ops.records", "ep_ops.communicator", "ep_ops.nn", "ep_ops.operators"),
+    "ep_ops.integrations": (
+        "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators",
+    ),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
     "ep_ops.ahead": ("ep_ops.version", "ep_ops.config", "ep_ops.backends", "cute_kernels"),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
@@ -174,10 +181,16 @@ def test_nobody_reaches_into_another_files_private_names():
     assert not wrong, "\n".join(wrong)
 
 
+FOREIGN = "ep_ops.integrations.deep_ep"
+"""Its functions take what another library's do."""
+
+
 def test_no_function_takes_a_long_list():
     """More than eight positional parameters are a record that nobody has written down."""
     for module, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 names = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")]
+                if module.startswith(FOREIGN):
+                    continue
                 assert len(names) <= 8, f"{module}.{node.name} takes {', '.join(names)}"

@@ -22,6 +22,8 @@ def every_operator(comm):
     rows = comm.dispatch(x, topk_idx, weights)
     along = (*rows.route.tensors, *rows.route.ints, comm.name)
     planned = (*rows.route.tensors, capacity, *rows.route.ints, comm.name)
+    tokens = comm.dispatch_tokens(x, topk_idx, weights, capacity=20)
+    copied = tokens.route.tensors
     grad = torch.ones_like(x)
     ticket = torch.empty(0, dtype=torch.int64)
     for name, *args in (
@@ -42,6 +44,14 @@ def every_operator(comm):
         ("combine_backward", grad, None, None, *planned),
         ("dispatch_start", x, weights, topk_idx, *flat),
         ("dispatch_wait", ticket, x, weights, topk_idx, *flat),
+        ("dispatch_tokens", x, weights, topk_idx, 20, 16, *sizes),
+        ("dispatch_tokens", x, None, topk_idx, 20, 16, *sizes),
+        ("dispatch_tokens_dynamic", x, weights, topk_idx, 16, *sizes),
+        ("dispatch_tokens_planned", x, weights, *copied, 20, *tokens.route.ints, comm.name),
+        ("dispatch_tokens_backward", tokens.x, tokens.weights, *copied, *tokens.route.ints, comm.name),
+        ("dispatch_tokens_start", x, weights, topk_idx, 20, 16, *sizes),
+        ("dispatch_tokens_wait", ticket, x, weights, topk_idx, 20, 16, *sizes),
+        ("combine", tokens.x, None, *copied, *tokens.route.ints, comm.name),
         ("combine_start", rows.x, rows.weights, *along),
         ("combine_wait", ticket, rows.x, rows.weights, *along),
     ):

@@ -149,6 +149,11 @@ MOST_CALLS = {
     "dispatch_wait": (19, 18),
     "combine_start": (21, 26),
     "combine_wait": (20, 22),
+    "dispatch_tokens": (27, 23),
+    "dispatch_tokens_dynamic": (24, 22),
+    "dispatch_tokens_planned": (23, 25),
+    "dispatch_tokens_start": (25, 23),
+    "dispatch_tokens_wait": (25, 20),
 }
 """Method -> Python functions and C functions that a call of it takes on its way to the backend, whose own do not count.
 Python 3.11 and torch 2.13 were counted; other releases may take a few more inside torch (``OTHERS``)."""
@@ -163,6 +168,7 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
     rows = comm.dispatch(x, idx, weights)
     route = rows.route
     begun, sent = comm.dispatch_start(x, idx, weights), comm.combine_start(rows.x, route, rows.weights)
+    copied, copying = comm.dispatch_tokens(x, idx, weights).route, comm.dispatch_tokens_start(x, idx, weights)
     calls = {
         "plan": lambda: comm.plan(idx),
         "dispatch": lambda: comm.dispatch(x, idx, weights),
@@ -174,6 +180,11 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
         "dispatch_wait": lambda: comm.dispatch_wait(begun),
         "combine_start": lambda: comm.combine_start(rows.x, route, rows.weights),
         "combine_wait": lambda: comm.combine_wait(sent),
+        "dispatch_tokens": lambda: comm.dispatch_tokens(x, idx, weights),
+        "dispatch_tokens_dynamic": lambda: comm.dispatch_tokens_dynamic(x, idx, weights),
+        "dispatch_tokens_planned": lambda: comm.dispatch_tokens_planned(x, copied, weights),
+        "dispatch_tokens_start": lambda: comm.dispatch_tokens_start(x, idx, weights),
+        "dispatch_tokens_wait": lambda: comm.dispatch_tokens_wait(copying),
     }
     run = getattr(comm.backend, name)
     results = []

@@ -12,6 +12,8 @@ import toy
 from expecttest import TestCase
 from graphs import captured_graphs
 
+from ep_ops.nn import expert_lists, gather_rows, reduce_rows
+
 
 class TestGraphs(TestCase):
     def setUp(self):
@@ -120,6 +122,25 @@ combine_backward(computed, computed, dispatch'.recv_weights, input, dispatch'.ro
 combine_backward'(computed, computed, dispatch.recv_weights, input, dispatch.route, 44, 4, 16, pinned)
 dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch'.route, 4, 16, pinned)
 dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatch.route, 4, 16, pinned)
+""",
+        )
+
+    def test_token_major(self):
+        def layer(x, idx, w):
+            sent = self.comm.dispatch_tokens(x, idx, w)
+            lists = expert_lists(sent.local_idx, self.comm.num_local_experts)
+            y = torch.tanh(gather_rows(sent.x, lists))
+            return self.comm.combine(reduce_rows(y, lists, sent.weights), sent.route)
+
+        graphs = captured_graphs(layer, self.x, self.topk_idx, self.weights)
+        self.assertExpectedInline(
+            "\n".join(graphs),
+            """\
+dispatch_tokens(input, input, input, 16, 16, 4, 1, pinned)
+combine(computed, None, input, dispatch_tokens.route, 1, 16, pinned)
+
+dispatch_planned(grad, None, input, dispatch_tokens.route, 16, 1, 16, pinned)
+dispatch_tokens_backward(computed, computed, input, dispatch_tokens.route, 1, 16, pinned)
 """,
         )
 

@@ -18,6 +18,7 @@ import ep_ops
 from ep_ops.operators import OPERATORS, table
 
 OPS = {op.name: op for op in OPERATORS}
+EXACT = ("dispatch_dynamic", "dispatch_tokens_dynamic")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 VARIANTS = {
     "": {},
@@ -30,6 +31,7 @@ VARIANTS = {
     "of weights": {"grad_recv_x": None},
     "of rows alone": {"y": None, "recv_weights": None},
     "undefined padding": {"zeros": False},
+    "token-major": {"recv_weights": None, "topk_weights": None},
 }
 
 
@@ -39,13 +41,14 @@ def variants(op: Any) -> list[str]:
     backward = op.name.endswith("_backward")
     meant = {
         "": True,
-        "padded": "capacity" in names,
+        "token-major": op.name.startswith("combine") or op.name == "dispatch_planned",
+        "padded": "slots" in names and "capacity" in names,
         "unweighted": not backward and bool(names & {"topk_weights", "recv_weights"}),
         "only weights learn": op.gradient is not None and bool(names & {"topk_weights", "recv_weights"}),
         "only the residual learns": "residual" in names,
         "with residual": "residual" in names,
         "of rows": backward,
-        "of weights": op.name == "dispatch_backward",
+        "of weights": op.name in ("dispatch_backward", "dispatch_tokens_backward"),
         "of rows alone": op.name == "combine_backward",
         "undefined padding": "zeros" in names,
     }
@@ -57,11 +60,14 @@ def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 
     x, topk_idx, weights = toy.inputs(tokens, dtype=comm.dtype)
     sent = comm.dispatch(x, topk_idx, weights, capacity=44)
     assert sent.weights is not None
-    y, recv_weights = sent.x.nan_to_num(), sent.weights.nan_to_num()
+    y, recv_weights, route = sent.x.nan_to_num(), sent.weights.nan_to_num(), sent.route
+    if name.startswith("dispatch_tokens") or variant == "token-major":
+        copies = comm.dispatch_tokens(x, topk_idx, weights, capacity=7)
+        y, recv_weights, route = copies.x.nan_to_num(), copies.weights, copies.route
     known = {
         "x": x, "topk_weights": weights, "y": y, "recv_weights": recv_weights, "residual": None,
         "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn_like(x),
-        "ticket": torch.empty(0, dtype=torch.int64), **sent.route._asdict(),
+        "ticket": torch.empty(0, dtype=torch.int64), **route._asdict(),
         "capacity": 44, "slots": 0, "max_tokens": 16, "num_local_experts": comm.num_local_experts, "world_size": 1,
         "comm": comm.name, "scales": None, "format": "", "scales_as": "", "zeros": True,
     }  # fmt: skip
@@ -123,7 +129,7 @@ def _fake_is_like_real(lenient, name, variant):
         assert returned.is_contiguous() and expected.is_contiguous()
         assert returned.ndim == expected.ndim
         for size, known in zip(returned.shape, expected.shape, strict=True):
-            assert size == known if isinstance(size, int) else name == "dispatch_dynamic", (size, known)
+            assert size == known if isinstance(size, int) else name in EXACT, (size, known)
 
 
 def test_no_gradient_at_all_is_an_error_while_tracing(comm):
@@ -161,7 +167,7 @@ def test_compiled_code_returns_what_eager_code_does(dtype):
 def test_tags_and_schemas():
     for name, op in ((name, op.overload) for name, op in OPS.items()):
         assert torch.Tag.pt2_compliant_tag in op.tags and torch.Tag.needs_contiguous_strides in op.tags
-        assert (torch.Tag.cudagraph_unsafe in op.tags) == (name == "dispatch_dynamic")
+        assert (torch.Tag.cudagraph_unsafe in op.tags) == (name in EXACT)
         assert not op._schema.is_mutable and all(out.alias_info is None for out in op._schema.returns)
 
 

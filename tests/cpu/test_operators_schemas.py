@@ -54,5 +54,26 @@ ep::dispatch_wait(Tensor ticket, Tensor x, Tensor? topk_weights, Tensor topk_idx
 ep::combine_start(Tensor y, Tensor? recv_weights, Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor
     offs, Tensor counts, int alignment, SymInt max_tokens, str comm) -> Tensor ticket
 ep::combine_wait(Tensor ticket, Tensor y, Tensor? recv_weights, Tensor topk_idx, Tensor send_rows, Tensor
-    arrivals, Tensor offs, Tensor counts, int alignment, SymInt max_tokens, str comm) -> Tensor out""",
+    arrivals, Tensor offs, Tensor counts, int alignment, SymInt max_tokens, str comm) -> Tensor out
+ep::dispatch_tokens(Tensor x, Tensor? topk_weights, Tensor topk_idx, SymInt capacity, SymInt max_tokens, int
+    num_local_experts, int world_size, str comm, Tensor? scales=None, str format="", str scales_as="") ->
+    (Tensor recv_x, Tensor recv_scales, Tensor recv_weights, Tensor send_rows, Tensor arrivals, Tensor offs,
+    Tensor counts, Tensor dropped, Tensor recv_idx)
+ep::dispatch_tokens_dynamic(Tensor x, Tensor? topk_weights, Tensor topk_idx, SymInt max_tokens, int
+    num_local_experts, int world_size, str comm, Tensor? scales=None, str format="", str scales_as="") ->
+    (Tensor recv_x, Tensor recv_scales, Tensor recv_weights, Tensor send_rows, Tensor arrivals, Tensor offs,
+    Tensor counts, Tensor dropped, Tensor recv_idx)
+ep::dispatch_tokens_planned(Tensor x, Tensor? topk_weights, Tensor topk_idx, Tensor send_rows, Tensor
+    arrivals, Tensor offs, Tensor counts, SymInt num_rows, int alignment, SymInt max_tokens, str comm, Tensor?
+    scales=None, str format="", str scales_as="") -> (Tensor recv_x, Tensor recv_scales, Tensor recv_weights)
+ep::dispatch_tokens_backward(Tensor? grad_recv_x, Tensor? grad_recv_weights, Tensor topk_idx, Tensor
+    send_rows, Tensor arrivals, Tensor offs, Tensor counts, int alignment, SymInt max_tokens, str comm) ->
+    (Tensor grad_x, Tensor grad_topk_weights)
+ep::dispatch_tokens_start(Tensor x, Tensor? topk_weights, Tensor topk_idx, SymInt capacity, SymInt max_tokens,
+    int num_local_experts, int world_size, str comm, Tensor? scales=None, str format="", str scales_as="") ->
+    Tensor ticket
+ep::dispatch_tokens_wait(Tensor ticket, Tensor x, Tensor? topk_weights, Tensor topk_idx, SymInt capacity,
+    SymInt max_tokens, int num_local_experts, int world_size, str comm, Tensor? scales=None, str format="",
+    str scales_as="") -> (Tensor recv_x, Tensor recv_scales, Tensor recv_weights, Tensor send_rows, Tensor
+    arrivals, Tensor offs, Tensor counts, Tensor dropped, Tensor recv_idx)""",
         )

@@ -1,0 +1,174 @@
+"""Token-major rows for GEMMs that gather: of each local expert the list of its rows, and of each row its places there.
+
+    sent = comm.dispatch_tokens(x, topk_idx, topk_weights)      # rows [R, H], local ids and weights [R, K]
+    lists = expert_lists(sent.local_idx, comm.num_local_experts)
+    y = experts(sent.x, lists.rows, lists.offs)                 # a grouped GEMM that gathers: [L, H]
+    out = comm.combine(reduce_rows(y, lists, sent.weights), sent.route)
+
+The lists lie one after the other as the segments of rows grouped by expert do, and in the same order: with the same
+alignment and room enough in both, ``sent.x[lists.rows]`` are the rows of ``comm.dispatch``, ``out`` that of its combine
+with weights, to the bit. Everything here is plain PyTorch, has sizes that the host knows, and never waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertLists(NamedTuple):
+    """R rows, K experts a token, El local experts; L places, those of an expert next to each other: its *list*. All
+    int32."""
+
+    rows: Tensor  # [L] the row of each place; where none is, some row that there is (of the same expert in its padding)
+    flat: Tensor  # [L] row * K + k of each place, R * K where nothing is
+    places: Tensor  # [R, K] the place of each (row, k), -1 where it has none
+    offs: Tensor  # [El] where each list ends, its padding included
+    counts: Tensor  # [El] places of each that hold something
+    dropped: Tensor  # [El] (row, k) that found no place
+    alignment: int  # lists are padded to a multiple of it
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """[El + 1] where each list begins, and where the last one ends: quack's ``cu_seqlens_m``, beside ``rows`` as
+        its ``A_idx``."""
+        return torch.nn.functional.pad(self.offs, (1, 0))
+
+    @property
+    def blocks(self) -> Tensor:
+        """[L / alignment] the expert of each run of ``alignment`` places, -1 behind the last list: ``expert_ids`` of
+        Triton's fused MoE, beside ``flat`` as its ``sorted_token_ids`` and ``offs[-1:]`` as its
+        ``num_tokens_post_padded``."""
+        begin = torch.arange(self.rows.shape[0] // self.alignment, device=self.offs.device) * self.alignment
+        expert = torch.searchsorted(self.offs.long(), begin, right=True)
+        return torch.where(expert < self.offs.shape[0], expert, -1).int()
+
+
+def expert_lists(
+    local_idx: Tensor, num_local_experts: int, *, alignment: int = 1, capacity: int | None = None
+) -> ExpertLists:
+    """The lists of ``local_idx`` (int32 [R, K], -1 none), what token-major rows have beside them.
+
+    Of an expert's list: the (row, k) that name it, in this order. Lists follow each other, each padded to a multiple of
+    ``alignment``. L is what R rows can take at most, or ``capacity``, a multiple of it, if one is given that is less. A
+    (row, k) that finds no place below L is left out and counted, as in a dispatch.
+
+    ValueError for an alignment below 1, or a capacity that is no positive multiple of it.
+    """
+    if alignment < 1:
+        raise ValueError(f"alignment is {alignment}; allowed: from 1 on")
+    if capacity is not None and (capacity < alignment or capacity % alignment):
+        raise ValueError(f"capacity is {capacity}; allowed: positive multiples of alignment {alignment}")
+    taken = local_idx.shape[0] * local_idx.shape[1]
+    room = (taken + torch.sym_min(num_local_experts, taken) * (alignment - 1)) // alignment * alignment
+    length = room if capacity is None else torch.sym_min(capacity, room)
+
+    expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
+    order = expert.argsort(stable=True)  # row * K + k, by expert; those of none last
+    expert = expert[order]
+    bounds = torch.searchsorted(expert, torch.arange(num_local_experts + 1, device=local_idx.device))
+    asked = bounds[1:] - bounds[:-1]
+    padded = _pad(asked, alignment)
+    begin = (padded.cumsum(0) - padded).clamp(max=length)
+    counts = torch.minimum(asked, length - begin)
+
+    number = torch.arange(taken, device=local_idx.device) - bounds[expert]
+    last = counts.new_zeros(1)  # of no expert: nothing is kept
+    kept = number < torch.cat([counts, last])[expert]
+    place = torch.where(kept, torch.cat([begin, last])[expert] + number, -1)
+    places = torch.empty_like(order).scatter(0, order, place).view(local_idx.shape)
+    flat = order.new_full((length + 1,), taken).scatter(0, torch.where(kept, place, length), order)[:length]
+
+    # Padding has a row of its expert's last place: whatever a GEMM makes of it, it is no other expert's number.
+    at = torch.arange(length, device=local_idx.device)
+    offs = begin + _pad(counts, alignment)
+    held = torch.searchsorted(offs, at, right=True)
+    end = torch.cat([begin + counts, last])[held]
+    some = torch.cat([flat, last])[torch.where(held < num_local_experts, torch.minimum(at, end - 1), length)]
+    rows = some // local_idx.shape[1]
+    ints = (rows.int(), flat.int(), places.int(), offs.int(), counts.int(), (asked - counts).int())
+    return ExpertLists(*ints, alignment)
+
+
+def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
+    """x [R, H] -> [L, H]: the row of each place, zeros where nothing is. For GEMMs that do not gather themselves; codes
+    and scales of quantised rows may be gathered as well.
+
+    The gradient of a row is the sum of its places', k ascending, as of :func:`reduce_rows`.
+    """
+    return _Gather.apply(x, lists.rows, lists.flat, lists.places)
+
+
+def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) -> Tensor:
+    """y [L, H] -> [R, H]: of each row the sum of its places, times ``weights`` [R, K] if given; zeros where none are.
+
+    In fp32 (fp64 where y is), k ascending, each product and each sum rounded, then rounded once to y's dtype: what a
+    combine of rows grouped by expert does on the expert's rank. Differentiable in y and weights; in y, places that hold
+    nothing get zeros.
+    """
+    return _Reduce.apply(y, weights, lists.rows, lists.flat, lists.places)
+
+
+def _pad(count: Tensor, alignment: int) -> Tensor:
+    return (count + alignment - 1) // alignment * alignment
+
+
+def _gathered(x: Tensor, rows: Tensor, flat: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[L, H]: the row of each place, times the weight of its (row, k); zeros where nothing is."""
+    there = (flat < places.numel())[:, None]
+    own = x[rows]
+    if weights is not None:
+        each = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
+        own = (own.to(_exact(x)) * each.to(_exact(x))[:, None]).to(x.dtype)
+    return torch.where(there, own, 0)
+
+
+def _reduced(y: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[R, H]: the sum of each row's places, k ascending."""
+    total = y.new_zeros((places.shape[0], y.shape[1]), dtype=_exact(y))
+    for k in range(places.shape[1]):
+        own = _of_places(y, places[:, k])
+        total = total + (own if weights is None else own * weights[:, k, None].to(_exact(y)))
+    return total.to(y.dtype)
+
+
+def _of_places(y: Tensor, place: Tensor) -> Tensor:
+    """[R, H] of the sum's dtype: y at ``place`` [R], zeros where that is -1."""
+    return torch.where((place >= 0)[:, None], y[place.clamp(min=0)].to(_exact(y)), 0)
+
+
+def _exact(y: Tensor) -> torch.dtype:
+    return torch.float64 if y.dtype == torch.float64 else torch.float32
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, flat: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return _gathered(x, rows, flat, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return _reduced(grad, places), None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: Tensor, flat: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(y if weights is not None else None, weights, rows, flat, places)
+        return _reduced(y, places, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        y, weights, rows, flat, places = ctx.saved_tensors
+        grad_y = _gathered(grad, rows, flat, places, weights) if ctx.needs_input_grad[0] else None
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            wide = grad.to(_exact(y))
+            dots = [(wide * _of_places(y, places[:, k])).sum(1) for k in range(places.shape[1])]
+            grad_weights = torch.stack(dots, 1).to(weights.dtype)
+        return grad_y, grad_weights, None, None, None

@@ -1,0 +1,176 @@
+"""Dispatches of a communicator that bring token-major rows: one for each copy, for GEMMs that gather.
+
+docs/token-major.md says all of it in one page.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import formats, inputs
+from .arguments import many_rows
+from .backends.base import Backend
+from .operators.eager import call, refuse
+from .overflow import Overflow
+from .records import DispatchedTokens, Route, Sizes, StartedDispatch
+from .survivors import ExpertIds
+
+
+class TokenMajor:
+    """Of :class:`ep_ops.Communicator`, which has what is named here."""
+
+    name: str
+    world_size: int
+    num_local_experts: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    expert_ids: ExpertIds | None
+    place: tuple[int, int, str]
+    warned_rows: float
+    overflowed: Overflow | None
+    backend: Backend
+
+    def dispatch_tokens(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+    ) -> DispatchedTokens:
+        """Send every row of ``x`` [T, H] (and its weights, [T, K]) once to each rank with experts that ``topk_idx``
+        names: a row each, [R, H], in the order of (source rank, token), with local ids and weights [R, K] beside it.
+
+        :func:`ep_ops.nn.expert_lists` makes of the local ids what gathering GEMMs take, and :meth:`combine` brings one
+        row for each row home along the route. Takes what :meth:`dispatch` takes; the same holds for dtypes, shapes and
+        errors. Rows behind the last copy are undefined, their local ids -1 and their weights 0. Does not wait for the
+        device. Differentiable. (Reference backend only.)
+
+        ``capacity``: R; default ``world_size * max_tokens``, which is the most there can be. Copies that do not fit are
+        dropped, the last ones, and counted by expert. ``max_tokens``: bound on T that all ranks share. ``scales_as``:
+        "rows" or "columns".
+        """
+        capacity, tokens = self._room(capacity, max_tokens)
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        out = call(
+            "dispatch_tokens", x, topk_weights, topk_idx, capacity, tokens, *self.place, scales, format, scales_as
+        )
+        return self._arrived(out, topk_idx, topk_weights, (capacity, tokens, batch), format, scales_as)
+
+    def dispatch_tokens_dynamic(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        max_tokens: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+    ) -> DispatchedTokens:
+        """:meth:`dispatch_tokens` into exactly as many rows as there are copies; waits for the device once."""
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        out = call("dispatch_tokens_dynamic", x, topk_weights, topk_idx, tokens, *self.place, scales, format, scales_as)
+        return self._arrived(out, topk_idx, topk_weights, (out[0].shape[0], tokens, batch), format, scales_as)
+
+    def dispatch_tokens_planned(
+        self,
+        x: Tensor,
+        route: Route,
+        topk_weights: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Send ``x`` along the route of an earlier token-major dispatch: its rows, their weights [R, K] if given, and
+        their scales where the format has some. Differentiable. ValueError for a route of rows grouped by expert."""
+        if not route.token_major:
+            reason = "route is of rows grouped by expert; allowed: that of a token-major dispatch"
+            refuse("dispatch_tokens_planned", self.backend, reason)
+        x, topk_weights = inputs.with_weights(self, x, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, route.batch)
+        args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
+        rows, found, weights = call(
+            "dispatch_tokens_planned", x, topk_weights, *args, scales, format, scales_as
+        )  # fmt: skip
+        return rows, None if topk_weights is None else weights, _scales(found, rows, format, scales_as)
+
+    def dispatch_tokens_start(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+        scales: Tensor | None = None,
+        format: str = "",
+        scales_as: str = "",
+    ) -> StartedDispatch:
+        """The part of :meth:`dispatch_tokens` that sends; see :meth:`dispatch_start`."""
+        capacity, tokens = self._room(capacity, max_tokens)
+        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
+        if scales is not None:
+            scales = inputs.scales(scales, batch)
+        given = x, topk_weights, topk_idx, capacity, tokens, *self.place, scales, format, scales_as
+        ticket = call("dispatch_tokens_start", *given)
+        delivery = scales, format, scales_as, True
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(capacity, 1, 0, tokens), batch, delivery)
+
+    def dispatch_tokens_wait(self, started: StartedDispatch) -> DispatchedTokens:
+        """What :meth:`dispatch_tokens` returns. Differentiable."""
+        ticket, x, topk_weights, topk_idx, (capacity, _, _, tokens), batch, delivery = started
+        given = x, topk_weights, topk_idx, capacity, tokens, *self.place, *delivery[:3]
+        out = call("dispatch_tokens_wait", ticket, *given)
+        return self._arrived(out, topk_idx, topk_weights, (capacity, tokens, batch), *delivery[1:3])
+
+    def _room(self, capacity: int | None, max_tokens: int | None) -> tuple[int, int]:
+        """Rows, and the bound on tokens."""
+        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        if capacity is not None:
+            return capacity, tokens
+        rows = self.world_size * tokens if self.num_local_experts else 0
+        if rows > self.warned_rows and not torch.compiler.is_compiling():
+            text = many_rows(self.name, rows, self.hidden_size * self.dtype.itemsize, tokens)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return rows, tokens
+
+    def _arrived(
+        self, out: Any, topk_idx: Tensor, topk_weights: Tensor | None, sizes: tuple[Any, ...], format: str,
+        scales_as: str,
+    ) -> DispatchedTokens:  # fmt: skip
+        """``sizes``: rows, max_tokens, batch."""
+        x, found, weights, send_rows, arrivals, offs, counts, dropped, local_idx = out
+        if self.overflowed is not None:
+            self.overflowed.add(dropped)
+        rows, tokens, batch = sizes
+        route = Route(topk_idx, send_rows, arrivals, offs, counts, 1, rows, tokens, batch, 0, True)
+        weights = None if topk_weights is None else weights
+        return DispatchedTokens(x, local_idx, weights, route, dropped, _scales(found, x, format, scales_as))
+
+
+def _scales(found: Tensor, rows: Tensor, format: str, scales_as: str) -> Tensor | None:
+    """As consumers take them; None where rows have none."""
+    form = formats.format_of(format) if format else None
+    if form is None or form.wire:
+        return None
+    return formats.view(
+        found, form, formats.layout_of(form, scales_as), formats.Grid(rows.shape[0], 0, 1, rows.shape[1])
+    )

@@ -1,0 +1,65 @@
+"""A layer on token-major rows: one row for each token and rank, which the experts' GEMM gathers by lists.
+
+    torchrun --standalone --nproc-per-node 2 examples/token_major.py
+
+Beside it, the same on rows grouped by expert: equal results and gradients. (Reference backend only.)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ep_ops
+from ep_ops.nn import expert_lists, gather_rows, grouped_mm, reduce_rows
+
+HIDDEN, TOKENS, EXPERTS, TOP_K = 64, 100, 8, 4
+
+
+# --8<-- [start:layer]
+def token_major(comm: ep_ops.Communicator, x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
+    """x [T, H], expert ids and weights [T, K], w [local experts, H, H] -> [T, H]."""
+    sent = comm.dispatch_tokens(x, experts, weights)  # rows [R, H], local ids and weights [R, K]
+    lists = expert_lists(sent.local_idx, comm.num_local_experts)
+    # A GEMM that gathers takes sent.x and lists.rows, and needs no copy: quack's gemm(sent.x, w,
+    # cu_seqlens_m=lists.cu_seqlens, A_idx=lists.rows). Here the rows are gathered before it.
+    y = grouped_mm(gather_rows(sent.x, lists), w, lists.offs)
+    return comm.combine(reduce_rows(y, lists, sent.weights), sent.route)
+
+
+# --8<-- [end:layer]
+
+
+def grouped(comm: ep_ops.Communicator, x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
+    """The same."""
+    sent = comm.dispatch(x, experts, weights)
+    y = grouped_mm(sent.x, w, sent.route.offs)
+    return comm.combine(y, sent.route, sent.weights)
+
+
+def main() -> None:
+    dist.init_process_group()
+    with ep_ops.Communicator(
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        max_tokens_per_rank=TOKENS,
+        dtype=torch.float32,
+        device="cpu",
+    ) as comm:
+        x = torch.randn(TOKENS, HIDDEN)
+        weights, experts = torch.rand(TOKENS, EXPERTS).softmax(-1).topk(TOP_K)
+        w = torch.randn(comm.num_local_experts, HIDDEN, HIDDEN) / HIDDEN**0.5
+        learns = [t.requires_grad_() for t in (x, weights, w)]
+        results = []
+        for out in (token_major(comm, x, experts, weights, w), grouped(comm, x, experts, weights, w)):
+            gradients = torch.autograd.grad(out.square().mean(), learns)
+            results.append([out.detach(), *gradients])
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True)]
+        print(f"rank {comm.rank} of {comm.world_size}: results and gradients differ by {max(errors):.1e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,711 @@
+"""DeepEP's interface (ep_ops.integrations.deep_ep) against plain loops over all ranks' tokens, and Megatron-core's code
+on it against a dense model."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import subprocess
+import sys
+import weakref
+from typing import Any
+from unittest import mock
+
+import cases
+import pytest
+import quantised
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from ep_ops.integrations import deep_ep
+from ep_ops.integrations.deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
+
+EXPERTS, TOP_K, HIDDEN = 6, 3, 128
+TOKENS = (5, 9)  # of each rank
+RANKS = len(TOKENS)
+OWN = EXPERTS // RANKS  # experts of a rank
+
+
+@dataclasses.dataclass
+class Given:
+    """Of one rank."""
+
+    x: Tensor
+    idx: Tensor  # int64
+    weights: Tensor
+    bias: tuple[Tensor, Tensor]
+
+    @property
+    def ranks(self) -> list[set[int]]:
+        """Where each token goes."""
+        return [{expert // OWN for expert in experts if expert >= 0} for experts in self.idx.tolist()]
+
+
+def draw(seed: int, tokens: tuple[int, ...] = TOKENS, none: float = 0.25) -> list[Given]:
+    generator = torch.Generator().manual_seed(seed)
+    given = []
+    for count in tokens:
+        idx = torch.rand(count, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+        idx[torch.rand(idx.shape, generator=generator) < none] = -1
+        x, *bias = (torch.randn(count, HIDDEN, generator=generator).bfloat16() for _ in range(3))
+        given.append(Given(x, idx, torch.rand(idx.shape, generator=generator), tuple(bias)))
+    return given
+
+
+def coming(given: list[Given], rank: int) -> list[tuple[int, int]]:
+    """(source rank, token) of the rows here."""
+    return [(s, t) for s, one in enumerate(given) for t, ranks in enumerate(one.ranks) if rank in ranks]
+
+
+def sums(given: list[Given], values: list[Tensor]) -> list[Tensor]:
+    """``values`` [N, .] of each rank's rows, added up at their owners in fp32."""
+    out = [torch.zeros(one.x.shape[0], values[0].shape[1]) for one in given]
+    for rank, rows in enumerate(values):
+        for row, (source, token) in enumerate(coming(given, rank)):
+            out[source][token] += rows[row].float()
+    return out
+
+
+def same(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------- many tokens
+
+
+def _many(given: list[Given], bound: int | None) -> dict[str, Any]:
+    mine = given[dist.get_rank()]
+    Buffer.max_tokens_per_rank = bound
+    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    per_rank, _, per_expert, in_rank, event = layout = buffer.get_dispatch_layout(mine.idx, EXPERTS)
+    known = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+    routed = known | dict(topk_idx=mine.idx, topk_weights=mine.weights)
+    out: dict[str, Any] = {"layout": layout[:4], "no event": event.event is None}
+    *out["plain"], handle, event = buffer.dispatch(mine.x, **routed, async_finish=True)
+    event.current_stream_wait()
+    out["prefix"] = handle[0]
+    *out["aligned"], _, _ = buffer.dispatch(mine.x, **routed, expert_alignment=8)
+    *out["worst"], worst, _ = buffer.dispatch(mine.x, **routed, num_worst_tokens=2 * 12)
+    *out["without ids"], plain, _ = buffer.dispatch(mine.x, **known)
+    codes, scales = quantised.quantised(mine.x, "128/fp32")
+    quantised_x = codes.view(torch.float8_e4m3fn), scales.float()
+    (recv, recv_scales), *_ = buffer.dispatch(quantised_x, **routed)
+    out["quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
+    out["again"] = buffer.dispatch(2 * mine.x, handle=handle)[:5]
+    (recv, recv_scales), *_ = buffer.dispatch(quantised_x, handle=handle)
+    out["again quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
+    rows, _, weights, _ = out["plain"]
+    noise = torch.arange(HIDDEN).remainder(7).add(dist.get_rank() + 1).bfloat16()
+    y = rows * noise
+    out["y"] = y
+    out["combined"] = buffer.combine(y, handle)[:2]
+    out["weights home"] = buffer.combine(y, handle, topk_weights=weights + 1)[:2]
+    out["bias"] = buffer.combine(y, handle, bias=mine.bias[0])[0]
+    out["two biases"] = buffer.combine(y, handle, bias=mine.bias)[0]
+    filled = torch.zeros_like(out["worst"][0])
+    filled[: y.shape[0]] = y
+    out["worst combined"] = buffer.combine(filled, worst)[0]
+    out["combined without ids"] = buffer.combine(y, plain, previous_event=buffer.capture())[0]
+    buffer.destroy()
+    Buffer.max_tokens_per_rank = None
+    return out
+
+
+@pytest.mark.parametrize("bound", [None, 16])
+def test_many_tokens(bound: int | None) -> None:
+    seed = cases.fresh_seed()
+    given = draw(seed)
+    results = run_ranks(RANKS, _many, given, bound)
+    for rank, (one, got) in enumerate(zip(given, results, strict=True)):
+        per_rank, none, per_expert, in_rank = got["layout"]
+        assert none is None and got["no event"]
+        assert per_rank.dtype == per_expert.dtype == torch.int32 and in_rank.dtype == torch.bool
+        assert in_rank.tolist() == [[r in ranks for r in range(RANKS)] for ranks in one.ranks]
+        assert per_rank.tolist() == [sum(r in ranks for ranks in one.ranks) for r in range(RANKS)]
+        assert per_expert.tolist() == [int((one.idx == expert).sum()) for expert in range(EXPERTS)]
+
+        here = coming(given, rank)
+        x = torch.stack([given[s].x[t] for s, t in here])
+        idx = torch.stack([given[s].idx[t] for s, t in here])
+        local = torch.where(idx // OWN == rank, idx - rank * OWN, -1)
+        weights = torch.stack([given[s].weights[t] for s, t in here]).where(local >= 0, 0)
+        counts = [int((local == expert).sum()) for expert in range(OWN)]
+        for name, wanted in (("plain", counts), ("aligned", [-(-count // 8) * 8 for count in counts])):
+            recv_x, recv_idx, recv_weights, listed = got[name]
+            same(recv_x, x)
+            same(recv_idx, local)
+            same(recv_weights, weights)
+            assert listed == wanted
+        recv_x, recv_idx, recv_weights, listed = got["worst"]
+        assert recv_x.shape[0] == 24 and listed == []
+        same(recv_x[: len(here)], x)
+        same(recv_idx[: len(here)], local)
+        assert (recv_idx[len(here) :] == -1).all() and not recv_weights[len(here) :].any()
+        recv_x, recv_idx, recv_weights, listed = got["without ids"]
+        same(recv_x, x)
+        assert recv_idx is None and recv_weights is None and listed == counts
+        assert got["prefix"][:, rank].tolist() == [sum(s <= r for s, _ in here) for r in range(RANKS)]
+        same(got["again"][0], 2 * x)
+        assert got["again"][1:] == (None,) * 4
+        codes, scales = quantised.quantised(x, "128/fp32")
+        for name in ("quantised", "again quantised"):
+            same(got[name][0], codes)
+            same(got[name][1], scales.float())
+
+    total = sums(given, [got["y"] for got in results])
+    weights = sums(given, [got["plain"][2] + 1 for got in results])
+    for one, got, wide, weight in zip(given, results, total, weights, strict=True):
+        same(got["combined"][0], wide.bfloat16())
+        assert got["combined"][1] is None
+        same(got["weights home"][0], wide.bfloat16())
+        same(got["weights home"][1], weight)
+        same(got["bias"], (wide + one.bias[0].float()).bfloat16())
+        both = (one.bias[0].float() + one.bias[1].float()).bfloat16()
+        same(got["two biases"], (wide + both.float()).bfloat16())
+        same(got["worst combined"], wide.bfloat16())
+        same(got["combined without ids"], wide.bfloat16())
+
+
+def _sizes(given: list[list[Given]]) -> list[tuple[Tensor, Tensor]]:
+    """More tokens than before, with handles of earlier dispatches still in use; then none on one rank."""
+    buffer, results, handles = Buffer(dist.group.WORLD), [], []
+    for step in given:
+        mine = step[dist.get_rank()]
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.idx, EXPERTS)
+        sent = buffer.dispatch(
+            mine.x, topk_idx=mine.idx, topk_weights=mine.weights, num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+        )  # fmt: skip
+        handles.append((sent[0], sent[4]))
+    for rows, handle in handles:
+        results.append((rows, buffer.combine(rows, handle)[0]))
+    buffer.communicators.destroy()
+    return results
+
+
+def test_sizes_that_grow() -> None:
+    steps = [draw(cases.fresh_seed() + i, tokens) for i, tokens in enumerate([(2, 1), (30, 4), (0, 3), (0, 0)])]
+    results = run_ranks(RANKS, _sizes, steps)
+    for step, given in enumerate(steps):
+        total = sums(given, [result[step][0] for result in results])
+        for rank, result in enumerate(results):
+            assert result[step][0].shape[0] == len(coming(given, rank))
+            same(result[step][1], total[rank].bfloat16())
+
+
+# ---------------------------------------------------------------------- V2
+
+
+def _elastic(given: list[Given]) -> dict[tuple[bool, bool, int], dict[str, Any]]:
+    """By whether rows are expanded, whether the host waits, and the alignment."""
+    mine, results = given[dist.get_rank()], {}
+    buffer = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=16, explicitly_destroy=True)
+    codes, scales = quantised.quantised(mine.x, "128/fp32")
+    quantised_x = codes.view(torch.float8_e4m3fn), scales.float()
+    for expand in (False, True):
+        for sync in (False, True):
+            for align in (1, 4):
+                how: dict[str, Any] = dict(
+                    topk_idx=mine.idx, num_experts=EXPERTS, expert_alignment=align, do_cpu_sync=sync, do_expand=expand,
+                )  # fmt: skip
+                stats = torch.zeros(OWN, dtype=torch.int32)
+                rows, idx, weights, handle, event = buffer.dispatch(
+                    mine.x, topk_weights=mine.weights, cumulative_local_expert_recv_stats=stats,
+                    async_with_compute_stream=True, previous_event=buffer.capture(), num_max_tokens_per_rank=12, **how
+                )  # fmt: skip
+                event.current_stream_wait()
+                out: dict[str, Any] = {"sent": (rows, idx, weights), "stats": stats}
+                out["handle"] = {f.name: getattr(handle, f.name) for f in dataclasses.fields(handle)}
+                del out["handle"]["route"]
+                (recv, recv_scales), *_ = buffer.dispatch(quantised_x, use_tma_aligned_col_major_sf=expand, **how)
+                out["quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
+                again = buffer.dispatch(2 * mine.x, topk_weights=mine.weights + 1, handle=handle)
+                assert again[3] is handle
+                out["again"] = again[:3]
+                assert buffer.dispatch(mine.x, handle=handle)[2] is None
+                y = rows.nan_to_num() * (dist.get_rank() + 2)
+                home = (weights + 3).contiguous()
+                out["combined"] = buffer.combine(y, handle, topk_weights=home, bias=mine.bias[0])[:2]
+                assert torch.equal(buffer.combine(y, handle, bias=mine.bias[0])[0], out["combined"][0])
+                results[expand, sync, align] = out
+    buffer.destroy()
+    return results
+
+
+def test_elastic_buffer() -> None:
+    given = draw(cases.fresh_seed())
+    results = run_ranks(RANKS, _elastic, given)
+    for rank, result in enumerate(results):
+        here = coming(given, rank)
+        ids = torch.stack([given[s].idx[t] for s, t in here])
+        local = torch.where(ids // OWN == rank, ids - rank * OWN, -1)
+        weights = torch.stack([given[s].weights[t] for s, t in here])
+        counts = [int((local == expert).sum()) for expert in range(OWN)]
+        for (expand, sync, align), got in result.items():
+            sizes = [-(-count // align) * align for count in counts]
+            handle = got["handle"]
+            assert handle["num_recv_tokens_per_expert_list"] == (sizes if sync else [])
+            assert handle["psum_num_recv_tokens_per_scaleup_rank"].tolist() == [
+                sum(s <= r for s, _ in here) for r in range(RANKS)
+            ]
+            begins = [sum(sizes[:expert]) for expert in range(OWN)]
+            ends = [begin + (count if expand else size)
+                    for begin, count, size in zip(begins, counts, sizes, strict=True)]  # fmt: skip
+            assert handle["psum_num_recv_tokens_per_expert"].tolist() == ends
+            assert handle["num_unaligned_recv_tokens_per_expert"].tolist() == counts == got["stats"].tolist()
+            assert (handle["expert_alignment"], handle["num_max_tokens_per_rank"]) == (align, 12)
+            assert torch.equal(handle["topk_idx"], given[rank].idx) and handle["num_experts"] == EXPERTS
+            assert handle["num_recv_tokens"] == (len(here) if sync else RANKS * 12)
+            # Of each row that holds a token: which (row here, k) it stands for.
+            if expand:
+                of = {}
+                for expert, begin in enumerate(begins):
+                    found = (local == expert).nonzero().tolist()
+                    of |= {begin + number: tuple(at) for number, at in enumerate(found)}
+                held = sum(sizes) if sync else RANKS * 12 * min(TOP_K, OWN) + OWN * (align - 1)
+            else:
+                of = {row: (row, None) for row in range(len(here))}
+                held = len(here) if sync else RANKS * 12
+            rows, idx, row_weights = got["sent"]
+            assert rows.shape[0] == held if sync else held <= rows.shape[0] < held + align
+            assert handle["num_expanded_tokens"] == (rows.shape[0] if expand else 0)
+            assert (idx is None) == expand
+            again, again_idx, again_weights = got["again"]
+            recv, scales = got["quantised"]
+            for row, (at, k) in of.items():
+                x = given[here[at][0]].x[here[at][1]]
+                same(rows[row], x)
+                same(again[row], 2 * x)
+                codes, wanted = quantised.quantised(x[None], "128/fp32")
+                same(recv[row], codes[0])
+                same(scales[row], wanted[0].float())
+                if k is None:
+                    same(idx[row], local[at])
+                    same(again_idx[row], local[at])
+                    same(row_weights[row], weights[at].where(local[at] >= 0, 0))
+                    same(again_weights[row], (weights[at] + 1).where(local[at] >= 0, 0))
+                else:
+                    assert row_weights[row] == weights[at, k] and again_weights[row] == weights[at, k] + 1
+            if not expand:
+                assert (idx[len(here) :] == -1).all()
+    for one, result in zip(given, results, strict=True):
+        for (expand, _, _), got in result.items():
+            out, home = got["combined"]
+            factor = torch.zeros(one.x.shape[0], 1)
+            wanted = torch.zeros(one.idx.shape)
+            for token, experts in enumerate(one.idx.tolist()):
+                for r in one.ranks[token]:
+                    named = [expert // OWN == r and expert >= 0 for expert in experts]
+                    factor[token] += (r + 2) * (sum(named) if expand else 1)
+                    own = torch.tensor(named)
+                    if expand:
+                        wanted[token] += torch.where(own, one.weights[token] + 3, 0)
+                    else:
+                        wanted[token] += torch.where(own, one.weights[token], 0) + 3
+            torch.testing.assert_close(out.float(), one.x.float() * factor + one.bias[0].float(), rtol=3e-2, atol=3e-2)
+            torch.testing.assert_close(home, wanted)
+
+
+def _elastic_refusals() -> list[str]:
+    buffer, said = ElasticBuffer(dist.group.WORLD, allow_multiple_reduction=False, num_bytes=7), []
+    assert (buffer.num_bytes, buffer.num_max_tokens_per_rank, buffer.num_ranks) == (7, 0, RANKS)
+    assert ElasticBuffer.get_buffer_size_hint(dist.group.WORLD, 8, 128) == 0
+    assert buffer.get_theoretical_num_sms(num_experts=8, num_topk=2) > 0 and weakref.ref(buffer)() is buffer
+    x, idx = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, TOP_K).long()
+    *_, handle, _ = buffer.dispatch(x, idx, idx.float(), num_experts=EXPERTS, num_max_tokens_per_rank=4, do_expand=True)
+    assert isinstance(handle, EPHandle)
+    y = torch.zeros(handle.num_expanded_tokens, HIDDEN).bfloat16()
+    for call in (
+        buffer.destroy, lambda: buffer.dispatch(x, idx, num_experts=EXPERTS),
+        lambda: buffer.dispatch(x, idx, num_experts=5, num_max_tokens_per_rank=4),
+        lambda: buffer.dispatch(x, idx, handle=handle), lambda: buffer.dispatch(x, handle=handle, do_cpu_sync=True),
+        lambda: buffer.dispatch((x, idx.int()), idx, num_experts=EXPERTS, num_max_tokens_per_rank=4),
+        lambda: buffer.combine(y, handle, topk_weights=y[:, 0].float()), lambda: handle.recv_src_metadata,
+    ):  # fmt: skip
+        try:
+            call()
+            said.append("nothing")
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    buffer.communicators.destroy()
+    return said
+
+
+def test_what_the_elastic_buffer_refuses() -> None:
+    texts = [
+        "RuntimeError: destroy was called",
+        "ValueError: topk_idx or num_experts is None, or num_max_tokens_per_rank is 0", "ValueError: num_experts is 5",
+        *2 * ["ValueError: topk_idx or do_cpu_sync is given beside handle"],
+        "NotImplementedError: scales of x have dtype torch.int32", "ValueError: topk_weights of expanded rows",
+        "NotImplementedError: recv_src_metadata",
+    ]  # fmt: skip
+    for said in run_ranks(RANKS, _elastic_refusals):
+        assert len(said) == len(texts)
+        for got, text in zip(said, texts, strict=True):
+            assert got.startswith(text), (got, text)
+
+
+# ---------------------------------------------------------------------- few tokens
+
+
+def _few(given: list[Given], most: int) -> dict[str, Any]:
+    mine = given[dist.get_rank()]
+    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+    buffer.clean_low_latency_buffer(most, HIDDEN, EXPERTS)
+    out: dict[str, Any] = {}
+    stats = torch.zeros(OWN, dtype=torch.int32)
+    for name, asked in {
+        "plain": {"use_fp8": False}, "fp32": {}, "pow2": {"round_scale": True},
+        "packed": {"round_scale": True, "use_ue8m0": True},
+    }.items():  # fmt: skip
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+            mine.x, mine.idx, most, EXPERTS, cumulative_local_expert_recv_stats=stats, return_recv_hook=True, **asked
+        )
+        hook()
+        assert event.event is None
+        out[name] = rows if name == "plain" else (rows[0].view(torch.uint8), rows[1])
+        out[f"{name} strides"] = None if name == "plain" else rows[1].stride()
+        out[f"{name} counts"], out[f"{name} handle"] = counts, tuple(handle)
+    out["stats"] = stats
+    rows, _, handle, *_ = buffer.low_latency_dispatch(mine.x, mine.idx, most, EXPERTS, use_fp8=False)
+    expert = torch.arange(1, OWN + 1)[:, None, None] + dist.get_rank() * OWN
+    y = (rows.nan_to_num() * expert).bfloat16()
+    combined, event, hook = buffer.low_latency_combine(y, mine.idx, mine.weights, handle, async_finish=True)
+    event.current_stream_wait()
+    out["combined"] = combined
+    target = torch.empty_like(mine.x)
+    buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+    returned, _, hook = buffer.low_latency_combine(
+        torch.empty_like(y), mine.idx, mine.weights, handle, zero_copy=True, return_recv_hook=True, out=target
+    )
+    hook()
+    assert returned is target
+    out["in place"] = target
+    buffer.destroy()
+    return out
+
+
+def test_few_tokens() -> None:
+    given, most = draw(cases.fresh_seed()), 10
+    results = run_ranks(RANKS, _few, given, most)
+    for rank, got in enumerate(results):
+        for name in ("plain", "fp32", "pow2", "packed"):
+            src_info, ranges, *sizes = got[f"{name} handle"]
+            assert sizes == [most, HIDDEN, EXPERTS] and src_info.dtype == torch.int32 and ranges.dtype == torch.int64
+            assert src_info.shape == (OWN, RANKS * most) and ranges.shape == (OWN, RANKS)
+            for expert in range(OWN):
+                asked = [(s, t) for s, one in enumerate(given) for t in range(one.idx.shape[0])
+                         if rank * OWN + expert in one.idx[t].tolist()]  # fmt: skip
+                assert got[f"{name} counts"][expert] == len(asked)
+                assert src_info[expert, : len(asked)].tolist() == [t for _, t in asked]
+                for source in range(RANKS):
+                    begin, count = int(ranges[expert, source]) >> 32, int(ranges[expert, source]) & (2**32 - 1)
+                    assert [s for s, _ in asked[begin : begin + count]] == [source] * count
+                    assert count == sum(s == source for s, _ in asked)
+                if not asked:
+                    continue
+                x = torch.stack([given[s].x[t] for s, t in asked])
+                if name == "plain":
+                    same(got[name][expert, : len(asked)], x)
+                    continue
+                codes, scales = quantised.quantised(x, "128/fp32" if name == "fp32" else "128/pow2")
+                same(got[name][0][expert, : len(asked)], codes)
+                recv = got[name][1][expert, : len(asked)]
+                if name == "packed":
+                    byte = [quantised.byte_of(scale) for scale in scales[:, 0].tolist()]
+                    assert recv.dtype == torch.int32 and recv[:, 0].tolist() == byte
+                else:
+                    same(recv, scales.float())
+                assert got[f"{name} strides"][1:] == (1, RANKS * most)  # columns of all places, for TMA
+        assert got["stats"].tolist() == [4 * int(count) for count in got["plain counts"]]
+    for one, got in zip(given, results, strict=True):
+        factor = torch.where(one.idx >= 0, (one.idx + 1) * one.weights, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(got["combined"].float(), one.x.float() * factor, rtol=2e-2, atol=2e-2)
+        same(got["in place"], got["combined"])
+
+
+# ---------------------------------------------------------------------- the module
+
+
+def _refusals() -> list[str]:
+    group = dist.group.WORLD
+    buffer, said = Buffer(group), []
+    x, idx = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, TOP_K).long()
+    layout = buffer.get_dispatch_layout(idx, EXPERTS)
+    known = dict(num_tokens_per_rank=layout[0], num_tokens_per_expert=layout[2], is_token_in_rank=layout[3])
+    for call in (
+        lambda: Buffer(None), lambda: Buffer(group, enable_shrink=True), buffer.destroy, lambda: Buffer.set_num_sms(5),
+        lambda: buffer.get_dispatch_layout(idx, 5), lambda: buffer.dispatch(x, topk_idx=idx),
+        lambda: buffer.dispatch((x, torch.zeros(2, 1).int()), topk_idx=idx, **known),
+        lambda: buffer.dispatch(x, topk_idx=idx, handle=(None,) * 3),
+        lambda: buffer.low_latency_dispatch(x, idx, 4, EXPERTS, dispatch_wait_recv_cost_stats=x),
+        lambda: buffer.low_latency_dispatch(x, idx, 4, 5),
+        lambda: buffer.low_latency_combine(x, idx, x, None, combine_wait_recv_cost_stats=x),
+        lambda: buffer.low_latency_combine(x, idx, x, None, zero_copy=True),
+        buffer.low_latency_clean_mask_buffer, lambda: buffer.low_latency_update_mask_buffer(1, True),
+        lambda: buffer.low_latency_query_mask_buffer(idx), lambda: buffer.get_local_buffer_tensor(torch.uint8),
+        lambda: EventOverlap().current_stream_wait(),
+    ):  # fmt: skip
+        try:
+            call()
+            said.append("nothing")
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert weakref.ref(buffer)() is buffer and (buffer.rank, buffer.group_size) == (dist.get_rank(), 2)
+    assert buffer.group is group and buffer.num_nvl_bytes == buffer.num_rdma_bytes == 0
+    gc.collect()
+    return said
+
+
+def test_what_is_refused() -> None:
+    texts = [
+        "NotImplementedError: Buffer takes a torch.distributed", "NotImplementedError: enable_shrink is set",
+        "RuntimeError: destroy was called", "ValueError: num_sms is 5; it must be even", "ValueError: num_experts is 5",
+        "ValueError: num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None",
+        "NotImplementedError: scales of x have dtype torch.int32", "ValueError: topk_idx or topk_weights are given",
+        "NotImplementedError: dispatch_wait_recv_cost_stats", "ValueError: num_experts is 5",
+        "NotImplementedError: combine_wait_recv_cost_stats", "ValueError: zero_copy is set",
+        *3 * ["NotImplementedError: ranks cannot be masked"], "NotImplementedError: get_local_buffer_tensor",
+        "RuntimeError: there is no event to wait for",
+    ]  # fmt: skip
+    for said in run_ranks(2, _refusals):
+        assert len(said) == len(texts)
+        for got, text in zip(said, texts, strict=True):
+            assert got.startswith(text), (got, text)
+
+
+def test_sizes_that_clients_ask_for() -> None:
+    assert Buffer.get_dispatch_config(2) == Buffer.get_combine_config(7) == Config(Buffer.num_sms)
+    assert Config(20, 24, 256, 6, 128).get_nvl_buffer_size_hint(7168, 8) == 0
+    assert Config().get_rdma_buffer_size_hint(7168, 8) == Buffer.get_low_latency_rdma_size_hint(1, 2, 3, 4) == 0
+    with EventOverlap(EventHandle(), (torch.ones(1),)) as event:
+        event.current_stream_wait()
+    assert deep_ep.topk_idx_t == torch.int64
+
+
+def test_install() -> None:
+    """In a process of its own, as clients import it; and not where DeepEP is."""
+    code = (
+        "import importlib.util, sys, ep_ops.integrations.deep_ep as ours; ours.install(); ours.install();"
+        "import deep_ep; from deep_ep import Buffer, Config, topk_idx_t;"
+        "from deep_ep.utils import EventHandle, EventOverlap;"
+        "assert deep_ep is ours and Buffer is ours.Buffer and importlib.util.find_spec('deep_ep') is not None;"
+        "assert hasattr(deep_ep, 'ElasticBuffer') and not hasattr(deep_ep, 'HybridEPBuffer')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code = (
+        "import sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep');"
+        "import ep_ops.integrations.deep_ep as ours\n"
+        "try:\n    ours.install()\n"
+        "except RuntimeError as error:\n    assert 'imported or installed already' in str(error)\n"
+        "else:\n    raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---------------------------------------------------------------------- Megatron-core
+
+
+def _megatron(given: list[Given], up: Tensor, flags: bool) -> list[Tensor]:
+    """Its fused dispatch and combine, with experts between them: output and gradients."""
+    deep_ep.install()
+    from megatron.core.transformer.moe import fused_a2a
+
+    rank = dist.get_rank()
+    fused_a2a.set_deepep_num_sms(20)
+    x = given[rank].x.float().requires_grad_()
+    weights = given[rank].weights.clone().requires_grad_()
+    own = up[rank * OWN : (rank + 1) * OWN].clone().requires_grad_()
+    rows, idx, probs, counts, handle = fused_a2a.fused_dispatch(
+        x, given[rank].idx, weights, EXPERTS, dist.group.WORLD, flags, flags
+    )
+    y = torch.zeros_like(rows)
+    for k in range(TOP_K):
+        chosen = torch.einsum("nh,nhj->nj", rows, own[idx[:, k].clamp(min=0)]).tanh()
+        y = y + torch.where(idx[:, k, None] >= 0, chosen * probs[:, k, None], 0)
+    out, _ = fused_a2a.fused_combine(y, dist.group.WORLD, handle, flags, flags)
+    out.sin().sum().backward()
+    fused_a2a._buffer.communicators.destroy()
+    fused_a2a._buffer = None
+    assert counts.tolist() == [int((idx == expert).sum()) for expert in range(OWN)]
+    return [out.detach(), x.grad, weights.grad, own.grad]
+
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs Megatron-core 0.16, which is not installed"
+)
+
+
+@needs_megatron
+@pytest.mark.parametrize("flags", [False, True])
+def test_megatrons_fused_operations(flags: bool) -> None:
+    seed = cases.fresh_seed()
+    given = draw(seed)
+    up = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(seed)) / HIDDEN**0.5
+    results = run_ranks(RANKS, _megatron, given, up, flags)
+    all_up = up.clone().requires_grad_()
+    inputs, outs = [], []
+    for one in given:
+        x, weights = one.x.float().requires_grad_(), one.weights.clone().requires_grad_()
+        inputs += [x, weights]
+        chosen = torch.einsum("th,tkhj->tkj", x, all_up[one.idx.clamp(min=0)]).tanh()
+        outs.append((chosen * torch.where(one.idx >= 0, weights, 0)[..., None]).sum(1))
+    grads = torch.autograd.grad(sum(out.sin().sum() for out in outs), [*inputs, all_up])
+    for rank, got in enumerate(results):
+        wanted = [outs[rank], *grads[2 * rank : 2 * rank + 2], grads[-1][rank * OWN : (rank + 1) * OWN]]
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def _layer(given: list[Given]) -> dict[str, Any]:
+    """Megatron's MoE layer with its flex dispatcher: what it is made of, its output, its gradients."""
+    deep_ep.install()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe import fused_a2a, moe_utils
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, num_moe_experts=EXPERTS, moe_router_topk=TOP_K,
+        moe_ffn_hidden_size=16, add_bias_linear=False, expert_model_parallel_size=RANKS, use_cpu_initialization=True,
+        moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep", moe_router_pre_softmax=True,
+        moe_router_load_balancing_type="none", moe_router_dtype="fp32", perform_initialization=True,
+        params_dtype=torch.float32,
+    )  # fmt: skip
+    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    torch.manual_seed(dist.get_rank())
+    x = given[dist.get_rank()].x.float()[:, None].requires_grad_()  # [sequence, batch, hidden]
+    with (  # where it puts its router, and a name that it lacks without Transformer Engine
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+    ):
+        layer = MoELayer(config, spec.submodules, layer_number=1)
+        dist.broadcast(layer.router.weight.data, 0)
+        out, _ = layer(x)
+        out.sin().sum().backward()
+    fused_a2a._buffer.communicators.destroy()
+    fused_a2a._buffer = None
+    parallel_state.destroy_model_parallel()
+    learns = {name: (p.detach(), p.grad) for name, p in layer.named_parameters()}
+    return {"out": out.detach()[:, 0], "grad": x.grad[:, 0], "learns": learns}
+
+
+@needs_megatron
+def test_megatrons_layer() -> None:
+    given = draw(cases.fresh_seed())
+    results = run_ranks(RANKS, _layer, given)
+    learns = [{name: p.requires_grad_() for name, (p, _) in result["learns"].items()} for result in results]
+    experts = [
+        tuple(own[f"experts.local_experts.{i}.linear_{part}.weight"] for part in ("fc1", "fc2"))
+        for own in learns for i in range(OWN)
+    ]  # fmt: skip
+    xs, outs = [one.x.float().requires_grad_() for one in given], []
+    for own, x in zip(learns, xs, strict=True):
+        weights, chosen = torch.softmax(x @ own["router.weight"].t(), -1).topk(TOP_K)
+        out = torch.zeros_like(x)
+        for expert, (up, down) in enumerate(experts):
+            weight = torch.where(chosen == expert, weights, 0).sum(1, keepdim=True)
+            out = out + torch.nn.functional.gelu(x @ up.t()) * weight @ down.t()
+        outs.append(out)
+    sum(out.sin().sum() for out in outs).backward()
+    for result, own, x, out in zip(results, learns, xs, outs, strict=True):
+        torch.testing.assert_close(result["out"], out.detach())
+        torch.testing.assert_close(result["grad"], x.grad)
+        assert len(own) == 1 + 2 * OWN
+        for name, p in own.items():
+            torch.testing.assert_close(result["learns"][name][1], p.grad)
+
+
+# ---------------------------------------------------------------------- vLLM
+
+WIDE = 2048  # the least that vLLM has a low-latency kernel for
+
+
+def widened(one: Given) -> Tensor:
+    """x of more numbers."""
+    return one.x.repeat(1, WIDE // HIDDEN)
+
+
+def _vllm(given: list[Given], kind: str, how: str) -> Tensor:
+    """vLLM's prepare and finalize on DeepEP; each expert gives its rows times its number plus one."""
+    deep_ep.install()
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceDelegate,
+        TopKWeightAndReduceNoOP,
+    )
+    from vllm.utils.import_utils import has_deep_ep
+
+    assert has_deep_ep()
+    rank, one = dist.get_rank(), given[dist.get_rank()]
+    buffer: Any = Buffer(group=dist.group.WORLD, num_nvl_bytes=0, num_rdma_bytes=0, explicitly_destroy=True)
+    x, out = widened(one), torch.full((one.x.shape[0], WIDE), 7.0).bfloat16()
+    arguments = x, one.weights, one.idx, EXPERTS, None, False, FUSED_MOE_UNQUANTIZED_CONFIG, False
+    if kind == "many":
+        from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
+
+        ours = DeepEPHTPrepareAndFinalize(buffer, RANKS, RANKS, rank * OWN)
+        tensor = torch.tensor
+        with mock.patch.object(torch, "tensor", lambda *a, pin_memory=None, **k: tensor(*a, **k)):  # a CPU pins none
+            got = ours.prepare(*arguments) if how == "whole" else ours.prepare_async(*arguments)()
+        rows, scales, meta, ids, weights = got
+        mine = ids // OWN == rank
+        assert torch.equal(meta.expert_num_tokens, torch.stack([(ids == rank * OWN + i).sum() for i in range(OWN)]))
+        y = (rows.float() * torch.where(mine, (ids + 1) * weights, 0).sum(1, keepdim=True)).bfloat16()
+        rest = out, y, weights, ids, False, TopKWeightAndReduceNoOP()
+    elif kind == "expanded":
+        from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
+
+        buffer = ElasticBuffer(
+            group=dist.group.WORLD, num_max_tokens_per_rank=12, hidden=WIDE, num_topk=TOP_K, use_fp8_dispatch=False,
+            allow_hybrid_mode=False, prefer_overlap_with_compute=True, allow_multiple_reduction=False,
+            explicitly_destroy=True,
+        )  # fmt: skip
+        ours = DeepEPV2PrepareAndFinalize(buffer, RANKS, RANKS, rank * OWN, EXPERTS, TOP_K)
+        tensor = torch.tensor
+        with mock.patch.object(torch, "tensor", lambda *a, pin_memory=None, **k: tensor(*a, **k)):  # a CPU pins none
+            got = ours.prepare(*arguments) if how == "whole" else ours.prepare_async(*arguments)()
+        rows, scales, meta, ids, weights = got
+        assert ids.shape == weights.shape == (len(rows), 1) and meta.expert_num_tokens.sum() == len(rows)
+        y = (rows.float() * (ids + 1) * weights).bfloat16()
+        rest = out, y, weights, ids, False, TopKWeightAndReduceNoOP()
+    else:
+        from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
+
+        ours = DeepEPLLPrepareAndFinalize(buffer, max_tokens_per_rank=12, num_dispatchers=RANKS)
+        if how == "whole":
+            rows, scales, meta, *_ = ours.prepare(*arguments)
+        else:
+            hook, receiver = ours.prepare_async(*arguments)
+            hook()
+            rows, scales, meta, *_ = receiver()
+        place = torch.arange(rows.shape[1]) < meta.expert_num_tokens[:, None]
+        number = torch.arange(1, OWN + 1)[:, None, None] + rank * OWN
+        y = torch.where(place[..., None], rows.float() * number, torch.nan).bfloat16()
+        rest = out, y, one.weights, one.idx, False, TopKWeightAndReduceDelegate()
+    assert scales is None
+    if how == "whole":
+        ours.finalize(*rest)
+    elif kind != "few":
+        ours.finalize_async(*rest)()
+    else:
+        hook, receiver = ours.finalize_async(*rest)
+        hook()
+        receiver()
+    buffer.destroy()
+    return out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM 0.33, which is not installed")
+@pytest.mark.parametrize("how", ["whole", "asynchronous"])
+@pytest.mark.parametrize("kind", ["many", "few", "expanded"])
+def test_vllms_prepare_and_finalize(kind: str, how: str) -> None:
+    given = draw(cases.fresh_seed())
+    for one, out in zip(given, run_ranks(RANKS, _vllm, given, kind, how, timeout=240.0), strict=True):
+        factor = torch.where(one.idx >= 0, (one.idx + 1) * one.weights, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(out.float(), widened(one).float() * factor, rtol=2e-2, atol=2e-2)
