@@ -210,7 +210,7 @@ class Heap:
             # Routing weights, which peers read here.
             weights=t * p.top_k * 4,
             # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token,
-            # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
+            # by [copy][token]. A token-major dispatch holds its ids in the place of the scalars. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
             # for all operations alike.
             scalars=t * p.top_k * 4,
             rows=p.most_copies * t * p.row_bytes,
