@@ -131,9 +131,7 @@ def told_copies(ranks: Ranks, source: Int32, tile: Int32, rank: Int32) -> Int32:
 
 
 @cute.jit
-def gather_copies(
-    ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: CopyTables
-) -> None:
+def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: CopyTables) -> None:
     """Sums of what all tiles of all ranks have told; nothing where `ok` is 0."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()

@@ -4,7 +4,7 @@ Each rank holds its ids, and its weights, where peers read them: a rank that has
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -45,7 +45,8 @@ class PublishTokensArgs(NamedTuple):
 class PublishTokens(Publish):
     """`route` or `weights`: without either there is nothing but rows to publish, which the publish kernel does."""
 
-    NAME, Args = "ep_publish_tokens", PublishTokensArgs
+    NAME: ClassVar[str] = "ep_publish_tokens"
+    Args: ClassVar[Any] = PublishTokensArgs
 
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: Any) -> None:

@@ -126,7 +126,9 @@ class Steps(throughput.Steps):
             for name in ("send_rows", "offs", "counts", "dropped"):
                 right = getattr(want, name)
                 same(self.ranks.view(at[name], *right.shape), right, f"{name} of rank {rank}")
-            same(self.ranks.view(at["arrivals"], want.arrivals.numel()), want.arrivals, f"arrivals of rank {rank}", True)
+            same(
+                self.ranks.view(at["arrivals"], want.arrivals.numel()), want.arrivals, f"arrivals of rank {rank}", True
+            )
             same(self.ranks.view(at["recv_idx"], *want.local_idx.shape), want.local_idx, f"local ids of rank {rank}")
 
     def check_rows(self, weighted: bool, rows: bool) -> None:
