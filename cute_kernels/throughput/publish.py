@@ -90,7 +90,7 @@ class Publish(Kernel):
         return {"block": (THREADS, 1, 1)}
 
     @cute.kernel
-    def kernel(self, args: PublishArgs) -> None:
+    def kernel(self, args: Any) -> None:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()

@@ -24,7 +24,7 @@ from .budget import Traffic
 from .launcher import Launcher
 from .outputs import Outputs
 from .residency import MARGIN
-from .sent import AS_IT_IS, Sent, given_scales, sent, with_scales
+from .sent import Sent, given_scales, sent, with_scales
 
 STAGING_BLOCKS = 16
 """Multiprocessors that the budget of a dispatch leaves to staging and announcing. Fewer have not been tried, but for a
@@ -120,7 +120,8 @@ class ThroughputPath:
         beyond = max(0, self._budget.beyond[0] - pulling) if pulling > 1 else 0
         out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how, token_major)
         recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
-        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped, *recv_idx = out
+        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out[:7]
+        ids = {"recv_idx": out[7]} if token_major else {}
         capacity, alignment, slots, max_tokens = sizes
         terms = marks.pack("dispatch_tokens" if token_major else "dispatch", max_tokens, weighted, format=how.format)
         variant = (True, self._stages(how), weighted, False, how.format, how.given)
@@ -129,7 +130,7 @@ class ThroughputPath:
             x=x, scales=given_scales(delivery), topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
             arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
             tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment,
-            slots=slots, blocks=self._publish_blocks(variant, pulling), **{"recv_idx": ids for ids in recv_idx},
+            slots=slots, blocks=self._publish_blocks(variant, pulling), **ids,
         )  # fmt: skip
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
@@ -166,9 +167,7 @@ class ThroughputPath:
         recv_scales = self._outputs.scales(how, route.num_rows, route.slots)
         max_tokens = route.max_tokens
         terms = marks.pack(kind, max_tokens, weighted, format=how.format)
-        published = self._publish_along(
-            terms, pulling, x, topk_weights, recv_weights, route, how, delivery, token_major
-        )
+        published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route, delivery, token_major)
         joining = max(0, self._budget.beyond[0] - pulling)
         self._kernel(Pull, weighted, not published, False, False, how.format, how.layout)(
             terms,
@@ -253,11 +252,11 @@ class ThroughputPath:
         topk_weights: Tensor | None,
         recv_weights: Tensor | None,
         route: Route,
-        how: Sent = AS_IT_IS,
         delivery: Delivery | None = None,
         token_major: bool = False,
     ) -> bool:
         """Launches the publish kernel of a known route, unless it has nothing to do: then False."""
+        how = sent(delivery)
         variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given)
         if not any(variant[:4]):
             return False
