@@ -118,16 +118,34 @@ def place_copy_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32,
 
 
 @cute.jit
-def told_copies(ranks: Ranks, source: Int32, tile: Int32, rank: Int32) -> Int32:
-    """How many tokens of a source rank's tile have an expert at a rank."""
+def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
+    """Where among what a tile tells this rank it says how many copies go to a rank; -1 if that holds no expert."""
     p = ranks.heap.problem
     column, end = local_experts(p, rank)
-    copies = Int32(0)
-    if column < end:
-        if rank == ranks.rank:
-            column = Int32(p.told_ints - TOLD_INTS + COPIES)
-        copies = ptx.ld_i32(place_of_told(ranks, ranks.own, source, tile) + Int64(column) * 4)
-    return copies
+    if column == end:
+        column = Int32(-1)
+    elif rank == ranks.rank:
+        column = Int32(p.told_ints - TOLD_INTS + COPIES)
+    return column
+
+
+@cute.jit
+def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
+    """What a source rank has told in a column: in all tiles, in those before `tile`, and in this one."""
+    p = ranks.heap.problem
+    at = place_of_told(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
+    # All loads first: they are in flight together.
+    found = cute.make_rmem_tensor((p.tiles,), Int32)
+    for t in range_constexpr(p.tiles):
+        found[t] = ptx.ld_i32(at + t * (p.told_ints * 4))
+    total, before, now = Int32(0), Int32(0), Int32(0)
+    for t in range_constexpr(p.tiles):
+        total += found[t]
+        if t < tile:
+            before += found[t]
+        if t == tile:
+            now = found[t]
+    return total, before, now
 
 
 @cute.jit
@@ -157,14 +175,9 @@ def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
         source = i // world_size
         rank = i - source * world_size
         total, before, now = Int32(0), Int32(0), Int32(0)
-        if ok != 0:
-            for t in range_constexpr(p.tiles):
-                n = told_copies(ranks, source, Int32(t), rank)
-                total += n
-                if t < tile:
-                    before += n
-                if t == tile:
-                    now = n
+        column = column_of_copies(ranks, rank)
+        if ok != 0 and column >= 0:
+            total, before, now = sum_tiles(ranks, source, column, tile)
         if rank == ranks.rank:
             tables.here[source] = total
             tables.here[world_size + source] = before
@@ -183,12 +196,7 @@ def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
         local = i - source * held
         total, now = Int32(0), Int32(0)
         if ok != 0 and first_local + local < end_local:
-            at = place_of_told(ranks, ranks.own, source, Int32(0)) + Int64(first_local + local) * 4
-            for t in range_constexpr(p.tiles):
-                n = ptx.ld_i32(at + t * (p.told_ints * 4))
-                total += n
-                if t == tile:
-                    now = n
+            total, _, now = sum_tiles(ranks, source, first_local + local, tile)
         if total != 0:
             ptx.add_shared(tables.named.iterator + local, total)
             ptx.add_shared(tables.entries.iterator + source, now)
@@ -308,12 +316,9 @@ def count_dropped(ranks: Ranks, threads: cutlass.Constexpr[int], tables: CopyTab
     while unit < p.world_size * p.tiles:
         source = unit % p.world_size
         tile = unit // p.world_size
-        first = tables.here[p.world_size + source]
-        t = Int32(0)
-        while t < tile:
-            first += told_copies(ranks, source, t, ranks.rank)
-            t += 1
-        if first + told_copies(ranks, source, tile, ranks.rank) > args.capacity:
+        _, before, now = sum_tiles(ranks, source, column_of_copies(ranks, ranks.rank), tile)
+        first = tables.here[p.world_size + source] + before
+        if first + now > args.capacity:
             told = place_of_told(ranks, ranks.own, source, tile)
             n = Int32(0)
             expert = first_local + lane
