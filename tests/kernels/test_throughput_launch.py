@@ -20,13 +20,14 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import latency, launcher
+from ep_ops.backends.cute import CuteBackend, latency, launcher
 from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sent import sent
 from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_of_format
+from ep_ops.backends.split import Order
 from ep_ops.formats import format_of, quantise
-from ep_ops.records import Delivery, Route, Sizes
+from ep_ops.records import Delivery, Placed, Route, Sizes
 
 PROBLEM = Problem(3, (3, 0, 5), 4, 64, "bf16", 512)
 KERNELS = {type(kernel): kernel for kernel in [*kernels_of(PROBLEM), *latency.kernels_of(PROBLEM, 16)]}
@@ -259,3 +260,30 @@ def test_token_major_launches_in_a_format(name: str, recorder: Recorder, monkeyp
     assert launched <= compiled
     tokens = {kernel for kernel in compiled if isinstance(kernel, PublishTokens)}
     assert tokens and tokens <= launched and all(kernel.format == name.removeprefix("wire:") for kernel in tokens)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_dynamic_token_major(weighted: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned for as many rows as there can be, moved into as many as there are copies."""
+    path = path_of(recorder, Budget(20, 30), monkeypatch)
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    made = object.__new__(CuteBackend)
+    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
+    made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)  # type: ignore[assignment]
+    ids = torch.arange(3 * 100 * 4, dtype=torch.int32).view(300, 4)
+
+    def plan_tokens(topk_idx: torch.Tensor, sizes: Sizes) -> tuple[Placed, torch.Tensor]:
+        assert sizes == Sizes(300, 1, 0, 100)
+        return Placed(idx, torch.arange(4 * 300 + 6, dtype=torch.int32) * 0 + 11, *[idx.new_zeros(3)] * 3), ids
+
+    monkeypatch.setattr(path, "plan_tokens", plan_tokens)
+    weights = torch.zeros(7, 4) if weighted else None
+    recv_x, recv_weights, _, arrivals, *_, recv_idx = made.dispatch_tokens_dynamic(x, weights, idx, 100)
+    assert recv_x.shape == (11, 64) and recv_weights.shape == ((11, 4) if weighted else (0,))
+    assert arrivals.shape == (4 * 11 + 6,) and torch.equal(recv_idx, ids[:11]) and recv_idx._base is None
+    publish, pull = (given for _, _, given in recorder.launched)
+    assert publish["num_rows"] == pull["num_rows"] == 11 and pull["arrivals"] is arrivals
+    given = x, weights, idx, Sizes(5, 1, 0, 100)
+    recorder.launched.clear()
+    assert made.dispatch_tokens_start(*given).shape == (0,) and not recorder.launched
+    assert made.dispatch_tokens_wait(*given)[0].shape == (5, 64) and len(recorder.launched) == 2
