@@ -68,6 +68,7 @@ def test_every_operator(dtype, uneven, few, seed, monkeypatch):
     rank, world_size = ranks()
     most, bound = (few, few) if few else (TOKENS, BOUND)
     with make_comm("cute", "tokens", latency_max_tokens=few, **config(world_size, dtype, uneven)) as comm:
+        comm.warmup()
         for turn, share in enumerate((1.0, 0.5, 0.0)):
             tokens = 0 if turn == 1 and rank == world_size - 1 else most - turn * (rank % 2)
             x, idx, weights = drawn(seed + turn, comm, tokens)
@@ -100,6 +101,7 @@ def test_every_format(name, layout, seed, monkeypatch):
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     _, world_size = ranks()
     with make_comm("cute", "tokens_formats", **config(world_size)) as comm:
+        comm.warmup([(name, layout)])
         form, how = formats.format_of(name), dict(format=name, scales_as=layout)
         for turn, share in enumerate((1.0, 0.4)):
             x, idx, weights = drawn(seed + turn, comm, TOKENS)
@@ -130,7 +132,16 @@ def test_captured(seed, together):
             held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
             rows = (torch.where(held, values, 0) for values in (sent.x, again))
             out = comm.combine(sent.x, sent.route)
-            return (*rows, sent.weights, more, sent.local_idx, *sent.route.tensors[3:], sent.dropped, out)
+            return (
+                *rows,
+                sent.weights,
+                more,
+                sent.local_idx,
+                sent.route.send_rows,
+                *sent.route.tensors[3:],
+                sent.dropped,
+                out,
+            )
 
         step()
         torch.cuda.synchronize()
@@ -159,6 +170,7 @@ def test_layer(seed, together):
         make_comm("cute", "tokens_layer", **config(world_size)) as comm,
         make_comm("reference", "tokens_layer", **config(world_size)) as ref,
     ):
+        comm.warmup()
         x, idx, weights = drawn(seed, comm, TOKENS)
         draw = torch.Generator(device="cuda").manual_seed(seed + comm.rank)
         matrices = torch.randn(comm.num_local_experts, HIDDEN, HIDDEN, generator=draw, device="cuda") / HIDDEN**0.5
@@ -183,5 +195,5 @@ def test_layer(seed, together):
                 for mine, theirs in zip(got, expected, strict=True):
                     assert float(theirs.float().abs().max()) > 0
                     difference = (mine.float() - theirs.float()).norm() / theirs.float().norm()
-                    assert difference < 1e-2, float(difference)
+                    assert difference < 2e-2, float(difference)
         comm.check_errors()
