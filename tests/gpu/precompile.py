@@ -1,5 +1,5 @@
 """Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
-of test_many.py alone, `many16 many72`.
+of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`.
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
+import string
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,6 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_progress
     import test_steps
     import test_throughput
-    import test_token_major
 
     from ep_ops.backends.cute.memory import DEFAULT_TOKENS
 
@@ -95,10 +95,18 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     for config, how in test_formats.wanted(world_size):
         want.add(config, test_formats.TOKENS, formats=[how])
+    return [*want.kernels, *of_tokens(world_size, seed), *of_many(world_size, seed)]
+
+
+def of_tokens(world_size: int, seed: int) -> list[Any]:
+    """What test_token_major launches on so many ranks."""
+    import test_token_major
+
+    want = Wanted(world_size)
     for config, formats in test_token_major.wanted(world_size):
-        want.add(config, test_token_major.FEW, split=True)
+        want.add(config, test_token_major.FEW)
         want.add(config, formats=formats)
-    return [*want.kernels, *of_many(world_size, seed)]
+    return list(want.kernels)
 
 
 def of_many(world_size: int, seed: int) -> list[Any]:
@@ -122,7 +130,8 @@ def main() -> None:
 
     major, minor = torch.cuda.get_device_capability()
     seed = int(os.environ["EP_OPS_TEST_SEED"])
-    asked = [(of_many if text.startswith("many") else kernels, int(text.removeprefix("many"))) for text in sys.argv[1:]]
+    parts = {"": kernels, "many": of_many, "tokens": of_tokens}
+    asked = [(parts[text.rstrip(string.digits)], int(text.lstrip(string.ascii_lowercase))) for text in sys.argv[1:]]
     wanted = list(dict.fromkeys(kernel for of, world_size in asked for kernel in of(world_size, seed)))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
