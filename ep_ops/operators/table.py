@@ -31,7 +31,7 @@ import meta_kernels
 from .. import checks
 from ..backends.base import Backend, token_major
 from ..config import Member
-from ..records import Delivery, Route, Sizes
+from ..records import NO_SCALES, Delivery, Route, Sizes
 from . import gradients
 from .gradients import Gradient
 
@@ -93,26 +93,13 @@ def delivery(a: Any) -> tuple[Delivery, ...]:
     return (Delivery(a.scales, a.format, a.scales_as, a.zeros),) if a.format or not a.zeros else ()
 
 
-class NoScales(dict[torch.device, Tensor]):
-    """recv_scales where rows have none: float32 [0] on each device, which has no memory. The same one in every call: to
-    make one takes a decode step's time."""
-
-    def __missing__(self, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # else it could be used nowhere else
-            made = self[device] = torch.empty(0, dtype=torch.float32, device=device)
-        return made
-
-
-_NO_SCALES = NoScales()
-
-
 def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
     """What a backend's dispatch gives, with recv_scales behind recv_x: it gives them if it is told of a delivery."""
     if a.format or not a.zeros:
         return run(*args, *delivery(a))
     out = run(*args)
     recv_x = out[0]
-    return (recv_x, _NO_SCALES[recv_x.device], *out[1:])
+    return (recv_x, NO_SCALES[recv_x.device], *out[1:])
 
 
 def _copies(a: Any) -> Sizes:
@@ -130,7 +117,7 @@ def copied(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[
     if a.format:
         return run(*args, *_formatted(a))
     recv_x, *others = run(*args)
-    return (recv_x, _NO_SCALES[recv_x.device], *others)
+    return (recv_x, NO_SCALES[recv_x.device], *others)
 
 
 _ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"

@@ -17,7 +17,7 @@ from torch.library import opcheck
 import ep_ops
 from ep_ops.formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, quantise
 from ep_ops.operators import OPERATORS
-from ep_ops.operators.table import NoScales
+from ep_ops.records import NoScales
 
 HIDDEN, TOP_K, EXPERTS, ALIGNMENT = 256, 2, 4, 8
 QUANTISED = tuple(name for name, form in FORMATS.items() if not form.wire)
