@@ -71,9 +71,9 @@ class Communicator(Methods):
             :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and starts and
             waits in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
             ``torch.export``). The cute backend is always strict.
-        domain_size: ranks of each NVLink domain, where domains are to be smaller than what is found: so many consecutive
-            ranks of a found one. None: as they are found (GPUs: a host, or hosts that an NVLink fabric joins; CPUs: one
-            domain). All domains must have as many ranks. Sums are defined by the domains
+        domain_size: ranks of each NVLink domain, where domains are to be smaller than what is found: so many
+            consecutive ranks of a found one. None: as they are found (GPUs: a host, or hosts that an NVLink fabric
+            joins; CPUs: one domain). All domains must have as many ranks. Sums are defined by the domains
             (``ep_ops.backends.reference``); several run on the reference backend alone.
         overflow: what becomes of rows that find no place within ``capacity`` or ``slots``. "count": they are counted
             (``Dispatched.dropped``) and left out. "raise": besides, the next :meth:`check_errors` says how many, and of
@@ -263,8 +263,9 @@ class Communicator(Methods):
 
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
         """A communicator of those ranks that are left, where others have died. Collective over ``group``, which has
-        some ranks of this one's, in their order, equally many of each NVLink domain that has any left; ``torch.distributed.new_group(ranks, use_local_synchronization=True)``
-        makes one without the dead, as long as the store lives (torchrun's lies with rank 0's host).
+        some ranks of this one's, in their order, equally many of each NVLink domain that has any left;
+        ``torch.distributed.new_group(ranks, use_local_synchronization=True)`` makes one without the dead, as long as
+        the store lives (torchrun's lies with rank 0's host).
 
         Every rank keeps its experts, and its methods take the ids that this one's take: those of experts that are gone
         count as -1, and :meth:`lost_rows` says how many. Operators that are called by their names take its own ids,

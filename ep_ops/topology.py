@@ -157,8 +157,8 @@ def told(facts: Sequence[GpuFacts | None], domains: Domains) -> str:
         fact = facts[rank]
         return "" if fact is None else f" ({domain_name(fact.domain)})"
 
-    each = (f"{_spans(members)}{place(members[0])}" for members in domains)
-    return f"ranks are in {len(domains)} NVLink domain{'s' * (len(domains) > 1)}: {'; '.join(each)}"
+    each = "; ".join(f"{_spans(members)}{place(members[0])}" for members in domains)
+    return f"ranks are in {len(domains)} NVLink domains: {each}" if len(domains) > 1 else f"one NVLink domain: {each}"
 
 
 def domain_name(domain: Fabric | str) -> str:

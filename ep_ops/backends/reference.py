@@ -45,9 +45,10 @@ dtype, and there are no scales. Without ``zeros`` padding rows are undefined, in
 and should be powers of two, but are none, are refused.
 
 **Combine.** On the expert's rank, for each (source rank, token): fp32 sum over k ascending of weight times row (each
-product and each sum rounded), rounded to y's dtype. For each NVLink domain: fp32 sum of these over its ranks ascending,
-rounded to y's dtype unless it is the owner's own. On the owner: fp32 sum of these over domains, in the order of their
-lowest ranks, then of the token's residual if there is one, rounded once to y's dtype. With fp64 rows everything is fp64.
+product and each sum rounded), rounded to y's dtype. For each NVLink domain: fp32 sum of these over its ranks
+ascending, rounded to y's dtype unless it is the owner's own. On the owner: fp32 sum of these over domains, in the order
+of their lowest ranks, then of the token's residual if there is one, rounded once to y's dtype. With fp64 rows
+everything is fp64.
 
 **Gathered.** ``combine_gathered`` is combine without weights, of rows that its caller has put where peers can read
 them (``empty_rows``; any tensor will do in a communicator that is not ``strict``).

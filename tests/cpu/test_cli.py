@@ -196,7 +196,7 @@ def test_doctor_on_gpus(
     assert "could not tell" not in text
     assert "1: fabric cluster ab, clique 7" in text
     together = f"0..{len(capabilities) - 1} (fabric cluster ab, clique 7)"
-    assert f"with one process for each: ranks are in 1 NVLink domain: {together}" in text
+    assert f"with one process for each: one NVLink domain: {together}" in text
     assert "1: NVIDIA Something, capability" in text and "80 GiB, 132 SMs" in text
     for words in expected:
         assert words in text

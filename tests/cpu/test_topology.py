@@ -107,7 +107,7 @@ def test_many_domains(domains: int, size: int) -> None:
             " number of ranks of each",
         ),
         ("aaab", 2, "domain_size is 2; ranks are in 2 NVLink domains"),
-        ("----", 3, "domain_size is 3; ranks are in 1 NVLink domain: 0..3, and it must divide"),
+        ("----", 3, "domain_size is 3; one NVLink domain: 0..3, and it must divide"),
     ],
 )
 def test_unequal_domains(hosts: str, size: int | None, said: str) -> None:
