@@ -100,7 +100,16 @@ def symmetric_memory() -> list[str]:
 
     provider = "torch.distributed._symmetric_memory: importable"
     backend = getattr(_symmetric_memory, "get_backend", lambda device: "unknown")(torch.device("cuda"))
-    return [f"{provider}, allocator {backend}"]
+    return [f"{provider}, allocator {backend}", f"NVSHMEM, for several NVLink domains: {nvshmem()}"]
+
+
+def nvshmem() -> str:
+    from ep_ops.symmetric.nvshmem import loaded, problem
+
+    if lack := problem():
+        return f"not usable: {lack}"
+    version, path = loaded()
+    return f"{'.'.join(map(str, version))} ({path})"
 
 
 def nvlink_domain() -> list[str]:
