@@ -46,7 +46,7 @@ from .heap import BEGUN, CLAIMS, EPOCH, FAILED, GAVE_UP, LATE, MET, NOTE_WORDS, 
 from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, SHIFT
 
-FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted")
+FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
 
 REPORT_WORDS = 16
@@ -146,6 +146,27 @@ def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: In
         if seen != ranks.mark:
             fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
     return seen == ranks.mark
+
+
+@cute.jit
+def await_word(ranks: Ranks, addr: Int64, peer: Int32, detail: Int32) -> Int64:
+    """By one thread: acquires a word of this operation, which carries a number where marks have terms: that number, or
+    -1 when it gave up."""
+    seen = ptx.ld_acquire_sys(addr)
+    start = Int64(arch.globaltimer())
+    polls = Int32(0)
+    reason, instead = Int32(0), Int64(0)
+    while (seen >> SHIFT) != (ranks.mark >> SHIFT) and reason == 0:
+        seen = ptx.ld_acquire_sys(addr)
+        polls += 1
+        if polls == POLLS_PER_CHECK:
+            polls = Int32(0)
+            reason, instead = why_stop(ranks, start, peer)
+    number = seen & ((1 << SHIFT) - 1)
+    if (seen >> SHIFT) != (ranks.mark >> SHIFT):
+        number = Int64(-1)
+        fail(ranks, reason, "batch", peer, detail, seen if reason == TIMEOUT else instead)
+    return number
 
 
 @cute.jit

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import deaths, dsl, latency, machine, throughput
+from . import batches, deaths, dsl, latency, machine, throughput
 from .routes import Shape
 
 CHECKS: dict[str, Callable[[random.Random], None]] = {
@@ -47,6 +47,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     ),
     "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
     **deaths.CHECKS,
+    **batches.CHECKS,
 }  # fmt: skip
 
 

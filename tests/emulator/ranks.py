@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import machine
+from .network import Network
 from .threads import Launch, run
 
 REPORT_WORDS = 128
@@ -24,6 +25,7 @@ class Ranks:
         self.world_size = world = heap.problem.world_size
         self.memory = machine.new_memory(world * (heap.nbytes + 512) + TENSOR_BYTES)
         self.heaps = [self.memory.take(heap.nbytes, f"heap of rank {rank}", 0) for rank in range(world)]
+        machine.networks.append(Network(self.heaps, heap.nbytes))
         self.table = self.memory.take(8 * world, "table of heaps")
         for rank, address in enumerate(self.heaps):
             self.memory.store_long(self.table + 8 * rank, address)

@@ -1,0 +1,70 @@
+"""The wires compile without a GPU, to NVSHMEM's calls or to none of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from batches import Batches, BatchHeap
+from test_ptx import ARCHS, assert_no_spills, compiled_ptx, count, needs_assembler
+
+from cute_kernels.heap import Problem
+from cute_kernels.internode import wire
+from cute_kernels.internode.courier import Courier
+
+PROBLEM = Problem(4, (2,) * 4, 2, 64, "bf16", 10)
+LIBRARY = wire.find_library()
+needs_library = pytest.mark.skipif(
+    LIBRARY is None, reason="needs NVSHMEM's device library: nvidia-nvshmem-cu12 or cu13"
+)
+
+
+@pytest.fixture(autouse=True)
+def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def kernels() -> dict[str, Any]:
+    heap = BatchHeap(PROBLEM)
+    return {
+        "nvlink": Batches(PROBLEM, wire.Nvlink()),
+        "adversary": Batches(PROBLEM, wire.Adversary(heap.depth)),
+        "courier": Courier(PROBLEM, heap, heap.depth),
+    }
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", kernels())
+def test_without_nvshmem(name: str, arch: str) -> None:
+    ptx = compiled_ptx(kernels()[name], arch)
+    assert "nvshmem" not in ptx
+    # What an adversary is told, and its courier tells it, stays on the GPU.
+    assert (count(ptx, "st.release.gpu.global.b64") > 0) == (name != "nvlink")
+
+
+@needs_library
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvshmem(arch: str) -> None:
+    ptx = compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch)
+    assert "nvshmemi_device_state_d" in ptx  # which the library is told of before the kernel is launched
+    declared = set(re.findall(r"^\.extern \.func .*?(\w+)\s*$", ptx, re.M))
+    assert not {name for name in declared if "nvshmem" in name}, "a call that nothing defines"
+    assert count(ptx, "st.release.gpu.global.b64") == 0
+
+
+@needs_library
+@needs_assembler
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvshmem_assembles(arch: str, tmp_path: Path) -> None:
+    assert_no_spills(compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch), arch, tmp_path)
+
+
+def test_words() -> None:
+    """How many rows a batch has, and whether it is the last, fit beside the epoch."""
+    assert wire.LAST | wire.MOST_ROWS == (1 << wire.SHIFT) - 1
+    assert wire.LAST & wire.MOST_ROWS == 0
