@@ -151,7 +151,7 @@ def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: In
 @cute.jit
 def await_word(ranks: Ranks, addr: Int64, peer: Int32, detail: Int32) -> Int64:
     """By one thread: acquires a word of this operation, which carries a number where marks have terms: that number, or
-    -1 when it gave up."""
+    -1 when it gave up. Ranks tell each other to by the alarm alone here (internode/operation.py)."""
     seen = ptx.ld_acquire_sys(addr)
     start = Int64(arch.globaltimer())
     polls = Int32(0)
@@ -162,6 +162,10 @@ def await_word(ranks: Ranks, addr: Int64, peer: Int32, detail: Int32) -> Int64:
         if polls == POLLS_PER_CHECK:
             polls = Int32(0)
             reason, instead = why_stop(ranks, start, peer)
+            alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
+            if alarm != 0:
+                reason = Int32(TOLD)
+                instead = alarm
     number = seen & ((1 << SHIFT) - 1)
     if (seen >> SHIFT) != (ranks.mark >> SHIFT):
         number = Int64(-1)
@@ -274,13 +278,7 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
     """By one thread, or several, of a rank that has given up (`failed`: its state's word): tells all ranks."""
     alarm = Int64(0)
     if failed == 1:
-        # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is
-        # told: the host will, when it sees it.
-        if ptx.ld_acquire_sys(ranks.report) != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
-            shift = 0
-            for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
-                alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)
-                shift += bits
+        alarm = own_alarm(ranks)
     else:
         alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
         if ptx.atom_claim(ranks.own + FAILED * 8) == TOLD_SO:
@@ -292,6 +290,20 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
         ptx.st_relaxed_sys(heap + ranks.heap.offset["alarm"], alarm)
         ptx.atom_told_so(heap + FAILED * 8)
         peer += 1
+
+
+@cute.jit
+def own_alarm(ranks: Ranks) -> Int64:
+    """By one thread of a rank that has given up: what it tells the others, or 0 if they know it already."""
+    alarm = Int64(0)
+    # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is told:
+    # the host will, when it sees it.
+    if ptx.ld_acquire_sys(ranks.report) != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
+        shift = 0
+        for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
+            alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)
+            shift += bits
+    return alarm
 
 
 @cute.jit

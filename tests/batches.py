@@ -11,6 +11,7 @@ from cutlass.cute import arch
 
 from cute_kernels import ptx, sync
 from cute_kernels.heap import Heap, Problem
+from cute_kernels.internode import operation
 from cute_kernels.internode.wire import LAST, RECORD_WORDS, Wire, batch_word, copy_by_warp
 from cute_kernels.launch import Kernel, RankArgs
 
@@ -72,10 +73,8 @@ class Batches(Kernel):
         lane = arch.lane_idx()
         warp = arch.make_warp_uniform(tid // 32)
         none = Int64(0)
-        if block == 0 and tid < world_size:
-            wire.put_value(ranks, tid, ranks.at(none, "hello") + Int64(ranks.rank) * 8, ranks.mark)
-        if block == 0 and tid == 0:
-            sync.note_begun(ranks)
+        if block == 0:
+            operation.begin(wire, ranks, tid, 32 * WARPS)
 
         item = Int32(warp * args.blocks + block)
         while item < world_size * batches:
@@ -120,4 +119,4 @@ class Batches(Kernel):
             if lane == 0:
                 ptx.st_i32(args.came + Int64(source) * 4, total)
             source += args.blocks * WARPS
-        sync.finish(ranks, args.blocks)
+        operation.finish(wire, ranks, args.blocks)

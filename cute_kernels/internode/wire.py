@@ -15,6 +15,7 @@ What a kernel makes of that:
 """
 
 import functools
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ LAST = 1 << (SHIFT - 1)
 MOST_ROWS = LAST - 1
 """The most rows of a batch."""
 
+OLDEST = (3, 7)
+"""The first version of NVSHMEM whose device library holds all that is called here."""
 NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_EQ = 9, 0
 
 
@@ -58,7 +61,7 @@ class Wire:
 
     def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32) -> Int64:
         """By one thread: until `peer` has set this rank's `word` in this operation; what it carries beside the epoch,
-        or -1 when the wait was given up. `detail`: which of the peer's words it is, for the report."""
+        or -1 when the wait was given up. `detail`: which of the peer's batches it is of, for the report."""
         return await_word(ranks, ranks.own + word, peer, detail)
 
 
@@ -155,20 +158,21 @@ class _Calls:
 @functools.lru_cache
 def _calls(library: str) -> _Calls:
     source = cute.BitCode(library)
+    # Not inlined: a put is hundreds of instructions for every kind of network, and takes registers of its own.
 
-    @cute.extern(name="nvshmemx_putmem_signal_nbi_warp", source=source)
+    @cute.extern(name="nvshmemx_putmem_signal_nbi_warp", source=source, inline=False)
     def put_signal(
         there: Int64, here: Int64, nbytes: Uint64, word: Int64, value: Uint64, operation: Int32, pe: Int32
     ) -> None: ...
 
-    @cute.extern(name="nvshmem_uint64_p", source=source)
+    @cute.extern(name="nvshmem_uint64_p", source=source, inline=False)
     def put(word: Int64, value: Uint64, pe: Int32) -> None: ...
 
-    @cute.extern(name="nvshmem_uint64_test", source=source)
+    @cute.extern(name="nvshmem_uint64_test", source=source, inline=False)
     def test(word: Int64, comparison: Int32, value: Uint64) -> Int32:  # type: ignore[empty-body]
         ...
 
-    @cute.extern(name="nvshmemx_flush_warp", source=source)
+    @cute.extern(name="nvshmemx_flush_warp", source=source, inline=False)
     def flush() -> None: ...
 
     return _Calls(put_signal, put, test, flush)
@@ -176,11 +180,13 @@ def _calls(library: str) -> _Calls:
 
 def find_library() -> str | None:
     """NVSHMEM's device library for GPUs of capability 9.0 and newer, as the wheels nvidia-nvshmem-cu12 and -cu13
-    install it; None if there is none."""
-    for folder in sys.path:
-        path = Path(folder or ".") / "nvidia" / "nvshmem" / "lib" / "libnvshmem_device_sm_90.bc"
+    install it; None if there is none, or if the first one is older than 3.7."""
+    for folder in map(Path, sys.path):
+        path = folder / "nvidia" / "nvshmem" / "lib" / "libnvshmem_device_sm_90.bc"
         if path.is_file():
-            return str(path)
+            found = [re.search(r"-(\d+)\.(\d+)", info.name) for info in folder.glob("nvidia_nvshmem_cu*.dist-info")]
+            versions = [(int(version[1]), int(version[2])) for version in found if version is not None]
+            return str(path) if all(version >= OLDEST for version in versions) else None
     return None
 
 

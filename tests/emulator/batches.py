@@ -43,7 +43,7 @@ class Exchange:
         made = {"nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": wire.Adversary(heap.depth)}
         self.kernel = Batches(problem, made[kind])
         self.courier = Courier(problem, heap, heap.depth) if kind == "adversary" else None
-        self.ranks = Ranks(heap, draw)
+        self.ranks = Ranks(heap, draw, mapped=kind != "nvshmem")
         self.noise = torch.Generator().manual_seed(draw.getrandbits(31))
         self.steps: list[Step] = []
 

@@ -64,6 +64,20 @@ def test_nvshmem_assembles(arch: str, tmp_path: Path) -> None:
     assert_no_spills(compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch), arch, tmp_path)
 
 
+@pytest.mark.parametrize(("version", "taken"), [("3.7.2", True), ("3.10.0", True), ("3.4.5", False), (None, True)])
+def test_library_is_found(version: str | None, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first folder that has one, of whatever version if that is not told."""
+    folder = tmp_path / "nvidia" / "nvshmem" / "lib"
+    folder.mkdir(parents=True)
+    library = folder / "libnvshmem_device_sm_90.bc"
+    monkeypatch.setattr("sys.path", [str(tmp_path / "nothing"), str(tmp_path)])
+    assert wire.find_library() is None
+    library.touch()
+    if version is not None:
+        (tmp_path / f"nvidia_nvshmem_cu13-{version}.dist-info").mkdir()
+    assert wire.find_library() == (str(library) if taken else None)
+
+
 def test_words() -> None:
     """How many rows a batch has, and whether it is the last, fit beside the epoch."""
     assert wire.LAST | wire.MOST_ROWS == (1 << wire.SHIFT) - 1
