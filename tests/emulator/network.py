@@ -119,6 +119,6 @@ CALLS: dict[str, Callable[..., Any]] = {
 """By the names that kernels ask for."""
 
 
-def extern(name: str, source: Any) -> Callable[[Any], Callable[..., Any]]:
+def extern(name: str, source: Any, inline: bool) -> Callable[[Any], Callable[..., Any]]:
     """What stands for `cute.extern`."""
     return lambda declared: CALLS[name]
