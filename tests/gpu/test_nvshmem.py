@@ -16,6 +16,7 @@ from operators import ranks
 from sharing import SHARING, fewer
 from torch import Tensor
 
+import ep_ops
 from ep_ops import symmetric
 from ep_ops.symmetric import nvshmem
 
@@ -101,19 +102,14 @@ class Sent(NamedTuple):
 
 
 class Wired:
-    """The kernel of tests/batches.py on this rank, over a wire of a kind."""
+    """A kernel on this rank, in NVSHMEM's memory, over a wire of a kind."""
 
-    def __init__(self, kind: str, device: torch.device) -> None:
-        from batches import Batches, BatchHeap
-
-        from cute_kernels import marks, sync
-        from cute_kernels.heap import EPOCH, STATE_BYTES, Problem
-        from cute_kernels.internode import wire
+    def __init__(self, kind: str, device: torch.device, heap: Any, kernel: Any, terms: int) -> None:
+        from cute_kernels import sync
+        from cute_kernels.heap import EPOCH, STATE_BYTES
         from cute_kernels.internode.courier import Courier
 
         self.rank, self.world_size = ranks()
-        problem = Problem(self.world_size, (1,) * self.world_size, 1, HIDDEN, "bf16", MAX_TOKENS)
-        heap = BatchHeap(problem)
         self.memory = symmetric.allocate(heap.nbytes, dist.group.WORLD, device, over_domains=True)
         if kind != "nvshmem" and 0 in self.memory.addresses:
             pytest.skip("needs ranks that map each other's memory")
@@ -122,39 +118,67 @@ class Wired:
         self.side, self.epoch = torch.cuda.Stream(device), 0
         self.ranks = (
             self.memory.table.data_ptr(), self.memory.addresses[self.rank], self.rank, self.report.data_ptr(),
-            int(20e9 * SHARING), marks.pack("dispatch", MAX_TOKENS),
+            int(20e9 * SHARING), terms,
         )  # fmt: skip
-        library = wire.find_library()
-        if kind == "nvshmem" and library is None:
-            pytest.skip("needs NVSHMEM's device library")
-        made = {
-            "nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem(library or ""), "adversary": wire.Adversary(heap.depth),
-        }[kind]  # fmt: skip
         properties = torch.cuda.get_device_properties(device)
         arch = f"sm_{properties.major}{properties.minor}a"
-        self.run = (registered if kind == "nvshmem" else loaded)(Batches(problem, made), arch)
-        self.courier = loaded(Courier(problem, heap, heap.depth), arch) if kind == "adversary" else None
+        self.run = (registered if kind == "nvshmem" else loaded)(kernel, arch)
+        adversary = kind == "adversary"
+        self.courier = loaded(Courier(heap.problem, heap, kernel.wire.depth), arch) if adversary else None
         torch.cuda.synchronize()
         dist.barrier()
 
-    def step(self, x: Tensor, counts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """Launches; out [W, max_tokens, H] and came [W]."""
-        out = torch.full((self.world_size, MAX_TOKENS, HIDDEN), torch.nan, dtype=x.dtype, device=x.device)
-        came = torch.full((self.world_size,), -1, dtype=torch.int32, device=x.device)
+    def launch(self, seed: int, tensors: tuple[Tensor, ...], *numbers: int) -> None:
+        """One operation."""
         self.epoch += 1
-        tensors = (tensor.data_ptr() for tensor in (x, counts, out, came))
-        self.run(*self.ranks, *tensors, 2, torch.cuda.current_stream().cuda_stream)
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        self.run(*self.ranks, *addresses, *numbers, torch.cuda.current_stream().cuda_stream)
         if self.courier is not None:
             self.courier(*self.ranks, self.epoch, seed % 2**30, 2, self.side.cuda_stream)
-        return out, came
-
-    def given(self, sent: Sent) -> tuple[Tensor, Tensor]:
-        return sent.x[self.rank].cuda(), sent.counts[self.rank].cuda()
 
     def close(self) -> None:
         torch.cuda.synchronize()
         dist.barrier()
         self.memory.free()
+
+
+def wire_of(kind: str, depth: int) -> Any:
+    from cute_kernels.internode import wire
+
+    if kind == "nvlink":
+        return wire.Nvlink()
+    if kind == "adversary":
+        return wire.Adversary(depth)
+    library = wire.find_library()
+    if library is None:
+        pytest.skip("needs NVSHMEM's device library")
+    return wire.Nvshmem(library)
+
+
+class Batched(Wired):
+    """The kernel of tests/batches.py."""
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        from batches import Batches, BatchHeap
+
+        from cute_kernels import marks
+        from cute_kernels.heap import Problem
+
+        world_size = ranks()[1]
+        problem = Problem(world_size, (1,) * world_size, 1, HIDDEN, "bf16", MAX_TOKENS)
+        heap = BatchHeap(problem)
+        kernel = Batches(problem, wire_of(kind, heap.depth))
+        super().__init__(kind, device, heap, kernel, marks.pack("dispatch", MAX_TOKENS))
+
+    def step(self, x: Tensor, counts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Launches; out [W, max_tokens, H] and came [W]."""
+        out = torch.full((self.world_size, MAX_TOKENS, HIDDEN), torch.nan, dtype=x.dtype, device=x.device)
+        came = torch.full((self.world_size,), -1, dtype=torch.int32, device=x.device)
+        self.launch(seed, (x, counts, out, came), 2)
+        return out, came
+
+    def given(self, sent: Sent) -> tuple[Tensor, Tensor]:
+        return sent.x[self.rank].cuda(), sent.counts[self.rank].cuda()
 
 
 def loaded(kernel: Any, arch: str) -> Callable[..., None]:
@@ -182,7 +206,7 @@ def registered(kernel: Any, arch: str) -> Callable[..., None]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches(kind, device, seed, together):
     """Step behind step: nobody waits but the kernels."""
-    wired = Wired(kind, device)
+    wired = Batched(kind, device)
     sent = [Sent.drawn(wired.world_size, seed + number) for number in range(STEPS)]
     given = [wired.given(one) for one in sent]
     torch.cuda.synchronize()
@@ -198,7 +222,7 @@ def test_batches(kind, device, seed, together):
 @pytest.mark.parametrize("kind", ("nvlink", "nvshmem"))
 def test_captured(kind, device, seed, together):
     """In a CUDA graph, replayed with other rows than were captured."""
-    wired = Wired(kind, device)
+    wired = Batched(kind, device)
     sent = [Sent.drawn(wired.world_size, seed + number) for number in range(4)]
     x, counts = wired.given(sent[0])
     with together():
@@ -216,4 +240,51 @@ def test_captured(kind, device, seed, together):
             torch.cuda.synchronize()
             assert not wired.report.any(), wired.report.tolist()
             one.check(wired.rank, *outputs)
+    wired.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("domain_size", (1, 2, 4))
+def test_combine(domain_size, kind, device, seed, together):
+    """The bits of the reference backend, on domains that are declared."""
+    from cute_kernels import marks
+    from cute_kernels.heap import Problem
+    from cute_kernels.internode.combine import Combine
+
+    rank, world_size = ranks()
+    if world_size % domain_size:
+        pytest.skip(f"needs a multiple of {domain_size} ranks")
+    experts, top_k, tokens = 4 * world_size, 6, 20
+    problem = Problem(world_size, (4,) * world_size, top_k, HIDDEN, "bf16", tokens)
+    kernel = Combine(problem, wire_of(kind, 4 * world_size), tokens, True, True)
+    wired = Wired(kind, device, kernel.heap, kernel, marks.pack("combine", tokens, few=True))
+    draw = torch.Generator().manual_seed(seed + rank)
+    steps: list[tuple[tuple[Tensor, ...], Tensor, Tensor]] = []
+    with ep_ops.Communicator(
+        num_experts=experts, hidden_size=HIDDEN, top_k=top_k, max_tokens_per_rank=tokens, device=device,
+        backend="reference", domain_size=domain_size,
+    ) as comm:  # fmt: skip
+        of = [next(d for d, members in enumerate(comm.domains) if r in members) for r in range(world_size)]
+        domains = torch.tensor(of, dtype=torch.int32, device=device)
+        for _ in range(fewer(20, 4)):
+            count = int(torch.randint(0, tokens + 1, (), generator=draw))
+            idx = torch.randint(-1, experts, (count, top_k), generator=draw).int().to(device)
+            route, _ = comm.plan(idx)
+            spread = torch.randn(route.num_rows, 1, generator=draw).mul(2).exp()
+            y = (spread * torch.randn(route.num_rows, HIDDEN, generator=draw)).bfloat16().to(device)
+            weights = torch.randn(route.num_rows, generator=draw).to(device)
+            residual = torch.randn(count, HIDDEN, generator=draw).bfloat16().to(device)
+            want = comm.combine(y, route, weights, residual=residual)
+            given = (y, weights, idx, route.send_rows, route.arrivals, domains, residual)
+            steps.append((given, torch.full_like(residual, torch.nan), want))
+    torch.cuda.synchronize()
+    dist.barrier()
+    with together():
+        for number, (given, out, _) in enumerate(steps):
+            count, rows = out.shape[0], given[0].shape[0]
+            wired.launch(seed + number, (*given, out), count, tokens, rows, 4)
+        torch.cuda.synchronize()
+        assert not wired.report.any(), wired.report.tolist()
+        for _, out, want in steps:
+            assert torch.equal(out, want)
     wired.close()

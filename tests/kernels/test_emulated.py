@@ -26,6 +26,7 @@ ALWAYS = (
     "death_few_dispatch",
     "wire_nvshmem",
     "wire_adversary",
+    "domains_nvshmem",
 )
 DRAWN = 3
 """How many of the other checks are run, others each time: together they take minutes. EP_OPS_ALL_CHECKS=1: all."""

@@ -15,6 +15,7 @@ from test_ptx import ARCHS, assert_no_spills, compiled_ptx, count, needs_assembl
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
+from cute_kernels.internode.combine import Combine
 from cute_kernels.internode.courier import Courier
 
 PROBLEM = Problem(4, (2,) * 4, 2, 64, "bf16", 10)
@@ -62,6 +63,25 @@ def test_nvshmem(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nvshmem_assembles(arch: str, tmp_path: Path) -> None:
     assert_no_spills(compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch), arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("ranks", [16, 512, 576])
+def test_combine(ranks: int, arch: str) -> None:
+    """64 domains of 8 ranks, and 8 of 72, are as one."""
+    problem = Problem(ranks, (2,) * ranks, 8, 7168, "bf16", 128)
+    ptx = compiled_ptx(Combine(problem, wire.Nvlink(), 128, True, True), arch)
+    # 16 bytes of numbers are rounded on the expert's rank, between domains, and at the end; loops are unrolled.
+    assert count(ptx, "cvt.rn.bf16x2.f32") % (3 * 4) == 0 < count(ptx, "cvt.rn.bf16x2.f32")
+    assert count(ptx, "fma.rn.f32") == 0, "products and sums are rounded one by one"
+
+
+@needs_library
+@needs_assembler
+@pytest.mark.parametrize("arch", ARCHS)
+def test_combine_over_nvshmem(arch: str, tmp_path: Path) -> None:
+    problem = Problem(16, (16,) * 16, 8, 7168, "bf16", 128)
+    assert_no_spills(compiled_ptx(Combine(problem, wire.Nvshmem(LIBRARY), 128, True, True), arch), arch, tmp_path)
 
 
 @pytest.mark.parametrize(("version", "taken"), [("3.7.2", True), ("3.10.0", True), ("3.4.5", False), (None, True)])
