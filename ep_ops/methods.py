@@ -107,7 +107,7 @@ class Methods:
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, _zeros(zeros)
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
         if self.overflowed is not None:
             self.overflowed.add(out[-1])
@@ -133,7 +133,7 @@ class Methods:
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, _zeros(zeros)
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
         out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self.place, *delivery)
         sent = _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
         return sent if not format else _with_scales(sent, out[1], format, scales_as)
@@ -164,7 +164,7 @@ class Methods:
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, route.batch)
-        delivery = scales, format, scales_as, _zeros(zeros), route.slots
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros, route.slots
         rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *args, *delivery)
         weights = None if topk_weights is None else weights
         return (rows, weights, _scales(recv_scales, format, scales_as, rows, route)) if format else (rows, weights)
@@ -216,7 +216,7 @@ class Methods:
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, _zeros(zeros)
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
         return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, delivery)
 
@@ -294,8 +294,3 @@ def _scales(recv_scales: Tensor, format: str, scales_as: str, rows: Tensor, rout
         return None
     grid = formats.Grid(route.num_rows, route.slots, route.offs.shape[0], rows.shape[1])
     return formats.view(recv_scales, form, formats.layout_of(form, scales_as), grid)
-
-
-def _zeros(asked: bool | None) -> bool:
-    """Whether padding rows are to hold zeros: products over them are part of the gradients of weights."""
-    return torch.is_grad_enabled() if asked is None else asked

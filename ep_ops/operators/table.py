@@ -88,15 +88,22 @@ def _given_rows(a: Any) -> int:
     return a.grad_recv_weights.shape[0] if a.grad_recv_x is None else a.grad_recv_x.shape[0]
 
 
+_UNDEFINED = (Delivery(zeros=False),)
+
+
 def delivery(a: Any) -> tuple[Delivery, ...]:
     """What a backend is told besides, where rows do not arrive as they were given: the last argument of a dispatch."""
-    return (Delivery(a.scales, a.format, a.scales_as, a.zeros),) if a.format or not a.zeros else ()
+    if a.format:
+        return (Delivery(a.scales, a.format, a.scales_as, a.zeros),)
+    return () if a.zeros else _UNDEFINED
 
 
 def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
     """What a backend's dispatch gives, with recv_scales behind recv_x: it gives them if it is told of a delivery."""
-    if a.format or not a.zeros:
+    if a.format:
         return run(*args, *delivery(a))
+    if not a.zeros:
+        return run(*args, *_UNDEFINED)
     out = run(*args)
     recv_x = out[0]
     return (recv_x, NO_SCALES[recv_x.device], *out[1:])

@@ -442,6 +442,27 @@ def test_what_the_cute_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             comm.dispatch(x, idx, format=POW2)
 
 
+def test_padding_is_cleared_by_default_where_gradients_are_on(comm: ep_ops.Communicator) -> None:
+    x, idx, weights = inputs(5)
+    sizes = dict(capacity=64, alignment=16)
+
+    def padding(**asked: Any) -> list[Tensor]:
+        ways = [comm.dispatch(x, idx, weights, **sizes, **asked)]
+        ways.append(comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **sizes, **asked)))
+        rows = [sent.x for sent in ways]
+        rows += [comm.dispatch_planned(x, ways[0].route, weights, **asked)[0]]
+        rows += [comm.dispatch_dynamic(x, idx, weights, alignment=16, **asked).x]
+        expert = ways[0].route.m_indices
+        behind = torch.arange(64) >= ways[0].route.offs[-1]
+        return [row[(expert < 0)[: row.shape[0]] & ~behind[: row.shape[0]]] for row in rows]
+
+    assert all(rows.numel() and not rows.any() for rows in padding())
+    with torch.no_grad():
+        assert all(rows.isnan().all() for rows in padding())
+        assert not any(rows.any() for rows in padding(zeros=True))
+    assert all(rows.isnan().all() for rows in padding(zeros=False))
+
+
 def test_no_scales_can_be_used_everywhere(comm: ep_ops.Communicator) -> None:
     """What stands for them is made once, maybe in inference mode."""
     x, idx, _ = inputs(5)
