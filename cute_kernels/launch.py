@@ -32,8 +32,8 @@ class RankArgs(NamedTuple):
 class Launched:
     """A kernel as it is compiled; the fields of subclasses say what for.
 
-    The fields of `Args` are `ranks` (if the kernel is one of several ranks), then addresses of tensors (Int64, 0: none),
-    then numbers (Int32). One of them is `blocks`, the size of the grid.
+    The fields of `Args` are `ranks` (if the kernel is one of several ranks), then addresses of tensors (Int64, 0:
+    none), then numbers (Int32). One of them is `blocks`, the size of the grid.
     """
 
     NAME: ClassVar[str]

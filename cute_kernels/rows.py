@@ -36,8 +36,12 @@ class Width:
     dtype: str
 
     @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
     def row_bytes(self) -> int:
-        return self.hidden_size * (4 if self.dtype == "fp32" else 2)
+        return self.hidden_size * self.itemsize
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ read or written.
 A row of x is F gates and behind them as many ups; what is made of it is silu(gate) times up, F numbers. All is done in
 fp32 and rounded once; a result that is quantised is so as it would be behind this, from numbers of x's dtype.
 
-A piece of a row is what the lanes of a warp hold at once. The pieces of all rows that segments have are dealt out to the
-warps of the grid, whatever the number of rows that there is room for; where a row lies each warp finds out by itself.
+A piece of a row is what the lanes of a warp hold at once. The pieces of all rows that segments have are dealt out to
+the warps of the grid, whatever the number of rows that there is room for; where a row lies each warp finds out by
+itself.
 """
 
 # No "from __future__ import annotations": the kernel's annotations are read as types.

@@ -53,7 +53,10 @@ ROOMS = {
         "ep_ops.formats", "ep_ops.leaving", "ep_ops.methods", "ep_ops.overflow", "ep_ops.survivors",
         "ep_ops.token_major",
     ),
-    "ep_ops.nn": ("ep_ops.records", "ep_ops.communicator"),
+    "ep_ops.nn": (
+        "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.topology", "ep_ops.operators",
+        "ep_ops.backends", "cute_kernels",
+    ),
     "ep_ops.integrations": (
         "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators",
     ),
