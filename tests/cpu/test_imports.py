@@ -67,7 +67,7 @@ ROOMS = {
     "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "cute_kernels"),
     "ep_ops.bench": (
         "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric",
-        "ep_ops.backends", "ep_ops.ahead", "cute_kernels",
+        "ep_ops.backends", "ep_ops.ahead", "ep_ops.formats", "ep_ops.nn", "cute_kernels",
     ),
     "ep_ops.cli": (
         "ep_ops", "ep_ops.ahead", "ep_ops.demo", "ep_ops.decode_demo", "ep_ops.doctor", "ep_ops.launch", "ep_ops.bench",

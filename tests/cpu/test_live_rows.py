@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 
@@ -12,7 +13,9 @@ from cases import fresh_seed
 from segments import Drawn, segments
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils import _pytree as pytree
 
+from ep_ops.bench import live_rows
 from ep_ops.nn import swiglu_quantised, swiglu_rows
 from ep_ops.records import Route
 
@@ -192,3 +195,14 @@ def test_refusals() -> None:
         swiglu_quantised(x[:, :320], route)
     with pytest.raises(TypeError, match="float64"):
         swiglu_quantised(x.double(), route)
+
+
+def test_benchmark_compares_the_same() -> None:
+    """What it times beside each other gives the same live rows."""
+    sizes = dict(live=24, times=2, hidden=128, experts=3, dtype="fp32", seed=fresh_seed())
+    route, x, grad = live_rows.made(argparse.Namespace(**sizes), torch.device("cpu"))
+    assert route.offs.tolist() == [8, 16, 24] and x.shape == (48, 256)
+    for what in ("forward", "forward and backward"):
+        by = live_rows.ways(route, x, grad)[what]
+        ours, theirs = (pytree.tree_leaves(by[who](0))[0][:24] for who in (live_rows.OURS, "PyTorch, eager"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
