@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from . import ptx
 from .formats import Form
 from .heap import Problem
-from .rows import zero_row
+from .rows import Width, zero_row
 
 
 class Arrived(NamedTuple):
@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
 class Delivery:
     """`format` "": rows travel as they are. `layout` "": what travels in a format arrives as the numbers."""
 
-    problem: Problem
+    problem: Problem | Width  # whose rows these are
     format: str = ""
     layout: str = ""
 

@@ -52,14 +52,20 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
     """None for a device that is no GPU."""
     if device.type != "cuda":
         return None
-    lack = gpu_problem(device)
-    if lack is None and importlib.util.find_spec("cutlass") is None:
-        lack = "nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"
+    lack = lack_of_kernels(device)
     if lack is None and (closed := unreachable(device)):
         lack = f"GPU {device.index} cannot map the memory of GPUs {closed}"
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
     fabric = fabric_of(uuid, device.index or 0)
     return GpuFacts(_host(), uuid, fabric if isinstance(fabric, Fabric) else None, lack)
+
+
+def lack_of_kernels(device: torch.device) -> str | None:
+    """What a GPU or its environment lacks to run kernels that reach no peer; None: nothing."""
+    lack = gpu_problem(device)
+    if lack is None and importlib.util.find_spec("cutlass") is None:
+        lack = "nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"
+    return lack
 
 
 def gpu_problem(device: torch.device) -> str | None:

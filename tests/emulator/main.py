@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import batches, combine, deaths, dsl, formats, latency, machine, throughput
+from . import batches, combine, deaths, dsl, formats, latency, machine, swiglu, throughput
 from .routes import Shape
 
 CHECKS: dict[str, Callable[[random.Random], None]] = {
@@ -48,8 +48,12 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
     **formats.CHECKS,
     **deaths.CHECKS,
+<<<<<<< HEAD
     **batches.CHECKS,
     **combine.CHECKS,
+=======
+    **swiglu.CHECKS,
+>>>>>>> live
 }  # fmt: skip
 
 

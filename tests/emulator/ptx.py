@@ -153,6 +153,10 @@ def div_rn(a: Any, b: Any) -> Any:
     return numpy.float32(a) / numpy.float32(b)
 
 
+def sigmoid(a: Any) -> Any:
+    return numpy.float32(1 / (1 + math.exp(min(max(-float(a), -104.0), 88.0)))) if a == a else numpy.float32(0)
+
+
 def as_float(bits: Any) -> Any:
     return float_of(bits)
 
