@@ -211,7 +211,8 @@ class Heap:
             weights=t * p.top_k * 4,
             # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token,
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
-            # for all operations alike.
+            # for all operations alike. A token-major dispatch has its ids in the place of the scalars, for peers to
+            # read, and the backward of one its scalars in that of the entries.
             scalars=t * p.top_k * 4,
             rows=p.most_copies * t * p.row_bytes,
         )

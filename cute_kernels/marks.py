@@ -11,7 +11,8 @@ from .formats import FORMATS
 
 KINDS = (
     "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered", "refused",
+    "combine_gathered", "refused", "dispatch_tokens", "dispatch_tokens_dynamic", "dispatch_tokens_planned",
+    "dispatch_tokens_backward",
 )  # fmt: skip
 """Kinds of operation; terms carry the index. `refused` is what a rank does instead of an operation that it refuses; its
 terms carry that rank where others have `max_tokens`."""

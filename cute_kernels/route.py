@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
@@ -52,12 +52,19 @@ def place_of_told(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int6
 
 
 @cute.jit
-def publish_tile(ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[int], tile: Int32, args: Any) -> None:
+def publish_tile(
+    ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[int], tile: Int32, args: Any,
+    token_major: cutlass.Constexpr[bool] = False,
+) -> None:  # fmt: skip
     """One block: tells all ranks what they need of this rank's tile. `args` are those of the publish kernel; what is
     told is not yet released.
 
     Each warp takes consecutive tokens, so that the order of warps, rounds and lanes is the order of entries.
     `send_rows` holds, until the rows are known, how many entries of the tile name the same expert before.
+
+    `token_major`: rows are copies. A rank is told of the entries of its own experts only; of every other rank it is
+    told how many copies go there, in the place of that rank's first expert. `send_rows` holds the copy's number within
+    the tile where an entry opens a copy, and -1 elsewhere.
     """
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -158,6 +165,10 @@ def publish_tile(ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[in
                     local = expert - first_expert(p, holder)
                     place = place_of_entries(ranks, ranks.peer(holder), ranks.rank, tile) + Int64(index) * ENTRY_BYTES
                     ptx.st_v4(place, (entries[r], local | (numbers[r] << 16), position, copy * 2 + opens[r]))
+                    if const_expr(token_major):
+                        position = Int32(-1)
+                        if opens[r] != 0:
+                            position = copy
                 if entries[r] >= 0:
                     ptx.st_i32(args.send_rows + Int64(entries[r]) * 4, position)
         arch.sync_threads()
@@ -171,6 +182,12 @@ def publish_tile(ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[in
         value = Int32(0)
         if j < experts_all:
             value = running[j]
+            if const_expr(token_major):
+                holder = holder_of(p, j)
+                if holder != peer:
+                    value = Int32(0)
+                    if j == first_expert(p, holder):
+                        value = running[experts_all + world_size + holder]
         what = j - (p.told_ints - TOLD_INTS)
         if what == CAPACITY:
             value = args.capacity

@@ -261,12 +261,7 @@ def _route(comm: Member, a: Any) -> int:
 
 
 def _token_major(comm: Member, a: Any) -> None:
-    """Backends that have no such rows, and layouts of scales that nobody takes with them."""
-    if comm.config.backend == "cute":
-        raise ValueError(
-            f"ep::{type(a).__name__}: backend 'cute' has no token-major rows; allowed: backend 'reference', or a"
-            " dispatch whose rows are grouped by expert"
-        )
+    """Layouts of scales that nobody takes with such rows."""
     scales_as = getattr(a, "scales_as", "")
     if scales_as in LAYOUTS and scales_as not in OF_TOKENS:
         allowed = ", ".join(map(repr, OF_TOKENS))

@@ -54,7 +54,7 @@ class TokenMajor:
         :func:`ep_ops.nn.expert_lists` makes of the local ids what gathering GEMMs take, and :meth:`combine` brings one
         row for each row home along the route. Takes what :meth:`dispatch` takes; the same holds for dtypes, shapes and
         errors. Rows behind the last copy are undefined, their local ids -1 and their weights 0. Does not wait for the
-        device. Differentiable. (Reference backend only.)
+        device. Differentiable.
 
         ``capacity``: R; default ``world_size * max_tokens``, which is the most there can be. Copies that do not fit are
         dropped, the last ones, and counted by expert. ``max_tokens``: bound on T that all ranks share. ``scales_as``:

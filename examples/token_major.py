@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/token_major.py
 
-Beside it, the same on rows grouped by expert: equal results and gradients. (Reference backend only.)
+Beside it, the same on rows grouped by expert: equal results and gradients.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Combine(Kernel):
     """`rows`: sum rows. `weighted`: times their routing weight. `scalars`: return one fp32 for each row to (token, k).
 
     Scalars carry the gradients of the routing weights in the backward of dispatch. `residual`: a row for each of this
-    rank's tokens is added to its sum.
+    rank's tokens is added to its sum. `token_major`: each row has `top_k` scalars, all of which go to the owner of its
+    token; of each (token, k) the owner takes that of the rank which holds the expert.
     """
 
     NAME, Args = "ep_combine", CombineArgs
@@ -65,6 +66,7 @@ class Combine(Kernel):
     weighted: bool
     scalars: bool
     residual: bool = False
+    token_major: bool = False
 
     @property
     def slices(self) -> Slices:
@@ -192,10 +194,16 @@ class Combine(Kernel):
         if row >= 0:
             if const_expr(self.weighted):
                 weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
-            if const_expr(self.scalars):
+            if const_expr(self.scalars and not self.token_major):
                 scalar = ptx.ld_f32(args.row_scalars + Int64(row) * 4)
                 k = cutlass.max(asker, 0) % p.top_k
                 ptx.st_f32(ranks.at(heap, "scalars") + Int64(token * p.top_k + k) * 4, scalar)
+        if const_expr(self.scalars and self.token_major):
+            first = arch.shuffle_sync(row, 0)
+            lane = arch.lane_idx()
+            if first >= 0 and lane < p.top_k:
+                scalar = ptx.ld_f32(args.row_scalars + (Int64(first) * p.top_k + lane) * 4)
+                ptx.st_f32(self.place_of_scalars(ranks, heap, ranks.rank, token) + lane * 4, scalar)
         held = arch.vote_ballot_sync(row >= 0)
         return held, row, weight, place, owner * (p.most_copies * p.max_tokens) + at
 
@@ -241,7 +249,10 @@ class Combine(Kernel):
         if const_expr(self.scalars):
             if lane < p.top_k:
                 value = Float32(0.0)
-                if row >= 0:
+                if const_expr(self.token_major):
+                    if copy.holder >= 0 and (held >> copy.number) & 1 != 0:
+                        value = ptx.ld_f32(self.place_of_scalars(ranks, ranks.own, copy.holder, token) + lane * 4)
+                elif row >= 0:
                     value = ptx.ld_f32(ranks.at(ranks.own, "scalars") + at)
                 ptx.st_f32(args.out_scalars + at, value)
         place = args.out + Int64(token) * p.row_bytes
@@ -255,3 +266,9 @@ class Combine(Kernel):
             if rows == 0:
                 zero_row(p.row_bytes, place, lane)
         return rows, lane * p.max_tokens + token, Float32(1.0), place, token
+
+    def place_of_scalars(self, ranks: sync.Ranks, heap: Int64, source: Int32, token: Int32) -> Int64:
+        """Where those of a token-major row lie at the token's owner; `source` holds the row. The space is that of the
+        entries of a dispatch, of which there is room for as many of each rank."""
+        p = self.problem
+        return ranks.at(heap, "entries") + Int64(source * p.max_tokens + token) * (4 * p.top_k)

@@ -90,7 +90,7 @@ class Publish(Kernel):
         return {"block": (THREADS, 1, 1)}
 
     @cute.kernel
-    def kernel(self, args: PublishArgs) -> None:
+    def kernel(self, args: Any) -> None:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
@@ -131,12 +131,37 @@ class Publish(Kernel):
             tables = new_tables(p, smem, table)
             publish_tile(ranks, Counters(table, total), THREADS, tile, args)
         if const_expr(self.weights):
-            first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-            j = first * p.top_k + tid
-            while j < end * p.top_k:
-                weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
-                ptx.st_f32(ranks.at(ranks.own, "weights") + Int64(j) * 4, weight)
-                j += THREADS
+            self.tell_weights(ranks, tile, args)
+        ok = self.meet(ranks, tile, failed)
+        if const_expr(self.route):
+            place_tile(ranks, THREADS, ok, tile, tables, args)
+            # The tile's part of the lists comes before the release. Without it the pull kernel gives up, and looks at
+            # no list.
+            arch.sync_threads()
+            if tid == 0 and ok != 0 and tables.drops[0] >= 0:
+                ranks.signal("placed", ranks.rank, tile)
+            finish_tile(ranks, THREADS, self.weights, tile, tables, args)
+        else:
+            place_weights(ranks, THREADS, ok, tile, args)
+
+    @cute.jit
+    def tell_weights(self, ranks: sync.Ranks, tile: Int32, args: Any) -> None:
+        """One block: puts the tile's weights where peers read them."""
+        p = self.problem
+        tid, _, _ = arch.thread_idx()
+        first, end = tile_of(p, tile, args.max_tokens, args.tokens)
+        j = first * p.top_k + tid
+        while j < end * p.top_k:
+            weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
+            ptx.st_f32(ranks.at(ranks.own, "weights") + Int64(j) * 4, weight)
+            j += THREADS
+
+    @cute.jit
+    def meet(self, ranks: sync.Ranks, tile: Int32, failed: Any) -> Int32:
+        """One block: releases what it has told of its tile, and acquires what all tiles of all ranks have. 0 if some of
+        it never came."""
+        p = self.problem
+        tid, _, _ = arch.thread_idx()
         # All of the block's stores come before the release of the flags.
         arch.sync_threads()
         peer = Int32(tid)
@@ -150,14 +175,4 @@ class Publish(Kernel):
             i += THREADS
         # The barrier hands what was acquired to the whole block.
         arch.sync_threads()
-        ok = 1 - failed[0]
-        if const_expr(self.route):
-            place_tile(ranks, THREADS, ok, tile, tables, args)
-            # The tile's part of the lists comes before the release. Without it the pull kernel gives up, and looks at
-            # no list.
-            arch.sync_threads()
-            if tid == 0 and ok != 0 and tables.drops[0] >= 0:
-                ranks.signal("placed", ranks.rank, tile)
-            finish_tile(ranks, THREADS, self.weights, tile, tables, args)
-        else:
-            place_weights(ranks, THREADS, ok, tile, args)
+        return 1 - failed[0]

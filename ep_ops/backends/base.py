@@ -6,7 +6,7 @@ W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import Tensor
 
@@ -73,6 +73,33 @@ class Backend(Protocol):
 
     def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
 
+    # Token-major rows; a dispatch takes a Delivery as above.
+
+    def dispatch_tokens(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+    ) -> DispatchTensors:
+        """-> what a dispatch returns, but recv_weights [R, K] or [0], and recv_idx [R, K]"""
+
+    def dispatch_tokens_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int
+    ) -> DispatchTensors: ...
+
+    def dispatch_tokens_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, ...]:
+        """-> recv_x [R, H], recv_weights [R, K] or [0]"""
+
+    def dispatch_tokens_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
+
+    def dispatch_tokens_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+    ) -> Tensor: ...
+
+    def dispatch_tokens_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+    ) -> DispatchTensors: ...
+
     def refuse(self, operator: str, reason: str) -> None:
         """This rank does not run ``operator``, which its peers do: that operation ends on all ranks, and the others
         raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured)."""
@@ -109,38 +136,3 @@ class Backend(Protocol):
 
     def destroy(self, keep: bool) -> None:
         """Free everything held; but keep memory that peers write to, if they may still do so (they have not met)."""
-
-
-class TokenMajor(Protocol):
-    """What a backend offers besides, unless ep_ops.checks refuses token-major rows for it. As above, a dispatch takes a
-    Delivery as its last argument where rows do not arrive as they were given."""
-
-    def dispatch_tokens(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
-    ) -> DispatchTensors:
-        """-> what a dispatch returns, but recv_weights [R, K] or [0], and recv_idx [R, K]"""
-
-    def dispatch_tokens_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int
-    ) -> DispatchTensors: ...
-
-    def dispatch_tokens_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, ...]:
-        """-> recv_x [R, H], recv_weights [R, K] or [0]"""
-
-    def dispatch_tokens_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
-
-    def dispatch_tokens_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
-    ) -> Tensor: ...
-
-    def dispatch_tokens_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
-    ) -> DispatchTensors: ...
-
-
-def token_major(backend: Backend) -> TokenMajor:
-    """The same, where that was not refused."""
-    return cast(TokenMajor, backend)

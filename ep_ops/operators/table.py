@@ -29,7 +29,7 @@ from torch import Tensor
 import meta_kernels
 
 from .. import checks
-from ..backends.base import Backend, token_major
+from ..backends.base import Backend
 from ..config import Member
 from ..records import NO_SCALES, Delivery, Route, Sizes
 from . import gradients
@@ -260,7 +260,7 @@ OPERATORS: tuple[Operator, ...] = (
         "x [T, H] and weights [T, K] → token-major rows: one [R, H] for each token that has an expert here, with local"
         " ids and weights [R, K]; combines take its route",
         checks.dispatch_tokens,
-        lambda backend, a: copied(a, token_major(backend).dispatch_tokens, a.x, a.topk_weights, a.topk_idx, _copies(a)),
+        lambda backend, a: copied(a, backend.dispatch_tokens, a.x, a.topk_weights, a.topk_idx, _copies(a)),
         meta_kernels.dispatch_tokens,
         gradients.OF_DISPATCH_TOKENS,
     ),
@@ -269,9 +269,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_TOKENS}, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
         "the same with R exactly as large as needed; synchronises once",
         checks.dispatch_tokens_dynamic,
-        lambda backend, a: copied(
-            a, token_major(backend).dispatch_tokens_dynamic, a.x, a.topk_weights, a.topk_idx, a.max_tokens
-        ),
+        lambda backend, a: copied(a, backend.dispatch_tokens_dynamic, a.x, a.topk_weights, a.topk_idx, a.max_tokens),
         meta_kernels.dispatch_tokens_dynamic,
         gradients.OF_DISPATCH_TOKENS,
         exact=True,
@@ -281,9 +279,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, {_ALONG}, {_SCALES}) -> ({_ARRIVED})",
         "token-major dispatch along the route of an earlier one",
         checks.dispatch_tokens_planned,
-        lambda backend, a: copied(
-            a, token_major(backend).dispatch_tokens_planned, a.x, a.topk_weights, route(a, a.num_rows)
-        ),
+        lambda backend, a: copied(a, backend.dispatch_tokens_planned, a.x, a.topk_weights, route(a, a.num_rows)),
         meta_kernels.dispatch_tokens_planned,
         gradients.OF_DISPATCH_TOKENS,
     ),
@@ -293,7 +289,7 @@ OPERATORS: tuple[Operator, ...] = (
         " -> (Tensor grad_x, Tensor grad_topk_weights)",
         "the gradients of a token-major dispatch",
         checks.dispatch_tokens_backward,
-        lambda backend, a: token_major(backend).dispatch_tokens_backward(
+        lambda backend, a: backend.dispatch_tokens_backward(
             a.grad_recv_x, a.grad_recv_weights, route(a, _given_rows(a))
         ),
         meta_kernels.dispatch_backward,
@@ -303,9 +299,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> Tensor ticket",
         "the start of a token-major dispatch: sends",
         checks.dispatch_tokens,
-        lambda backend, a: token_major(backend).dispatch_tokens_start(
-            a.x, a.topk_weights, a.topk_idx, _copies(a), *_formatted(a)
-        ),
+        lambda backend, a: backend.dispatch_tokens_start(a.x, a.topk_weights, a.topk_idx, _copies(a), *_formatted(a)),
         meta_kernels.dispatch_start,
     ),
     Operator(
@@ -313,9 +307,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor ticket, {_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
         "the wait of a token-major dispatch: receives",
         checks.dispatch_tokens,
-        lambda backend, a: copied(
-            a, token_major(backend).dispatch_tokens_wait, a.x, a.topk_weights, a.topk_idx, _copies(a)
-        ),
+        lambda backend, a: copied(a, backend.dispatch_tokens_wait, a.x, a.topk_weights, a.topk_idx, _copies(a)),
         meta_kernels.dispatch_tokens,
         gradients.OF_DISPATCH_TOKENS,
         starts="dispatch_tokens_start",

@@ -582,22 +582,6 @@ def test_layouts_of_scales_are_refused_by_name(comm: ep_ops.Communicator) -> Non
         comm.dispatch_tokens(x, idx, format="e4m3/32/mx", scales_as="columns")
 
 
-def test_the_cute_backend_refuses_it_by_name(comm: ep_ops.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, idx = torch.ones(3, 128).bfloat16(), torch.zeros(3, 2).int()
-    sent = comm.dispatch_tokens(x, idx, torch.ones(3, 2))
-    monkeypatch.setattr(comm, "config", dataclasses.replace(comm.config, backend="cute"))
-    along = (*sent.route.tensors, *sent.route.ints, comm.name)
-    for name, call in {
-        "dispatch_tokens": lambda: comm.dispatch_tokens(x, idx),
-        "dispatch_tokens_dynamic": lambda: comm.dispatch_tokens_dynamic(x, idx),
-        "dispatch_tokens_start": lambda: comm.dispatch_tokens_start(x, idx),
-        "dispatch_tokens_planned": lambda: comm.dispatch_tokens_planned(x, sent.route),
-        "dispatch_tokens_backward": lambda: torch.ops.ep.dispatch_tokens_backward(sent.x, None, *along),
-    }.items():
-        with pytest.raises(ValueError, match=f"ep::{name}: backend 'cute' has no token-major rows; allowed"):
-            call()
-
-
 def _mixed_up() -> list[str]:
     """Rank 1 alone takes one kind of route for the other: all are told."""
     said = []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import batches, combine, deaths, dsl, formats, latency, machine, swiglu, throughput
+from . import batches, combine, copies, deaths, dsl, formats, latency, machine, swiglu, throughput
 from .routes import Shape
 
 CHECKS: dict[str, Callable[[random.Random], None]] = {
@@ -46,14 +46,12 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((3, 1, 2), 3, 3, alignment=4), draw, warned=False, known=True
     ),
     "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
+    **copies.CHECKS,
     **formats.CHECKS,
     **deaths.CHECKS,
-<<<<<<< HEAD
     **batches.CHECKS,
     **combine.CHECKS,
-=======
     **swiglu.CHECKS,
->>>>>>> live
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Wanted:
         for name, layout in formats:
             how = sent(Delivery(None, name, layout))
             found += throughput.kernels_of_format(problem, how)
-            if how.latency:
+            if how.latency and bound:
                 found += latency.kernels_of_format(problem, min(bound, most_tokens(problem)), how)
         self.kernels.update(dict.fromkeys(found))
 
@@ -68,6 +68,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_progress
     import test_steps
     import test_throughput
+    import test_token_major
 
     from ep_ops.backends.cute.memory import DEFAULT_TOKENS
 
@@ -95,6 +96,9 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     for config, how in test_formats.wanted(world_size):
         want.add(config, test_formats.TOKENS, formats=[how])
+    for config, formats in test_token_major.wanted(world_size):
+        want.add(config, test_token_major.FEW, split=True)
+        want.add(config, formats=formats)
     return [*want.kernels, *test_live_rows.kernels(), *of_many(world_size, seed)]
 
 

@@ -20,6 +20,7 @@ from cute_kernels.latency.packets import WARPS
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute.report import Report
@@ -34,6 +35,7 @@ def guarded(problem: Problem) -> list[Any]:
         PullScaled(problem, False),
         Combine(problem, True, True, False),
         Combine(problem, False, False, True),
+        Combine(problem, True, False, True, False, True),
         Gather(problem),
         latency_combine.Combine(problem, 16, True),
     ]
@@ -45,7 +47,8 @@ def guarded(problem: Problem) -> list[Any]:
 )
 def test_guards_compile_at_any_number_of_ranks(world_size: int, arch: str) -> None:
     problem = Problem(world_size, (2,) * world_size, 4, 512, "bf16", 64)
-    for kernel in [*guarded(problem), Publish(problem, False, True, True, False)]:
+    publish = [kind(problem, False, True, True, False) for kind in (Publish, PublishTokens)]
+    for kernel in [*guarded(problem), *publish]:
         assert f".target {arch}" in compiled_ptx(kernel, arch)
 
 

@@ -23,6 +23,7 @@ from cute_kernels.launch import Kernel
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of, latency
@@ -78,6 +79,7 @@ def kernels(made: Problem) -> list[Any]:
     largest = [
         Publish(made, True, True, True, False), Pull(made, True, False, True, True), PullScaled(made, False),
         Combine(made, True, True, False, True), Combine(made, True, False, True), Gather(made),
+        PublishTokens(made, True, True, True, False), Combine(made, True, False, True, False, True),
         *(kind(made, tokens, True) for kind in LATENCY),
     ]  # fmt: skip
     assert set(largest) < set(found) and {type(kernel) for kernel in largest} == {type(kernel) for kernel in found}

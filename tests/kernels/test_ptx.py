@@ -17,6 +17,7 @@ from cute_kernels import jit
 from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of
@@ -128,6 +129,21 @@ def test_publish(arch: str) -> None:
     atomics = re.findall(r"^\s*(?:@!?%p\d+ )?((?:red|atom)\.\S+)", ptx, re.MULTILINE)
     assert set(atomics) == {"red.relaxed.cta.shared.add.u32", "atom.relaxed.gpu.global.exch.b64"}
     assert atomics.count("red.relaxed.cta.shared.add.u32") == 5  # asked, mine; entries: all, earlier, of this tile
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_publish_tokens(arch: str) -> None:
+    """The same way for rows; what is placed needs no exchange between the blocks of a rank."""
+    ptx = compiled_ptx(PublishTokens(LARGE, True, True, True, False), arch)
+    assert count(ptx, BULK_IN) == 1 and count(ptx, BULK_OUT) == 1
+    assert count(ptx, "st.release.gpu.global") == 1 and count(ptx, "ld.acquire.gpu.global") == 1
+    assert count(ptx, "griddepcontrol.launch_dependents") == 1
+    # Hello, route, placed, staged; a dispatch of grouped rows has counted flags, too.
+    signals = count(ptx, "st.release.sys.global")
+    assert 3 <= signals < count(compiled_ptx(Publish(LARGE, True, True, True, False), arch), "st.release.sys.global")
+    atomics = re.findall(r"^\s*(?:@!?%p\d+ )?((?:red|atom)\.\S+)", ptx, re.MULTILINE)
+    assert set(atomics) == {"red.relaxed.cta.shared.add.u32", "atom.relaxed.gpu.global.exch.b64"}
+    assert atomics.count("red.relaxed.cta.shared.add.u32") == 4  # rows ahead, entries of experts and tiles, dropped
 
 
 @pytest.mark.parametrize(

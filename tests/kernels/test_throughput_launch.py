@@ -17,15 +17,17 @@ from cute_kernels import jit, marks
 from cute_kernels.heap import Problem
 from cute_kernels.launch import RankArgs, gather, names
 from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import latency, launcher
+from ep_ops.backends.cute import CuteBackend, latency, launcher
 from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sent import sent
 from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_of_format
+from ep_ops.backends.split import Order
 from ep_ops.formats import format_of, quantise
-from ep_ops.records import Delivery, Route, Sizes
+from ep_ops.records import Delivery, Placed, Route, Sizes
 
 PROBLEM = Problem(3, (3, 0, 5), 4, 64, "bf16", 512)
 KERNELS = {type(kernel): kernel for kernel in [*kernels_of(PROBLEM), *latency.kernels_of(PROBLEM, 16)]}
@@ -87,6 +89,21 @@ def test_launches(beyond: tuple[int, int], recorder: Recorder, monkeypatch: pyte
     path.combine_backward(x, recv_x, recv_weights, route)
     path.combine_gathered(recv_x, route, torch.zeros(3, dtype=torch.int64), 40)
     kinds += ["dispatch_backward", "plan", "combine_backward", "combine_backward", "combine_gathered"]
+    whole, along = ["dispatch_tokens"] * len(dispatch), ["dispatch_tokens_planned"] * 2
+    sizes = Sizes(48, 1, 0, 100)
+    for given in (None, weights):
+        recv_x, recv_weights, *placed, recv_idx = path.dispatch(x, given, idx, sizes, token_major=True)
+        assert recv_weights.shape == ((0,) if given is None else (48, 4))
+        assert recv_idx.shape == (48, 4) and recv_idx.dtype == torch.int32 and recv_x.shape == (48, 64)
+        route = Route(idx, *placed[:4], 1, 48, 100, token_major=True)
+        assert path.along("dispatch_tokens_planned", x, given, route, token_major=True)[1].shape == recv_weights.shape
+        row_weights = None if given is None else recv_weights
+        grads = path.dispatch_backward(recv_x, row_weights, route, token_major=True)
+        assert [tuple(grad.shape) for grad in grads] == [(7, 64), (0,) if given is None else (7, 4)]
+        kinds += whole + along + ["dispatch_tokens_backward"]
+    path.dispatch_backward(None, recv_weights, route, token_major=True)
+    assert path.plan_tokens(idx, sizes)[1].shape == (48, 4)
+    kinds += ["dispatch_tokens_backward", "dispatch_tokens_dynamic"]
     assert [marks.unpack(terms)[1].kind for _, terms, _ in recorder.launched] == kinds
     wanted = {kernel for kernel in kernels_of(PROBLEM) if any(beyond) or not joins(kernel)}
     assert {kernel for kernel, _, _ in recorder.launched} == wanted
@@ -98,6 +115,8 @@ def test_launches(beyond: tuple[int, int], recorder: Recorder, monkeypatch: pyte
         assert "num_rows" in given or "capacity" in given
         if isinstance(kernel, Publish):
             assert given["capacity"] == given["num_rows"] == 48, "of the lists"
+        if isinstance(kernel, Pull):
+            assert given["zeros"] == (not marks.unpack(terms)[1].kind.startswith("dispatch_tokens")), "of padding"
 
 
 def test_blocks_that_join(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +234,56 @@ def test_padding_on_request(recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
     out = path.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery(zeros=False))
     assert out[0].dtype == torch.bfloat16 and out[1].shape == (0,)
     assert [values["zeros"] for kernel, _, values in recorder.launched if isinstance(kernel, Pull)] == [0]
+
+
+@pytest.mark.parametrize("name", ["e4m3/128/pow2", "wire:e4m3/32/mx"])
+def test_token_major_launches_in_a_format(name: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(3, (3, 0, 5), 4, 128, "bf16", 512)
+    recorder.problem = problem
+    allocate_on_cpu(monkeypatch)
+    traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
+    path = ThroughputPath(recorder, Outputs(problem, 3, recorder.device), Budget(20, 30), traffic)  # type: ignore[arg-type]
+    x, idx, wire = torch.zeros(7, 128, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), ":" in name
+    layout = "" if wire else "columns"
+    inputs = [(x, None)] if wire else [(x, None), quantise(x, format_of(name))]
+    for weights in (None, torch.zeros(7, 4)):
+        for rows, given in inputs:
+            delivery = Delivery(given, name, layout)
+            out = path.dispatch(rows, weights, idx, Sizes(48, 1, 0, 100), delivery, token_major=True)
+            recv_x, recv_scales, recv_weights, *placed, recv_idx = out
+            assert recv_x.dtype == (torch.bfloat16 if wire else torch.float8_e4m3fn) and recv_idx.shape == (48, 4)
+            assert recv_scales.shape == ((0,) if wire else (1, 48))
+            route = Route(idx, *placed[:4], 1, 48, 100, token_major=True)
+            assert len(path.along("dispatch_tokens_planned", rows, weights, route, delivery, token_major=True)) == 3
+    compiled = set(kernels_of_format(problem, sent(Delivery(None, name, layout))))
+    launched = {kernel for kernel, _, _ in recorder.launched}
+    assert launched <= compiled
+    tokens = {kernel for kernel in compiled if isinstance(kernel, PublishTokens)}
+    assert tokens and tokens <= launched and all(kernel.format == name.removeprefix("wire:") for kernel in tokens)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_dynamic_token_major(weighted: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned for as many rows as there can be, moved into as many as there are copies."""
+    path = path_of(recorder, Budget(20, 30), monkeypatch)
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    made = object.__new__(CuteBackend)
+    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
+    made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)  # type: ignore[assignment]
+    ids = torch.arange(3 * 100 * 4, dtype=torch.int32).view(300, 4)
+
+    def plan_tokens(topk_idx: torch.Tensor, sizes: Sizes) -> tuple[Placed, torch.Tensor]:
+        assert sizes == Sizes(300, 1, 0, 100)
+        return Placed(idx, torch.arange(4 * 300 + 6, dtype=torch.int32) * 0 + 11, *[idx.new_zeros(3)] * 3), ids
+
+    monkeypatch.setattr(path, "plan_tokens", plan_tokens)
+    weights = torch.zeros(7, 4) if weighted else None
+    recv_x, recv_weights, _, arrivals, *_, recv_idx = made.dispatch_tokens_dynamic(x, weights, idx, 100)
+    assert recv_x.shape == (11, 64) and recv_weights.shape == ((11, 4) if weighted else (0,))
+    assert arrivals.shape == (4 * 11 + 6,) and torch.equal(recv_idx, ids[:11]) and recv_idx._base is None
+    publish, pull = (given for _, _, given in recorder.launched)
+    assert publish["num_rows"] == pull["num_rows"] == 11 and pull["arrivals"] is arrivals
+    given = x, weights, idx, Sizes(5, 1, 0, 100)
+    recorder.launched.clear()
+    assert made.dispatch_tokens_start(*given).shape == (0,) and not recorder.launched
+    assert made.dispatch_tokens_wait(*given)[0].shape == (5, 64) and len(recorder.launched) == 2

@@ -133,6 +133,55 @@ class CuteBackend:
         self._begin()
         return self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
 
+    # The throughput kernels take token-major dispatches, of few tokens too.
+
+    def dispatch_tokens(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        self._begin()
+        return self.throughput.dispatch(x, topk_weights, topk_idx, sizes, delivery, token_major=True)
+
+    def dispatch_tokens_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        self._begin()
+        most = self._problem.world_size * max_tokens if self._local_experts else 0
+        placed, recv_idx = self.throughput.plan_tokens(topk_idx, Sizes(most, 1, 0, max_tokens))
+        num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
+        if self._report.failed() is not None:
+            self.check_errors()  # the host has waited: say it now
+        placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
+        route = _route(topk_idx, placed, num_rows, Sizes(num_rows, 1, 0, max_tokens))
+        rows = self.throughput.along("dispatch_tokens_planned", x, topk_weights, route, delivery, token_major=True)
+        return *rows, *placed, recv_idx[:num_rows].clone()
+
+    def dispatch_tokens_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
+        self._begin()
+        return self.throughput.along("dispatch_tokens_planned", x, topk_weights, route, delivery, token_major=True)
+
+    def dispatch_tokens_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        self._begin()
+        return self.throughput.dispatch_backward(grad_recv_x, grad_recv_weights, route, token_major=True)
+
+    def dispatch_tokens_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
+        self._begin()
+        self._order.start("dispatch_tokens")
+        return ticket(x)
+
+    def dispatch_tokens_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        self.check_errors()
+        self._order.wait("dispatch_tokens")
+        return self.throughput.dispatch(x, topk_weights, topk_idx, sizes, delivery, token_major=True)
+
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         self._begin()
         if residual is None and route.max_tokens <= self._latency_tokens:
@@ -255,10 +304,23 @@ class CuteBackend:
             self.combine_backward(x, recv_x, row_weights, route)
             self.combine_backward(x, None, row_weights, route)
         self.dispatch_backward(None, recv_weights, route)
+        self._warm_tokens(x, weights, topk_idx, many)
         if config.symmetric_rows:
             self.combine_gathered(self.empty_rows(0), route)
         torch.cuda.synchronize(self._device)
         self.check_errors()
+
+    def _warm_tokens(self, x: Tensor, weights: Tensor, topk_idx: Tensor, sizes: Sizes) -> None:
+        """The same with token-major rows."""
+        sizes = sizes._replace(alignment=1)
+        for given in (None, weights):
+            recv_x, recv_weights, *placed, _ = self.dispatch_tokens(x, given, topk_idx, sizes)
+            row_weights = None if given is None else recv_weights
+            route = _route(topk_idx, placed, sizes.capacity, sizes)
+            self.dispatch_tokens_planned(x, given, route)
+            self.dispatch_tokens_backward(recv_x, row_weights, route)
+        self.dispatch_tokens_backward(None, recv_weights, route)
+        self.dispatch_tokens_dynamic(x, None, topk_idx, 1)
 
     def listen(self) -> None:
         if self._report.pending() or torch.cuda.is_current_stream_capturing():

@@ -135,9 +135,10 @@ class Traffic:
         """Whole pairs, as GPUs are built of them."""
         return min(2 * math.ceil(needed / 2), sms // 2 if self.crossing else sms)
 
-    def expected(self, tokens: int, of_copy: float = 1.0) -> int:
+    def expected(self, tokens: int, of_copy: float = 1.0, token_major: bool = False) -> int:
         """Load of an average rank whose ranks have so many tokens: one for each row, `of_copy` for each copy."""
-        return round(tokens * (self.top_k + of_copy * self.reached))
+        rows = self.reached if token_major else self.top_k
+        return round(tokens * (rows + of_copy * self.reached))
 
 
 def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None) -> Budget:

@@ -35,7 +35,7 @@ class Outputs:
     """Of the operators of one communicator, on its device."""
 
     def __init__(self, problem: Problem, num_local_experts: int, device: torch.device) -> None:
-        self._world_size, self._hidden = problem.world_size, problem.hidden_size
+        self._world_size, self._hidden, self._top_k = problem.world_size, problem.hidden_size, problem.top_k
         self._dtype = {name: dtype for dtype, name in DTYPES.items()}[problem.dtype]
         self._local = (num_local_experts,)
         self._device = device
@@ -43,16 +43,17 @@ class Outputs:
     def placed(self, topk_idx: Tensor, num_rows: int) -> Placed:
         return Placed(*self._placed(allocator(self._device), topk_idx, num_rows))
 
-    def dispatched(self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes, how: Sent) -> DispatchTensors:
-        """Without scales."""
-        new = allocator(self._device)
-        capacity = sizes.capacity
-        hidden = x.shape[1]
-        return (
-            new((capacity, hidden), (hidden, 1), self._row_dtype(x, how)),
-            new((capacity if weighted else 0,), (1,), torch.float32),
-            *self._placed(new, topk_idx, capacity),
-        )
+    def dispatched(
+        self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes, how: Sent, token_major: bool = False
+    ) -> DispatchTensors:
+        """Without scales; with local ids of token-major rows."""
+        rows = self.rows(x, weighted, sizes.capacity, how, token_major)
+        placed = self._placed(allocator(self._device), topk_idx, sizes.capacity)
+        return (*rows, *placed, self.ids(sizes.capacity)) if token_major else (*rows, *placed)
+
+    def ids(self, num_rows: int) -> Tensor:
+        """int32 [num_rows, K]"""
+        return allocator(self._device)((num_rows, self._top_k), (self._top_k, 1), torch.int32)
 
     def _row_dtype(self, x: Tensor, how: Sent) -> torch.dtype:
         return x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
@@ -79,12 +80,17 @@ class Outputs:
             new(local, (1,), ints),
         )
 
-    def rows(self, x: Tensor, weighted: bool, num_rows: int, how: Sent = AS_IT_IS) -> tuple[Tensor, Tensor]:
-        """[num_rows, H] like x, or as they arrive in a format, and float32 [num_rows] for weights, or [0]."""
+    def rows(
+        self, x: Tensor, weighted: bool, num_rows: int, how: Sent = AS_IT_IS, token_major: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """[num_rows, H] like x, or as they arrive in a format, and float32 [num_rows] for weights, [num_rows, K] of
+        token-major rows, or [0]."""
         new = allocator(self._device)
         hidden = x.shape[1]
-        weights = new((num_rows if weighted else 0,), (1,), torch.float32)
-        return new((num_rows, hidden), (hidden, 1), self._row_dtype(x, how)), weights
+        rows = new((num_rows, hidden), (hidden, 1), self._row_dtype(x, how))
+        if weighted and token_major:
+            return rows, new((num_rows, self._top_k), (self._top_k, 1), torch.float32)
+        return rows, new((num_rows if weighted else 0,), (1,), torch.float32)
 
     def tokens(self, y: Tensor, tokens: int) -> Tensor:
         """[tokens, H] for what rows `y` come home as."""

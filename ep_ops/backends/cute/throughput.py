@@ -12,9 +12,11 @@ from cute_kernels.heap import SEND, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 
+from ...formats import OF_TOKENS
 from ...records import Delivery, Placed, Route, Sizes
 from ..base import DispatchTensors
 from ..budget import Budget
@@ -22,7 +24,7 @@ from .budget import Traffic
 from .launcher import Launcher
 from .outputs import Outputs
 from .residency import MARGIN
-from .sent import AS_IT_IS, Sent, given_scales, sent, with_scales
+from .sent import Sent, given_scales, sent, with_scales
 
 STAGING_BLOCKS = 16
 """Multiprocessors that the budget of a dispatch leaves to staging and announcing. Fewer have not been tried, but for a
@@ -36,10 +38,13 @@ def kernels_of(problem: Problem) -> list[Any]:
     publish = [(True, rows_too, weights, False) for weights in (False, True)]
     publish += [(True, False, False, True)]
     publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
-    combine = [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
-    combine += [(rows, False, True, False) for rows in (False, True)]  # with the gradients of weights
+    combine: list[tuple[bool, ...]] = []
+    combine += [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
+    # With the gradients of weights, one for each row or `top_k`.
+    combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in (False, True)]
     variants: dict[Any, Sequence[tuple[Any, ...]]] = {
         Publish: publish,
+        PublishTokens: [v for v in publish if v[0] or v[2]],
         Pull: [
             (weights, alone and not placed and not weights, placed, joins)
             for weights in (False, True)
@@ -63,6 +68,9 @@ def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
             Publish(problem, route, True, weights, False, how.format, g) for route in (False, True) for g in given
         ]
         found += [Pull(problem, weights, False, placed, joins, how.format, how.layout) for placed, joins in parts]
+    if how.layout in ("", *OF_TOKENS):
+        tokens = [(True, False), (True, True), (False, True)]  # along a known route without weights there is no need
+        found += [PublishTokens(problem, route, True, w, False, how.format, g) for route, w in tokens for g in given]
     return found
 
 
@@ -88,35 +96,53 @@ class ThroughputPath:
         )  # fmt: skip
         return placed
 
+    def plan_tokens(self, topk_idx: Tensor, sizes: Sizes) -> tuple[Placed, Tensor]:
+        """The first half of a dynamic token-major dispatch: its route, and the local ids of as many rows as there can
+        be."""
+        placed = self._outputs.placed(topk_idx, sizes.capacity)
+        recv_idx = self._outputs.ids(sizes.capacity)
+        variant = (True, False, False, True)
+        self._kernel(PublishTokens, *variant)(
+            marks.pack("dispatch_tokens_dynamic", sizes.max_tokens, rows=False),
+            topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
+            counts=placed.counts, dropped=placed.dropped, recv_idx=recv_idx, tokens=topk_idx.shape[0],
+            max_tokens=sizes.max_tokens, capacity=sizes.capacity, num_rows=sizes.capacity, alignment=1, slots=0,
+            blocks=self._publish_blocks(variant, 0),
+        )  # fmt: skip
+        return placed, recv_idx
+
     def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
+        token_major: bool = False,
+    ) -> DispatchTensors:  # fmt: skip
         how = sent(delivery)
         weighted, pulling = topk_weights is not None, self._pulling(how)
         beyond = max(0, self._budget.beyond[0] - pulling) if pulling > 1 else 0
-        out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how)
+        out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how, token_major)
         recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
-        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out
+        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out[:7]
+        ids = {"recv_idx": out[7]} if token_major else {}
         capacity, alignment, slots, max_tokens = sizes
-        terms = marks.pack("dispatch", max_tokens, weighted, format=how.format)
+        terms = marks.pack("dispatch_tokens" if token_major else "dispatch", max_tokens, weighted, format=how.format)
         variant = (True, self._stages(how), weighted, False, how.format, how.given)
-        self._kernel(Publish, *variant)(
+        self._kernel(PublishTokens if token_major else Publish, *variant)(
             terms,
             x=x, scales=given_scales(delivery), topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
             arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
             tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment,
-            slots=slots, blocks=self._publish_blocks(variant, pulling),
+            slots=slots, blocks=self._publish_blocks(variant, pulling), **ids,
         )  # fmt: skip
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
-        expected = self._traffic.expected(x.shape[0])
+        expected = self._traffic.expected(x.shape[0], token_major=token_major)
+        zeros = int(how.zeros and not token_major)  # there is no padding
         for joins, blocks in ((False, dealt), (True, joining)):
             if blocks:
                 self._kernel(Pull, weighted, False, True, joins, how.format, how.layout)(
                     terms,
                     x=x, arrivals=arrivals, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
                     recv_scales=recv_scales, max_tokens=max_tokens, alignment=alignment, num_rows=capacity,
-                    slots=slots, zeros=int(how.zeros), dealt=dealt, expected=expected, joining=joining, blocks=blocks,
+                    slots=slots, zeros=zeros, dealt=dealt, expected=expected, joining=joining, blocks=blocks,
                 )  # fmt: skip
         return with_scales(out, recv_scales, delivery)
 
@@ -131,23 +157,24 @@ class ThroughputPath:
         return self._problem.world_size > 1 or bool(how.format)
 
     def along(
-        self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
-    ) -> tuple[Tensor, ...]:
+        self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None,
+        token_major: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Dispatch along a known route, as an operation of that kind."""
         how = sent(delivery)
         weighted, pulling = topk_weights is not None, self._pulling(how)
-        recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows, how)
+        recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows, how, token_major)
         recv_scales = self._outputs.scales(how, route.num_rows, route.slots)
         max_tokens = route.max_tokens
         terms = marks.pack(kind, max_tokens, weighted, format=how.format)
-        published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route, how, delivery)
+        published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route, delivery, token_major)
         joining = max(0, self._budget.beyond[0] - pulling)
         self._kernel(Pull, weighted, not published, False, False, how.format, how.layout)(
             terms,
             x=x, arrivals=route.arrivals, offs=route.offs, counts=route.counts, recv_x=recv_x,
             recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=max_tokens, alignment=route.alignment,
-            num_rows=route.num_rows, slots=route.slots, zeros=int(how.zeros), dealt=pulling,
-            expected=self._traffic.expected(x.shape[0]), joining=joining,
+            num_rows=route.num_rows, slots=route.slots, zeros=int(how.zeros and not token_major), dealt=pulling,
+            expected=self._traffic.expected(x.shape[0], token_major=token_major), joining=joining,
             blocks=pulling + joining,
         )  # fmt: skip
         return with_scales((recv_x, recv_weights), recv_scales, delivery)
@@ -175,15 +202,16 @@ class ThroughputPath:
         return out
 
     def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route, token_major: bool = False
     ) -> tuple[Tensor, Tensor]:
+        kind = "dispatch_tokens_backward" if token_major else "dispatch_backward"
         topk_idx, outputs, blocks = route.topk_idx, self._outputs, self._budget.combine
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
         grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
         max_tokens = route.max_tokens
-        self._kernel(Combine, rows, False, scalars, False)(
-            marks.pack("dispatch_backward", max_tokens, scalars, rows),
+        self._kernel(Combine, rows, False, scalars, False, scalars and token_major)(
+            marks.pack(kind, max_tokens, scalars, rows),
             y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=topk_idx, send_rows=route.send_rows,
             arrivals=route.arrivals, out=grad_x, out_scalars=grad_weights, tokens=topk_idx.shape[0],
             max_tokens=max_tokens, num_rows=route.num_rows, **self._pushing(blocks, topk_idx.shape[0], rows),
@@ -224,14 +252,15 @@ class ThroughputPath:
         topk_weights: Tensor | None,
         recv_weights: Tensor | None,
         route: Route,
-        how: Sent = AS_IT_IS,
         delivery: Delivery | None = None,
+        token_major: bool = False,
     ) -> bool:
         """Launches the publish kernel of a known route, unless it has nothing to do: then False."""
+        how = sent(delivery)
         variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given)
         if not any(variant[:4]):
             return False
-        self._kernel(Publish, *variant)(
+        self._kernel(PublishTokens if token_major and variant[2] else Publish, *variant)(
             terms,
             x=x, scales=given_scales(delivery), topk_idx=route.topk_idx, topk_weights=topk_weights,
             arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],

@@ -1,0 +1,361 @@
+"""Placing of token-major rows, one for each copy; what they are: docs/token-major.md.
+
+A copy's number is its row: copies of lower source ranks come before it, then those of earlier tiles of its own rank,
+then those before it in its tile (route.py). Those that do not fit are the last ones, so that no block has to hear what
+another one keeps. Local ids and weights are read, for each copy, from what its owner holds of the whole token.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+from .arrivals import lists
+from .experts import holder_of, local_experts
+from .heap import CAPACITY, COPIES, TOLD_INTS, Problem
+from .route import place_of_entries, place_of_told, tile_of
+from .segments import inclusive_sum
+from .sync import Ranks
+
+
+class CopyTables(NamedTuple):
+    """What a block holds in shared memory while it places a tile, int32. L: most experts of a rank."""
+
+    # Of each source rank: copies here in all tiles, in earlier tiles, in this one. Then the second holds the row of the
+    # tile's first copy.
+    here: Any  # [3, W]
+    entries: Any  # [W] of each source rank: entries for experts here in this tile
+    # Of each rank: the row there of the first copy of this rank's tile, and how many rows it has.
+    there: Any  # [2, W]
+    named: Any  # [2, L] entries of each expert here: all of them, and, in tile 0, those of copies that are dropped
+    total: Any  # [1] copies that ask for a row here
+
+
+def new_copy_tables(problem: Problem, smem: Any) -> CopyTables:
+    def ints(n: int) -> Any:
+        return smem.allocate_tensor(Int32, cute.make_layout(n))
+
+    w, held = problem.world_size, problem.local_experts
+    return CopyTables(ints(3 * w), ints(w), ints(2 * w), ints(2 * held), ints(1))
+
+
+@cute.jit
+def place_copies(
+    ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: CopyTables, args: Any
+) -> None:
+    """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
+
+    Reads what all ranks have told (their route flags are acquired; `ok` says whether all came). `args` are those of the
+    publish kernel.
+    """
+    tid, _, _ = arch.thread_idx()
+    gather_copies(ranks, threads, ok, tile, tables)
+    arch.sync_threads()
+    if tid < 32:
+        number_copies(ranks, tile, tables, args)
+    arch.sync_threads()
+    write_copies(ranks, threads, tile, tables, args)
+
+
+@cute.jit
+def finish_copies(
+    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: CopyTables, args: Any,
+    weights: cutlass.Constexpr[bool],
+) -> None:  # fmt: skip
+    """One block, a barrier behind `place_copies`: what no row waits for."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    parts = max(1, threads // 32 // p.world_size)
+    unit = Int32(tid // 32)
+    while unit < p.world_size * parts:
+        source = unit % p.world_size
+        first = tables.here[p.world_size + source]
+        n = cutlass.min(first + tables.here[2 * p.world_size + source], args.capacity) - first
+        i = unit // p.world_size * 32 + arch.lane_idx()
+        while i < n * p.top_k:
+            write_place(ranks, args, first * p.top_k + i, True, weights)
+            i += parts * 32
+        unit += threads // 32
+    clear_places(ranks, threads, tile, args, cutlass.min(tables.total[0], args.capacity), True, weights)
+    first, end = tile_of(p, tile, args.max_tokens, args.tokens)
+    j = first * p.top_k + tid
+    while j < end * p.top_k:
+        row = ptx.ld_i32(args.send_rows + Int64(j) * 4)  # the copy's number within the tile
+        if row >= 0:
+            rank = holder_of(p, ptx.ld_i32(args.topk_idx + Int64(j) * 4))
+            row += tables.there[rank]
+            if row >= tables.there[p.world_size + rank]:
+                row = Int32(-1)
+        ptx.st_i32(args.send_rows + Int64(j) * 4, row)
+        j += threads
+    if tile == 0:
+        if tables.total[0] > args.capacity:
+            count_dropped(ranks, threads, tables, args)
+            arch.sync_threads()
+        if tid < 32:
+            write_counts(ranks, tables, args)
+
+
+@cute.jit
+def place_copy_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, args: Any) -> None:
+    """One block: this tile's share of the weights along a known route (their owners' route flags are acquired). What
+    cannot be in the lists is left out; the pull kernel, which goes along the same route, reports it."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    copies = Int32(0)
+    if ok != 0:
+        copies = ptx.ld_i32(lists(args.arrivals, args.num_rows).sources + p.world_size * 4)
+        most = cutlass.min(args.num_rows, args.max_tokens * p.world_size)
+        copies = cutlass.min(cutlass.max(copies, 0), most)
+    i = tile * threads + tid
+    while i < copies * p.top_k:
+        write_place(ranks, args, i, False, True)
+        i += p.tiles * threads
+    clear_places(ranks, threads, tile, args, copies, False, True)
+
+
+@cute.jit
+def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
+    """Where among what a tile tells this rank it says how many copies go to a rank; -1 if that holds no expert."""
+    p = ranks.heap.problem
+    column, end = local_experts(p, rank)
+    if column == end:
+        column = Int32(-1)
+    elif rank == ranks.rank:
+        column = Int32(p.told_ints - TOLD_INTS + COPIES)
+    return column
+
+
+@cute.jit
+def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
+    """What a source rank has told in a column: in all tiles, in those before `tile`, and in this one."""
+    p = ranks.heap.problem
+    at = place_of_told(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
+    # All loads first: they are in flight together.
+    found = cute.make_rmem_tensor((p.tiles,), Int32)
+    for t in range_constexpr(p.tiles):
+        found[t] = ptx.ld_i32(at + t * (p.told_ints * 4))
+    total, before, now = Int32(0), Int32(0), Int32(0)
+    for t in range_constexpr(p.tiles):
+        total += found[t]
+        if t < tile:
+            before += found[t]
+        if t == tile:
+            now = found[t]
+    return total, before, now
+
+
+@cute.jit
+def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: CopyTables) -> None:
+    """Sums of what all tiles of all ranks have told; nothing where `ok` is 0."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    world_size, held = p.world_size, p.local_experts
+    first_local, end_local = local_experts(p, ranks.rank)
+    i = Int32(tid)
+    while i < world_size:
+        tables.entries[i] = 0
+        tables.there[i] = 0
+        capacity = Int32(0)
+        if ok != 0:
+            at = place_of_told(ranks, ranks.own, i, Int32(0)) + (p.told_ints - TOLD_INTS + CAPACITY) * 4
+            capacity = ptx.ld_i32(at)
+        tables.there[world_size + i] = capacity
+        i += threads
+    i = Int32(tid)
+    while i < 2 * held:
+        tables.named[i] = 0
+        i += threads
+    arch.sync_threads()
+    i = Int32(tid)
+    while i < world_size * world_size:
+        source = i // world_size
+        rank = i - source * world_size
+        total, before, now = Int32(0), Int32(0), Int32(0)
+        column = column_of_copies(ranks, rank)
+        if ok != 0 and column >= 0:
+            total, before, now = sum_tiles(ranks, source, column, tile)
+        if rank == ranks.rank:
+            tables.here[source] = total
+            tables.here[world_size + source] = before
+            tables.here[2 * world_size + source] = now
+        ahead = Int32(0)
+        if source < ranks.rank:
+            ahead = total
+        if source == ranks.rank:
+            ahead = before
+        if ahead != 0:
+            ptx.add_shared(tables.there.iterator + rank, ahead)
+        i += threads
+    i = Int32(tid)
+    while i < world_size * held:
+        source = i // held
+        local = i - source * held
+        total, now = Int32(0), Int32(0)
+        if ok != 0 and first_local + local < end_local:
+            total, _, now = sum_tiles(ranks, source, first_local + local, tile)
+        if total != 0:
+            ptx.add_shared(tables.named.iterator + local, total)
+            ptx.add_shared(tables.entries.iterator + source, now)
+        i += threads
+
+
+@cute.jit
+def number_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> None:
+    """By one warp: where each source rank's copies begin, of all tiles (written by tile 0) and of this one (the second
+    of `here`)."""
+    world_size = ranks.heap.problem.world_size
+    lane = arch.lane_idx()
+    out = lists(args.arrivals, args.num_rows)
+    copies = Int32(0)
+    chunk = Int32(0)
+    while chunk < world_size:
+        source = chunk + lane
+        n = Int32(0)
+        if source < world_size:
+            n = tables.here[source]
+        upto = inclusive_sum(n)
+        if source < world_size:
+            begin = copies + upto - n
+            tables.here[world_size + source] = tables.here[world_size + source] + begin
+            if tile == 0:
+                ptx.st_i32(out.sources + Int64(source) * 4, cutlass.min(begin, args.capacity))
+        copies += arch.shuffle_sync(upto, 31)
+        chunk += 32
+    if lane == 0:
+        tables.total[0] = copies
+        if tile == 0:
+            kept = cutlass.min(copies, args.capacity)
+            ptx.st_i32(out.sources + world_size * 4, kept)
+            ptx.st_i32(out.copies + Int64(kept) * 8, kept)
+
+
+@cute.jit
+def write_copies(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: CopyTables, args: Any) -> None:
+    """The tile's part of the lists. Warps share the entries of a source rank, or take several ranks one after the
+    other; the entry that opens a copy tells where it goes."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    out = lists(args.arrivals, args.num_rows)
+    parts = max(1, threads // 32 // p.world_size)
+    unit = Int32(tid // 32)
+    while unit < p.world_size * parts:
+        source = unit % p.world_size
+        n, first = tables.entries[source], tables.here[p.world_size + source]
+        at = place_of_entries(ranks, ranks.own, source, tile)
+        i = unit // p.world_size * 32 + arch.lane_idx()
+        while i < n:
+            asker, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)
+            row = first + (Int32(copy) >> 1)
+            if Int32(copy) & 1 != 0 and row < args.capacity:
+                token = source * args.max_tokens + Int32(asker) // p.top_k
+                ptx.st_pair(out.copies + Int64(row) * 8, row, token * p.most_copies + (Int32(where) >> 16))
+                ptx.st_pair(out.owned + Int64(row) * 8, row, source * args.max_tokens * p.top_k + Int32(asker))
+            i += parts * 32
+        unit += threads // 32
+
+
+@cute.jit
+def write_place(
+    ranks: Ranks, args: Any, place: Int32, ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool]
+) -> None:
+    """By one thread: the local id and the weight of one k of a copy; `place` is the copy's number × K + k."""
+    p = ranks.heap.problem
+    copy = place // p.top_k
+    k = place - copy * p.top_k
+    row, asker = ptx.ld_pair(lists(args.arrivals, args.num_rows).owned + Int64(copy) * 8)
+    entries = args.max_tokens * p.top_k
+    if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
+        source = asker // cutlass.max(entries, 1)
+        heap = ranks.peer(source)
+        at = Int64((asker - source * entries) // p.top_k * p.top_k + k) * 4
+        expert = ptx.ld_i32(ranks.at(heap, "scalars") + at)
+        first, end = local_experts(p, ranks.rank)
+        local = Int32(-1)
+        if expert >= first and expert < end:
+            local = expert - first
+        to = (Int64(row) * p.top_k + k) * 4
+        if const_expr(weights):
+            weight = ptx.ld_f32(ranks.at(heap, "weights") + at)
+            if local < 0:
+                weight = Float32(0.0)
+            ptx.st_f32(args.recv_weights + to, weight)
+        if const_expr(ids):
+            ptx.st_i32(args.recv_idx + to, local)
+
+
+@cute.jit
+def clear_places(
+    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, args: Any, copies: Int32,
+    ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool],
+) -> None:  # fmt: skip
+    """One block: this tile's share of the local ids and weights of rows behind the last copy."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    i = Int64(copies) * p.top_k + (tile * threads + tid)
+    while i < Int64(args.num_rows) * p.top_k:
+        if const_expr(ids):
+            ptx.st_i32(args.recv_idx + i * 4, Int32(-1))
+        if const_expr(weights):
+            ptx.st_i32(args.recv_weights + i * 4, Int32(0))
+        i += p.tiles * threads
+
+
+@cute.jit
+def count_dropped(ranks: Ranks, threads: cutlass.Constexpr[int], tables: CopyTables, args: Any) -> None:
+    """The block of tile 0, where copies are dropped: the entries of these, by expert. A warp takes a tile of a source
+    rank."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    first_local, end_local = local_experts(p, ranks.rank)
+    unit = Int32(tid // 32)
+    while unit < p.world_size * p.tiles:
+        source = unit % p.world_size
+        tile = unit // p.world_size
+        _, before, now = sum_tiles(ranks, source, column_of_copies(ranks, ranks.rank), tile)
+        first = tables.here[p.world_size + source] + before
+        if first + now > args.capacity:
+            told = place_of_told(ranks, ranks.own, source, tile)
+            n = Int32(0)
+            expert = first_local + lane
+            while expert < end_local:
+                n += ptx.ld_i32(told + Int64(expert) * 4)
+                expert += 32
+            n = arch.warp_redux_sync(n, "add")
+            at = place_of_entries(ranks, ranks.own, source, tile)
+            i = Int32(lane)
+            while i < n:
+                _, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)
+                if first + (Int32(copy) >> 1) >= args.capacity:
+                    ptx.add_shared(tables.named.iterator + (p.local_experts + (Int32(where) & 0xFFFF)), Int32(1))
+                i += 32
+        unit += threads // 32
+
+
+@cute.jit
+def write_counts(ranks: Ranks, tables: CopyTables, args: Any) -> None:
+    """By one warp: how many (row, k) name each expert here, their sums, and how many are dropped with their copies."""
+    p = ranks.heap.problem
+    lane = arch.lane_idx()
+    first_local, end_local = local_experts(p, ranks.rank)
+    held = end_local - first_local
+    before = Int32(0)
+    chunk = Int32(0)
+    while chunk < held:
+        local = chunk + lane
+        dropped, kept = Int32(0), Int32(0)
+        if local < held:
+            dropped = tables.named[p.local_experts + local]
+            kept = tables.named[local] - dropped
+        upto = inclusive_sum(kept)
+        if local < held:
+            at = Int64(local) * 4
+            ptx.st_i32(args.offs + at, before + upto)
+            ptx.st_i32(args.counts + at, kept)
+            ptx.st_i32(args.dropped + at, dropped)
+        before += arch.shuffle_sync(upto, 31)
+        chunk += 32

@@ -1,0 +1,259 @@
+"""Checks of token-major dispatches, and of what runs along their routes, against tests/tokens.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from cases import random_tokens
+from tokens import Copies, expected_copies, expected_rows, expected_sums, expected_weight_grads
+from torch import Tensor
+
+from . import formats, latency, throughput
+from .ranks import numbered, same
+from .routes import Shape, drawn
+from .threads import Launch
+
+NONE = ("send_rows", "offs", "counts", "dropped", "recv_idx")
+"""What a dispatch along a known route does not write."""
+
+
+class Truth:
+    """Inputs of all ranks, and what must come out, for `share` of the rows that there may be."""
+
+    def __init__(self, shape: Shape, draw: random.Random) -> None:
+        case = dataclasses.replace(drawn(shape, draw), alignment=1, slots=(0,) * len(shape.experts))
+        most = sum(idx.shape[0] for idx in case.topk_idx)
+        rows = [int(most * shape.share) + draw.randint(0, 2) for _ in shape.experts]
+        self.case = dataclasses.replace(case, capacity=tuple(rows))
+        seed = draw.getrandbits(31)
+        self.copies = expected_copies(case, rows)
+        self.tokens = random_tokens(case, shape.hidden, torch.float32, seed)
+        noise = torch.Generator().manual_seed(seed)
+        self.y = [torch.randn(count, shape.hidden, generator=noise) for count in rows]
+        self.weights = [torch.randn(count, shape.top_k, generator=noise) for count in rows]
+        self.expected = [expected_rows(here, self.tokens) for here in self.copies]
+        self.rows = [dataclasses.make_dataclass("Covered", ["covered"])(self.held(here)) for here in self.copies]
+
+    def held(self, copies: Copies) -> Tensor:
+        """bool [R]: rows that hold a token."""
+        return torch.arange(copies.num_rows) < len(copies.rows)
+
+    def owned(self, rank: int) -> list[tuple[int, int, int, int]]:
+        """(row, source rank, token, something) of each of them."""
+        return [(row, *whose, 0) for row, whose in enumerate(self.copies[rank].rows)]
+
+
+class Steps(throughput.Steps):
+    """Operations of all ranks along one token-major route after the other."""
+
+    truth: Any
+
+    def inputs(self) -> None:
+        self.truth = Truth(self.shape, self.draw)
+        case, put, blank = self.truth.case, self.ranks.memory.put, self.ranks.blank
+        self.at = []
+        for rank, rows in enumerate(case.capacity):
+            tokens, held, idx = self.truth.tokens[rank], case.experts_per_rank[rank], case.topk_idx[rank]
+            self.at.append(dict(
+                x=put(tokens.x, "x"), topk_weights=put(tokens.weights, "topk_weights"), topk_idx=put(idx, "topk_idx"),
+                send_rows=blank(idx.numel(), "send_rows"), arrivals=blank(4 * rows + case.world_size + 3, "arrivals"),
+                offs=blank(held, "offs"), counts=blank(held, "counts"), dropped=blank(held, "dropped"),
+                y=put(self.truth.y[rank], "y"), weights=put(self.truth.weights[rank], "weights"),
+            ))  # fmt: skip
+            self.renew(rank)
+
+    def renew(self, rank: int) -> None:
+        super().renew(rank)
+        places = self.truth.case.capacity[rank] * self.shape.top_k
+        for name in ("recv_weights", "recv_idx"):
+            self.at[rank][name] = self.ranks.blank(places, name)
+
+    def dispatch(self, known: bool, weighted: bool = True, call: Any = None) -> None:  # type: ignore[override]
+        """Along a new route, or along the route that was found before; rows of a `call` travel in a format."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.publish import Publish
+        from cute_kernels.throughput.publish_tokens import PublishTokens
+        from cute_kernels.throughput.pull import Pull
+
+        form, layout, given = (call.name, call.layout, call.given) if call else ("", "", False)
+        kind = "dispatch_tokens_planned" if known else "dispatch_tokens"
+        terms = marks.pack(kind, self.truth.case.max_tokens, weighted, format=form)
+        staged = self.staged or bool(form)
+        none = {**(dict.fromkeys(NONE, 0) if known else {}), **({} if weighted else {"recv_weights": 0})}
+        launches: list[Launch] = []
+        for rank in range(self.ranks.world_size):
+            self.renew(rank)
+            if call:
+                self.at[rank].update(call.room(self, rank))
+            first = len(launches)
+            make: Any = Publish if known and not weighted else PublishTokens
+            publish = make(self.problem, not known, staged, weighted, False, form, given)
+            blocks = publish.tile_blocks + throughput.STAGING * staged
+            launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
+            how = (False, not known, False, form, layout)
+            pull = Pull(self.problem, weighted, *how)
+            launches.append(self.launch(rank, pull, terms, first, blocks=2 + self.joining * known, **{"zeros": 0}))
+            if self.joining and not known:
+                late = Pull(self.problem, weighted, False, True, True, form, layout)
+                launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining, **{"zeros": 0}))
+        self.ranks.run(launches)
+        if not known:
+            self.check_plan()
+        for rank, at in enumerate(self.at):
+            if call:
+                call.check(self, rank, at)
+        self.check_rows(weighted, call is None)
+
+    def plan(self) -> None:
+        """The first half of a dynamic dispatch."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.publish_tokens import PublishTokens
+
+        terms = marks.pack("dispatch_tokens_dynamic", self.truth.case.max_tokens, rows=False)
+        publish = PublishTokens(self.problem, True, False, False, True)
+        launches = []
+        for rank in range(self.ranks.world_size):
+            self.renew(rank)
+            launches.append(self.launch(rank, publish, terms, blocks=throughput.TILES, recv_weights=0))
+        self.ranks.run(launches)
+        self.check_plan()
+
+    def check_plan(self) -> None:
+        for rank, (want, at) in enumerate(zip(self.truth.copies, self.at, strict=True)):
+            for name in ("send_rows", "offs", "counts", "dropped"):
+                right = getattr(want, name)
+                same(self.ranks.view(at[name], *right.shape), right, f"{name} of rank {rank}")
+            same(
+                self.ranks.view(at["arrivals"], want.arrivals.numel()), want.arrivals, f"arrivals of rank {rank}", True
+            )
+            same(self.ranks.view(at["recv_idx"], *want.local_idx.shape), want.local_idx, f"local ids of rank {rank}")
+
+    def check_rows(self, weighted: bool, rows: bool) -> None:
+        for rank, ((x, weights), at) in enumerate(zip(self.truth.expected, self.at, strict=True)):
+            held = self.truth.rows[rank].covered
+            if rows:
+                same(self.ranks.floats(at["recv_x"], *x.shape)[held], x[held], f"rows of rank {rank}")
+            if weighted:
+                same(self.ranks.floats(at["recv_weights"], *weights.shape), weights, f"weights of rank {rank}")
+
+    def backward(self, rows: bool, scalars: bool) -> None:
+        """Sums of y, and what the owners take of the weights' gradients."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.combine import Combine
+
+        terms = marks.pack("dispatch_tokens_backward", self.truth.case.max_tokens, scalars=scalars, rows=rows)
+        launches = []
+        for rank, at in enumerate(self.at):
+            self.renew(rank)
+            given = {
+                "recv_weights": 0, "row_scalars": at["weights"] if scalars else 0, "residual": 0, "pushers": 2,
+                "dealt": 4, "blocks": 4 + self.joining * rows,
+            }  # fmt: skip
+            kernel = Combine(self.problem, rows, False, scalars, False, scalars)
+            launches.append(self.launch(rank, kernel, terms, **given))
+        self.ranks.run(launches)
+        if rows:
+            self.check_sums(self.of("out"))
+        if scalars:
+            grads = expected_weight_grads(self.truth.case, self.truth.copies, self.truth.weights)
+            for rank, want in enumerate(grads):
+                got = self.ranks.floats(self.at[rank]["out_scalars"], *want.shape)
+                same(got, want, f"gradients of the weights of rank {rank}")
+
+    def check_sums(self, out: list[int]) -> None:
+        for rank, want in enumerate(expected_sums(self.truth.case, self.truth.copies, self.truth.y)):
+            same(self.ranks.floats(out[rank], *want.shape), want, f"sums of rank {rank}")
+
+    def gathered(self) -> None:
+        """Sums of y, which the owners fetch."""
+        from cute_kernels import marks
+        from cute_kernels.throughput.gather import Gather
+
+        memory = self.ranks.memory
+        bases = memory.take(8 * self.ranks.world_size, "bases")
+        for rank, at in enumerate(self.at):
+            memory.store_long(bases + 8 * rank, at["y"])
+        terms = marks.pack("combine_gathered", self.truth.case.max_tokens)
+        launches = []
+        for rank in range(self.ranks.world_size):
+            self.renew(rank)
+            rows = {"bases": bases, "num_rows": max(self.truth.case.capacity), "blocks": 2}
+            launches.append(self.launch(rank, Gather(self.problem), terms, **rows))
+        self.ranks.run(launches)
+        self.check_sums(self.of("out"))
+
+
+def steps(shape: Shape, draw: random.Random, joining: int = 2) -> None:
+    """Everything along one route, then half of it along the next."""
+    on = Steps(shape, draw, joining)
+    on.inputs()
+    on.dispatch(known=False)
+    on.dispatch(known=True)
+    on.backward(rows=True, scalars=True)
+    on.gathered()
+    on.inputs()
+    on.plan()
+    if on.staged:
+        on.dispatch(known=True, weighted=False)
+    on.dispatch(known=True)
+    on.backward(rows=True, scalars=False)
+    on.backward(rows=False, scalars=True)
+    on.dispatch(known=False, weighted=False)
+
+
+def few(shape: Shape, draw: random.Random) -> None:
+    """The latency kernels' combine, whole and split, along the route of a token-major dispatch."""
+    from cute_kernels import marks
+    from cute_kernels.latency.combine import Combine
+    from cute_kernels.latency.heap import LatencyHeap
+
+    on = Steps(shape, draw)
+    heap = LatencyHeap(on.problem, on.problem.max_tokens)
+    on.ranks = latency.Ranks(heap, draw)
+    for parts in ([(True, True)], [(True, False), (False, True)]):
+        on.inputs()
+        on.plan()
+        for part in parts:
+            launches = []
+            for rank, at in enumerate(on.at):
+                case = on.truth.case
+                values: dict[str, Any] = {
+                    **at, "ranks": on.ranks.args(rank, marks.pack("combine", case.max_tokens, few=True)),
+                    "tokens": case.topk_idx[rank].shape[0], "max_tokens": case.max_tokens, "recv_weights": 0,
+                    "num_rows": case.capacity[rank], "senders": 1, "first_receiver": 1 if part == (True, True) else 0,
+                    "blocks": 1 if part == (True, False) else 3,
+                }  # fmt: skip
+                args = numbered(Combine.Args, **{name: values[name] for name in Combine.Args._fields})
+                launches.append(Launch(Combine(on.problem, heap.tokens, False, *part), args))
+            on.ranks.run(launches, ends=part[1])
+        on.check_sums(on.of("out"))
+
+
+def formatted(shape: Shape, draw: random.Random, call: formats.Call) -> None:
+    """Along a new route and along the same again."""
+    on = Steps(shape, draw)
+    on.inputs()
+    call.odd(on)
+    call.inputs(on)
+    on.dispatch(known=False, call=call)
+    on.dispatch(known=True, call=call)
+
+
+CHECKS = {
+    "tokens": lambda draw: steps(Shape((3, 0, 5), 5, 4), draw),
+    "tokens_dropping": lambda draw: steps(Shape((2, 3), 4, 7, share=draw.choice((0.0, 0.3, 0.6))), draw, joining=3),
+    "tokens_skewed": lambda draw: steps(Shape((1, 4, 2), 6, 5, hidden=36, skewed=True, share=0.8), draw),
+    "tokens_one_rank": lambda draw: steps(Shape((4,), 3, 5, share=draw.choice((0.5, 1.0))), draw, joining=0),
+    "tokens_few": lambda draw: few(Shape((3, 2), 4, 4, share=draw.choice((0.5, 1.0))), draw),
+    "tokens_columns": lambda draw: formatted(
+        Shape((2, 3), 3, 4, hidden=256, share=0.7), draw,
+        formats.Call("e4m3/128/pow2", "columns", draw.random() < 0.5, zeros=False),
+    ),
+    "tokens_mx": lambda draw: formatted(
+        Shape((2, 2), 2, 4, hidden=160), draw,
+        formats.Call("e4m3/32/mx", draw.choice(["rows", ""]), False, zeros=False),
+    ),
+}  # fmt: skip

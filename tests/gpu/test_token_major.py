@@ -1,0 +1,199 @@
+"""Token-major rows: kernels beside the reference (the checking mode compares every number), what is captured and
+compiled, gradients, and the layer of docs/token-major.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from operators import make_comm, ranks
+from sharing import few_processes
+from torch import Tensor
+
+import ep_ops
+from ep_ops import formats
+from ep_ops.nn import expert_lists, gather_rows, reduce_rows
+
+WAYS = [("e4m3/128/pow2", "rows"), ("e4m3/128/fp32", "columns"), ("e4m3/32/mx", "rows"), ("e4m3/row/fp32", "rows"),
+        ("wire:e4m3/128/pow2", "")]  # fmt: skip
+CASES = [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, True)]
+"""Dtype, and whether ranks hold different numbers of experts."""
+TOKENS, TOP_K, HIDDEN = 96, 4, 1152
+BOUND = 2 * TOKENS
+FEW = 24
+"""The most tokens that latency kernels take, where they are on; they combine along such a route."""
+
+
+def config(world_size: int, dtype: torch.dtype = torch.bfloat16, uneven: bool = False) -> dict[str, Any]:
+    held = [(5, 0, 1, 3)[rank % 4] if uneven else 4 for rank in range(world_size)]
+    return dict(
+        num_experts=sum(held), experts_per_rank=held, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=BOUND,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def wanted(world_size: int) -> Iterator[tuple[dict[str, Any], list[tuple[str, str]]]]:
+    """Configurations and formats, for precompile.py."""
+    for number, case in enumerate(CASES):
+        yield config(world_size, *case), [] if number else WAYS
+
+
+def drawn(seed: int, comm: ep_ops.Communicator, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct experts, but for some that are -1, some that are named twice, and tokens that name none."""
+    draw = torch.Generator(device="cuda").manual_seed(seed + 977 * comm.rank)
+    idx = torch.rand(tokens, max(comm.num_experts, TOP_K), generator=draw, device="cuda").argsort(1)[:, :TOP_K].int()
+    idx = idx % comm.num_experts
+    idx[torch.rand(idx.shape, generator=draw, device="cuda") < 0.2] = -1
+    again = torch.rand(tokens, generator=draw, device="cuda") < 0.2
+    idx[again, 2] = idx[again, 0]
+    idx[torch.rand(tokens, generator=draw, device="cuda") < 0.1] = -1
+    weights = torch.rand(tokens, TOP_K, generator=draw, device="cuda") - 0.3
+    x = torch.randn(tokens, comm.hidden_size, generator=draw, device="cuda").to(comm.dtype)
+    return x, idx, weights
+
+
+def noise(seed: int, like: Tensor) -> Tensor:
+    draw = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(like.shape, generator=draw, device="cuda").to(like.dtype)
+
+
+@pytest.mark.parametrize("few", [0, FEW], ids=["throughput", "latency"])
+@pytest.mark.parametrize(("dtype", "uneven"), CASES)
+def test_every_operator(dtype, uneven, few, seed, monkeypatch):
+    """All dispatches, with and without weights and drops, their gradients, and what runs along their routes; the
+    checking mode raises the first difference. With `few` the latency kernels combine."""
+    monkeypatch.setenv("EP_OPS_CHECK", "1")
+    rank, world_size = ranks()
+    most, bound = (few, few) if few else (TOKENS, BOUND)
+    with make_comm("cute", "tokens", latency_max_tokens=few, **config(world_size, dtype, uneven)) as comm:
+        comm.warmup()
+        for turn, share in enumerate((1.0, 0.5, 0.0)):
+            tokens = 0 if turn == 1 and rank == world_size - 1 else most - turn * (rank % 2)
+            x, idx, weights = drawn(seed + turn, comm, tokens)
+            capacity = int(world_size * bound * share) if comm.num_local_experts else 0
+            sizes = dict(capacity=capacity, max_tokens=bound)
+            sent = comm.dispatch_tokens(x, idx, weights, **sizes)
+            plain = comm.dispatch_tokens(x, idx, **sizes)
+            comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **sizes))
+            exact = comm.dispatch_tokens_dynamic(x, idx, weights, max_tokens=bound)
+            comm.dispatch_tokens_dynamic(x, idx, max_tokens=bound)
+            for got in (sent, plain, exact):
+                along = (*got.route.tensors, *got.route.ints, comm.name)
+                comm.dispatch_tokens_planned(x, got.route, weights)
+                comm.dispatch_tokens_planned(x, got.route)
+                comm.dispatch_planned(x, got.route)
+                y, row_weights = noise(seed, got.x), noise(seed + 1, got.local_idx.float())
+                torch.ops.ep.dispatch_tokens_backward(y, row_weights, *along)
+                torch.ops.ep.dispatch_tokens_backward(y, None, *along)
+                torch.ops.ep.dispatch_tokens_backward(None, row_weights, *along)
+                comm.combine(y, got.route)
+                comm.combine_wait(comm.combine_start(y, got.route))
+                comm.combine(y, got.route, residual=x)
+        torch.cuda.synchronize()
+        comm.check_errors()
+
+
+@pytest.mark.parametrize(("name", "layout"), WAYS)
+def test_every_format(name, layout, seed, monkeypatch):
+    """Rows that are quantised on the way, and such as are already."""
+    monkeypatch.setenv("EP_OPS_CHECK", "1")
+    _, world_size = ranks()
+    with make_comm("cute", "tokens_formats", **config(world_size)) as comm:
+        comm.warmup([(name, layout)])
+        form, how = formats.format_of(name), dict(format=name, scales_as=layout)
+        for turn, share in enumerate((1.0, 0.4)):
+            x, idx, weights = drawn(seed + turn, comm, TOKENS)
+            sizes = dict(capacity=int(world_size * TOKENS * share) + 1, max_tokens=BOUND)
+            sent = comm.dispatch_tokens(x, idx, weights, **sizes, **how)
+            comm.dispatch_tokens(x, idx, **sizes, **how)
+            comm.dispatch_tokens_dynamic(x, idx, weights, max_tokens=BOUND, **how)
+            comm.dispatch_tokens_planned(x, sent.route, weights, **how)
+            comm.dispatch_tokens_planned(x, sent.route, **how)
+            if not form.wire:
+                codes, scales = formats.quantise(x, form)
+                comm.dispatch_tokens(codes, idx, weights, scales=scales, **sizes, **how)
+                comm.dispatch_tokens_planned(codes, sent.route, weights, scales=scales, **how)
+        torch.cuda.synchronize()
+        comm.check_errors()
+
+
+def test_captured(seed, together):
+    """Replays of a dispatch and a combine bring what is there then, along the route that is asked for then."""
+    _, world_size = ranks()
+    with make_comm("cute", "tokens_captured", **config(world_size)) as comm:
+        comm.warmup()
+        x, idx, weights = drawn(seed, comm, TOKENS)
+
+        def step() -> tuple[Tensor, ...]:
+            sent = comm.dispatch_tokens(x, idx, weights, max_tokens=BOUND)
+            again, more, _ = comm.dispatch_tokens_planned(x, sent.route, weights)
+            held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
+            rows = (torch.where(held, values, 0) for values in (sent.x, again))
+            out = comm.combine(sent.x, sent.route)
+            return (
+                *rows,
+                sent.weights,
+                more,
+                sent.local_idx,
+                sent.route.send_rows,
+                *sent.route.tensors[3:],
+                sent.dropped,
+                out,
+            )
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for turn in range(3):
+            for mine, fresh in zip((x, idx, weights), drawn(seed + 1 + turn, comm, TOKENS), strict=True):
+                mine.copy_(fresh)
+            for tensor in captured:
+                tensor.fill_(77)
+            graph.replay()
+            eager = step()
+            torch.cuda.synchronize()
+            with together():
+                for number, (mine, theirs) in enumerate(zip(captured, eager, strict=True)):
+                    assert torch.equal(mine, theirs), (turn, number)
+        comm.check_errors()
+
+
+@few_processes
+def test_layer(seed, together):
+    """A layer, as the reference has it: eager and compiled, values and gradients of rows, weights and matrices."""
+    _, world_size = ranks()
+    with (
+        make_comm("cute", "tokens_layer", **config(world_size)) as comm,
+        make_comm("reference", "tokens_layer", **config(world_size)) as ref,
+    ):
+        comm.warmup()
+        x, idx, weights = drawn(seed, comm, TOKENS)
+        draw = torch.Generator(device="cuda").manual_seed(seed + comm.rank)
+        matrices = torch.randn(comm.num_local_experts, HIDDEN, HIDDEN, generator=draw, device="cuda") / HIDDEN**0.5
+
+        def layer(where: ep_ops.Communicator, x: Tensor, weights: Tensor, matrices: Tensor) -> Tensor:
+            sent = where.dispatch_tokens(x, idx, weights, max_tokens=BOUND)
+            lists = expert_lists(sent.local_idx, comm.num_local_experts, alignment=16)
+            rows = gather_rows(sent.x, lists)
+            y = torch._grouped_mm(rows, matrices, offs=lists.offs)
+            return where.combine(reduce_rows(y, lists, sent.weights), sent.route, residual=x)
+
+        def step(run: Any, where: ep_ops.Communicator) -> tuple[Tensor, ...]:
+            leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, matrices.bfloat16())]
+            out = run(where, *leaves)
+            out.float().square().sum().backward()
+            return (out.detach(), *(leaf.grad for leaf in leaves))
+
+        expected = step(layer, ref)
+        for run in (layer, torch.compile(layer, fullgraph=True, dynamic=False)):
+            got = step(run, comm)
+            with together():
+                for mine, theirs in zip(got, expected, strict=True):
+                    assert float(theirs.float().abs().max()) > 0
+                    difference = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+                    assert difference < 2e-2, float(difference)
+        comm.check_errors()
