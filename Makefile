@@ -6,6 +6,8 @@
 
 SHELL := /bin/bash
 TORCH ?= 2.13.0
+# Of its wheel only the device library is used, with which kernels are compiled; pip may say that torch wants another one.
+NVSHMEM ?= 3.7.2
 
 VENV := .venv
 READY := $(VENV)/.ready
@@ -39,6 +41,7 @@ $(READY): pyproject.toml Makefile
 	  python3 -m venv $(VENV); \
 	  $(VENV)/bin/python -m pip install -qq "torch==$(TORCH)"; \
 	  $(VENV)/bin/python -m pip install -qq -e ".[dev]"; \
+	  $(VENV)/bin/python -m pip install -qq --no-deps "nvidia-nvshmem-cu13==$(NVSHMEM)"; \
 	fi
 	@touch $@
 

@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from . import ptx
 from .formats import Form
 from .heap import Problem
-from .rows import zero_row
+from .rows import Width, zero_row
 
 
 class Arrived(NamedTuple):
@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
 class Delivery:
     """`format` "": rows travel as they are. `layout` "": what travels in a format arrives as the numbers."""
 
-    problem: Problem
+    problem: Problem | Width  # whose rows these are
     format: str = ""
     layout: str = ""
 
@@ -51,14 +51,14 @@ class Delivery:
 
     @property
     def unit(self) -> int:
-        """Bytes that scales are stored by. Rows of exponents lie at multiples of 4 bytes if they are multiples of 4."""
+        """Bytes that scales are stored by: 4, unless a row's exponents would not lie at multiples of 4."""
         return 1 if self.layout == "rows" and self.form.in_bytes and self.form.scales % 4 else 4
 
     @property
     def units(self) -> int:
-        """Of a row's scales."""
-        form = self.form
-        return form.scales if self.unit == 1 or not (form.in_bytes or self.layout == "packed") else -(-form.scales // 4)
+        """Of a row's scales. In 4 bytes lie four exponents."""
+        four = self.unit == 4 and (self.form.in_bytes or self.layout == "packed")
+        return -(-self.form.scales // 4) if four else self.form.scales
 
     @cute.jit
     def place(self, to: Arrived, row: Int32) -> tuple[Int64, Int32]:

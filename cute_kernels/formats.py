@@ -18,14 +18,14 @@ class Form:
     hidden_size: int
 
     @property
-    def block(self) -> int:
-        """Numbers that share a scale."""
-        size = self.name.split("/")[1]
-        return self.hidden_size if size == "row" else int(size)
+    def whole_row(self) -> bool:
+        """Whether a row has one scale."""
+        return self.name.split("/")[1] == "row"
 
     @property
-    def whole_row(self) -> bool:
-        return self.block == self.hidden_size and "row" in self.name
+    def block(self) -> int:
+        """Numbers that share a scale."""
+        return self.hidden_size if self.whole_row else int(self.name.split("/")[1])
 
     @property
     def kind(self) -> str:

@@ -29,14 +29,12 @@ class RankArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A kernel that operators launch, as it is compiled for a problem; subclasses add what else distinguishes them.
+class Launched:
+    """A kernel as it is compiled; the fields of subclasses say what for.
 
-    The fields of `Args` are `ranks`, then addresses of tensors (Int64, 0: none), then numbers (Int32). One of them
-    is `blocks`, the size of the grid.
+    The fields of `Args` are `ranks` (if the kernel is one of several ranks), then addresses of tensors (Int64, 0:
+    none), then numbers (Int32). One of them is `blocks`, the size of the grid.
     """
-
-    problem: Problem
 
     NAME: ClassVar[str]
     Args: ClassVar[Any]
@@ -53,11 +51,18 @@ class Kernel:
 
     @cute.jit
     def __call__(self, *values: Any) -> None:
-        """`values`: the arguments one after the other, those of `RankArgs` first, and the stream."""
+        """`values`: the arguments one after the other, those of `RankArgs` first if there are any, and the stream."""
         stream: cuda.CUstream = values[-1]
         args = gather(self.Args, values[:-1])
         self.kernel.set_name_prefix(self.NAME, remove_cutlass_symbol=True)
         self.kernel(args).launch(grid=(args.blocks, 1, 1), stream=stream, **self.options)
+
+
+@dataclass(frozen=True)
+class Kernel(Launched):
+    """A kernel of several ranks, compiled for a problem. Its arguments begin with `RankArgs`."""
+
+    problem: Problem
 
 
 def names(args: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -69,6 +74,8 @@ def names(args: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def gather(args: type[Any], values: Sequence[Any]) -> Any:
     """The named tuple of values that came one after the other."""
+    if RankArgs not in args.__annotations__.values():
+        return args(*values)
     first = len(RankArgs._fields)
     return args(RankArgs(*values[:first]), *values[first:])
 

@@ -178,6 +178,22 @@ def div_rn(a: Float32, b: Float32) -> Float32:
     return arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
+def sigmoid(a: Float32) -> Float32:
+    """1 / (1 + exp(-a)), to 5e-7 of it: 0 from a = -88 down, and for NaN.
+
+    exp(z) = 2^t (1 + r ln 2) with t = z log2(e) rounded to fp32, and r what rounding (and a log2(e) of 24 bits) left
+    out.
+    """
+    return arch.inline_ptx(
+        "{ .reg .f32 z, t, r, e; neg.f32 z, {$r0}; min.f32 z, z, 0f42B00000; max.f32 z, z, 0fC2D00000; "
+        "mul.rn.f32 t, z, 0f3FB8AA3B; neg.f32 r, t; fma.rn.f32 r, z, 0f3FB8AA3B, r; fma.rn.f32 r, z, 0f32A57060, r; "
+        "mul.rn.f32 r, r, 0f3F317218; ex2.approx.ftz.f32 e, t; fma.rn.f32 e, e, r, e; add.rn.f32 e, e, 0f3F800000; "
+        "rcp.approx.ftz.f32 {$w0}, e; }",
+        write_only_types=[Float32],
+        read_only_args=[a],
+    )
+
+
 def as_float(bits: Int32) -> Float32:
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 

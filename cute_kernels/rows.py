@@ -29,6 +29,22 @@ SLICE_BOOKKEEPING = 40
 
 
 @dataclass(frozen=True)
+class Width:
+    """Of rows: so many numbers of a dtype ("bf16", "fp16" or "fp32")."""
+
+    hidden_size: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.itemsize
+
+
+@dataclass(frozen=True)
 class RingShape:
     """How one block's shared memory is cut: each of `warps` warps owns `stages` pieces of `piece_bytes`.
 

@@ -46,7 +46,7 @@ from .heap import BEGUN, CLAIMS, EPOCH, FAILED, GAVE_UP, LATE, MET, NOTE_WORDS, 
 from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, SHIFT
 
-FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted")
+FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
 
 REPORT_WORDS = 16
@@ -146,6 +146,31 @@ def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: In
         if seen != ranks.mark:
             fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
     return seen == ranks.mark
+
+
+@cute.jit
+def await_word(ranks: Ranks, addr: Int64, peer: Int32, detail: Int32) -> Int64:
+    """By one thread: acquires a word of this operation, which carries a number where marks have terms: that number, or
+    -1 when it gave up. Ranks tell each other to by the alarm alone here (internode/operation.py)."""
+    seen = ptx.ld_acquire_sys(addr)
+    start = Int64(arch.globaltimer())
+    polls = Int32(0)
+    reason, instead = Int32(0), Int64(0)
+    while (seen >> SHIFT) != (ranks.mark >> SHIFT) and reason == 0:
+        seen = ptx.ld_acquire_sys(addr)
+        polls += 1
+        if polls == POLLS_PER_CHECK:
+            polls = Int32(0)
+            reason, instead = why_stop(ranks, start, peer)
+            alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
+            if alarm != 0:
+                reason = Int32(TOLD)
+                instead = alarm
+    number = seen & ((1 << SHIFT) - 1)
+    if (seen >> SHIFT) != (ranks.mark >> SHIFT):
+        number = Int64(-1)
+        fail(ranks, reason, "batch", peer, detail, seen if reason == TIMEOUT else instead)
+    return number
 
 
 @cute.jit
@@ -253,13 +278,7 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
     """By one thread, or several, of a rank that has given up (`failed`: its state's word): tells all ranks."""
     alarm = Int64(0)
     if failed == 1:
-        # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is
-        # told: the host will, when it sees it.
-        if ptx.ld_acquire_sys(ranks.report) != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
-            shift = 0
-            for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
-                alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)
-                shift += bits
+        alarm = own_alarm(ranks)
     else:
         alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
         if ptx.atom_claim(ranks.own + FAILED * 8) == TOLD_SO:
@@ -271,6 +290,20 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
         ptx.st_relaxed_sys(heap + ranks.heap.offset["alarm"], alarm)
         ptx.atom_told_so(heap + FAILED * 8)
         peer += 1
+
+
+@cute.jit
+def own_alarm(ranks: Ranks) -> Int64:
+    """By one thread of a rank that has given up: what it tells the others, or 0 if they know it already."""
+    alarm = Int64(0)
+    # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is told:
+    # the host will, when it sees it.
+    if ptx.ld_acquire_sys(ranks.report) != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
+        shift = 0
+        for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
+            alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)
+            shift += bits
+    return alarm
 
 
 @cute.jit

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .config import Config
 from .exchange import Exchange
-from .topology import choose_backend, gpu_facts, several_domains
+from .topology import choose_backend, divide, gpu_facts, told
 
 _HINTS = {
     "name": "; pass name= where ranks have made different numbers of them",
@@ -22,13 +22,13 @@ _HINTS = {
 
 
 def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool) -> Config:
-    """The configuration of all ranks, with "auto" resolved. Collective.
+    """The configuration of all ranks, with "auto" and the NVLink domains resolved. Collective.
 
     ``problem``: what is wrong with this rank's; ``cute``: whether that backend takes the values. ValueError on every
-    rank if one has a problem, if they differ, or if "cute" was asked for and is out of reach for some. A warning where
-    "auto" leaves GPUs to the reference backend.
+    rank if one has a problem, if they differ, if domains have unequally many ranks, or if "cute" was asked for and is
+    out of reach for some. A warning where "auto" leaves GPUs to the reference backend.
     """
-    word = (own, problem, gpu_facts(exchange.device) if own.backend != "reference" else None)
+    word = (own, problem, gpu_facts(exchange.device))
     words: list[Any] = [word]
     if exchange.world_size > 1:
         words = [None] * exchange.world_size
@@ -41,14 +41,16 @@ def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool) -> C
     if difference := disagreement([config for config, _, _ in words]):
         raise ValueError(difference)
     facts = [facts for _, _, facts in words]
-    if own.backend == "cute" and None not in facts and (apart := several_domains(facts)):
-        raise ValueError(f"{apart}; backend 'cute' needs all in one")
+    domains = divide(facts, own.domain_size)
+    agreed = dataclasses.replace(own, domain_size=len(domains[0]), domains=domains)
+    if own.backend == "cute" and len(domains) > 1:
+        raise ValueError(f"{told(facts, domains)}; backend 'cute' needs all in one")
     if own.backend != "auto":
-        return own
-    backend, why = choose_backend(facts) if cute else ("reference", "")
+        return agreed
+    backend, why = choose_backend(facts, domains) if cute else ("reference", "")
     if why and None not in facts and exchange.rank == 0:
         warnings.warn(f"backend 'auto' takes 'reference', which is slow: {why}", RuntimeWarning, stacklevel=3)
-    return dataclasses.replace(own, backend=backend)
+    return dataclasses.replace(agreed, backend=backend)
 
 
 def disagreement(configs: Sequence[Config]) -> str | None:

@@ -47,13 +47,13 @@ def _plan(m: Member, a: Any, ints: tuple[int, ...]) -> None:
 def dispatch(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch or ep::dispatch_start cannot take."""
     _plan(m, a, a[3:9])
-    _of_tokens(m, a, a.zeros)
+    _of_tokens(m, a)
 
 
 def dispatch_wait(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_wait cannot take."""
     _plan(m, a, a[4:10])
-    _of_tokens(m, a, a.zeros)
+    _of_tokens(m, a)
 
 
 def dispatch_dynamic(m: Member, a: Any) -> None:
@@ -62,7 +62,7 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
     _alignment(a.alignment)
     _bound(m, a.max_tokens)
     _tokens(m, a.topk_idx, a.max_tokens)
-    _of_tokens(m, a, a.zeros)
+    _of_tokens(m, a)
 
 
 def dispatch_planned(m: Member, a: Any) -> None:
@@ -71,7 +71,7 @@ def dispatch_planned(m: Member, a: Any) -> None:
     if a.slots and a.num_rows != m.num_local_experts * a.slots:
         experts = f"num_local_experts {m.num_local_experts}"
         raise ValueError(f"slots is {a.slots}; allowed: 0 (flat layout) or num_rows {a.num_rows} / {experts}")
-    _of_tokens(m, a, a.zeros)
+    _of_tokens(m, a)
 
 
 def dispatch_tokens(m: Member, a: Any) -> None:
@@ -214,10 +214,10 @@ def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
         _wrong_kind(comm, "topk_idx", topk_idx, _INT32)
 
 
-def _of_tokens(comm: Member, a: Any, zeros: bool = True) -> None:
+def _of_tokens(comm: Member, a: Any) -> None:
     """x and topk_weights: one row for each token."""
     shape = a.topk_idx.shape
-    if a.format or a.scales is not None or a.scales_as or not zeros:
+    if a.format or a.scales is not None or a.scales_as:
         _delivery(comm, a)
     else:
         _rows(comm, "x", a.x, shape[0], "rows as topk_idx has")

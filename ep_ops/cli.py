@@ -174,7 +174,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def bench(argv: list[str]) -> int:
     """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
-    kinds = ("throughput", "latency", "model")
+    kinds = ("throughput", "latency", "live_rows", "model")
     if not argv or argv[0] not in kinds:
         print(
             f"usage: ep-ops bench {{{','.join(kinds)}}} [options]   (--help after the kind lists its options)",

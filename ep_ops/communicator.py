@@ -25,7 +25,7 @@ from .overflow import POLICIES, Overflow
 from .records import Operation
 from .survivors import ExpertIds
 from .token_major import TokenMajor
-from .topology import gpu_problem, multiprocessors
+from .topology import gpu_problem, multiprocessors, rails_of
 from .version import __version__
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
@@ -73,6 +73,10 @@ class Communicator(Methods, TokenMajor):
             :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and starts and
             waits in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
             ``torch.export``). The cute backend is always strict.
+        domain_size: ranks of each NVLink domain, where domains are to be smaller than what is found: so many
+            consecutive ranks of a found one. None: as they are found (GPUs: a host, or hosts that an NVLink fabric
+            joins; CPUs: one domain). All domains must have as many ranks. Sums are defined by the domains
+            (``ep_ops.backends.reference``); several run on the reference backend alone.
         overflow: what becomes of rows that find no place within ``capacity`` or ``slots``. "count": they are counted
             (``Dispatched.dropped``) and left out. "raise": besides, the next :meth:`check_errors` says how many, and of
             which experts; it then waits for the device.
@@ -98,6 +102,7 @@ class Communicator(Methods, TokenMajor):
         latency_max_tokens: int | None = None,
         symmetric_rows: int = 0,
         strict: bool = True,
+        domain_size: int | None = None,
         overflow: str = "count",
         name: str | None = None,
     ) -> None:
@@ -114,6 +119,7 @@ class Communicator(Methods, TokenMajor):
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
             combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
+            domain_size,
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if not sequence:
@@ -146,6 +152,8 @@ class Communicator(Methods, TokenMajor):
         self.combine_sms = combine_sms
         self.symmetric_rows = symmetric_rows
         self.strict = bool(strict)
+        self.domains = resolved.domains  # the ranks of each NVLink domain
+        self.rails = rails_of(resolved.domains)  # the ranks with the same index in each
         self.place = self.num_local_experts, self.world_size, self.name  # what operators that plan are told
         self.accepted: set[tuple[int, ...]] = set()
         self.config = resolved
@@ -263,8 +271,9 @@ class Communicator(Methods, TokenMajor):
 
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
         """A communicator of those ranks that are left, where others have died. Collective over ``group``, which has
-        some ranks of this one's, in their order; ``torch.distributed.new_group(ranks, use_local_synchronization=True)``
-        makes one without the dead, as long as the store lives (torchrun's lies with rank 0's host).
+        some ranks of this one's, in their order, equally many of each NVLink domain that has any left;
+        ``torch.distributed.new_group(ranks, use_local_synchronization=True)`` makes one without the dead, as long as
+        the store lives (torchrun's lies with rank 0's host).
 
         Every rank keeps its experts, and its methods take the ids that this one's take: those of experts that are gone
         count as -1, and :meth:`lost_rows` says how many. Operators that are called by their names take its own ids,
@@ -282,17 +291,29 @@ class Communicator(Methods, TokenMajor):
         config, held = self.config, [self.experts_per_rank[rank] for rank in ranks]
         if not sum(held):
             raise ValueError(f"no experts are left: ranks {members} hold none")
+        domain_size = self._domain_size_of(ranks)
         self._destroy(meet=False)
         left = Communicator(
             group, num_experts=sum(held), experts_per_rank=held, hidden_size=self.hidden_size, top_k=self.top_k,
             max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, alignment=self.alignment,
             device=self.device, backend=config.backend, timeout=self.timeout, dispatch_sms=self.dispatch_sms,
             combine_sms=self.combine_sms, latency_max_tokens=config.latency_max_tokens,
-            symmetric_rows=self.symmetric_rows, strict=self.strict, overflow=self.overflow,
+            symmetric_rows=self.symmetric_rows, strict=self.strict, domain_size=domain_size, overflow=self.overflow,
             name=f"{self.name} of {len(ranks)}" if name is None else name,
         )  # fmt: skip
         left.expert_ids = ExpertIds.kept(self.experts_per_rank, ranks, self.expert_ids, self.device)
         return left
+
+    def _domain_size_of(self, ranks: Sequence[int]) -> int:
+        """Of a communicator of these ranks of this one."""
+        left = [sum(rank in ranks for rank in domain) for domain in self.domains]
+        sizes = {size for size in left if size}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"group leaves {left} ranks of the NVLink domains {self.domains} of communicator {self.name!r}; it must"
+                " leave equally many of each, or none"
+            )
+        return sizes.pop()
 
     def lost_rows(self, topk_idx: Tensor) -> Tensor:
         """How many entries of ``topk_idx`` name an expert that is gone (:meth:`shrink`): int64 [], on the device."""

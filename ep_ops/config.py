@@ -58,6 +58,8 @@ class Config:
     strict: bool
     version: str
     check: str = "0"  # EP_OPS_CHECK
+    domain_size: int | None = None  # ranks of an NVLink domain; None: as they are found
+    domains: tuple[tuple[int, ...], ...] = ()  # ranks of each NVLink domain, once they are known (topology.Domains)
 
     def problem(self) -> str | None:
         """What is wrong with these values, or None."""
@@ -110,6 +112,9 @@ class Config:
             return f"latency_max_tokens is {value!r}; it must be None or an int of at least 0"
         if not is_int(self.symmetric_rows) or not 0 <= self.symmetric_rows < INT32_LIMIT:
             return f"symmetric_rows is {self.symmetric_rows!r}; it must be an int from 0 to 2**31 - 1"
+        value = self.domain_size
+        if value is not None and (not is_int(value) or value < 1 or self.world_size % value):
+            return f"domain_size is {value!r}; it must be None or an int that divides the {self.world_size} ranks"
         if self.check not in ("0", "1"):
             return f"EP_OPS_CHECK is {self.check!r} in the environment; it must be 0 or 1"
         return None

@@ -100,29 +100,48 @@ def symmetric_memory() -> list[str]:
 
     provider = "torch.distributed._symmetric_memory: importable"
     backend = getattr(_symmetric_memory, "get_backend", lambda device: "unknown")(torch.device("cuda"))
-    return [f"{provider}, allocator {backend}"]
+    return [f"{provider}, allocator {backend}", f"NVSHMEM, for several NVLink domains: {nvshmem()}"]
+
+
+def nvshmem() -> str:
+    from ep_ops.symmetric.nvshmem import loaded, problem
+
+    if lack := problem():
+        return f"not usable: {lack}"
+    version, path = loaded()
+    return f"{'.'.join(map(str, version))} ({path})"
 
 
 def nvlink_domain() -> list[str]:
-    """The NVLink domain of each GPU."""
-    from ep_ops.topology import Fabric, domain_name, fabric_of
+    """Of each GPU, and the domains of ranks with one process for each visible GPU."""
+    from ep_ops.topology import Fabric, divide, domain_name, fabric_of, gpu_facts, told
 
     lines = []
     for index in range(gpu_count()):
         found = fabric_of(str(torch.cuda.get_device_properties(index).uuid), index)
         lines.append(f"{index}: {domain_name(found) if isinstance(found, Fabric) else f'this host alone: {found}'}")
-    return lines or ["needs GPUs"]
+    if not lines:
+        return ["needs GPUs"]
+    facts = [gpu_facts(torch.device("cuda", i)) for i in range(len(lines))]
+    try:
+        where = told(facts, divide(facts, None))
+    except ValueError as error:
+        where = str(error)
+    return [*lines, f"with one process for each: {where}"]
 
 
 def backend() -> list[str]:
     """What ``Communicator(backend="auto")`` chooses with one process per visible GPU, and what speaks against cute."""
-    from ep_ops.topology import choose_backend, gpu_facts
+    from ep_ops.topology import choose_backend, divide, gpu_facts
 
     count = gpu_count()
     if count == 0:
         return ["reference, because torch sees no GPU"]
     facts = [gpu_facts(torch.device("cuda", i)) for i in range(count)]
-    chosen, why = choose_backend(facts)
+    try:
+        chosen, why = choose_backend(facts, divide(facts, None))
+    except ValueError as error:
+        return [f"none, because {error}"]
     if chosen == "cute":
         return [f"cute: {count} GPU(s) of capability 9.0 or newer, each of which maps the memory of all others"]
     lacks = dict.fromkeys(fact.lack for fact in facts if fact is not None and fact.lack)

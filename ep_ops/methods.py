@@ -85,7 +85,7 @@ class Methods:
         scales: Tensor | None = None,
         format: str = "",
         scales_as: str = "",
-        zeros: bool = True,
+        zeros: bool | None = None,
     ) -> Dispatched:
         """Send every row of ``x`` [T, H] (and its weights, [T, K]) to the experts that ``topk_idx`` names.
 
@@ -97,7 +97,8 @@ class Methods:
 
         ``format``: what rows arrive as, such as "e4m3/128/pow2" (empty: as x is); ``scales_as``: how the scales of
         received rows lie; ``scales``: those of an x that is quantised already; ``zeros``: whether padding rows hold
-        zeros, else they are undefined. docs/formats.md has them all. (Reference backend only.)
+        zeros (by default where gradients are on, which may read them), else they are undefined. docs/formats.md has
+        them all.
 
         Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
         is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
@@ -106,7 +107,8 @@ class Methods:
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self.place, scales, format, scales_as, zeros)
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
+        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
         if self.overflowed is not None:
             self.overflowed.add(out[-1])
         sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, slots))
@@ -123,7 +125,7 @@ class Methods:
         scales: Tensor | None = None,
         format: str = "",
         scales_as: str = "",
-        zeros: bool = True,
+        zeros: bool | None = None,
     ) -> Dispatched:
         """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
@@ -131,25 +133,25 @@ class Methods:
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, zeros
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
         out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self.place, *delivery)
         sent = _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
         return sent if not format else _with_scales(sent, out[1], format, scales_as)
 
     @overload
     def dispatch_planned(
-        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, zeros: bool = True
+        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, zeros: bool | None = None
     ) -> tuple[Tensor, Tensor | None]: ...
 
     @overload
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None, format: str,
-        scales_as: str = "", zeros: bool = True,
+        scales_as: str = "", zeros: bool | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...  # fmt: skip
 
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
-        format: str = "", scales_as: str = "", zeros: bool = True,
+        format: str = "", scales_as: str = "", zeros: bool | None = None,
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given;
         with a ``format`` their scales too, None where it has none (see :meth:`dispatch`).
@@ -162,7 +164,7 @@ class Methods:
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, route.batch)
-        delivery = scales, format, scales_as, zeros, route.slots
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros, route.slots
         rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *args, *delivery)
         weights = None if topk_weights is None else weights
         return (rows, weights, _scales(recv_scales, format, scales_as, rows, route)) if format else (rows, weights)
@@ -203,7 +205,7 @@ class Methods:
         scales: Tensor | None = None,
         format: str = "",
         scales_as: str = "",
-        zeros: bool = True,
+        zeros: bool | None = None,
     ) -> StartedDispatch:
         """The part of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
 
@@ -214,7 +216,7 @@ class Methods:
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, zeros
+        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
         return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, delivery)
 

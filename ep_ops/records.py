@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import arrivals as lists
@@ -32,6 +33,19 @@ class Delivery(NamedTuple):
     format: str = ""  # what rows arrive as; empty: as they were given
     scales_as: str = ""  # how the scales of received rows lie; empty: the format's first layout
     zeros: bool = True  # whether padding rows hold zeros; else they are undefined
+
+
+class NoScales(dict[torch.device, Tensor]):
+    """recv_scales where rows have none: float32 [0] on each device, which has no memory. The same one in every call: to
+    make one takes a decode step's time."""
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # else it could be used nowhere else
+            made = self[device] = torch.empty(0, dtype=torch.float32, device=device)
+        return made
+
+
+NO_SCALES = NoScales()
 
 
 class Placed(NamedTuple):

@@ -1,7 +1,8 @@
 """Where ranks are: their GPUs, the NVLink domains that these make up, and what that means for the choice of a backend.
 
 An NVLink domain is a set of ranks whose GPUs map each other's memory. It is a host, or, where an NVLink fabric joins
-hosts (NVL72), all GPUs of one clique of one fabric cluster.
+hosts (NVL72), all GPUs of one clique of one fabric cluster. A communicator's ``domain_size`` declares smaller ones, so
+that one host can stand for several.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,9 @@ NEEDED_CAPABILITY = 9
 """The oldest compute capability that kernels are made for: its first number."""
 NEEDED_SHARED_BYTES = 227 * 1024
 """Bytes of shared memory that a block of a kernel may ask for."""
+
+Domains = tuple[tuple[int, ...], ...]
+"""The ranks of each NVLink domain, ascending; domains are ordered by their lowest ranks, and have equally many."""
 
 
 class Fabric(NamedTuple):
@@ -47,14 +52,20 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
     """None for a device that is no GPU."""
     if device.type != "cuda":
         return None
-    lack = gpu_problem(device)
-    if lack is None and importlib.util.find_spec("cutlass") is None:
-        lack = "nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"
+    lack = lack_of_kernels(device)
     if lack is None and (closed := unreachable(device)):
         lack = f"GPU {device.index} cannot map the memory of GPUs {closed}"
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
     fabric = fabric_of(uuid, device.index or 0)
     return GpuFacts(_host(), uuid, fabric if isinstance(fabric, Fabric) else None, lack)
+
+
+def lack_of_kernels(device: torch.device) -> str | None:
+    """What a GPU or its environment lacks to run kernels that reach no peer; None: nothing."""
+    lack = gpu_problem(device)
+    if lack is None and importlib.util.find_spec("cutlass") is None:
+        lack = "nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"
+    return lack
 
 
 def gpu_problem(device: torch.device) -> str | None:
@@ -94,7 +105,7 @@ def unreachable(device: torch.device) -> list[int]:
     return [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
 
 
-def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
+def choose_backend(facts: Sequence[GpuFacts | None], domains: Domains) -> tuple[str, str]:
     """What "auto" means for values that both take, given the facts of all ranks, and why it is not "cute": that needs a
     GPU for each rank that can run the kernels, all in one NVLink domain."""
     for rank, fact in enumerate(facts):
@@ -107,20 +118,53 @@ def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
     for rank, fact in enumerate(known):
         if (other := first.setdefault((fact.host, fact.gpu), rank)) != rank:
             return "reference", f"ranks {other} and {rank} share a GPU"
-    if apart := several_domains(known):
-        return "reference", apart
+    if len(domains) > 1:
+        return "reference", told(facts, domains)
     return "cute", ""
 
 
-def several_domains(facts: Sequence[GpuFacts]) -> str | None:
-    """Which ranks are in which NVLink domain, if there is more than one."""
-    ranks: dict[Fabric | str, list[int]] = {}
+# ---------------------------------------------------------------------- domains
+
+
+def divide(facts: Sequence[GpuFacts | None], domain_size: int | None) -> Domains:
+    """The NVLink domains that ranks with these facts make up: those that are found, or declared ones of ``domain_size``
+    ranks that follow each other in a found one. Ranks without GPUs are in one domain. ValueError unless all domains
+    have as many ranks."""
+    ranks: dict[Fabric | str | None, list[int]] = {}
     for rank, fact in enumerate(facts):
-        ranks.setdefault(fact.domain, []).append(rank)
-    if len(ranks) == 1:
-        return None
-    told = (f"{_spans(members)} ({domain_name(domain)})" for domain, members in ranks.items())
-    return f"ranks are in {len(ranks)} NVLink domains: {'; '.join(told)}"
+        ranks.setdefault(None if fact is None else fact.domain, []).append(rank)
+    found = tuple(map(tuple, ranks.values()))  # by their lowest ranks
+    sizes = [len(members) for members in found]
+    if domain_size is None:
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"{told(facts, found)}; all must have as many ranks: domain_size={math.gcd(*sizes)} cuts them into"
+                " equal ones"
+            )
+        return found
+    if any(size % domain_size for size in sizes):
+        raise ValueError(
+            f"domain_size is {domain_size}; {told(facts, found)}, and it must divide the number of ranks of each"
+        )
+    return tuple(
+        sorted(members[at : at + domain_size] for members in found for at in range(0, len(members), domain_size))
+    )
+
+
+def rails_of(domains: Domains) -> Domains:
+    """The ranks of each rail, by domain."""
+    return tuple(zip(*domains, strict=True))
+
+
+def told(facts: Sequence[GpuFacts | None], domains: Domains) -> str:
+    """Which ranks are in which NVLink domain."""
+
+    def place(rank: int) -> str:
+        fact = facts[rank]
+        return "" if fact is None else f" ({domain_name(fact.domain)})"
+
+    each = "; ".join(f"{_spans(members)}{place(members[0])}" for members in domains)
+    return f"ranks are in {len(domains)} NVLink domains: {each}" if len(domains) > 1 else f"one NVLink domain: {each}"
 
 
 def domain_name(domain: Fabric | str) -> str:

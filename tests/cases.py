@@ -301,25 +301,29 @@ def expected_combine(
     y: list[Tensor],
     weights: list[Tensor] | None,
     residual: list[Tensor] | None = None,
+    domains: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """The combined tokens of each rank, to the bit."""
+    """The combined tokens of each rank, to the bit. ``domains``: ranks of each; all are in one if none are given."""
     wire = y[0].dtype
     exact = torch.float64 if wire == torch.float64 else torch.float32
     outs = []
     for source, idx in enumerate(case.topk_idx):
         out = torch.zeros(idx.shape[0], y[0].shape[1], dtype=exact)
         for token, experts in enumerate(idx.tolist()):
-            for rank in range(case.world_size):
-                partial = torch.zeros(y[0].shape[1], dtype=exact)
-                for k, expert in enumerate(experts):
-                    row = int(plans[source].send_rows[token, k])
-                    if row < 0 or case.holder(expert)[0] != rank:
-                        continue
-                    summand = y[rank][row].to(exact)
-                    if weights is not None:
-                        summand = weights[rank][row].to(exact) * summand
-                    partial = partial + summand
-                out[token] = out[token] + partial.to(wire).to(exact)
+            for domain in [range(case.world_size)] if domains is None else domains:
+                summed = torch.zeros(y[0].shape[1], dtype=exact)
+                for rank in domain:
+                    partial = torch.zeros(y[0].shape[1], dtype=exact)
+                    for k, expert in enumerate(experts):
+                        row = int(plans[source].send_rows[token, k])
+                        if row < 0 or case.holder(expert)[0] != rank:
+                            continue
+                        summand = y[rank][row].to(exact)
+                        if weights is not None:
+                            summand = weights[rank][row].to(exact) * summand
+                        partial = partial + summand
+                    summed = summed + partial.to(wire).to(exact)
+                out[token] = out[token] + (summed if source in domain else summed.to(wire).to(exact))
             if residual is not None:
                 out[token] = out[token] + residual[source][token].to(exact)
         outs.append(out.to(wire))

@@ -45,8 +45,10 @@ dtype, and there are no scales. Without ``zeros`` padding rows are undefined, in
 and should be powers of two, but are none, are refused.
 
 **Combine.** On the expert's rank, for each (source rank, token): fp32 sum over k ascending of weight times row (each
-product and each sum rounded), rounded to y's dtype. On the owner: fp32 sum of these over ranks ascending, then of the
-token's residual if there is one, rounded once to y's dtype. With fp64 rows everything is fp64.
+product and each sum rounded), rounded to y's dtype. For each NVLink domain: fp32 sum of these over its ranks
+ascending, rounded to y's dtype unless it is the owner's own. On the owner: fp32 sum of these over domains, in the order
+of their lowest ranks, then of the token's residual if there is one, rounded once to y's dtype. With fp64 rows
+everything is fp64.
 
 **Gathered.** ``combine_gathered`` is combine without weights, of rows that its caller has put where peers can read
 them (``empty_rows``; any tensor will do in a communicator that is not ``strict``).
@@ -84,7 +86,7 @@ from .. import arrivals
 from ..config import Member
 from ..exchange import Exchange
 from ..records import Delivery, Operation, Placed, Route, Sizes
-from . import quantised
+from . import quantised, tree
 from .base import DispatchTensors, Formats
 from .budget import Budget
 from .split import Order, ticket
@@ -105,6 +107,7 @@ class ReferenceBackend:
     def __init__(self, member: Member) -> None:
         self.exchange = Exchange(member.group, member.device)
         self.world_size, self.rank, self.device = member.world_size, member.rank, member.device
+        self.domains = member.config.domains
         self.num_experts = member.num_experts
         self.experts_per_rank = member.experts_per_rank
         ranks = torch.arange(self.world_size, device=self.device)
@@ -395,8 +398,7 @@ class ReferenceBackend:
         arrived = self.exchange.all_to_all(partial.to(y.dtype), came.sum(1).tolist(), went_counts)
 
         out = torch.zeros(topk_idx.shape[0], y.shape[1], dtype=exact, device=self.device)
-        for rank, from_rank in enumerate(arrived.split(went_counts)):
-            out[went[rank]] += from_rank.to(exact)
+        tree.add_up(out, arrived.split(went_counts), went, self.domains, self.rank)
         if residual is not None:
             out += residual.to(exact)
         return out.to(y.dtype)

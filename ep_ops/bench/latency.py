@@ -34,6 +34,8 @@ from .workloads import Workload, measure_traffic
 
 TIMEOUT = 20.0  # seconds that a rank waits for another
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FP8 = ("e4m3/128/pow2", "columns")
+"""What rows of `pair_fp8` arrive as, and how their scales lie."""
 BESIDE = ("work", "work_pair", "work_split")
 DEFAULT = tuple(name for name in NAMES if name not in BESIDE)
 ROUNDS = 100  # round trips of a flag in one kernel
@@ -92,7 +94,7 @@ class Latency(Run):
             self.found["machine"]["backend"] = fast.backend.name
             if fast.backend.name == "cute":
                 self.compile(fast, slow)
-            fast.warmup()
+            fast.warmup([FP8] if self.wants("pair_fp8") else [])
             slow.warmup()
             self.say(f"{self.world_size} ranks on {self.found['machine']['device']}, ready")
             if self.on_link and self.wants("flag"):
@@ -129,7 +131,8 @@ class Latency(Run):
 
         from .kernels import compile_together
 
-        wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config))
+        formats = [FP8] if self.wants("pair_fp8") else []
+        wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config, formats))
         self.say(f"{compile_together(list(wanted), self.device)} kernels are compiled")
 
     # ------------------------------------------------------------------ what is measured
@@ -147,13 +150,14 @@ class Latency(Run):
         """Everything of one number of tokens."""
         self.grouped(Steps(fast, workload, self.args.pairs))
         mean = fast.world_size * workload.tokens * fast.top_k / fast.num_experts  # rows of an expert
-        others: tuple[tuple[str, Communicator, int, dict[str, int]], ...] = (
+        others: tuple[tuple[str, Communicator, int, dict[str, Any]], ...] = (
             ("pair_padded", fast, self.args.replays, {"slots": int(4 * mean) + 16}),
             ("pair_aligned", fast, self.few, {"alignment": fast.alignment}),
+            ("pair_fp8", fast, self.few, dict(zip(("format", "scales_as"), FP8, strict=True))),
             ("pair_throughput", slow, self.few, {}),
         )
         for op, comm, replays, layout in others:
-            if self.wants(op):
+            if self.wants(op) and ("format" not in layout or workload.hidden % 128 == 0):
                 self.pair(op, Steps(comm, workload, self.args.pairs, **layout), replays)
 
     def grouped(self, steps: Steps) -> None:

@@ -11,6 +11,7 @@ NAMES = {
     "pair": "dispatch + combine",
     "pair_padded": "dispatch + combine, [experts, slots] rows",
     "pair_aligned": "dispatch + combine, padded to 16 rows",
+    "pair_fp8": "FP8 dispatch + combine",
     "pair_single": "dispatch + combine, a graph of one pair",
     "pair_eager": "dispatch + combine, eager",
     "pair_throughput": "dispatch + combine, throughput kernels",

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops import Communicator, Route, arrivals
+from ep_ops import Communicator, Dispatched, Route, arrivals, formats
+from ep_ops.formats.quantise import powers
 
 from .baselines import eager_combine, eager_dispatch
+from .presets import FORMATS
 from .timing import leaves
 from .workloads import Traffic, Workload, draw_route, measure_traffic
 
@@ -68,14 +70,27 @@ class Calls:
     # ------------------------------------------------------------------ operators
 
     def dispatch(self, i: int) -> tuple[Tensor | None, ...]:
-        """All but the expert ids that it was given."""
+        """All but the expert ids that it was given. Padding is cleared, as where gradients are on."""
         s, tokens = self._set(i), self.workload.tokens
-        got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
+        got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens, zeros=True)
         return got.x, got.weights, *got.route.tensors[1:], got.dropped
 
     def dispatch_planned(self, i: int) -> tuple[Tensor, Tensor | None]:
         s = self._set(i)
-        return self.comm.dispatch_planned(s.x, s.route, s.topk_weights)
+        return self.comm.dispatch_planned(s.x, s.route, s.topk_weights, zeros=True)
+
+    def _formatted(self, op: str, i: int) -> Dispatched:
+        s, (name, scales_as) = self._set(i), FORMATS[op]
+        size: dict[str, Any] = {"capacity": self.capacity, "max_tokens": self.workload.tokens, "zeros": True}
+        return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **size, format=name, scales_as=scales_as)
+
+    def dispatch_fp8(self, i: int, op: str = "dispatch_fp8") -> tuple[Tensor | None, ...]:
+        """From x as it is: the cast is part of it."""
+        got = self._formatted(op, i)
+        return got.x.view(torch.uint8), got.scales, got.weights, *got.route.tensors[1:], got.dropped
+
+    def dispatch_fp8_packed(self, i: int) -> tuple[Tensor | None, ...]:
+        return self.dispatch_fp8(i, "dispatch_fp8_packed")
 
     def combine(self, i: int) -> Tensor:
         s = self._set(i)
@@ -172,6 +187,18 @@ class Calls:
             "combine_backward": (grad_y[held], grad_rows[held] * s.recv_weights[held, None]),
         }
         found["combine"] = found["dispatch"]
+        for op in FORMATS:
+            form, sent = formats.format_of(FORMATS[op][0]), self._formatted(op, 0)
+            if sent.scales is None or self.workload.hidden % form.multiple:
+                continue
+            scales = sent.scales.contiguous()
+            if scales.dtype == torch.int32:  # four exponents each
+                count = self.workload.hidden // form.block
+                exponents = scales.flatten().view(torch.uint8).view(scales.shape[0], -1)
+                scales = powers(exponents[:, :count].int())
+            rows = formats.dequantise(sent.x, scales, form, s.x.dtype)
+            exact = formats.dequantise(*formats.quantise(s.x, form), form, s.x.dtype)
+            found[op] = comm.combine(rows, sent.route, sent.weights), exact * weight_sum
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 
     def same(self, i: int, one: Any, other: Any) -> bool:

@@ -10,7 +10,9 @@ from .workloads import ROUTINGS, Workload
 
 FORWARD = ("dispatch", "dispatch_planned", "combine", "combine_unweighted")
 BACKWARD = ("dispatch_backward", "combine_backward")
-OPERATORS = (*FORWARD, "combine_residual", *BACKWARD)
+FORMATS = {"dispatch_fp8": ("e4m3/128/pow2", "columns"), "dispatch_fp8_packed": ("e4m3/128/pow2", "packed")}
+"""Dispatches that quantise: what rows arrive as, and how their scales lie."""
+OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS)
 """Operators that are measured, all of them weighted but for `combine_unweighted`."""
 
 BASELINES = ("nccl", "eager")
@@ -20,7 +22,7 @@ pushed from an ordinary tensor. `pair`: dispatch and combine compiled together, 
 host time of a dispatch."""
 
 WORKLOAD_A = Workload()
-TINY = Workload(tokens=48, hidden=64, experts=8, top_k=2)
+TINY = Workload(tokens=48, hidden=128, experts=8, top_k=2)
 
 SMS = (8, 12, 16, 20, 22, 24, 28, 32, 48, 64, 96, 132)
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)

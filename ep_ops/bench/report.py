@@ -20,6 +20,8 @@ COLUMNS = ("what", "T", "H", "K", "routing", "SMs", "µs", "steady µs", "graph 
 NAMES = {
     "dispatch": "dispatch",
     "dispatch_planned": "dispatch, reused route",
+    "dispatch_fp8": "dispatch in FP8, scales in columns",
+    "dispatch_fp8_packed": "dispatch in FP8, packed scales",
     "combine": "combine, weighted",
     "combine_unweighted": "combine, unweighted",
     "combine_residual": "combine, weighted, with a residual",
@@ -39,6 +41,8 @@ NAMES = {
 BUDGETS = {
     "dispatch": "dispatch_sms",
     "dispatch_planned": "dispatch_sms",
+    "dispatch_fp8": "dispatch_sms",
+    "dispatch_fp8_packed": "dispatch_sms",
     "combine_backward": "combine_sms",
     "combine": "combine_sms",
     "combine_unweighted": "combine_sms",

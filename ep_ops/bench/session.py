@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cute_kernels.formats import Form
 from ep_ops import Communicator
 
 from .baselines import SameBytes
 from .by_rank import ROW_OPERATORS, RankCalls, by_rank
 from .operators import MAX_ERROR, Calls
-from .presets import OPERATORS, Case, Preset
+from .presets import FORMATS, OPERATORS, Case, Preset
 from .ranks import Run
 from .report import complete
 from .timing import CHAIN, Timing
@@ -171,7 +172,7 @@ class Session(Run):
             "given_sms": case.dispatch_sms,
             "dispatch_sms": dispatch_sms,
             "combine_sms": combine_sms,
-            "nvlink_bytes": crossings * rows * workload.row_bytes,
+            "nvlink_bytes": crossings * rows * travelling_bytes(op, workload),
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
         }
@@ -206,7 +207,7 @@ class Session(Run):
             latency_max_tokens=0,  # the latency kernels have a benchmark of their own
         )
         self.found["machine"]["backend"] = comm.backend.name
-        comm.warmup()
+        comm.warmup([FORMATS[op] for op in FORMATS if any(op in case.measure for case in cases)])
         return comm
 
     def out_of_time(self) -> bool:
@@ -233,10 +234,17 @@ def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[
     return comm.sm_budget(dispatch=dispatch, combine=combine)
 
 
+def travelling_bytes(op: str, workload: Workload) -> int:
+    """Of a row on its way."""
+    return Form(FORMATS[op][0], workload.hidden).staged_bytes if op in FORMATS else workload.row_bytes
+
+
 def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
     """Multiprocessors that dispatches and combines take now; the reference backend knows none."""
     now = comm.backend.budget
     if comm.backend.name == "reference":
         return None, None
+    if op in FORMATS:
+        return max(now.dispatch, min(now.beyond[0], now.most_dispatch)), now.combine
     own = {"combine_gathered": now.gather, "combine_backward": now.scaled}
     return now.dispatch, own.get(op, now.combine)

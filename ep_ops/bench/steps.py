@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_ops import Communicator
 from ep_ops.backends.cute.outputs import allocator
+from ep_ops.formats import dequantise, format_of, quantise
 from ep_ops.records import Sizes
 
 from .operators import relative_error
@@ -24,7 +25,11 @@ def nothing() -> None:
 class Steps:
     """`count` steps of one layout; the methods that take `i` use the data of step `i % count`."""
 
-    def __init__(self, comm: Communicator, workload: Workload, count: int, *, alignment: int = 1, slots: int = 0):
+    def __init__(
+        self, comm: Communicator, workload: Workload, count: int, *, alignment: int = 1, slots: int = 0,
+        format: str = "", scales_as: str = "",
+    ):  # fmt: skip
+        self.format = format
         self.comm, self.workload, self.count = comm, workload, count
         tokens, device = workload.tokens, comm.device
         self.sizes: dict[str, Any] = {"alignment": alignment, "slots": slots, "max_tokens": tokens}
@@ -38,7 +43,11 @@ class Steps:
         weights = torch.rand(*shape, comm.top_k, generator=draw, device=device)
         routes = [draw_route(workload, comm.rank, seed, device, comm.world_size) for seed in range(count)]
         self.inputs = list(zip(x.unbind(), routes, weights.unbind(), strict=True))
+        if format:
+            self.sizes |= {"format": format, "scales_as": scales_as}
         self._dispatched: list[Any] = []
+        self._rows: list[Tensor] = []
+        self._codes: list[Tensor | None] = [None] * count
         self.outs: list[Tensor | None] = [None] * count
         """Of the latest pair of each step: where a captured pair of it puts its result."""
 
@@ -56,18 +65,30 @@ class Steps:
         return self.comm.dispatch(*self.given(i), **self.sizes)
 
     def combine(self, i: int) -> Tensor:
-        return self._combine(self.dispatched(i))
+        return self._combine(self.dispatched(i), i)
 
     def pair(self, i: int, behind: Callable[[], None] = nothing) -> Tensor:
         """`behind` runs after the dispatch and after the combine."""
         d = self.dispatch(i)
         behind()
-        out = self.outs[i % self.count] = self._combine(d)
+        if self.format:
+            self._codes[i % self.count] = d.x
+        out = self.outs[i % self.count] = self._combine(d, i)
         behind()
         return out
 
-    def _combine(self, d: Any) -> Tensor:
-        return self.comm.combine(d.x, d.route, d.weights)
+    def _combine(self, d: Any, i: int) -> Tensor:
+        return self.comm.combine(self._outputs(d, i), d.route, d.weights)
+
+    def _outputs(self, d: Any, i: int) -> Tensor:
+        """Of experts: what came, as numbers (worked out once of each step)."""
+        if not self.format:
+            return d.x
+        if not self._rows:
+            form = format_of(self.format)
+            sent = [self.dispatched(i) for i in range(self.count)]
+            self._rows = [dequantise(s.x, s.scales.contiguous(), form, self.comm.dtype) for s in sent]
+        return self._rows[i % self.count]
 
     # ------------------------------------------------------------------ split operations
 
@@ -92,16 +113,26 @@ class Steps:
     def error(self, run: Callable[[], None]) -> float:
         """What `run` leaves in `outs`, which is poisoned before: every expert being the identity, a token comes back as
         itself times the sum of its weights. The worst row's relative error; not a number counts as infinite."""
-        for out in self.outs:
+        for out in (*self.outs, *self._codes):
             if out is not None:
-                out.fill_(torch.nan)
+                out.view(torch.uint8).fill_(0x7F if out.dtype == torch.float8_e4m3fn else 0xFF)  # not a number
         run()
         worst = 0.0
         for i, out in enumerate(self.outs):
             x, _, weights = self.given(i)
+            if self.format:
+                form = format_of(self.format)
+                x = dequantise(*quantise(x, form), form, x.dtype)
+                worst = max(worst, 0.0 if self._same_codes(i) else float("inf"))
             expected = x.float() * weights.sum(1, keepdim=True)
             worst = max(worst, float("inf") if out is None else relative_error(out, expected))
         return worst
+
+    def _same_codes(self, i: int) -> bool:
+        """Whether the latest pair brought the codes that the step's first dispatch did, in rows that hold a token."""
+        codes, first = self._codes[i], self.dispatched(i)
+        held = first.route.recv_from >= 0
+        return codes is not None and torch.equal(codes.view(torch.uint8)[held], first.x.view(torch.uint8)[held])
 
 
 class Idle:

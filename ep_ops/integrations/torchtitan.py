@@ -112,7 +112,7 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
         if self._factor < 1:
             rows = math.ceil(comm.capacity(tokens) * self._factor)
             capacity = (rows + comm.alignment - 1) // comm.alignment * comm.alignment
-        sent = comm.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, capacity=capacity, max_tokens=tokens)
+        sent = comm.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, capacity=capacity, max_tokens=tokens, zeros=True)
         if capacity is not None and not recomputing():
             self.dropped.add_(sent.dropped)
         # Experts add counts up to where each one's rows end: that is `offs`, padding included.

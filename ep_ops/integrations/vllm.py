@@ -96,7 +96,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                     f"topk_ids has shape {tuple(topk_ids.shape)}; with apply_router_weight_on_input it must be [T, 1]"
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
-        started = comm.dispatch_start(a1, topk_ids, topk_weights, **self._room(comm))
+        started = comm.dispatch_start(a1, topk_ids, topk_weights, **self._room(comm), zeros=True)
         arrived = functools.cache(functools.partial(comm.dispatch_wait, started))
 
         def receiver() -> mk.PrepareResultType:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
+from ep_ops.nn.live_rows import swiglu_rows
 from ep_ops.nn.recompute import recomputing
 
 
@@ -68,7 +69,7 @@ class MoELayer(nn.Module):
             if self.capacity is not None and not recomputing():
                 self.dropped += received.dropped
         y = grouped_mm(received.x, self.w_in, received.route.offs)
-        y = grouped_mm(swiglu(y), self.w_out, received.route.offs)
+        y = grouped_mm(swiglu_rows(y, received.route), self.w_out, received.route.offs)
         out = self.comm.combine(y, received.route, received.weights)
         return out if self.shared is None else out + self.shared(x)
 

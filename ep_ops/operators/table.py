@@ -31,7 +31,7 @@ import meta_kernels
 from .. import checks
 from ..backends.base import Backend
 from ..config import Member
-from ..records import Delivery, Route, Sizes
+from ..records import NO_SCALES, Delivery, Route, Sizes
 from . import gradients
 from .gradients import Gradient
 
@@ -88,31 +88,25 @@ def _given_rows(a: Any) -> int:
     return a.grad_recv_weights.shape[0] if a.grad_recv_x is None else a.grad_recv_x.shape[0]
 
 
+_UNDEFINED = (Delivery(zeros=False),)
+
+
 def delivery(a: Any) -> tuple[Delivery, ...]:
     """What a backend is told besides, where rows do not arrive as they were given: the last argument of a dispatch."""
-    return (Delivery(a.scales, a.format, a.scales_as, a.zeros),) if a.format or not a.zeros else ()
-
-
-class NoScales(dict[torch.device, Tensor]):
-    """recv_scales where rows have none: float32 [0] on each device, which has no memory. The same one in every call: to
-    make one takes a decode step's time."""
-
-    def __missing__(self, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # else it could be used nowhere else
-            made = self[device] = torch.empty(0, dtype=torch.float32, device=device)
-        return made
-
-
-_NO_SCALES = NoScales()
+    if a.format:
+        return (Delivery(a.scales, a.format, a.scales_as, a.zeros),)
+    return () if a.zeros else _UNDEFINED
 
 
 def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
     """What a backend's dispatch gives, with recv_scales behind recv_x: it gives them if it is told of a delivery."""
-    if a.format or not a.zeros:
+    if a.format:
         return run(*args, *delivery(a))
+    if not a.zeros:
+        return run(*args, *_UNDEFINED)
     out = run(*args)
     recv_x = out[0]
-    return (recv_x, _NO_SCALES[recv_x.device], *out[1:])
+    return (recv_x, NO_SCALES[recv_x.device], *out[1:])
 
 
 def _copies(a: Any) -> Sizes:
@@ -130,7 +124,7 @@ def copied(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[
     if a.format:
         return run(*args, *_formatted(a))
     recv_x, *others = run(*args)
-    return (recv_x, _NO_SCALES[recv_x.device], *others)
+    return (recv_x, NO_SCALES[recv_x.device], *others)
 
 
 _ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"

@@ -1,4 +1,5 @@
-"""Symmetric memory: a buffer on every rank whose addresses all ranks of one NVLink domain can read and write."""
+"""Symmetric memory: a buffer on every rank. Ranks of one NVLink domain read and write it by its addresses, those of
+other domains, where that is asked for, through NVSHMEM."""
 
 from __future__ import annotations
 
@@ -11,16 +12,21 @@ from .buffer import SymmetricBuffer
 __all__ = ["SymmetricBuffer", "allocate"]
 
 
-def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
+def allocate(nbytes: int, group: Any, device: torch.device, over_domains: bool = False) -> SymmetricBuffer:
     """``nbytes`` of zeroed symmetric memory on every rank of ``group`` (None: this process alone).
 
-    Collective: every rank asks for the same ``nbytes``; ValueError on every rank otherwise.
-    RuntimeError where peers cannot be mapped.
+    Collective: every rank asks for the same ``nbytes``; ValueError on every rank otherwise. RuntimeError where peers
+    cannot be mapped. ``over_domains``: from NVSHMEM, for ranks of several NVLink domains; RuntimeError where it is not
+    installed as it is needed, ValueError for a group that is not the first one (see ``nvshmem.py``).
     """
     if group is None or group.size() == 1:
         from . import local
 
         return local.allocate(nbytes, device)
+    if over_domains:
+        from . import nvshmem
+
+        return nvshmem.allocate(nbytes, group, device)
     from . import torch_symm
 
     return torch_symm.allocate(nbytes, group, device)

@@ -14,7 +14,7 @@ class SymmetricBuffer:
     """One rank's view of a symmetric allocation. Zeroed on every rank when it is handed out."""
 
     local: torch.Tensor  # uint8 [nbytes] on this rank's device
-    addresses: tuple[int, ...]  # device address of every rank's buffer, as seen from this device; own included
+    addresses: tuple[int, ...]  # device address of every rank's buffer, as seen from this device; 0: it is not mapped
     _release: Callable[[], None] | None = None
 
     @functools.cached_property
@@ -24,6 +24,8 @@ class SymmetricBuffer:
 
     def read(self, rank: int, first: int, nbytes: int) -> bytes:
         """Bytes of a rank's buffer, as they are: does not wait for what runs, here or there."""
+        if self.addresses[rank] == 0:
+            raise RuntimeError(f"the symmetric memory of rank {rank} is not mapped: it is in another NVLink domain")
         from cuda.bindings import driver
 
         told = torch.empty(nbytes, dtype=torch.uint8)

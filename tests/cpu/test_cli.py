@@ -195,11 +195,23 @@ def test_doctor_on_gpus(
     text = doctor.report()
     assert "could not tell" not in text
     assert "1: fabric cluster ab, clique 7" in text
+    together = f"0..{len(capabilities) - 1} (fabric cluster ab, clique 7)"
+    assert f"with one process for each: one NVLink domain: {together}" in text
     assert "1: NVIDIA Something, capability" in text and "80 GiB, 132 SMs" in text
     for words in expected:
         assert words in text
     row = next(line for line in text.splitlines() if line.split()[:2] == ["0", "-"])
     assert row.split()[2] == ("no" if closed else "yes")
+
+
+def test_doctor_on_unequal_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, [(9, 0)] * 3, set())
+    cliques = {"GPU-0": 1, "GPU-1": 2, "GPU-2": 1}
+    monkeypatch.setattr(topology, "fabric_of", lambda uuid, device: topology.Fabric("ab", cliques[uuid]))
+    text = doctor.report()
+    where = "ranks are in 2 NVLink domains: 0, 2 (fabric cluster ab, clique 1); 1 (fabric cluster ab, clique 2)"
+    assert f"with one process for each: {where}; all must have as many ranks" in text
+    assert f"none, because {where}" in text
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,9 @@ def test_alone() -> None:
     ({"latency_max_tokens": -1}, "latency_max_tokens is -1; it must be None or an int of at least 0"),
     ({"latency_max_tokens": 1.5}, "latency_max_tokens is 1.5"),
     ({"timeout": float("inf")}, "timeout is inf"),
+    ({"domain_size": 0}, "domain_size is 0; it must be None or an int that divides the 1 ranks"),
+    ({"domain_size": 2}, "domain_size is 2; it must be None or an int that divides the 1 ranks"),
+    ({"domain_size": True}, "domain_size is True"),
     ({"name": ""}, "name is ''"),
     ({"name": 5}, "name is 5; it must be a non-empty str"),
 ])  # fmt: skip
@@ -98,6 +101,7 @@ def test_refused_values(changed: dict[str, Any], text: str) -> None:
         {"symmetric_rows": 2**31 - 1},
         {"latency_max_tokens": 0},
         {"experts_per_rank": (6,)},
+        {"domain_size": 1},
     ],
     ids=str,
 )
@@ -287,12 +291,12 @@ def test_gpus_that_cannot_hold_the_kernels_are_refused_by_name(
         make(device="cuda:3", backend="cute")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     facts = gpu_facts(torch.device("cuda", 3))
-    assert facts is not None and said in str(facts.lack) and choose_backend([facts])[0] == "reference"
+    assert facts is not None and said in str(facts.lack) and choose_backend([facts], ((0,),))[0] == "reference"
 
 
 @pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 20000}])
 def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "choose_backend", lambda facts: ("cute", ""))  # as on a host of GPUs
+    monkeypatch.setattr(agreement, "choose_backend", lambda facts, domains: ("cute", ""))  # as on a host of GPUs
     chosen = []
 
     def chose(kind: str, comm: ep_ops.Communicator) -> Any:
@@ -379,6 +383,7 @@ def _disagree(field: str, values: list[Any]) -> None:
     ("timeout", [1.0, 2.0], "ranks disagree on timeout"),
     ("dispatch_sms", [None, 8], "ranks disagree on dispatch_sms"),
     ("combine_sms", [4, 8], "ranks disagree on combine_sms"),
+    ("domain_size", [1, 2], "ranks disagree on domain_size: 1 on ranks [0]; 2 on ranks [1]"),
     ("symmetric_rows", [4, 8], "ranks disagree on symmetric_rows"),
     ("name", ["a", "b"], "ranks disagree on name: 'a' on ranks [0]; 'b' on ranks [1]; pass name="),
     ("top_k", [2, 0], "rank 1: top_k is 0; it must be an int of at least 1"),

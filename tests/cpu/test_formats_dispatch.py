@@ -110,7 +110,7 @@ def _dispatched(case: RouteCase, given: list[Given], dtype: torch.dtype) -> dict
                     x, weights, *along, None, name, layout, True, case.slots[rank]
                 )
             started = comm.dispatch_start(
-                x, idx, weights, capacity=sizes[0], slots=sizes[2], max_tokens=sizes[3], format=name
+                x, idx, weights, capacity=sizes[0], slots=sizes[2], max_tokens=sizes[3], format=name, zeros=True
             )
             out[one.name, "rows", "split"] = comm.dispatch_wait(started)
             wire = None, f"wire:{name}", ""

@@ -17,7 +17,7 @@ from torch.library import opcheck
 import ep_ops
 from ep_ops.formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, quantise
 from ep_ops.operators import OPERATORS
-from ep_ops.operators.table import NoScales
+from ep_ops.records import NoScales
 
 HIDDEN, TOP_K, EXPERTS, ALIGNMENT = 256, 2, 4, 8
 QUANTISED = tuple(name for name, form in FORMATS.items() if not form.wire)
@@ -440,6 +440,27 @@ def test_what_the_cute_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         x, idx = torch.ones(3, 2**16 + 128).bfloat16(), torch.zeros(3, TOP_K, dtype=torch.int32)
         with pytest.raises(ValueError, match="hidden_size 65664; allowed on backend 'cute': at most 65536"):
             comm.dispatch(x, idx, format=POW2)
+
+
+def test_padding_is_cleared_by_default_where_gradients_are_on(comm: ep_ops.Communicator) -> None:
+    x, idx, weights = inputs(5)
+    sizes = dict(capacity=64, alignment=16)
+
+    def padding(**asked: Any) -> list[Tensor]:
+        ways = [comm.dispatch(x, idx, weights, **sizes, **asked)]
+        ways.append(comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **sizes, **asked)))
+        rows = [sent.x for sent in ways]
+        rows += [comm.dispatch_planned(x, ways[0].route, weights, **asked)[0]]
+        rows += [comm.dispatch_dynamic(x, idx, weights, alignment=16, **asked).x]
+        expert = ways[0].route.m_indices
+        behind = torch.arange(64) >= ways[0].route.offs[-1]
+        return [row[(expert < 0)[: row.shape[0]] & ~behind[: row.shape[0]]] for row in rows]
+
+    assert all(rows.numel() and not rows.any() for rows in padding())
+    with torch.no_grad():
+        assert all(rows.isnan().all() for rows in padding())
+        assert not any(rows.any() for rows in padding(zeros=True))
+    assert all(rows.isnan().all() for rows in padding(zeros=False))
 
 
 def test_no_scales_can_be_used_everywhere(comm: ep_ops.Communicator) -> None:

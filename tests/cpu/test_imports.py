@@ -53,7 +53,10 @@ ROOMS = {
         "ep_ops.formats", "ep_ops.leaving", "ep_ops.methods", "ep_ops.overflow", "ep_ops.survivors",
         "ep_ops.token_major",
     ),
-    "ep_ops.nn": ("ep_ops.records", "ep_ops.communicator"),
+    "ep_ops.nn": (
+        "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.topology", "ep_ops.operators",
+        "ep_ops.backends", "cute_kernels",
+    ),
     "ep_ops.integrations": (
         "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators",
     ),
@@ -61,10 +64,10 @@ ROOMS = {
     "ep_ops.ahead": ("ep_ops.version", "ep_ops.config", "ep_ops.backends", "cute_kernels"),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),
-    "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "cute_kernels"),
+    "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "ep_ops.symmetric", "cute_kernels"),
     "ep_ops.bench": (
         "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric",
-        "ep_ops.backends", "ep_ops.ahead", "cute_kernels",
+        "ep_ops.backends", "ep_ops.ahead", "ep_ops.formats", "ep_ops.nn", "cute_kernels",
     ),
     "ep_ops.cli": (
         "ep_ops", "ep_ops.ahead", "ep_ops.demo", "ep_ops.decode_demo", "ep_ops.doctor", "ep_ops.launch", "ep_ops.bench",

@@ -142,7 +142,7 @@ MOST_CALLS = {
     "plan": (16, 14),
     "dispatch": (23, 22),
     "dispatch_dynamic": (21, 20),
-    "dispatch_planned": (20, 21),
+    "dispatch_planned": (20, 22),
     "combine": (20, 25),
     "combine_gathered": (18, 20),
     "dispatch_start": (22, 22),

@@ -94,7 +94,7 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned)
+dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, None, , , False)
 combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )

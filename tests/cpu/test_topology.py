@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 import ep_ops
 from ep_ops import agreement, topology
-from ep_ops.topology import Fabric, GpuFacts, choose_backend, fabric_of, gpu_facts, several_domains
+from ep_ops.topology import Fabric, GpuFacts, choose_backend, divide, fabric_of, gpu_facts, rails_of
 
 RACK, OTHER = Fabric("c0ffee", 1), Fabric("c0ffee", 2)
 
@@ -32,8 +32,8 @@ def facts(*places: tuple[str, Fabric | None]) -> list[GpuFacts]:
         (facts(("a", None), ("a", None)), ""),
         (facts(("a", RACK), ("a", RACK), ("b", RACK)), ""),
         (
-            facts(("a", None), ("b", None), ("a", None), ("a", None)),
-            "ranks are in 2 NVLink domains: 0, 2..3 (host a); 1 (host b)",
+            facts(*(("a" if rank in (0, 2, 3) else "b", None) for rank in range(6))),
+            "ranks are in 2 NVLink domains: 0, 2..3 (host a); 1, 4..5 (host b)",
         ),
         (
             facts(("a", RACK), ("b", OTHER)),
@@ -45,17 +45,78 @@ def facts(*places: tuple[str, Fabric | None]) -> list[GpuFacts]:
             "ranks are in 2 NVLink domains: 0 (fabric cluster c0ffee, clique 1); 1 (host a)",
         ),
         ([*facts(("a", None)), *facts(("a", None))], "ranks 0 and 1 share a GPU"),
-        ([*facts(("a", None)), None], "rank 1 has no GPU"),
+        ([None, None], "rank 0 has no GPU"),
         ([*facts(("a", None)), GpuFacts("a", "gpu 1", None, "it is broken")], "rank 1: it is broken"),
     ],
 )
 def test_choice_of_backend(given: list[GpuFacts | None], why: str) -> None:
-    assert choose_backend(given) == ("reference" if why else "cute", why)
+    assert choose_backend(given, divide(given, None)) == ("reference" if why else "cute", why)
 
 
 def test_no_gpu() -> None:
     assert gpu_facts(torch.device("cpu")) is None
-    assert several_domains(facts(("a", None), ("a", None))) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "domains"),
+    [
+        ("aaaa", None, ((0, 1, 2, 3),)),
+        ("aaaa", 4, ((0, 1, 2, 3),)),
+        ("aaaa", 2, ((0, 1), (2, 3))),
+        ("aaaa", 1, ((0,), (1,), (2,), (3,))),
+        ("abab", None, ((0, 2), (1, 3))),
+        ("abab", 2, ((0, 2), (1, 3))),
+        ("abba", None, ((0, 3), (1, 2))),
+        ("bbaa", 1, ((0,), (1,), (2,), (3,))),
+        ("abababab", 2, ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("aab", 1, ((0,), (1,), (2,))),
+        ("----", None, ((0, 1, 2, 3),)),  # without GPUs
+        ("----", 2, ((0, 1), (2, 3))),
+    ],
+)
+def test_domains(hosts: str, size: int | None, domains: topology.Domains) -> None:
+    given = [
+        None if host == "-" else fact for host, fact in zip(hosts, facts(*((h, None) for h in hosts)), strict=True)
+    ]
+    assert divide(given, size) == domains
+    rails = rails_of(domains)
+    assert all(rails[i][d] == rank for d, ranks in enumerate(domains) for i, rank in enumerate(ranks))
+    assert len(rails) == len(domains[0])
+
+
+@pytest.mark.parametrize(("domains", "size"), [(64, 8), (8, 72)])
+def test_many_domains(domains: int, size: int) -> None:
+    """Ranks dealt out to the domains in turn."""
+    given = facts(*((f"h{rank % domains}", None) for rank in range(domains * size)))
+    assert divide(given, None) == tuple(tuple(range(d, domains * size, domains)) for d in range(domains))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "said"),
+    [
+        (
+            "aaaaba",
+            None,
+            "ranks are in 2 NVLink domains: 0..3, 5 (host a); 4 (host b); all must have as many ranks: domain_size=1",
+        ),
+        ("aaaabb", None, "domain_size=2 cuts them into equal ones"),
+        (
+            "aabb",
+            4,
+            "domain_size is 4; ranks are in 2 NVLink domains: 0..1 (host a); 2..3 (host b), and it must divide the"
+            " number of ranks of each",
+        ),
+        ("aaab", 2, "domain_size is 2; ranks are in 2 NVLink domains"),
+        ("----", 3, "domain_size is 3; one NVLink domain: 0..3, and it must divide"),
+    ],
+)
+def test_unequal_domains(hosts: str, size: int | None, said: str) -> None:
+    given = [
+        None if host == "-" else fact for host, fact in zip(hosts, facts(*((h, None) for h in hosts)), strict=True)
+    ]
+    with pytest.raises(ValueError) as raised:
+        divide(given, size)
+    assert said in str(raised.value)
 
 
 class Nvml:
@@ -106,29 +167,33 @@ def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fabric_of("12", 0) == "NVML cannot tell (libnvidia-ml.so.1: cannot open shared object file)"
 
 
-def apart() -> list[str]:
-    """By ranks that say they are on two hosts: what is chosen, warned of and refused."""
+def apart(hosts: str, domain_size: int | None) -> list[Any]:
+    """By ranks that say they are on these hosts: what is chosen, warned of and refused."""
     rank, true_facts = dist.get_rank(), agreement.gpu_facts
-    agreement.gpu_facts = lambda device: GpuFacts(f"h{rank}", "gpu", None, None)
+    agreement.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made = dict(num_experts=4, hidden_size=32, top_k=2, max_tokens_per_rank=8, device="cpu")
-            with ep_ops.Communicator(dist.group.WORLD, **made) as comm:
+            with ep_ops.Communicator(dist.group.WORLD, domain_size=domain_size, **made) as comm:
                 config, exchange = comm.config, comm._exchange
+                assert comm.domains == config.domains and len(comm.domains[0]) == config.domain_size
+                assert comm.rails == rails_of(comm.domains)
         said = [str(warning.message) for warning in caught if "backend" in str(warning.message)]
         try:
             agreement.agree(exchange, dataclasses.replace(config, backend="cute"), None, True)
         except ValueError as error:
             said.append(str(error))
-        return [config.backend, *said]
+        return [config.backend, config.domains, *said]
     finally:
         agreement.gpu_facts = true_facts
 
 
-def test_ranks_of_two_domains() -> None:
-    first, second = run_ranks(2, apart)
-    where = "ranks are in 2 NVLink domains: 0 (host h0); 1 (host h1)"
+@pytest.mark.parametrize(("hosts", "size"), [("ab", None), ("ab", 1), ("aa", 1)])
+def test_ranks_of_two_domains(hosts: str, size: int | None) -> None:
+    first, second = run_ranks(2, apart, hosts, size)
+    where = f"ranks are in 2 NVLink domains: 0 (host {hosts[0]}); 1 (host {hosts[1]})"
     refused = f"{where}; backend 'cute' needs all in one"
-    assert first == ["reference", f"backend 'auto' takes 'reference', which is slow: {where}", refused]
-    assert second == ["reference", refused]
+    domains = ((0,), (1,))
+    assert first == ["reference", domains, f"backend 'auto' takes 'reference', which is slow: {where}", refused]
+    assert second == ["reference", domains, refused]

@@ -7,7 +7,7 @@ import sys
 import types
 from typing import Any
 
-from . import arch, machine, numbers, ptx
+from . import arch, machine, network, numbers, ptx
 from .memory import Registers, SharedArray
 from .threads import me
 
@@ -52,7 +52,7 @@ def _module(name: str, **names: Any) -> types.ModuleType:
     return module
 
 
-KINDS = ("Int8", "Uint8", "Uint16", "Int32", "Uint32", "Int64", "Boolean", "Float32")
+KINDS = ("Int8", "Uint8", "Uint16", "Int32", "Uint32", "Int64", "Uint64", "Boolean", "Float32")
 
 
 def install() -> None:
@@ -61,7 +61,7 @@ def install() -> None:
     sys.modules["cutlass.cute.arch"] = arch
     cute = _module(
         "cutlass.cute", jit=as_it_is, kernel=as_it_is, arch=arch, make_rmem_tensor=registers, make_layout=as_it_is,
-        make_tensor=lambda iterator, layout: iterator,
+        make_tensor=lambda iterator, layout: iterator, BitCode=as_it_is, extern=network.extern,
     )  # fmt: skip
     kinds = {name: getattr(numbers, name) for name in KINDS}
     _module(
@@ -93,10 +93,12 @@ def make_small() -> None:
     heap.RING_BYTES = 6 * (128 + 200)
     heap.Problem.tiles = property(lambda problem: TILES)
     latency.WARPS = 4
+    import cute_kernels.internode.combine as internode
+    import cute_kernels.swiglu as swiglu
     import cute_kernels.throughput.combine as combine
     import cute_kernels.throughput.gather as gather
     import cute_kernels.throughput.pull_scaled as pull_scaled
     import cute_kernels.throughput.stage as stage
 
-    combine.WARPS = pull_scaled.WARPS = gather.WARPS = 2
+    internode.WARPS = combine.WARPS = pull_scaled.WARPS = gather.WARPS = swiglu.WARPS = 2
     stage.MOST_WARPS = 3

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from .memory import GlobalMemory
 
 draw = random.Random()
 clock = 0
 """Rounds of the scheduler: nanoseconds to kernels."""
+networks: list[Any] = []
+"""The network between the heaps in this memory, if there is one."""
 _memories: list[GlobalMemory] = []
 
 
 def new_memory(nbytes: int) -> GlobalMemory:
+    networks.clear()
     _memories[:] = [GlobalMemory(nbytes)]
     return _memories[0]
 

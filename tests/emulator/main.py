@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import copies, deaths, dsl, formats, latency, machine, throughput
+from . import batches, combine, copies, deaths, dsl, formats, latency, machine, swiglu, throughput
 from .routes import Shape
 
 CHECKS: dict[str, Callable[[random.Random], None]] = {
@@ -49,6 +49,9 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     **copies.CHECKS,
     **formats.CHECKS,
     **deaths.CHECKS,
+    **batches.CHECKS,
+    **combine.CHECKS,
+    **swiglu.CHECKS,
 }  # fmt: skip
 
 

@@ -107,6 +107,11 @@ class Int64(Fixed):
     bits = 64
 
 
+class Uint64(Fixed):
+    bits = 64
+    signed = False
+
+
 class Boolean(int):
     def __new__(cls, value: Any = False) -> Boolean:
         return int.__new__(cls, bool(value))

@@ -1,4 +1,4 @@
-"""What kernels import as `cute_kernels.ptx`. Rows are fp32."""
+"""What kernels import as `cute_kernels.ptx`. Rows are fp32 or bf16."""
 
 from __future__ import annotations
 
@@ -135,17 +135,26 @@ def add_rn(a: Any, b: Any) -> Any:
 
 
 def unpack(words: Sequence[Any], dtype: str) -> list[Any]:
+    if dtype == "bf16":
+        return [float_of(half) for word in words for half in (int(word) << 16, int(word) & 0xFFFF0000)]
     assert dtype == "fp32"
     return [float_of(word) for word in words]
 
 
 def pack(values: Sequence[Any], dtype: str) -> list[Uint32]:
+    if dtype == "bf16":
+        halves = torch.tensor([float(value) for value in values]).bfloat16().view(torch.int16).tolist()
+        return [Uint32(low & 0xFFFF | high << 16) for low, high in zip(halves[::2], halves[1::2], strict=True)]
     assert dtype == "fp32"
     return [word_of(value) for value in values]
 
 
 def div_rn(a: Any, b: Any) -> Any:
     return numpy.float32(a) / numpy.float32(b)
+
+
+def sigmoid(a: Any) -> Any:
+    return numpy.float32(1 / (1 + math.exp(min(max(-float(a), -104.0), 88.0)))) if a == a else numpy.float32(0)
 
 
 def as_float(bits: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import machine
+from .network import Network
 from .threads import Launch, run
 
 REPORT_WORDS = 128
@@ -17,16 +18,18 @@ TENSOR_BYTES = 1 << 26
 
 
 class Ranks:
-    """`heap` is the layout of each rank's symmetric memory, which lasts for all operations; their tensors are new."""
+    """`heap` is the layout of each rank's symmetric memory, which lasts for all operations; their tensors are new.
+    Unless they are `mapped`, ranks know of no address of another one's."""
 
-    def __init__(self, heap: Any, draw: random.Random) -> None:
+    def __init__(self, heap: Any, draw: random.Random, mapped: bool = True) -> None:
         self.heap, self.draw = heap, draw
         self.world_size = world = heap.problem.world_size
         self.memory = machine.new_memory(world * (heap.nbytes + 512) + TENSOR_BYTES)
         self.heaps = [self.memory.take(heap.nbytes, f"heap of rank {rank}", 0) for rank in range(world)]
+        machine.networks.append(Network(self.heaps, heap.nbytes))
         self.table = self.memory.take(8 * world, "table of heaps")
         for rank, address in enumerate(self.heaps):
-            self.memory.store_long(self.table + 8 * rank, address)
+            self.memory.store_long(self.table + 8 * rank, address if mapped else 0)
             self.memory.store_long(self.epoch_of(rank), 1)
         self.reports = [self.memory.take(4 * REPORT_WORDS, "report", 0) for _ in range(world)]
         self.operations = 0

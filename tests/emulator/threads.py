@@ -174,7 +174,7 @@ def run(launches: list[Launch], draw: random.Random, dying: Sequence[int] = (), 
         after -= 1
         machine.clock += 1
         draw.shuffle(warps)
-        moved = False
+        moved = any([network.step(draw) for network in machine.networks])
         for warp in warps:
             block = warp[0].block
             if not warp[0].began and block.after and not block.may_start():

@@ -65,6 +65,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_formats
     import test_gather
     import test_latency
+    import test_live_rows
     import test_progress
     import test_steps
     import test_throughput
@@ -95,7 +96,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     for config, how in test_formats.wanted(world_size):
         want.add(config, test_formats.TOKENS, formats=[how])
-    return [*want.kernels, *of_tokens(world_size, seed), *of_many(world_size, seed)]
+    return [*want.kernels, *test_live_rows.kernels(), *of_tokens(world_size, seed), *of_many(world_size, seed)]
 
 
 def of_tokens(world_size: int, seed: int) -> list[Any]:

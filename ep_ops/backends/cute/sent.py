@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...formats import format_of, layout_of
-from ...records import Delivery
+from ...records import NO_SCALES, Delivery
 
 
 class Sent(NamedTuple):
@@ -51,5 +50,5 @@ def with_scales(out: tuple[Tensor, ...], recv_scales: Tensor | None, delivery: D
     if delivery is None:
         return out
     recv_x = out[0]
-    scales = torch.empty(0, dtype=torch.float32, device=recv_x.device) if recv_scales is None else recv_scales
+    scales = NO_SCALES[recv_x.device] if recv_scales is None else recv_scales
     return (recv_x, scales, *out[1:])

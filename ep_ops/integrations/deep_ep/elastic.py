@@ -122,7 +122,7 @@ class ElasticBuffer:
             route = handle.route
             comm = self._communicator(rows, handle.num_experts, route, handle.do_expand)
             if handle.do_expand:
-                recv_x, weights, *more = comm.dispatch_planned(rows, route, topk_weights, **asked)
+                recv_x, weights, *more = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
                 recv_scales = more[0] if more else None
             else:
                 recv_x, weights, recv_scales = comm.dispatch_tokens_planned(rows, route, topk_weights, **asked)
@@ -136,11 +136,11 @@ class ElasticBuffer:
         refuse_experts(num_experts, self.num_ranks)
         align, sync = expert_alignment or 1, do_cpu_sync is None or do_cpu_sync
         given, bound = (rows, topk_idx, topk_weights), {"max_tokens": most, **asked}
-        backend = "auto" if do_expand and scales is None else "reference"
+        backend = "auto" if do_expand else "reference"  # kernels have no token-major rows
         comm = self.communicators.of(rows, num_experts, topk_idx.shape[1], most, backend)
         if do_expand:
             how = comm.dispatch_dynamic if sync else comm.dispatch
-            expanded = how(*given, alignment=align, **bound)
+            expanded = how(*given, alignment=align, zeros=True, **bound)
             recv_x, recv_scales, weights, route = expanded.x, expanded.scales, expanded.weights, expanded.route
             local_idx, psum = None, route.psum
         else:

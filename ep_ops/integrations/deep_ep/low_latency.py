@@ -64,8 +64,7 @@ class LowLatency:
         if use_fp8:
             asked["format"] = "e4m3/128/pow2" if round_scale else "e4m3/128/fp32"
             asked["scales_as"] = "packed" if use_ue8m0 else "columns"
-        backend = "reference" if use_fp8 else "auto"  # kernels have no formats
-        comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens, backend)
+        comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens, "auto")
         sent = comm.dispatch(x.contiguous(), topk_idx, max_tokens=tokens, slots=slots, alignment=1, **asked)
         counts = sent.route.counts
         if cumulative_local_expert_recv_stats is not None:

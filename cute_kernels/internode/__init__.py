@@ -1,0 +1,1 @@
+"""Kernels' way to ranks of other NVLink domains."""

@@ -1,0 +1,256 @@
+"""How kernels reach ranks that they may not map: a few calls, and what they promise. Nothing else may be relied on.
+
+A rank's heap is symmetric memory, the same on all ranks, so an offset names a place in each. `put_signal` copies bytes
+of this rank's heap into another one's and then sets a word there, which has no other writer: whoever acquires that word
+sees those bytes. `put_value` sets a word alone. In which order puts and words of one rank arrive, and how late, is not
+said; a put is cut into pieces as the wire likes, and reads its source as late as it likes. `flush` waits until the
+source of this warp's puts may be written again, which says nothing of their arrival.
+
+What a kernel makes of that:
+- A batch of rows has a place and a word of its own, for each sender and bank: no sums, no counters, no queues.
+- Its word holds the operation's epoch, how many rows came, and whether they are the last: a word of an earlier
+  operation is no batch, and no rows are told from rows that have not come.
+- A receiver waits for all that it is sent before its operation ends, and says hello, by `put_value`, in the next. Who
+  has seen the hello of operation e may therefore write, in e + 1, what its puts of operation e - 1 read and wrote.
+"""
+
+import functools
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint64
+from cutlass.cute import arch
+
+from .. import ptx
+from ..marks import SHIFT
+from ..sync import Ranks, await_word
+
+LAST = 1 << (SHIFT - 1)
+"""Set in a batch's word, beside its number of rows, if the sender has no more."""
+MOST_ROWS = LAST - 1
+"""The most rows of a batch."""
+
+OLDEST = (3, 7)
+"""The first version of NVSHMEM whose device library holds all that is called here."""
+NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_EQ = 9, 0
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Whatever moves the bytes. `there` and `word` are offsets in the heap of `rank`, `here` one in this rank's; all of
+    them and `nbytes` are multiples of 16, but words of 8."""
+
+    def put_signal(
+        self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
+    ) -> None:
+        """By a whole warp, which has written the source itself. Does not wait for the bytes to leave."""
+        raise NotImplementedError
+
+    def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
+        """By one thread."""
+        raise NotImplementedError
+
+    def flush(self, ranks: Ranks) -> None:
+        """By a whole warp."""
+        raise NotImplementedError
+
+    def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32) -> Int64:
+        """By one thread: until `peer` has set this rank's `word` in this operation; what it carries beside the epoch,
+        or -1 when the wait was given up. `detail`: which of the peer's batches it is of, for the report."""
+        return await_word(ranks, ranks.own + word, peer, detail)
+
+
+def batch_word(ranks: Ranks, rows: Int32, last: Int32) -> Int64:
+    """Of a batch of this operation."""
+    return ((ranks.mark >> SHIFT) << SHIFT) | Int64(rows) | (Int64(last) * LAST)
+
+
+# ---------------------------------------------------------------------- NVLink
+
+
+@dataclass(frozen=True)
+class Nvlink(Wire):
+    """Stores into memory that this rank maps."""
+
+    def put_signal(
+        self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
+    ) -> None:
+        heap = ranks.peer(rank)
+        copy_by_warp(heap + there, ranks.own + here, nbytes)
+        signal_by_warp(heap + word, value)
+
+    def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
+        ptx.st_relaxed_sys(ranks.peer(rank) + word, value)
+
+    def flush(self, ranks: Ranks) -> None:
+        """Stores have read their source."""
+
+
+@cute.jit
+def copy_by_warp(there: Int64, here: Int64, nbytes: Int32) -> None:
+    """By a whole warp, from where it, or a thread that it has acquired from, has written."""
+    # Every lane copies what any lane of the warp has written.
+    arch.sync_warp()
+    at = Int32(arch.lane_idx() * 16)
+    while at < nbytes:
+        ptx.st_v4(there + at, ptx.ld_v4(here + at))
+        at += 32 * 16
+
+
+@cute.jit
+def signal_by_warp(address: Int64, value: Int64) -> None:
+    # The stores of the whole warp come before lane 0's release.
+    arch.sync_warp()
+    if arch.lane_idx() == 0:
+        ptx.st_release_sys(address, value)
+
+
+# ---------------------------------------------------------------------- NVSHMEM
+
+
+@dataclass(frozen=True)
+class Nvshmem(Wire):
+    """NVSHMEM's own calls, linked from its device library (a file of LLVM bitcode, see `find_library`). Ranks have the
+    numbers that NVSHMEM gave them, and heaps lie in its memory."""
+
+    library: str
+
+    def put_signal(
+        self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
+    ) -> None:
+        calls = _calls(self.library)
+        # What reads the source is no thread of this GPU: each lane's stores come before the put.
+        arch.fence_acq_rel_sys()
+        arch.sync_warp()
+        calls.put_signal(
+            ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
+            Int32(NVSHMEM_SIGNAL_SET), rank,
+        )  # fmt: skip
+
+    def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
+        _calls(self.library).put(ranks.own + word, Uint64(value), rank)
+
+    def flush(self, ranks: Ranks) -> None:
+        _calls(self.library).flush()
+
+    def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32) -> Int64:
+        found = await_word(ranks, ranks.own + word, peer, detail)
+        # Where a network writes data and words by different ways, this is what makes the data visible.
+        _calls(self.library).test(ranks.own + word, Int32(NVSHMEM_CMP_EQ), Uint64(ptx.ld_relaxed_sys(ranks.own + word)))
+        return found
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """NVSHMEM's functions, on addresses in this rank's heap that stand for the same place in `pe`'s."""
+
+    put_signal: Any
+    put: Any
+    test: Any
+    flush: Any
+
+
+@functools.lru_cache
+def _calls(library: str) -> _Calls:
+    source = cute.BitCode(library)
+    # Not inlined: a put is hundreds of instructions for every kind of network, and takes registers of its own.
+
+    @cute.extern(name="nvshmemx_putmem_signal_nbi_warp", source=source, inline=False)
+    def put_signal(
+        there: Int64, here: Int64, nbytes: Uint64, word: Int64, value: Uint64, operation: Int32, pe: Int32
+    ) -> None: ...
+
+    @cute.extern(name="nvshmem_uint64_p", source=source, inline=False)
+    def put(word: Int64, value: Uint64, pe: Int32) -> None: ...
+
+    @cute.extern(name="nvshmem_uint64_test", source=source, inline=False)
+    def test(word: Int64, comparison: Int32, value: Uint64) -> Int32:  # type: ignore[empty-body]
+        ...
+
+    @cute.extern(name="nvshmemx_flush_warp", source=source, inline=False)
+    def flush() -> None: ...
+
+    return _Calls(put_signal, put, test, flush)
+
+
+def find_library() -> str | None:
+    """NVSHMEM's device library for GPUs of capability 9.0 and newer, as the wheels nvidia-nvshmem-cu12 and -cu13
+    install it; None if there is none, or if the first one is older than 3.7."""
+    for folder in map(Path, sys.path):
+        path = folder / "nvidia" / "nvshmem" / "lib" / "libnvshmem_device_sm_90.bc"
+        if path.is_file():
+            found = [re.search(r"-(\d+)\.(\d+)", info.name) for info in folder.glob("nvidia_nvshmem_cu*.dist-info")]
+            versions = [(int(version[1]), int(version[2])) for version in found if version is not None]
+            return str(path) if all(version >= OLDEST for version in versions) else None
+    return None
+
+
+# ---------------------------------------------------------------------- an adversary, for tests
+
+STATE, THERE, HERE, BYTES, WORD, VALUE, RANK = range(7)
+RECORD_WORDS = 8
+"""Words (8 bytes each) of what is left for a courier. The state is twice as large as the number of puts that were left
+there and delivered, and one more while one is to be delivered; behind it are the arguments of that put."""
+
+
+@dataclass(frozen=True)
+class Adversary(Wire):
+    """Delivers nothing: leaves every put with the sender, for a courier (courier.py) that is as late, and as little in
+    order, as a wire may be. The heap has sections `posted` and `records`, with room for `depth` puts."""
+
+    depth: int
+
+    def put_signal(
+        self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
+    ) -> None:
+        post_by_warp(self.depth, ranks, (there, here, Int64(nbytes), word, value, Int64(rank)))
+
+    def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
+        none = Int64(0)
+        post(self.depth, ranks, (none, none, none, word, value, Int64(rank)))
+
+    def flush(self, ranks: Ranks) -> None:
+        await_delivered(self.depth, ranks)
+
+
+@cute.jit
+def post(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
+    """By one thread: leaves a record, when all that were left there before have been delivered."""
+    ticket = ptx.atom_inc(ranks.own + ranks.heap.offset["posted"])
+    record = record_of(ranks, ticket % depth)
+    before = Int64(ticket // depth) * 2
+    while ptx.ld_acquire_gpu(record) != before:
+        pass
+    for i in cutlass.range_constexpr(len(words)):
+        ptx.st_u64(record + (THERE + i) * 8, words[i])
+    ptx.st_release_gpu(record, before + 1)
+
+
+@cute.jit
+def post_by_warp(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
+    # The stores of the whole warp come before lane 0's release.
+    arch.sync_warp()
+    if arch.lane_idx() == 0:
+        post(depth, ranks, words)
+
+
+@cute.jit
+def await_delivered(depth: cutlass.Constexpr[int], ranks: Ranks) -> None:
+    """By a whole warp: until each record has been delivered."""
+    # No lane looks before lane 0 has left the warp's last one.
+    arch.sync_warp()
+    i = Int32(arch.lane_idx())
+    while i < depth:
+        while ptx.ld_acquire_gpu(record_of(ranks, i)) & 1 != 0:
+            pass
+        i += arch.WARP_SIZE
+    arch.sync_warp()
+
+
+def record_of(ranks: Ranks, index: Int32) -> Int64:
+    return ranks.own + ranks.heap.offset["records"] + Int64(index) * (RECORD_WORDS * 8)

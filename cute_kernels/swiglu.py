@@ -1,0 +1,218 @@
+"""SwiGLU of the rows of a route: an expert's kept rows are worked out, its padding becomes zeros, and no other row is
+read or written.
+
+A row of x is F gates and behind them as many ups; what is made of it is silu(gate) times up, F numbers. All is done in
+fp32 and rounded once; a result that is quantised is so as it would be behind this, from numbers of x's dtype.
+
+A piece of a row is what the lanes of a warp hold at once. The pieces of all rows that segments have are dealt out to
+the warps of the grid, whatever the number of rows that there is room for; where a row lies each warp finds out by
+itself.
+"""
+
+# No "from __future__ import annotations": the kernel's annotations are read as types.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+from .delivery import Arrived, Delivery
+from .launch import Launched
+from .quantise import encode, largest, numbers_of, of_group, scale_of
+from .rows import Width
+from .segments import inclusive_sum
+from .throughput.stage_quantised import store_codes
+
+WARPS = 8
+
+
+class Args(NamedTuple):
+    """R rows, F numbers, El local experts."""
+
+    x: Int64  # [R, 2 F]
+    grad: Int64  # backward: that of the result, [R, F]
+    out: Int64  # [R, F]; backward: the gradient of x, [R, 2 F]
+    scales: Int64  # of a quantised result
+    offs: Int64  # [El] int32
+    counts: Int64  # [El] int32
+    num_rows: Int32  # R
+    slots: Int32  # rows of each expert; 0: segments follow each other
+    experts: Int32  # El
+    alignment: Int32
+    blocks: Int32
+
+
+@dataclass(frozen=True)
+class SwiGLU(Launched):
+    """`hidden_size` is F. With a `format`, rows leave as codes and scales in `layout`."""
+
+    hidden_size: int
+    dtype: str
+    backward: bool = False
+    format: str = ""
+    layout: str = ""
+
+    NAME: ClassVar[str] = "ep_swiglu"
+    Args: ClassVar[Any] = Args
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (WARPS * 32, 1, 1)}
+
+    @property
+    def delivery(self) -> Delivery:
+        return Delivery(self.width, self.format, self.layout)
+
+    @property
+    def width(self) -> Width:
+        return Width(self.hidden_size, self.dtype)
+
+    @property
+    def vectors(self) -> int:
+        """Of 16 bytes, in F numbers."""
+        return self.width.row_bytes // 16
+
+    @property
+    def pieces(self) -> int:
+        """Of a row. A lane holds up to 4 vectors of each operand, 2 of the three operands of backward."""
+        return -(-self.vectors // (32 * (2 if self.backward else 4)))
+
+    @property
+    def ahead(self) -> int:
+        """Vectors of each operand that a lane holds, all loaded before it looks at the first."""
+        return -(-self.vectors // (32 * self.pieces))
+
+    @cute.kernel
+    def kernel(self, args: Args) -> None:
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        lane = arch.lane_idx()
+        item = bid * WARPS + arch.make_warp_uniform(tid // 32)
+        first, before = Int32(0), Int32(0)
+        # 32 experts at a time, one a lane; rows of segments are counted on through all of them.
+        while first < args.experts:
+            count, padded, begin = Int32(0), Int32(0), Int32(0)
+            if first + lane < args.experts:
+                count = ptx.ld_i32(args.counts + Int64(first + lane) * 4)
+                padded = (count + args.alignment - 1) // args.alignment * args.alignment
+                begin = ptx.ld_i32(args.offs + Int64(first + lane) * 4) - padded
+            end = before + inclusive_sum(padded)
+            last = arch.shuffle_sync(end, 31)
+            while item // self.pieces < last:
+                number = item // self.pieces
+                expert = Int32(arch.popc(arch.vote_ballot_sync(end <= number)))
+                place = number - arch.shuffle_sync(end - padded, expert)
+                row = arch.shuffle_sync(begin, expert) + place
+                kept = place < arch.shuffle_sync(count, expert)
+                self.piece(args, row, kept, item - number * self.pieces)
+                item += args.blocks * WARPS
+            before = last
+            first += 32
+
+    @cute.jit
+    def piece(self, args: Args, row: Int32, kept: Boolean, number: Int32) -> None:
+        """By a warp."""
+        first = number * (32 * self.ahead) + arch.lane_idx()
+        if const_expr(self.backward):
+            self.give_back(args, row, kept, first)
+        elif const_expr(self.format == ""):
+            self.store(args.out + Int64(row) * self.width.row_bytes, first, self.made(args, row, kept, first))
+        else:
+            to = Arrived(args.out, Int64(0), args.scales, args.num_rows, args.slots)
+            if kept:
+                self.quantise(to, row, first, self.made(args, row, kept, first))
+            elif number == 0:
+                self.delivery.zero(to, row, row + 1, arch.lane_idx(), False)
+
+    @cute.jit
+    def load(self, at: Int64, first: Int32, words: Any, where: int) -> None:
+        """A lane's vectors from the `first`; behind the end of the row the last one again."""
+        for u in range_constexpr(self.ahead):
+            vector = cutlass.min(first + u * 32, self.vectors - 1)
+            got = ptx.ld_v4(at + Int64(vector) * 16)
+            for i in range_constexpr(4):
+                words[where + 4 * u + i] = got[i]
+
+    @cute.jit
+    def operands(self, args: Args, row: Int32, kept: Boolean, first: Int32) -> Any:
+        """A lane's gates, ups and, of backward, gradients; zeros in padding, whose operands may be anything."""
+        each = 4 * self.ahead
+        words = cute.make_rmem_tensor(((3 if self.backward else 2) * each,), Uint32)
+        for i in range_constexpr((3 if self.backward else 2) * each):
+            words[i] = Uint32(0)
+        if kept:
+            x = args.x + Int64(row) * (2 * self.width.row_bytes)
+            self.load(x, first, words, 0)
+            self.load(x + self.width.row_bytes, first, words, each)
+            if const_expr(self.backward):
+                self.load(args.grad + Int64(row) * self.width.row_bytes, first, words, 2 * each)
+        return words
+
+    @cute.jit
+    def made(self, args: Args, row: Int32, kept: Boolean, first: Int32) -> Any:
+        """silu(gate) * up, in x's dtype."""
+        words = self.operands(args, row, kept, first)
+        made = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
+        for u in range_constexpr(self.ahead):
+            gates, ups = self.numbers(words, u), self.numbers(words, self.ahead + u)
+            values = [gate * ptx.sigmoid(gate) * up for gate, up in zip(gates, ups, strict=True)]
+            packed = ptx.pack(values, self.dtype)
+            for i in range_constexpr(4):
+                made[4 * u + i] = packed[i]
+        return made
+
+    @cute.jit
+    def give_back(self, args: Args, row: Int32, kept: Boolean, first: Int32) -> None:
+        """With s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)), up' = grad gate s."""
+        words = self.operands(args, row, kept, first)
+        of_gates = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
+        of_ups = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
+        for u in range_constexpr(self.ahead):
+            gates, ups = self.numbers(words, u), self.numbers(words, self.ahead + u)
+            grads = self.numbers(words, 2 * self.ahead + u)
+            shares = [ptx.sigmoid(gate) for gate in gates]
+            by_gate = [
+                grad * up * s * (Float32(1.0) + gate * (Float32(1.0) - s))
+                for gate, up, grad, s in zip(gates, ups, grads, shares, strict=True)
+            ]
+            by_up = [grad * (gate * s) for gate, grad, s in zip(gates, grads, shares, strict=True)]
+            packed_gates, packed_ups = ptx.pack(by_gate, self.dtype), ptx.pack(by_up, self.dtype)
+            for i in range_constexpr(4):
+                of_gates[4 * u + i] = packed_gates[i]
+                of_ups[4 * u + i] = packed_ups[i]
+        out = args.out + Int64(row) * (2 * self.width.row_bytes)
+        self.store(out, first, of_gates)
+        self.store(out + self.width.row_bytes, first, of_ups)
+
+    def numbers(self, words: Any, vector: int) -> Sequence[Float32]:
+        return ptx.unpack([words[4 * vector + i] for i in range(4)], self.dtype)
+
+    @cute.jit
+    def store(self, at: Int64, first: Int32, words: Any) -> None:
+        for u in range_constexpr(self.ahead):
+            vector = first + u * 32
+            if vector < self.vectors:
+                ptx.st_v4(at + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])
+
+    @cute.jit
+    def quantise(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:
+        delivery, form, dtype = self.delivery, self.delivery.form, self.dtype
+        lanes = form.block // numbers_of(dtype)  # that hold a block
+        codes_at = to.rows + Int64(row) * self.hidden_size
+        for u in range_constexpr(self.ahead):
+            vector = first + u * 32
+            stored, inverse = scale_of(form.kind, of_group(largest(words, 4 * u, 4, dtype), lanes))
+            codes = encode([words[4 * u + i] for i in range(4)], inverse, dtype)
+            if vector < self.vectors:
+                store_codes(codes_at, vector, codes)
+                if vector % lanes == 0:
+                    delivery.store_scale(to, row, vector // lanes, stored)
+                if const_expr(self.layout == "packed" and form.scales % 4 != 0):
+                    if vector == self.vectors - 1:
+                        for column in range_constexpr(form.scales, (form.scales + 3) // 4 * 4):
+                            delivery.store_scale(to, row, Int32(column), Int32(0))

@@ -1,0 +1,251 @@
+"""SwiGLU between two grouped GEMMs, of the rows that experts have and of no others.
+
+    got = comm.dispatch(x, experts, weights)                        # room for the worst case, several times the mean
+    y = grouped_mm(got.x, w_in, got.route.offs)                     # [R, 2F]
+    y = swiglu_rows(y, got.route)                                   # [R, F]
+    out = comm.combine(grouped_mm(y, w_out, got.route.offs), got.route, got.weights)
+
+Grouped GEMMs compute the rows of segments. So do these, which read where segments end on the device: what stands behind
+them costs no time. A row that an expert has kept is computed; the padding of a segment becomes zeros, in the result and
+in the gradient, whatever stood there; rows that are in no segment are never read, and are undefined in both.
+
+On GPUs that run the kernels of the ``cute`` backend these are kernels, too, for rows of bfloat16, float16 and float32
+whose F numbers are a multiple of 16 bytes. Everything else is plain PyTorch over all R rows, which writes NaN where the
+result is undefined. A kernel is compiled by the first call that needs it, which must come before a CUDA graph is
+captured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ep_ops import formats
+from ep_ops.formats import Grid, ScaleLayout, Segments
+from ep_ops.formats.quantise import refuse_hidden
+from ep_ops.operators.register import LIBRARY
+from ep_ops.records import Route
+from ep_ops.topology import lack_of_kernels
+
+BLOCKWISE = ("e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx")
+LAYOUTS = ("rows", "columns", "packed")
+
+
+def swiglu_rows(gate_and_up: Tensor, route: Route) -> Tensor:
+    """[R, 2F] -> [R, F]: silu of the first half of each row times the second, in fp32 (fp64 where that is the dtype),
+    rounded once to the dtype.
+
+    For rows along ``route``, flat or padded, R being ``route.num_rows``. Differentiable; under ``torch.compile`` one
+    operator, ``torch.ops.ep.swiglu``.
+
+    ValueError for a token-major route, another number of rows, or an odd number of columns; TypeError for a dtype that
+    is no floating-point type of 16 to 64 bits.
+    """
+    return torch.ops.ep.swiglu(*_checked(gate_and_up, route))
+
+
+def swiglu_quantised(
+    gate_and_up: Tensor, route: Route, format: str = "e4m3/128/pow2", scales_as: str = ""
+) -> tuple[Tensor, Tensor]:
+    """[R, 2F] -> codes float8_e4m3fn [R, F] and their scales: :func:`swiglu_rows`, and what it gives quantised as
+    docs/formats.md says, in one pass.
+
+    ``format`` is ``e4m3/128/pow2``, ``e4m3/128/fp32`` or ``e4m3/32/mx``, ``scales_as`` one of its layouts ``rows``,
+    ``columns`` and ``packed`` (empty: the first that it has). Scales come as ``Dispatched.scales`` does, a view for
+    consumers of the layout. Codes and scales of padding are 0. The gradient goes straight through: codes have one of
+    gate_and_up's dtype, which is that of ``swiglu_rows``'s result.
+
+    Errors of :func:`swiglu_rows`; ValueError for another format or layout, or an F that the format does not divide;
+    TypeError for float64.
+    """
+    rows = _checked(gate_and_up, route)
+    form, layout = _format(format, scales_as)
+    refuse_hidden(gate_and_up.shape[1] // 2, form)
+    if gate_and_up.dtype == torch.float64:
+        raise TypeError("gate_and_up is torch.float64; rows that are quantised are bfloat16, float16 or float32")
+    codes, scales = torch.ops.ep.swiglu_quantised(*rows, format, layout)
+    grid = Grid(codes.shape[0], route.slots, route.offs.shape[0], codes.shape[1])
+    return codes, formats.view(scales, form, layout, grid)
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _checked(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """What the operators' arguments begin with."""
+    segments = route.segments
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"gate_and_up is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+    if x.dim() != 2 or x.shape[1] % 2 or x.shape[0] != route.num_rows:
+        raise ValueError(
+            f"gate_and_up has shape {tuple(x.shape)}; allowed: [{route.num_rows}, 2F], the rows of the route"
+        )
+    return x, segments.offs, segments.counts, segments.alignment, route.slots
+
+
+def _format(name: str, scales_as: str) -> tuple[formats.Format, str]:
+    if name not in BLOCKWISE:
+        raise ValueError(f"format is {name!r}; allowed: {', '.join(map(repr, BLOCKWISE))}")
+    form = formats.format_of(name)
+    layout = formats.layout_of(form, scales_as)
+    if layout not in LAYOUTS:
+        raise ValueError(f"scales_as is {scales_as!r}; allowed here: {', '.join(map(repr, LAYOUTS))}")
+    return form, layout
+
+
+# The operators. Each takes gates and ups x [R, 2F], and what says which rows there are: offs, counts, alignment, slots.
+
+
+class _Rows(NamedTuple):
+    """Arguments of an operator behind x and other rows."""
+
+    offs: Tensor
+    counts: Tensor
+    alignment: int
+    slots: int
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(self.offs, self.counts, self.alignment)
+
+
+_ROWS = "Tensor offs, Tensor counts, int alignment, SymInt slots"
+
+
+def _kernels(x: Tensor, hidden: int) -> Any:
+    """What launches kernels for rows of x; None where plain PyTorch runs."""
+    if not x.is_cuda or _lack(x.device) is not None:
+        return None
+    from ep_ops.backends.cute import swiglu
+
+    return swiglu if swiglu.takes(x, hidden) else None
+
+
+@functools.cache
+def _lack(device: torch.device) -> str | None:
+    return lack_of_kernels(device)
+
+
+def _kernel(x: Tensor, hidden: int, *rest: Any) -> Any:
+    from cute_kernels.swiglu import SwiGLU
+    from ep_ops.backends.cute.memory import DTYPES
+
+    return SwiGLU(hidden, DTYPES[x.dtype], *rest)
+
+
+def _fake_swiglu(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+def _swiglu(x: Tensor, *along: Any) -> Tensor:
+    rows, hidden = _Rows(*along), x.shape[1] // 2
+    kernels = _kernels(x, hidden)
+    if kernels is None:
+        kept, live = _covered(x, rows)
+        gate, up = _wide(x, kept).chunk(2, 1)
+        return torch.where(live, (torch.nn.functional.silu(gate) * up).to(x.dtype), torch.nan)
+    out = _fake_swiglu(x)
+    kernels.launch(_kernel(x, hidden), x.contiguous(), out, rows.segments, rows.slots)
+    return out
+
+
+def _fake_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
+    """With s = sigmoid(gate): of the gate grad * up * s * (1 + gate * (1 - s)), of the up grad * gate * s."""
+    rows, hidden = _Rows(*along), grad.shape[1]
+    kernels = _kernels(x, hidden)
+    if kernels is None:
+        kept, live = _covered(x, rows)
+        (gate, up), own = _wide(x, kept).chunk(2, 1), _wide(grad, kept)
+        share = torch.sigmoid(gate)
+        both = torch.cat([own * up * share * (1 + gate * (1 - share)), own * (gate * share)], 1)
+        return torch.where(live, both.to(x.dtype), torch.nan)
+    out = _fake_backward(grad, x)
+    kernels.launch(_kernel(x, hidden, True), x.contiguous(), out, rows.segments, rows.slots, grad=grad.contiguous())
+    return out
+
+
+def _fake_quantised(
+    x: Tensor, offs: Tensor, counts: Tensor, alignment: int, slots: int, format: str, layout: str
+) -> tuple[Tensor, Tensor]:
+    hidden = x.shape[1] // 2
+    grid = Grid(x.shape[0], slots, offs.shape[0], hidden)
+    shape, dtype = formats.scales_shape(formats.format_of(format), layout, grid)
+    return x.new_empty(x.shape[0], hidden, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=dtype)
+
+
+def _quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    rows, (format, layout), hidden = _Rows(*arguments[:4]), arguments[4:], x.shape[1] // 2
+    kernels = _kernels(x, hidden)
+    if kernels is None:
+        form = formats.format_of(format)
+        codes, scales = formats.quantise(_swiglu(x, *rows), form)
+        kept, live = _covered(x, rows)
+        codes = torch.where(live & ~kept, 0, codes.view(torch.uint8)).view(codes.dtype)
+        as_bytes = scales.dtype == torch.float8_e8m0fnu
+        own, unused = (scales.view(torch.uint8), 255) if as_bytes else (scales, torch.nan)
+        scales = torch.where(kept, own, torch.where(live, 0, unused).to(own.dtype)).view(scales.dtype)
+        grid = Grid(x.shape[0], rows.slots, rows.offs.shape[0], hidden)
+        return codes, ScaleLayout(form, layout, grid, rows.segments).pack(scales, True, torch.nan)
+    codes, scales = _fake_quantised(x, *arguments)
+    kernel = _kernel(x, hidden, False, format, layout)
+    kernels.launch(kernel, x.contiguous(), codes, rows.segments, rows.slots, scales=scales)
+    return codes, scales
+
+
+def _covered(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """bool [R, 1] each: kept rows, and those of segments."""
+    segments = rows.segments
+    return segments.covered(x.shape[0], False)[:, None], segments.covered(x.shape[0], True)[:, None]
+
+
+def _wide(x: Tensor, kept: Tensor) -> Tensor:
+    return torch.where(kept, x, 0).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, offs, counts, alignment, slots, *_ = inputs
+    ctx.save_for_backward(x, offs, counts)
+    ctx.sizes, ctx.others = (alignment, slots), len(inputs) - 1
+    ctx.set_materialize_grads(False)
+    if isinstance(output, tuple):
+        codes, scales = output
+        ctx.mark_non_differentiable(scales)
+        codes.grad_dtype = None  # autograd would round gradients to e4m3
+
+
+@once_differentiable
+def _gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    own = None
+    if grad is not None and ctx.needs_input_grad[0]:
+        x, offs, counts = ctx.saved_tensors
+        own = torch.ops.ep.swiglu_backward(grad.to(x.dtype), x, offs, counts, *ctx.sizes)
+    return (own, *(None for _ in range(ctx.others)))
+
+
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    f"swiglu(Tensor x, {_ROWS}) -> Tensor out": (_swiglu, _fake_swiglu),
+    f"swiglu_backward(Tensor grad, Tensor x, {_ROWS}) -> Tensor grad_x": (_backward, _fake_backward),
+    f"swiglu_quantised(Tensor x, {_ROWS}, str format, str layout) -> (Tensor codes, Tensor scales)": (
+        _quantised, _fake_quantised,
+    ),
+}  # fmt: skip
+
+for _schema, (_run, _fake) in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides))
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, torch._disable_dynamo(_run), _key)
+    torch.library.register_fake(f"ep::{_name}", _fake, lib=LIBRARY)
+    if _name != "swiglu_backward":
+        torch.library.register_autograd(
+            f"ep::{_name}", torch._disable_dynamo(_gradient), setup_context=torch._disable_dynamo(_save), lib=LIBRARY
+        )

@@ -1,0 +1,162 @@
+"""Symmetric memory from NVSHMEM: ranks of other NVLink domains reach it, through NVSHMEM's calls.
+
+A process initialises NVSHMEM once, over the first group that asks for memory, and never finalises it: that is
+collective, and would wait for ranks that are dead. Allocating and giving back is collective over that group as well, so
+groups of other ranks are refused, and what has been freed is given back when memory is allocated the next time, as far
+as all ranks have freed it. With a dead peer nothing is given back before the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..exchange import Exchange
+from .buffer import SymmetricBuffer
+
+NEEDED = (3, 7, 2)
+"""The oldest NVSHMEM whose device library holds what the kernels call."""
+UNIQUE_ID_BYTES = 128
+
+
+class Heap:
+    """What this process has of NVSHMEM, once it is initialised."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members = members  # global ranks that initialised it, by their numbers in NVSHMEM
+        self.numbered = 0  # allocations so far
+        self.blocks: dict[int, int] = {}  # address of each that has not been given back
+        self.freed: set[int] = set()  # those of them that nobody uses here
+
+
+_heaps: list[Heap] = []  # at most one
+
+
+def problem() -> str | None:
+    """What this process lacks, with what to install; None: nothing."""
+    cuda = f"cu{(torch.version.cuda or '13').partition('.')[0]}"
+    if importlib.util.find_spec("nvshmem") is None:
+        return f"nvshmem4py is not installed: pip install 'ep_ops[nvshmem-{cuda}]'"
+    wanted = ".".join(map(str, NEEDED))
+    install = f"pip install --no-deps 'nvidia-nvshmem-{cuda}>={wanted},<4'"
+    try:
+        version, path = loaded()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"NVSHMEM cannot be loaded ({error}): {install}"
+    if version < NEEDED:
+        return (
+            f"NVSHMEM {'.'.join(map(str, version))} is loaded ({path}), which torch may have brought; needed is"
+            f" {wanted} or newer: {install}"
+        )
+    return None
+
+
+def loaded() -> tuple[tuple[int, ...], str]:
+    """Version and path of the library, which is loaded unless one was before: torch for CUDA loads its own."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    path = load_nvidia_dynamic_lib("nvshmem_host").abs_path
+    numbers = [ctypes.c_int() for _ in NEEDED]
+    _bindings().vendor_get_version_info(*map(ctypes.addressof, numbers))
+    return tuple(number.value for number in numbers), str(path)
+
+
+def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
+    """See :func:`ep_ops.symmetric.allocate`. The address of a rank that is not mapped is 0."""
+    exchange = Exchange(group, device)
+    members = tuple(dist.get_process_group_ranks(group))
+    heap = _heaps[0] if _heaps else None
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        freed = _agree(group, nbytes, heap, members)
+        if heap is None:
+            _initialise(exchange)
+            heap = Heap(members)
+            _heaps.append(heap)
+        for number in freed:
+            heap.freed.remove(number)
+            _bindings().free(heap.blocks.pop(number))
+        address = _bindings().malloc(nbytes)
+        lacking = (exchange.all_gather(torch.tensor([int(address == 0)])).flatten() > 0).nonzero().flatten().tolist()
+        if lacking:  # what others have got there is theirs to the end: giving it back is collective
+            raise RuntimeError(
+                f"NVSHMEM has no {nbytes} bytes of symmetric memory left on ranks {lacking};"
+                " NVSHMEM_MAX_MEMORY_PER_GPU and NVSHMEM_SYMMETRIC_SIZE set how much there is"
+            )
+        number = heap.numbered
+        heap.numbered += 1
+        heap.blocks[number] = address
+        memory = _view(address, nbytes, device)
+        memory.zero_()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        addresses = tuple(_bindings().ptr(address, pe) for pe in range(exchange.world_size))
+    exchange.barrier()  # nobody writes before everybody has zeroed
+
+    def release() -> None:
+        heap.freed.add(number)
+
+    return SymmetricBuffer(memory, addresses, release)
+
+
+def register(library: int) -> None:
+    """Makes NVSHMEM known to a loaded CUDA library (its handle) whose kernels call it, before they are launched."""
+    if status := _bindings().culibrary_init(library):
+        raise RuntimeError(f"nvshmemx_culibrary_init returned {status}")
+
+
+def _agree(group: Any, nbytes: int, heap: Heap | None, members: tuple[int, ...]) -> list[int]:
+    """Collective: the allocations that all ranks have freed. Every rank raises if one cannot go on."""
+    known = None if heap is None else heap.members
+    words: list[Any] = [None] * len(members)
+    word = (nbytes, problem(), known, sorted(heap.freed) if heap else [])
+    dist.all_gather_object(words, word, group=group)
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _) in enumerate(words) if problem]
+    if problems:
+        raise RuntimeError("; ".join(problems))
+    for rank, (_, _, others, _) in enumerate(words):
+        if others not in (None, members) or (others is None) != (known is None):
+            initialised = next(found for _, _, found, _ in words if found is not None)
+            raise ValueError(
+                f"rank {rank} has not the NVSHMEM of group {list(members)} (global ranks): a process has one, of the"
+                f" first group that asks for its memory, which was {list(initialised)}; communicators of several NVLink"
+                " domains must all be of that group"
+            )
+    sizes = [size for size, _, _, _ in words]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"ranks ask for different sizes of symmetric memory: {sizes} bytes by rank")
+    return sorted(set.intersection(*(set(freed) for _, _, _, freed in words)))
+
+
+def _initialise(exchange: Exchange) -> None:
+    """Collective: by rank 0's unique id."""
+    bindings = _bindings()
+    unique = bindings.uniqueid()
+    if exchange.rank == 0:
+        bindings.get_uniqueid(unique.ptr)
+    own = torch.tensor(list(ctypes.string_at(unique.ptr, UNIQUE_ID_BYTES)), dtype=torch.uint8)
+    told = bytes(exchange.all_gather(own)[0].tolist())
+    ctypes.memmove(unique.ptr, told, UNIQUE_ID_BYTES)
+    attributes = bindings.InitAttr()
+    bindings.set_attr_uniqueid_args(exchange.rank, exchange.world_size, unique.ptr, attributes.ptr)
+    bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+
+
+def _bindings() -> Any:
+    import nvshmem.bindings
+
+    return nvshmem.bindings
+
+
+def _view(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """The memory there, which is not torch's."""
+
+    class Memory:
+        __cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    return torch.as_tensor(Memory(), device=device)

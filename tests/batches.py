@@ -1,0 +1,122 @@
+"""A kernel that sends rows over a wire, a batch at a time, to every rank: for tests of wires and of what may be made of
+them. It is compiled, emulated and, where there are GPUs, run.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute import arch
+
+from cute_kernels import ptx, sync
+from cute_kernels.heap import Heap, Problem
+from cute_kernels.internode import operation
+from cute_kernels.internode.wire import LAST, RECORD_WORDS, Wire, batch_word, copy_by_warp
+from cute_kernels.launch import Kernel, RankArgs
+
+WARPS, MOST_BLOCKS = 2, 2
+BATCH_ROWS = 3
+
+
+class BatchHeap(Heap):
+    """A rank's heap. By [warp]: a batch on its way out; by [rank][row]: rows that have come; by [rank][batch]: words.
+    Records are of one bank, and fewer than an operation's puts."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        ranks, rows = problem.world_size, problem.max_tokens
+        self.batches = max(1, -(-rows // BATCH_ROWS))
+        self.depth = 4 * ranks
+        self.take(
+            outgoing=MOST_BLOCKS * WARPS * BATCH_ROWS * problem.row_bytes,
+            incoming=ranks * rows * problem.row_bytes,
+            words=ranks * self.batches * 8,
+            posted=8,
+            records=self.depth * RECORD_WORDS * 8,
+        )
+
+
+class BatchesArgs(NamedTuple):
+    """Of :class:`Batches`."""
+
+    ranks: RankArgs
+    x: Int64  # [W, max_tokens, H] rows for each rank
+    counts: Int64  # int32 [W] how many of them go
+    out: Int64  # [W, max_tokens, H] rows from each rank
+    came: Int64  # int32 [W] how many of them came
+    blocks: Int32
+
+
+@dataclass(frozen=True)
+class Batches(Kernel):
+    """Warps deal the batches of all ranks among them, send theirs, each from one place, and then deal the senders. At
+    most `MOST_BLOCKS` blocks."""
+
+    wire: Wire
+
+    NAME, Args = "ep_test_batches", BatchesArgs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (32 * WARPS, 1, 1)}
+
+    @cute.kernel
+    def kernel(self, args: BatchesArgs) -> None:
+        wire = self.wire
+        problem, heap = self.problem, BatchHeap(self.problem)
+        ranks = sync.Ranks(heap, args.ranks)
+        world_size, batches = problem.world_size, heap.batches
+        row_bytes = problem.row_bytes
+        tid, _, _ = arch.thread_idx()
+        block, _, _ = arch.block_idx()
+        lane = arch.lane_idx()
+        warp = arch.make_warp_uniform(tid // 32)
+        none = Int64(0)
+        if block == 0:
+            operation.begin(wire, ranks, tid, 32 * WARPS)
+
+        item = Int32(warp * args.blocks + block)
+        while item < world_size * batches:
+            peer = item // batches
+            batch = item - peer * batches
+            total = ptx.ld_i32(args.counts + Int64(peer) * 4)
+            first = batch * BATCH_ROWS
+            rows = total - first
+            last = Int32(rows <= BATCH_ROWS)
+            if rows > BATCH_ROWS:
+                rows = Int32(BATCH_ROWS)
+            word = ranks.at(none, "words") + Int64(ranks.rank * batches + batch) * 8
+            if rows > 0:
+                given = args.x + Int64(peer * problem.max_tokens + first) * row_bytes
+                here = ranks.at(none, "outgoing") + Int64(block * WARPS + warp) * (BATCH_ROWS * row_bytes)
+                copy_by_warp(ranks.own + here, given, rows * row_bytes)
+                there = ranks.at(none, "incoming")
+                there += Int64(ranks.rank * problem.max_tokens + first) * row_bytes
+                wire.put_signal(ranks, peer, there, here, rows * row_bytes, word, batch_word(ranks, rows, last))
+                wire.flush(ranks)
+            elif batch == 0 and lane == 0:
+                wire.put_value(ranks, peer, word, batch_word(ranks, Int32(0), Int32(1)))
+            item += args.blocks * WARPS
+
+        source = Int32(warp * args.blocks + block)
+        while source < world_size:
+            total, batch, more = Int32(0), Int32(0), Int32(1)
+            while more != 0:
+                found = Int32(-1)
+                if lane == 0:
+                    word = ranks.at(none, "words") + Int64(source * batches + batch) * 8
+                    found = Int32(wire.wait(ranks, word, source, batch))
+                found = arch.shuffle_sync(found, 0)
+                more = Int32(0)
+                if found >= 0:
+                    rows = found & (LAST - 1)
+                    place = Int64(source * problem.max_tokens + batch * BATCH_ROWS) * row_bytes
+                    copy_by_warp(args.out + place, ranks.at(ranks.own, "incoming") + place, rows * row_bytes)
+                    total += rows
+                    more = Int32((found & LAST) == 0)
+                batch += 1
+            if lane == 0:
+                ptx.st_i32(args.came + Int64(source) * 4, total)
+            source += args.blocks * WARPS
+        operation.finish(wire, ranks, args.blocks)

@@ -1,0 +1,69 @@
+"""What the kernels of SwiGLU compile to, for Hopper and Blackwell, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import test_ptx
+from test_ptx import ARCHS, assembled, compiled_ptx, count, needs_assembler
+
+from cute_kernels.jit import object_name
+from cute_kernels.swiglu import SwiGLU
+
+dumps_elsewhere = test_ptx.dumps_elsewhere
+LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
+PLAIN = [SwiGLU(hidden, dtype, backward) for hidden, dtype in ((2048, "bf16"), (768, "fp16"), (36, "fp32"))
+         for backward in (False, True)]  # fmt: skip
+POW2 = "e4m3/128/pow2"
+QUANTISED = [
+    *(SwiGLU(2048, "bf16", False, POW2, layout) for layout in ("rows", "columns", "packed")),
+    SwiGLU(640, "fp16", False, POW2, "packed"), SwiGLU(768, "fp32", False, "e4m3/128/fp32", "columns"),
+    SwiGLU(160, "bf16", False, "e4m3/32/mx", "rows"), SwiGLU(2048, "bf16", False, "e4m3/32/mx", "packed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", PLAIN, ids=str)
+def test_plain(kernel: SwiGLU, arch: str) -> None:
+    """16 bytes at a time, each operand and each result once; one exponential a number and no division."""
+    ptx = compiled_ptx(kernel, arch)
+    assert ".local" not in ptx and not re.search(r"\bdiv\.\w+\.f32", ptx)
+    operands, results = (3, 2) if kernel.backward else (2, 1)
+    assert count(ptx, LOADS) == operands * kernel.ahead and count(ptx, STORES) == results * kernel.ahead
+    numbers = kernel.ahead * (4 if kernel.dtype == "fp32" else 8)
+    assert ptx.count("ex2.approx") == numbers
+    assert not re.search(r"\bst\.global\.b(8|32)\b", ptx)
+    # All operands of a piece are under way before the first is looked at.
+    assert ptx.rindex(LOADS) < ptx.index("ex2.approx")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", QUANTISED, ids=str)
+def test_quantised(kernel: SwiGLU, arch: str) -> None:
+    """What is quantised never leaves in its own dtype; padding alone is stored by 16 bytes."""
+    ptx = compiled_ptx(kernel, arch)
+    assert ".local" not in ptx
+    assert count(ptx, LOADS) == 2 * kernel.ahead and count(ptx, STORES) == 1
+    assert ptx.count("cvt.rn.satfinite.e4m3x2") == kernel.ahead * (2 if kernel.dtype == "fp32" else 4)
+    assert ("div.rn.f32" in ptx) == (kernel.delivery.form.kind == "fp32")
+
+
+@needs_assembler
+@pytest.mark.parametrize("arch", ARCHS)
+def test_registers(arch: str, tmp_path: Path) -> None:
+    """Four blocks fit on a multiprocessor; nothing is spilled."""
+    for kernel in (*PLAIN, *QUANTISED, SwiGLU(2048, "fp32", True)):
+        account = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
+        registers, spilled = re.search(r"Used (\d+) registers", account), re.search(r"(\d+) bytes spill", account)
+        assert registers and spilled, account
+        assert int(registers[1]) <= 64 and int(spilled[1]) == 0, (kernel, account)
+
+
+def test_each_has_a_file_of_its_own() -> None:
+    kernels = (*PLAIN, *QUANTISED)
+    assert len({object_name(kernel, "sm_90a") for kernel in kernels}) == len(kernels)
