@@ -79,7 +79,7 @@ def test_values_and_gradients(dtype, hidden, layout, seed):
     x, grad = of.poisoned(2 * hidden, dtype, draw), of.poisoned(hidden, dtype, draw)
     results = []
     for device, along in (("cuda", route), ("cpu", on_cpu(route))):
-        own = x.to(device).requires_grad_()
+        own = x.to(device, copy=True).requires_grad_()
         y = swiglu_rows(own, along)
         y.backward(grad.to(device))
         results.append((y.detach(), own.grad))
@@ -99,7 +99,7 @@ def test_extremes(dtype):
     route = Route(ints[0], ints[0], ints[0], *ints, 1, 4, 1)
     results = []
     for device, along in (("cuda", route), ("cpu", on_cpu(route))):
-        own = x.to(device).requires_grad_()
+        own = x.to(device, copy=True).requires_grad_()
         y = swiglu_rows(own, along)
         y.backward(torch.ones_like(y))
         # The derivative at an infinite gate is that of no number.
