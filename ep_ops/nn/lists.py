@@ -63,8 +63,8 @@ def expert_lists(
     if capacity is not None and (capacity < alignment or capacity % alignment):
         raise ValueError(f"capacity is {capacity}; allowed: positive multiples of alignment {alignment}")
     taken = local_idx.shape[0] * local_idx.shape[1]
-    room = (taken + torch.sym_min(num_local_experts, taken) * (alignment - 1)) // alignment * alignment
-    length = room if capacity is None else torch.sym_min(capacity, room)
+    room = (taken + min(num_local_experts, taken) * (alignment - 1)) // alignment * alignment
+    length = room if capacity is None else min(capacity, room)
 
     expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
     order = expert.argsort(stable=True)  # row * K + k, by expert; those of none last

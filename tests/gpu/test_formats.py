@@ -153,11 +153,13 @@ def test_gradients_compiled(bound, seed, together):
             return (out.detach(), *(leaf.grad for leaf in leaves))
 
         expected = step(layer, ref)
-        for run in (layer, torch.compile(layer, fullgraph=True, dynamic=False)):
+        # Compiled, what stands between dispatch and combine is rounded once instead of after every operation.
+        for run, most in ((layer, 1e-4), (torch.compile(layer, fullgraph=True, dynamic=False), 1e-2)):
             got = step(run, comm)
             with together():
                 for mine, theirs in zip(got, expected, strict=True):
-                    torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+                    error = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+                    assert error <= most, f"{float(error):.2g} from the reference"
         comm.check_errors()
 
 
