@@ -6,8 +6,7 @@
     import deep_ep                               # this module
 
 Names, order of rows, and meaning of counts are those of DeepEP 2.1.0; its handles hold what ours need, and differ
-inside. Rows of a dispatch are token-major (docs/token-major.md); they run on the reference backend, on GPUs as well;
-low-latency operations and expanded ones, of rows that are not FP8, take kernels where these can run. Not there:
+inside. Rows of a dispatch are token-major (docs/token-major.md); kernels run where they can. Not there:
 ``HybridEPBuffer``, which cannot be imported, and what raises NotImplementedError with the reason.
 """
 

@@ -21,11 +21,11 @@ class Communicators:
         self._group = group
         self._made: dict[tuple[Any, ...], Communicator] = {}
 
-    def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int, backend: str = "reference") -> Communicator:
+    def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int) -> Communicator:
         """For rows as those of ``x`` [., H] (bfloat16 where they are quantised), and at least ``max_tokens`` a rank,
         the same number on all."""
         dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
-        key = (x.shape[1], num_experts, top_k, dtype, x.device, backend)
+        key = (x.shape[1], num_experts, top_k, dtype, x.device)
         found = self._made.get(key)
         if found is None or found.max_tokens_per_rank < max_tokens:
             if found is not None:  # routes do not depend on it: those that were planned go on with its successor
@@ -33,7 +33,6 @@ class Communicators:
             found = self._made[key] = Communicator(
                 self._group, num_experts=num_experts, hidden_size=x.shape[1], top_k=top_k, dtype=dtype,
                 max_tokens_per_rank=1 << max(max_tokens - 1, 0).bit_length(), alignment=1, device=x.device,
-                backend=backend,
             )  # fmt: skip
         return found
 
@@ -45,13 +44,11 @@ class Communicators:
         """The sum over ranks; waits for all."""
         return Exchange(self._group, counts.device).all_gather(counts).sum(0)
 
-    def combined(
-        self, x: Tensor, route: Route, num_experts: int, bias: Bias = None, backend: str = "reference"
-    ) -> Tensor:
+    def combined(self, x: Tensor, route: Route, num_experts: int, bias: Bias = None) -> Tensor:
         """The rows ``x`` home: their sums, with ``bias`` (two of them are added up and rounded before)."""
         if isinstance(bias, tuple):
             bias = (bias[0].float() + bias[1].float()).to(x.dtype)
-        comm = self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens, backend)
+        comm = self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens)
         return comm.combine(x.contiguous(), route, residual=bias)
 
     def summed(self, weights: Tensor, route: Route, num_experts: int) -> Tensor:

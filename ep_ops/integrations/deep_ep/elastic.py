@@ -120,7 +120,7 @@ class ElasticBuffer:
             if topk_idx is not None or do_cpu_sync:
                 raise ValueError("topk_idx or do_cpu_sync is given beside handle, which decides both; allowed: None")
             route = handle.route
-            comm = self._communicator(rows, handle.num_experts, route, handle.do_expand)
+            comm = self._communicator(rows, handle.num_experts, route)
             if handle.do_expand:
                 recv_x, weights, *more = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
                 recv_scales = more[0] if more else None
@@ -136,8 +136,7 @@ class ElasticBuffer:
         refuse_experts(num_experts, self.num_ranks)
         align, sync = expert_alignment or 1, do_cpu_sync is None or do_cpu_sync
         given, bound = (rows, topk_idx, topk_weights), {"max_tokens": most, **asked}
-        backend = "auto" if do_expand else "reference"  # kernels have no token-major rows
-        comm = self.communicators.of(rows, num_experts, topk_idx.shape[1], most, backend)
+        comm = self.communicators.of(rows, num_experts, topk_idx.shape[1], most)
         if do_expand:
             how = comm.dispatch_dynamic if sync else comm.dispatch
             expanded = how(*given, alignment=align, zeros=True, **bound)
@@ -174,21 +173,20 @@ class ElasticBuffer:
             if event is not None:
                 event.current_stream_wait()
         route, experts, weights = handle.route, handle.num_experts, None
-        out = self.communicators.combined(x, route, experts, bias, "auto" if handle.do_expand else "reference")
+        out = self.communicators.combined(x, route, experts, bias)
         if topk_weights is not None and not handle.do_expand:
             weights = self.communicators.summed(topk_weights, route, experts)
         elif topk_weights is not None:
             if not self.allow_multiple_reduction:
                 raise ValueError("topk_weights of expanded rows are given; they need allow_multiple_reduction")
-            comm = self._communicator(x, experts, route, True)
+            comm = self._communicator(x, experts, route)
             given = topk_weights.float().contiguous()
             _, weights = torch.ops.ep.dispatch_backward(None, given, *route.tensors, *route.ints, comm.name)
         return out, weights, after(async_with_compute_stream)
 
-    def _communicator(self, rows: Tensor, num_experts: int, route: Route, expanded: bool) -> Any:
+    def _communicator(self, rows: Tensor, num_experts: int, route: Route) -> Any:
         """For what follows a route."""
-        backend = "auto" if expanded and rows.dtype != torch.float8_e4m3fn else "reference"
-        return self.communicators.of(rows, num_experts, route.topk_idx.shape[1], route.max_tokens, backend)
+        return self.communicators.of(rows, num_experts, route.topk_idx.shape[1], route.max_tokens)
 
 
 def _rows(rows: Tensor, scales: Tensor | None) -> Rows:

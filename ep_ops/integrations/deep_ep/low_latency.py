@@ -64,7 +64,7 @@ class LowLatency:
         if use_fp8:
             asked["format"] = "e4m3/128/pow2" if round_scale else "e4m3/128/fp32"
             asked["scales_as"] = "packed" if use_ue8m0 else "columns"
-        comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens, "auto")
+        comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens)
         sent = comm.dispatch(x.contiguous(), topk_idx, max_tokens=tokens, slots=slots, alignment=1, **asked)
         counts = sent.route.counts
         if cumulative_local_expert_recv_stats is not None:
@@ -103,9 +103,9 @@ class LowLatency:
         route, top_k = handle.route, topk_idx.shape[1]
         # Weights come with the combine alone: they go to their rows, with the smallest x there is.
         blank = x.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
-        comm = self.communicators.of(blank, num_experts, top_k, tokens, "auto")
+        comm = self.communicators.of(blank, num_experts, top_k, tokens)
         _, row_weights = comm.dispatch_planned(blank, route, topk_weights.float().contiguous())
-        comm = self.communicators.of(x.view(-1, hidden), num_experts, top_k, tokens, "auto")
+        comm = self.communicators.of(x.view(-1, hidden), num_experts, top_k, tokens)
         combined = comm.combine(x.reshape(-1, hidden), route, row_weights)
         return combined if out is None else out.copy_(combined), after(async_finish), _nothing
 
