@@ -17,7 +17,7 @@ from ep_ops.bench import latency, latency_report, report
 from ep_ops.bench.timing import Timing
 
 ROOT = Path(ep_ops.__file__).parent.parent
-SMALL = ["--tokens", "1,3", "--hidden", "64", "--experts", "8", "--top-k", "2", "--pairs", "2", "--replays", "3"]
+SMALL = ["--tokens", "1,3", "--hidden", "128", "--experts", "8", "--top-k", "2", "--pairs", "2", "--replays", "3"]
 
 
 def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

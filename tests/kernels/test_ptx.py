@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,10 +72,16 @@ def assert_no_spills(ptx: str, arch: str, tmp_path: Path) -> None:
     assert spilled and int(spilled[1]) <= 24, account
 
 
+def of_each_kind(problem: Problem) -> list[Any]:
+    """One kernel."""
+    return list({type(kernel): kernel for kernel in kernels_of(problem)}.values())
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("problem", [LARGE, ALONE], ids=["large", "alone"])
 def test_every_kernel(problem: Problem, arch: str) -> None:
-    for kernel in kernels_of(problem):
+    """Of a single rank on Blackwell one of each kind: they take long."""
+    for kernel in of_each_kind(problem) if (problem, arch) == (ALONE, "sm_100a") else kernels_of(problem):
         ptx = compiled_ptx(kernel, arch)
         assert f".target {arch}" in ptx
         assert ".local" not in ptx, f"{kernel} uses local memory"
@@ -84,19 +90,18 @@ def test_every_kernel(problem: Problem, arch: str) -> None:
 
 @pytest.mark.parametrize("problem", [UNEVEN, WIDEST], ids=["uneven", "widest"])
 def test_other_problems(problem: Problem) -> None:
-    """One kernel of each kind."""
-    for kernel in {type(kernel): kernel for kernel in kernels_of(problem)}.values():
+    for kernel in of_each_kind(problem):
         assert ".local" not in compiled_ptx(kernel, "sm_90a"), f"{kernel} uses local memory"
 
 
 @needs_assembler
 @pytest.mark.parametrize(
     ("problem", "arch"),
-    [*itertools.product((LARGE, ALONE), ARCHS), (UNEVEN, "sm_90a"), (WIDEST, "sm_90a")],
-    ids=["large", "large sm_100a", "alone", "alone sm_100a", "uneven", "widest"],
+    [(LARGE, "sm_90a"), (LARGE, "sm_100a"), (ALONE, "sm_90a"), (UNEVEN, "sm_90a"), (WIDEST, "sm_90a")],
+    ids=["large", "large sm_100a", "alone", "uneven", "widest"],
 )
 def test_no_spills(problem: Problem, arch: str, tmp_path: Path) -> None:
-    for kernel in kernels_of(problem):
+    for kernel in of_each_kind(problem) if problem == UNEVEN else kernels_of(problem):
         assert_no_spills(compiled_ptx(kernel, arch), arch, tmp_path)
 
 

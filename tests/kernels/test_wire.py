@@ -49,7 +49,7 @@ def test_without_nvshmem(name: str, arch: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ARCHS[:1])
 def test_nvshmem(arch: str) -> None:
     ptx = compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch)
     assert "nvshmemi_device_state_d" in ptx  # which the library is told of before the kernel is launched
@@ -60,7 +60,7 @@ def test_nvshmem(arch: str) -> None:
 
 @needs_library
 @needs_assembler
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ARCHS[:1])
 def test_nvshmem_assembles(arch: str, tmp_path: Path) -> None:
     assert_no_spills(compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch), arch, tmp_path)
 
