@@ -51,11 +51,13 @@ def pack(
 
 
 def unpack(mark: int) -> tuple[int, Terms]:
-    """Epoch and terms of a mark, also of one that has the highest bit set."""
+    """Epoch and terms of a mark, also of one that has the highest bit set; what is no kind or format, as in a word that
+    carries a number in the place of terms, counts as none."""
     mark &= (1 << GIVEN_UP) - 1
     scalars, rows, few = (bool(mark >> i & 1) for i in (4, 5, 6))
-    max_tokens, form = mark >> TOKENS & MOST_TOKENS - 1, FORMATS[mark >> FORMAT & 7]
-    return mark >> SHIFT, Terms(KINDS[mark & 15], scalars, rows, few, max_tokens, form)
+    kind, form = mark & 15, mark >> FORMAT & 7
+    kind, form = kind if kind < len(KINDS) else 0, form if form < len(FORMATS) else 0
+    return mark >> SHIFT, Terms(KINDS[kind], scalars, rows, few, mark >> TOKENS & MOST_TOKENS - 1, FORMATS[form])
 
 
 class Alarm(NamedTuple):

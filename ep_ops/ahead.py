@@ -17,6 +17,8 @@ import torch
 
 from ep_ops.backends.cute.memory import problem_with
 from ep_ops.config import Config, even_experts
+from ep_ops.formats import format_of, layout_of
+from ep_ops.formats.quantise import refuse_hidden
 from ep_ops.version import __version__
 
 
@@ -35,6 +37,17 @@ def config_of(
     if problem is not None:
         raise ValueError(problem)
     return config
+
+
+def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
+    """Formats and layouts of scales, of "NAME=LAYOUT" or "NAME". ValueError for what a dispatch would refuse."""
+    found = []
+    for text in texts:
+        name, _, layout = text.partition("=")
+        refuse_hidden(hidden_size, format_of(name))
+        layout_of(format_of(name), layout)
+        found.append((name, layout))
+    return found
 
 
 def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str, str]] = ()) -> int:

@@ -61,6 +61,10 @@ def parser() -> argparse.ArgumentParser:
     ahead.add_argument("--max-tokens-per-rank", type=positive, required=True)
     ahead.add_argument("--latency-max-tokens", type=int, help="as the communicator's (default: the backend's choice)")
     ahead.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    ahead.add_argument(
+        "--format", action="append", default=[], metavar="NAME=LAYOUT",
+        help="rows in a format as well, as e4m3/128/pow2=columns (repeatable; without =LAYOUT its first one)",
+    )  # fmt: skip
     ahead.add_argument("--arch", help="as sm_90a, sm_100a (default: this host's GPU's)")
     ahead.set_defaults(run=run_compile)
 
@@ -158,10 +162,11 @@ def run_compile(args: argparse.Namespace) -> int:
             args.ranks, args.num_experts, args.hidden_size, args.top_k, args.max_tokens_per_rank,
             getattr(torch, args.dtype), args.experts_per_rank, args.latency_max_tokens,
         )  # fmt: skip
+        formats = ahead.formats_of(args.format, args.hidden_size)
     except ValueError as refused:
         print(f"ep-ops compile: {refused}", file=sys.stderr)
         return 2
-    print(f"{ahead.compile_communicator(config, arch)} kernels for {arch} are in {ahead.folder()}")
+    print(f"{ahead.compile_communicator(config, arch, formats)} kernels for {arch} are in {ahead.folder()}")
     return 0
 
 

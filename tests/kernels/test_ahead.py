@@ -28,6 +28,13 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     assert asked == [(kernel, "sm_100a") for kernel in all_kernels(config)]
     assert f"{len(asked)} kernels for sm_100a are in {tmp_path}" in capsys.readouterr().out
 
+    plain = list(asked)
+    asked.clear()
+    ways = ["--format", "e4m3/32/mx=packed", "--format", "wire:e4m3/row/fp32"]
+    assert main(["compile", *SIZES, "--arch", "sm_100a", "--latency-max-tokens", "16", *ways]) == 0
+    wanted = all_kernels(config, [("e4m3/32/mx", "packed"), ("wire:e4m3/row/fp32", "")])
+    assert asked == [(kernel, "sm_100a") for kernel in wanted] and set(plain) < set(asked)
+
 
 def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Compiled by other processes, loaded by this one without compiling anything."""
@@ -43,6 +50,8 @@ def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     (["--top-k", "40"], "top_k is 40; at most 32 is supported"),
     (["--ranks", "80", "--num-experts", "80"], "world_size is 80; backend 'cute' takes at most 72 ranks"),
     (["--experts-per-rank", "3,3"], "adds up to 6, but num_experts is 4"),
+    (["--format", "e4m3/128/pow2"], "hidden_size is 64; format 'e4m3/128/pow2' takes multiples of 128"),
+    (["--format", "e4m3/32/mx=columns"], "scales_as is 'columns'; allowed for format 'e4m3/32/mx'"),
 ])  # fmt: skip
 def test_what_is_refused(more: list[str], text: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["compile", *SIZES, *more, "--arch", "sm_90a"]) == 2

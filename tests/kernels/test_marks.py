@@ -29,6 +29,14 @@ def test_round_trip(kind, flags, tokens, name):
     assert packed < 2**31 and packed >> marks.SHIFT == 0
 
 
+def test_numbers_in_the_place_of_terms():
+    """A word that carries one may be what a failed wait has seen: the report must not fail of it."""
+    for number in (0xF, 7 << marks.FORMAT, (1 << marks.SHIFT) - 1):
+        epoch, terms = marks.unpack(5 << marks.SHIFT | number)
+        assert epoch == 5 and terms.kind in marks.KINDS and terms.format in FORMATS
+        assert "waited 2 s for rank 1" in report(sync.TIMEOUT, mark(7, "dispatch", 64), 5 << marks.SHIFT | number)
+
+
 def report(reason: int, own: int, seen: int) -> str:
     made = object.__new__(Report)
     made._timeout, made._num_experts = 2.0, 8
