@@ -7,6 +7,7 @@ announced operation e - 1 (the hello flag, see sync.py) and an operation does no
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 MOST_RANKS = 72
 """The most ranks that kernels take: as many GPUs as map each other's memory today."""
@@ -15,6 +16,11 @@ CHUNK_BYTES = 28 * 1024
 """The most bytes of a chunk of staged rows, unless `LEAST_CHUNK_TOKENS` rows are longer."""
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
 """The fewest and the most tokens of a chunk of staged rows."""
+
+BATCH_BYTES = 64 * 1024
+"""About how many bytes of rows cross to another NVLink domain in one put."""
+MOST_BATCH_TOKENS = 16
+"""The most tokens that the rows of one put are of: a bit for each has to fit into its word."""
 
 SHARED_BYTES = 226 * 1024
 """Bytes of shared memory that kernels plan with for a block."""
@@ -60,7 +66,9 @@ STATE_BYTES = 256
 class Problem:
     """What kernels are compiled for: everything that all calls of one communicator share.
 
-    `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32".
+    `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32". `domains`: the ranks
+    of each NVLink domain, ascending, where there are several of them; `wire` is then what crosses from one to another
+    (internode/wire.py).
     """
 
     world_size: int
@@ -69,6 +77,27 @@ class Problem:
     hidden_size: int
     dtype: str
     max_tokens: int
+    domains: tuple[tuple[int, ...], ...] = ()
+    wire: Any = None
+
+    @property
+    def num_domains(self) -> int:
+        return max(1, len(self.domains))
+
+    @property
+    def domain_ranks(self) -> int:
+        """Ranks of each domain."""
+        return self.world_size // self.num_domains
+
+    @property
+    def batch_tokens(self) -> int:
+        """Consecutive tokens whose rows cross to another domain together, those that are needed there."""
+        return max(1, min(MOST_BATCH_TOKENS, BATCH_BYTES // self.row_bytes))
+
+    @property
+    def weights_each(self) -> int:
+        """fp32 numbers that a token's routing weights take; where they are put on a wire, whole vectors of 16 bytes."""
+        return -(-self.top_k // 4) * 4 if self.domains else self.top_k
 
     @property
     def most_copies(self) -> int:
@@ -159,9 +188,9 @@ class Problem:
 
 
 PURPOSES = {
-    **dict.fromkeys(("told", "entries", "kept", "weights"), "routes"),
-    "scalars": "gradients of weights",
-    "rows": "staged rows",
+    **dict.fromkeys(("told", "told_out", "kept", "weights", "weights_in", "wanted_in", "wanted_out"), "routes"),
+    **dict.fromkeys(("scalars", "scalars_in"), "gradients of weights"),
+    **dict.fromkeys(("rows", "rows_in", "rows_out"), "staged rows"),
     **dict.fromkeys(("routes", "lines"), "marked lines"),  # of the latency kernels
 }
 """What buffers are for, as users are told; all others hold flags."""
@@ -178,9 +207,12 @@ class Heap:
 
     def __init__(self, p: Problem) -> None:
         self.problem = p
-        w, t = p.world_size, p.max_tokens
+        w, t, d = p.world_size, p.max_tokens, p.num_domains
+        self.batches = (t + p.batch_tokens - 1) // p.batch_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         self.tile_entries = p.tile_tokens * p.top_k
+        self.told_bytes = p.told_ints * 4 + self.tile_entries * ENTRY_BYTES
+        self.wanted_bytes = -(-p.batch_tokens // 4) * 16
         self.nbytes = STATE_BYTES
         self.offset: dict[str, int] = {}
         self.distance: dict[str, int] = {}
@@ -193,7 +225,7 @@ class Heap:
             "placed": p.tiles,
             "staged": w,
             "chunk": w * self.chunks,
-            "token": p.most_copies * t,
+            "token": d * p.most_copies * t,
             "fetched": w,
             "refusal": 1,  # set by any rank that refuses the operation, which leaves its reason with every rank
             "alarm": 1,  # set once and for all by a rank that gives up (marks.Alarm); of one bank
@@ -202,20 +234,42 @@ class Heap:
             **{name: 8 * count for name, count in flags.items()},
             reason=w * REASON_BYTES,
             notes=NOTES * NOTE_WORDS * 8,  # of one bank
-            # What each tile of each source rank tells this one: its counts and its entries for experts here.
-            told=w * p.tiles * p.told_ints * 4,
-            entries=w * p.tiles * self.tile_entries * ENTRY_BYTES,
+            # What each tile of each source rank tells this one: its counts, then its entries for experts here.
+            told=w * p.tiles * self.told_bytes,
             # What the blocks of this rank tell each other where rows are dropped: entries and copies that are kept.
             kept=p.tiles * w * 8,
             # Routing weights, which peers read here.
-            weights=t * p.top_k * 4,
+            weights=t * p.weights_each * 4,
             # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token,
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
             # for all operations alike. A token-major dispatch has its ids in the place of the scalars, for peers to
-            # read, and the backward of one its scalars in that of the entries.
-            scalars=t * p.top_k * 4,
-            rows=p.most_copies * t * p.row_bytes,
+            # read, and the backward of one its scalars in that of what is told. Where there are several domains a rank
+            # has both for the ranks of its rail, too, by [slot] (internode/places.py).
+            scalars=d * t * p.weights_each * 4,
+            rows=d * p.most_copies * t * p.row_bytes,
         )
+        if d > 1:
+            self.take(**self._across())
+
+    def _across(self) -> dict[str, int]:
+        """What ranks of other domains put here, or what is on its way to them (`_out`), by [slot - 1]; then what a rank
+        passes on to those of its own domain, by [source rank]. Words and flags have 8 bytes each."""
+        p, others, ranks = self.problem, self.problem.num_domains - 1, self.problem.world_size
+        words = ("batch", "wanted", "sum", "returned")  # of each batch
+        rows, weights = self.batches * p.batch_tokens * p.row_bytes, p.max_tokens * p.weights_each * 4
+        return {
+            **{name: 8 * others * self.batches for name in words},
+            "weighed": 8 * others * p.tiles,
+            "relayed": 8 * ranks * self.batches,
+            "relayed_weights": 8 * ranks * p.tiles,
+            "told_out": ranks * p.tiles * self.told_bytes,
+            "weights_in": others * weights,
+            "scalars_in": others * weights,
+            "wanted_in": others * self.batches * self.wanted_bytes,
+            "wanted_out": others * self.batches * self.wanted_bytes,
+            "rows_in": others * rows,
+            "rows_out": others * rows,
+        }
 
     def take(self, **sizes: int) -> None:
         """Lays buffers of so many bytes out: one bank of all of them, then the other, so that all have one distance."""

@@ -18,6 +18,7 @@ from . import ptx
 from .arrivals import Lists, lists
 from .experts import local_experts
 from .heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
+from .places import slot_of, stager_of
 from .route import place_of_entries, place_of_told, tile_of
 from .segments import inclusive_sum, place_segments
 from .sync import Ranks
@@ -142,7 +143,7 @@ def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: 
             # All loads first: they are in flight together.
             found = cute.make_rmem_tensor((p.tiles,), Int32)
             for t in range_constexpr(p.tiles):
-                found[t] = ptx.ld_i32(at + t * (p.told_ints * 4))
+                found[t] = ptx.ld_i32(at + t * ranks.heap.told_bytes)
             for t in range_constexpr(p.tiles):
                 total += found[t]
                 if t < tile:
@@ -175,7 +176,7 @@ def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: 
             at = place_of_told(ranks, ranks.own, i, Int32(0)) + (p.told_ints - TOLD_INTS) * 4
             told = (ptx.ld_i32(at + CAPACITY * 4), ptx.ld_i32(at + ALIGNMENT * 4), ptx.ld_i32(at + SLOTS * 4))
             for t in range_constexpr(p.tiles):
-                n = ptx.ld_i32(at + (t * p.told_ints + COPIES) * 4)
+                n = ptx.ld_i32(at + (t * ranks.heap.told_bytes + COPIES * 4))
                 total += n
                 if t < tile:
                     before += n
@@ -395,6 +396,26 @@ def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, ta
 
 
 @cute.jit
+def weights_of(ranks: Ranks, source: Int32) -> Int64:
+    """Where a source rank's weights lie: with it, or with its stager."""
+    p = ranks.heap.problem
+    at = ranks.at(Int64(0), "weights")
+    if const_expr(p.num_domains > 1):
+        slot = slot_of(ranks, source)
+        if slot > 0:
+            at = ranks.at(Int64(0), "weights_in") + Int64((slot - 1) * p.max_tokens * p.weights_each) * 4
+    return ranks.peer(stager_of(ranks, source)) + at
+
+
+def place_of_weight(problem: Problem, asker: Int32) -> Int64:
+    """Of a (token, k), as a flat index, among its source rank's weights."""
+    if problem.weights_each == problem.top_k:
+        return Int64(asker) * 4
+    token = asker // problem.top_k
+    return Int64(token * problem.weights_each + asker - token * problem.top_k) * 4
+
+
+@cute.jit
 def fetch_weights(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
     """The weights of the tile's entries that come here, from the ranks that published them."""
     p = ranks.heap.problem
@@ -406,12 +427,12 @@ def fetch_weights(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, ta
         source = unit % p.world_size
         n = tables.entries[2 * p.world_size + source]
         at = place_of_entries(ranks, ranks.own, source, tile)
-        weights = ranks.at(ranks.peer(source), "weights")
+        weights = weights_of(ranks, source)
         i = unit // p.world_size * 32 + arch.lane_idx()
         while i < n:
             entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
             if entry.row < tables.limit[first_local + entry.local]:
-                weight = ptx.ld_f32(weights + Int64(entry.asker) * 4)
+                weight = ptx.ld_f32(weights + place_of_weight(p, entry.asker))
                 ptx.st_f32(args.recv_weights + Int64(entry.row) * 4, weight)
             i += parts * 32
         unit += threads // 32
@@ -434,6 +455,6 @@ def place_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
         row, asker = ptx.ld_pair(given.owned + Int64(j) * 8)
         if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
             source = asker // cutlass.max(entries, 1)
-            at = ranks.at(ranks.peer(source), "weights") + Int64(asker - source * entries) * 4
+            at = weights_of(ranks, source) + place_of_weight(p, asker - source * entries)
             ptx.st_f32(args.recv_weights + Int64(row) * 4, ptx.ld_f32(at))
         j += p.tiles * threads

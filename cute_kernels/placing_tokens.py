@@ -137,7 +137,7 @@ def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[
     # All loads first: they are in flight together.
     found = cute.make_rmem_tensor((p.tiles,), Int32)
     for t in range_constexpr(p.tiles):
-        found[t] = ptx.ld_i32(at + t * (p.told_ints * 4))
+        found[t] = ptx.ld_i32(at + t * ranks.heap.told_bytes)
     total, before, now = Int32(0), Int32(0), Int32(0)
     for t in range_constexpr(p.tiles):
         total += found[t]

@@ -19,6 +19,7 @@ from cutlass.cute import arch
 from . import ptx
 from .experts import first_expert, holder_of
 from .heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
+from .places import is_near
 from .sync import BAD_EXPERT, Ranks, refuse
 
 STEPS = 2
@@ -41,14 +42,48 @@ def tile_of(problem: Problem, tile: Int32, max_tokens: Int32, tokens: Int32) -> 
 
 def place_of_entries(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
     """Where the entries of a source rank's tile lie in a rank's heap."""
-    first = (source * ranks.heap.problem.tiles + tile) * ranks.heap.tile_entries
-    return ranks.at(heap, "entries") + Int64(first) * ENTRY_BYTES
+    return place_of_told(ranks, heap, source, tile) + ranks.heap.problem.told_ints * 4
 
 
 def place_of_told(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
     """Where its counts lie, and what is told behind them."""
+    return heap + offset_of_told(ranks, "told", source, tile)
+
+
+def offset_of_told(ranks: Ranks, name: str, rank: Int32, tile: Int32) -> Int64:
+    """Of a section that has room for what each tile tells, by rank."""
+    return ranks.at(Int64(0), name) + Int64(rank * ranks.heap.problem.tiles + tile) * ranks.heap.told_bytes
+
+
+@cute.jit
+def place_to_tell(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
+    """Where this rank writes what a tile tells another one: there, or, for a rank of another NVLink domain, here, from
+    where it is put on the wire (`send_tile`)."""
+    place = Int64(0)
+    if const_expr(not ranks.heap.problem.domains):
+        place = place_of_told(ranks, ranks.peer(rank), ranks.rank, tile)
+    else:
+        if is_near(ranks, rank):
+            place = place_of_told(ranks, ranks.peer(rank), ranks.rank, tile)
+        else:
+            place = ranks.own + offset_of_told(ranks, "told_out", rank, tile)
+    return place
+
+
+@cute.jit
+def send_tile(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int], tile: Int32) -> None:
+    """By one block, behind a barrier: what its tile tells ranks of other domains. A put for each, whose word is the
+    route flag."""
     p = ranks.heap.problem
-    return ranks.at(heap, "told") + Int64((source * p.tiles + tile) * p.told_ints) * 4
+    tid, _, _ = arch.thread_idx()
+    rank = Int32(arch.make_warp_uniform(tid // 32))
+    while rank < p.world_size and ranks.mark >= 0:
+        if not is_near(ranks, rank):
+            entries = Int32(counters.total[p.num_experts + rank])
+            there, here = offset_of_told(ranks, "told", ranks.rank, tile), offset_of_told(ranks, "told_out", rank, tile)
+            word = ranks.at(Int64(0), "route") + Int64(ranks.rank * p.tiles + tile) * 8
+            p.wire.put_signal(ranks, rank, there, here, p.told_ints * 4 + entries * ENTRY_BYTES, word, ranks.mark)
+        rank += warps
 
 
 @cute.jit
@@ -163,7 +198,7 @@ def publish_tile(
                     index = in_list[r] + table[mine + experts_all + holder]
                     copy = in_copies[r] + table[mine + experts_all + world_size + holder]
                     local = expert - first_expert(p, holder)
-                    place = place_of_entries(ranks, ranks.peer(holder), ranks.rank, tile) + Int64(index) * ENTRY_BYTES
+                    place = place_to_tell(ranks, holder, tile) + p.told_ints * 4 + Int64(index) * ENTRY_BYTES
                     ptx.st_v4(place, (entries[r], local | (numbers[r] << 16), position, copy * 2 + opens[r]))
                     if const_expr(token_major):
                         position = Int32(-1)
@@ -197,7 +232,7 @@ def publish_tile(
             value = args.slots
         if what == COPIES:
             value = running[experts_all + world_size + peer]
-        ptx.st_i32(place_of_told(ranks, ranks.peer(peer), ranks.rank, tile) + Int64(j) * 4, value)
+        ptx.st_i32(place_to_tell(ranks, peer, tile) + Int64(j) * 4, value)
         i += threads
 
 

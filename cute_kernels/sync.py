@@ -45,6 +45,7 @@ from .carried import Carried
 from .heap import BEGUN, CLAIMS, EPOCH, FAILED, GAVE_UP, LATE, MET, NOTE_WORDS, NOTES, REFUSED, TICKET, Heap
 from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, SHIFT
+from .places import is_near
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
@@ -95,8 +96,9 @@ class Ranks(Carried):
         return base + self.heap.offset[name] + self.bank * self.heap.distance[name]
 
     def signal(self, flag: str, peer: Int32, index: Int32) -> None:
-        """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote."""
-        ptx.st_release_sys(self.at(self.peer(peer), flag) + Int64(index) * 8, self.mark)
+        """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote. At a rank of
+        another NVLink domain the flag says nothing but itself."""
+        set_flag(self, flag, Int32(peer), Int32(index), True)
 
     def wait(self, flag: str, index: Int32, peer: Int32, detail: Int32 | int) -> Boolean:
         """Acquires flag `index` of its kind, set by `peer`. False when it gave up (`why_stop`)."""
@@ -105,6 +107,25 @@ class Ranks(Carried):
     def seen(self, flag: str, index: Int32) -> Boolean:
         """Acquires flag `index` of its kind if it is set already."""
         return ptx.ld_acquire_sys(self.at(self.own, flag) + Int64(index) * 8) == self.mark
+
+
+@cute.jit
+def set_flag(
+    ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32, index: Int32, release: cutlass.Constexpr[bool]
+) -> None:
+    place = ranks.at(Int64(0), flag) + Int64(index) * 8
+    if const_expr(not ranks.heap.problem.domains):
+        store_flag(ranks.peer(peer) + place, ranks.mark, release)
+    else:
+        if is_near(ranks, peer):
+            store_flag(ranks.peer(peer) + place, ranks.mark, release)
+        elif ranks.mark >= 0:  # over a wire, who has given up says nothing any more
+            ranks.heap.problem.wire.put_value(ranks, peer, place, ranks.mark)
+
+
+def store_flag(address: Int64, mark: Int64, release: bool) -> None:
+    store = ptx.st_release_sys if release else ptx.st_relaxed_sys
+    store(address, mark)
 
 
 def again(ranks: Ranks) -> Ranks:
@@ -179,12 +200,21 @@ def warp_gives_up(
 ) -> Boolean:
     """By a whole warp that has waited for `peer` since `start`, now and then: whether it waits no longer. Arguments are
     those of lane 0; `seen` is the mark that it found last."""
-    reason = Int32(0)
+    given_up = Int32(0)
     if arch.lane_idx() == 0:
-        reason, instead = why_stop(ranks, start, peer)
-        if reason != 0:
-            fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
-    return arch.shuffle_sync(reason, 0) != 0
+        given_up = Int32(gives_up(ranks, start, flag, peer, detail, seen))
+    return arch.shuffle_sync(given_up, 0) != 0
+
+
+@cute.jit
+def gives_up(
+    ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
+) -> Boolean:
+    """The same by one thread."""
+    reason, instead = why_stop(ranks, start, peer)
+    if reason != 0:
+        fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
+    return reason != 0
 
 
 @cute.jit
@@ -200,6 +230,9 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     limit = ranks.timeout_ns
     if peer == ranks.rank:
         limit = 2 * ranks.timeout_ns
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        if ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"]) != 0:
+            ptx.atom_told_so(ranks.own + FAILED * 8)
     if ptx.ld_acquire_sys(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
@@ -285,11 +318,21 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
             write_report(ranks, 0, Int32(TOLD), Int32(0), ranks.rank, Int32(0), alarm)
     peer = Int32(0)
     while alarm != 0 and peer < ranks.world_size:
-        heap = ranks.peer(peer)
-        # The alarm comes before the word that makes waits give up.
-        ptx.st_relaxed_sys(heap + ranks.heap.offset["alarm"], alarm)
-        ptx.atom_told_so(heap + FAILED * 8)
+        if const_expr(not ranks.heap.problem.domains):
+            tell_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
+        else:
+            if is_near(ranks, peer):
+                tell_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
+            else:
+                # Two words might arrive in any order: waits there look at the alarm itself.
+                ranks.heap.problem.wire.put_value(ranks, peer, Int64(ranks.heap.offset["alarm"]), alarm)
         peer += 1
+
+
+def tell_alarm(heap: Int64, at: int, alarm: Int64) -> None:
+    # The alarm comes before the word that makes waits give up.
+    ptx.st_relaxed_sys(heap + at, alarm)
+    ptx.atom_told_so(heap + FAILED * 8)
 
 
 @cute.jit
@@ -338,10 +381,7 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
     """
     peer = Int32(number)
     while peer < ranks.world_size:
-        if const_expr(release):
-            ranks.signal("hello", peer, ranks.rank)
-        else:
-            ptx.st_relaxed_sys(ranks.at(ranks.peer(peer), "hello") + Int64(ranks.rank) * 8, ranks.mark)
+        set_flag(ranks, "hello", peer, ranks.rank, release)
         peer += threads
     if number == 0:
         note_begun(ranks)

@@ -23,7 +23,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint64
+from cutlass import Int32, Int64, Uint64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx
@@ -59,10 +59,20 @@ class Wire:
         """By a whole warp."""
         raise NotImplementedError
 
+    def quiet(self, ranks: Ranks) -> None:
+        """By one thread of a rank whose other threads put nothing any more: until all its puts have arrived."""
+        raise NotImplementedError
+
+    def arrived(self, ranks: Ranks, word: Int64) -> None:
+        """By one thread that has acquired what stands in this rank's `word`: whatever else it takes to see what came
+        with it."""
+
     def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32) -> Int64:
         """By one thread: until `peer` has set this rank's `word` in this operation; what it carries beside the epoch,
         or -1 when the wait was given up. `detail`: which of the peer's batches it is of, for the report."""
-        return await_word(ranks, ranks.own + word, peer, detail)
+        found = await_word(ranks, ranks.own + word, peer, detail)
+        self.arrived(ranks, word)
+        return found
 
 
 def batch_word(ranks: Ranks, rows: Int32, last: Int32) -> Int64:
@@ -89,6 +99,9 @@ class Nvlink(Wire):
 
     def flush(self, ranks: Ranks) -> None:
         """Stores have read their source."""
+
+    def quiet(self, ranks: Ranks) -> None:
+        """They arrive before what is released after them."""
 
 
 @cute.jit
@@ -138,11 +151,12 @@ class Nvshmem(Wire):
     def flush(self, ranks: Ranks) -> None:
         _calls(self.library).flush()
 
-    def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32) -> Int64:
-        found = await_word(ranks, ranks.own + word, peer, detail)
+    def quiet(self, ranks: Ranks) -> None:
+        _calls(self.library).quiet()
+
+    def arrived(self, ranks: Ranks, word: Int64) -> None:
         # Where a network writes data and words by different ways, this is what makes the data visible.
         _calls(self.library).test(ranks.own + word, Int32(NVSHMEM_CMP_EQ), Uint64(ptx.ld_relaxed_sys(ranks.own + word)))
-        return found
 
 
 @dataclass(frozen=True)
@@ -153,6 +167,7 @@ class _Calls:
     put: Any
     test: Any
     flush: Any
+    quiet: Any
 
 
 @functools.lru_cache
@@ -175,7 +190,10 @@ def _calls(library: str) -> _Calls:
     @cute.extern(name="nvshmemx_flush_warp", source=source, inline=False)
     def flush() -> None: ...
 
-    return _Calls(put_signal, put, test, flush)
+    @cute.extern(name="nvshmem_quiet", source=source, inline=False)
+    def quiet() -> None: ...
+
+    return _Calls(put_signal, put, test, flush, quiet)
 
 
 def find_library() -> str | None:
@@ -215,7 +233,10 @@ class Adversary(Wire):
         post(self.depth, ranks, (none, none, none, word, value, Int64(rank)))
 
     def flush(self, ranks: Ranks) -> None:
-        await_delivered(self.depth, ranks)
+        await_delivered(self.depth, ranks, Int32(arch.lane_idx()), arch.WARP_SIZE)
+
+    def quiet(self, ranks: Ranks) -> None:
+        await_delivered(self.depth, ranks, Int32(0), 1)
 
 
 @cute.jit
@@ -240,16 +261,20 @@ def post_by_warp(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> Non
 
 
 @cute.jit
-def await_delivered(depth: cutlass.Constexpr[int], ranks: Ranks) -> None:
-    """By a whole warp: until each record has been delivered."""
-    # No lane looks before lane 0 has left the warp's last one.
-    arch.sync_warp()
-    i = Int32(arch.lane_idx())
+def await_delivered(
+    depth: cutlass.Constexpr[int], ranks: Ranks, first: Int32, threads: cutlass.Constexpr[int]
+) -> None:
+    """By `threads` threads of a warp, `first` 0, 1, ...: until each record has been delivered."""
+    if const_expr(threads > 1):
+        # No lane looks before lane 0 has left the warp's last one.
+        arch.sync_warp()
+    i = Int32(first)
     while i < depth:
         while ptx.ld_acquire_gpu(record_of(ranks, i)) & 1 != 0:
             pass
-        i += arch.WARP_SIZE
-    arch.sync_warp()
+        i += threads
+    if const_expr(threads > 1):
+        arch.sync_warp()
 
 
 def record_of(ranks: Ranks, index: Int32) -> Int64:

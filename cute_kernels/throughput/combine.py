@@ -268,7 +268,7 @@ class Combine(Kernel):
         return rows, lane * p.max_tokens + token, Float32(1.0), place, token
 
     def place_of_scalars(self, ranks: sync.Ranks, heap: Int64, source: Int32, token: Int32) -> Int64:
-        """Where those of a token-major row lie at the token's owner; `source` holds the row. The space is that of the
-        entries of a dispatch, of which there is room for as many of each rank."""
+        """Where those of a token-major row lie at the token's owner; `source` holds the row. The space is that of
+        what a dispatch tells, in which there is room for as many of each rank."""
         p = self.problem
-        return ranks.at(heap, "entries") + Int64(source * p.max_tokens + token) * (4 * p.top_k)
+        return ranks.at(heap, "told") + Int64(source * p.max_tokens + token) * (4 * p.top_k)

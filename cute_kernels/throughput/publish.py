@@ -5,6 +5,8 @@ Blocks that work side by side:
                     the holders of their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
   announcing block  (the next) tells the peers of each chunk
   staging blocks    copy x into staging, chunk by chunk (stage.py), or quantise it on the way (stage_quantised.py)
+Where there are several NVLink domains (internode/sending.py), the relaying block comes before the announcing one, and
+of the others two thirds send rows to other domains; in domains of one rank all do, and nothing is announced.
 Each tile block tells before it waits, staging blocks wait for nobody, the announcing block for staging blocks. So all
 waits end, provided that the tile blocks, the announcing block and one that stages run at once: they are the first of
 the grid, and a communicator is refused where there are not so many multiprocessors. Some are left free, so that a block
@@ -19,15 +21,17 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..formats import Form
 from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
+from ..internode.sending import relay, send_rows, send_weights
 from ..launch import Kernel, RankArgs
-from ..placing import finish_tile, new_tables, place_tile, place_weights
-from ..route import Counters, publish_tile, tile_of
+from ..places import is_near
+from ..placing import finish_tile, new_tables, place_of_weight, place_tile, place_weights
+from ..route import Counters, publish_tile, send_tile, tile_of
 from ..rows import RingShape
 from .stage import announce, ring_shape, stage
 from .stage_quantised import stage_quantised
@@ -107,16 +111,39 @@ class Publish(Kernel):
         if bid < self.tile_blocks:
             self.do_tile(ranks, smem, bid, args)
         elif const_expr(self.rows):
-            first = self.tile_blocks + 1
-            if bid < first:
-                announce(ranks, smem, args.tokens, THREADS, self.format != "")
-            elif const_expr(self.format != ""):
-                form = Form(self.format, self.problem.hidden_size)
-                stage_quantised(form, self.given, THREADS, ranks, args, bid - first, blocks - first)
+            if const_expr(self.problem.num_domains > 1):
+                self.do_rows_across(ranks, smem, bid - self.tile_blocks, blocks - self.tile_blocks, args)
             else:
-                stage(self.ring, ranks, smem, args.x, args.tokens, bid - first, blocks - first)
+                self.do_rows(ranks, smem, bid - self.tile_blocks, blocks - self.tile_blocks, args)
         if const_expr(self.ends_operation):
             sync.finish(ranks, blocks)
+
+    @cute.jit
+    def do_rows(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
+        """By `block` of so many: for ranks of this rank's domain."""
+        if block == 0:
+            announce(ranks, smem, args.tokens, THREADS, self.format != "")
+        elif const_expr(self.format != ""):
+            form = Form(self.format, self.problem.hidden_size)
+            stage_quantised(form, self.given, THREADS, ranks, args, block - 1, blocks - 1)
+        else:
+            stage(self.ring, ranks, smem, args.x, args.tokens, block - 1, blocks - 1)
+
+    @cute.jit
+    def do_rows_across(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
+        """The same for those of other domains, too."""
+        tid, _, _ = arch.thread_idx()
+        alone = self.problem.domain_ranks == 1
+        senders = blocks - 1 if alone else cutlass.max((blocks - 2) * 2 // 3, 1)
+        if block == 0:
+            relay(ranks, THREADS, self.weights, self.rows, args.max_tokens)
+        elif block <= senders:
+            # Warps of a block take batches that are far from each other, blocks those that follow each other.
+            warp = Int32(arch.make_warp_uniform(tid // 32))
+            first, step = warp * senders + block - 1, senders * (THREADS // 32)
+            send_rows(ranks, args.x, args.topk_idx, args.tokens, args.max_tokens, first, step)
+        elif const_expr(not alone):
+            self.do_rows(ranks, smem, block - senders - 1, blocks - senders - 1, args)
 
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: PublishArgs) -> None:
@@ -132,6 +159,14 @@ class Publish(Kernel):
             publish_tile(ranks, Counters(table, total), THREADS, tile, args)
         if const_expr(self.weights):
             self.tell_weights(ranks, tile, args)
+        if const_expr(p.num_domains > 1):
+            # All of the block's stores come before its puts.
+            arch.sync_threads()
+            if const_expr(self.route):
+                send_tile(ranks, Counters(table, total), THREADS // 32, tile)
+            if const_expr(self.weights):
+                first, end = tile_of(p, tile, args.max_tokens, args.tokens)
+                send_weights(ranks, THREADS // 32, tile, first, end)
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
             place_tile(ranks, THREADS, ok, tile, tables, args)
@@ -153,7 +188,7 @@ class Publish(Kernel):
         j = first * p.top_k + tid
         while j < end * p.top_k:
             weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
-            ptx.st_f32(ranks.at(ranks.own, "weights") + Int64(j) * 4, weight)
+            ptx.st_f32(ranks.at(ranks.own, "weights") + place_of_weight(p, j), weight)
             j += THREADS
 
     @cute.jit
@@ -166,13 +201,34 @@ class Publish(Kernel):
         arch.sync_threads()
         peer = Int32(tid)
         while peer < p.world_size:
-            ranks.signal("route", peer, ranks.rank * p.tiles + tile)
+            if is_near(ranks, peer):
+                ranks.signal("route", peer, ranks.rank * p.tiles + tile)
             peer += THREADS
         i = Int32(tid)
         while i < p.world_size * p.tiles:
-            if not ranks.wait("route", i, i // p.tiles, i % p.tiles):
+            if not self.await_tile(ranks, i):
                 failed[0] = 1
             i += THREADS
         # The barrier hands what was acquired to the whole block.
         arch.sync_threads()
         return 1 - failed[0]
+
+    @cute.jit
+    def await_tile(self, ranks: sync.Ranks, index: Int32) -> Boolean:
+        """By one thread: until what a tile of a rank tells is here, and its weights, too. False if they never came."""
+        p = self.problem
+        source, tile = index // p.tiles, index % p.tiles
+        come = Boolean(True)
+        if const_expr(p.num_domains == 1):
+            come = ranks.wait("route", index, source, tile)
+        else:
+            near = is_near(ranks, source)
+            if near or const_expr(self.route):
+                come = ranks.wait("route", index, source, tile)
+            if const_expr(self.route):
+                p.wire.arrived(ranks, ranks.at(Int64(0), "route") + Int64(index) * 8)
+            if const_expr(self.weights):
+                if not near and come:
+                    flag = ranks.at(ranks.own, "relayed_weights") + Int64(index) * 8
+                    come = sync.await_word(ranks, flag, source, tile) >= 0
+        return come

@@ -220,10 +220,10 @@ class Pull(Kernel):
         if copy.rows > 0:
             source, (token, _) = copy.source, token_of(self.problem, copy, args.max_tokens)
             left = await_rows(ranks, known, source, token, self.format != "")
-            at = source_row(ranks, args.x, source, token, self.delivery) + piece * shape.piece_bytes
+            at = source_row(ranks, args.x, source, token, self.delivery, left) + piece * shape.piece_bytes
         if row >= 0:
             row = row * shape.pieces + piece
-        return Fetch(left, at, piece, row)
+        return Fetch(cutlass.min(left, 1), at, piece, row)
 
     def left(self, job: Fetch) -> Boolean:
         return job.left != 0

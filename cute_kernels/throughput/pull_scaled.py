@@ -155,11 +155,12 @@ class PullScaled(Kernel):
         weight, gradient = Float32(0.0), Int64(0)
         if held != 0:
             source, (token, _) = copy.source, token_of(self.problem, copy, args.max_tokens)
-            if await_rows(ranks, known, source, token) != 0:
+            ready = await_rows(ranks, known, source, token)
+            if ready != 0:
                 piece = Int32(-1)
                 if row >= 0:
                     weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
-                gradient = source_row(ranks, args.grad_out, source, token, Delivery(self.problem))
+                gradient = source_row(ranks, args.grad_out, source, token, Delivery(self.problem), ready)
         return Products(held, Int32(0), piece, row, weight, gradient)
 
     @cute.jit

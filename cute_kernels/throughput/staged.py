@@ -11,19 +11,35 @@ from .. import ptx, sync
 from ..delivery import Arrived, Delivery
 from ..experts import local_experts
 from ..heap import Problem
+from ..internode.sending import place_in, row_in
+from ..places import is_near, slot_of, stager_of
 
 
 @cute.jit
 def await_rows(
     ranks: sync.Ranks, known: Any, source: Int32, token: Int32, own: cutlass.Constexpr[bool] = False
 ) -> Int32:
-    """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported). `known` [W] in shared memory
-    is the warp's own: which ranks have told that all their rows are staged. `own`: this rank's own rows are fetched
-    from staging, too, not from x."""
+    """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported), else what `source_row` takes.
+    `known` [W] in shared memory is the warp's own: which ranks have told that all their rows are staged. `own`: this
+    rank's own rows are fetched from staging, too, not from x.
+
+    Of a rank of another NVLink domain it is twice the tokens, as bits, whose rows the batch has, and 1."""
     ready = Int32(1)
     staged = Boolean(True)
     if const_expr(not own):
         staged = source != ranks.rank
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        if not is_near(ranks, source):
+            staged = Boolean(False)
+            if arch.lane_idx() == 0:
+                batch = token // ranks.heap.problem.batch_tokens
+                flag = ranks.at(ranks.own, "relayed") + Int64(source * ranks.heap.batches + batch) * 8
+                ready = Int32(sync.await_word(ranks, flag, source, token)) * 2 + 1
+                if ready < 0:
+                    ready = Int32(0)
+                # Bulk copies come after what was acquired.
+                sync.fence_async()
+            ready = arch.shuffle_sync(ready, 0)
     if staged:
         if arch.lane_idx() == 0:
             if known[source] == 0:
@@ -57,10 +73,19 @@ def chunk_of(ranks: sync.Ranks, source: Int32, token: Int32) -> Int32:
 
 @cute.jit
 def source_row(
-    ranks: sync.Ranks, x: Int64, source: Int32, token: Int32, delivery: cutlass.Constexpr[Delivery]
+    ranks: sync.Ranks, x: Int64, source: Int32, token: Int32, delivery: cutlass.Constexpr[Delivery], ready: Int32
 ) -> Int64:
-    """Address of a token's row: this rank's own lies in x, unless rows travel in a format."""
+    """Address of a token's row: this rank's own lies in x, unless rows travel in a format. Rows from other NVLink
+    domains lie with the stager. `ready`: what `await_rows` gave."""
     base = x
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        slot = slot_of(ranks, source)
+        if slot > 0:
+            batch = token // ranks.heap.problem.batch_tokens
+            row = row_in(ready >> 1, token - batch * ranks.heap.problem.batch_tokens)
+            base = ranks.peer(stager_of(ranks, source)) + place_in(ranks, "rows_in", slot, batch, row)
+            token = Int32(0)
+            source = ranks.rank
     if const_expr(delivery.format != ""):
         base = ranks.at(ranks.peer(source), "rows")
     elif source != ranks.rank:

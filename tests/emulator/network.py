@@ -110,11 +110,18 @@ def flush_warp() -> None:
         look_again()
 
 
+def quiet() -> None:
+    """Until all that any rank has put has arrived, which is more than is promised."""
+    while network().puts:
+        look_again()
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "nvshmemx_putmem_signal_nbi_warp": put_signal_warp,
     "nvshmem_uint64_p": put_word,
     "nvshmem_uint64_test": test_word,
     "nvshmemx_flush_warp": flush_warp,
+    "nvshmem_quiet": quiet,
 }
 """By the names that kernels ask for."""
 

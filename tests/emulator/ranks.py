@@ -19,7 +19,7 @@ TENSOR_BYTES = 1 << 26
 
 class Ranks:
     """`heap` is the layout of each rank's symmetric memory, which lasts for all operations; their tensors are new.
-    Unless they are `mapped`, ranks know of no address of another one's."""
+    Unless they are `mapped`, ranks know of no address of another one's, but for those of their NVLink domain."""
 
     def __init__(self, heap: Any, draw: random.Random, mapped: bool = True) -> None:
         self.heap, self.draw = heap, draw
@@ -27,13 +27,25 @@ class Ranks:
         self.memory = machine.new_memory(world * (heap.nbytes + 512) + TENSOR_BYTES)
         self.heaps = [self.memory.take(heap.nbytes, f"heap of rank {rank}", 0) for rank in range(world)]
         machine.networks.append(Network(self.heaps, heap.nbytes))
-        self.table = self.memory.take(8 * world, "table of heaps")
-        for rank, address in enumerate(self.heaps):
-            self.memory.store_long(self.table + 8 * rank, address if mapped else 0)
+        self.tables = [self.new_table(rank, mapped) for rank in range(world)]
+        for rank in range(world):
             self.memory.store_long(self.epoch_of(rank), 1)
         self.reports = [self.memory.take(4 * REPORT_WORDS, "report", 0) for _ in range(world)]
         self.operations = 0
         self.timeout_ns = 1 << 40
+
+    def new_table(self, rank: int, mapped: bool) -> int:
+        """What a rank knows of where others are."""
+        from cute_kernels.places import place_words
+
+        domains = self.heap.problem.domains or (range(self.world_size),)
+        near = next(members for members in domains if rank in members) if self.heap.problem.domains else [rank]
+        known = [heap if mapped or peer in near else 0 for peer, heap in enumerate(self.heaps)]
+        words = [*known, *place_words(domains)]
+        table = self.memory.take(8 * len(words), "table of heaps")
+        for number, word in enumerate(words):
+            self.memory.store_long(table + 8 * number, word)
+        return table
 
     def epoch_of(self, rank: int) -> int:
         from cute_kernels.heap import EPOCH
@@ -44,7 +56,7 @@ class Ranks:
         """What every kernel's arguments begin with."""
         from cute_kernels.launch import RankArgs
 
-        return numbered(RankArgs, peers=self.table, own=self.heaps[rank], rank=rank, report=self.reports[rank],
+        return numbered(RankArgs, peers=self.tables[rank], own=self.heaps[rank], rank=rank, report=self.reports[rank],
                         timeout_ns=self.timeout_ns, terms=terms)  # fmt: skip
 
     def run(self, launches: list[Launch], ends: bool = True) -> None:

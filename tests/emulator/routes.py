@@ -16,7 +16,8 @@ from .ranks import Ranks, same
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What routes are drawn for. `slots`: of the padded layout, drawn for each rank; 0: the flat one. `share`: of the
-    room that everything would take. `skewed`: most tokens want rank 0."""
+    room that everything would take. `skewed`: most tokens want rank 0. `domains`: the ranks of each NVLink domain, if
+    there are several, and the `wire` between them."""
 
     experts: tuple[int, ...]
     top_k: int
@@ -26,6 +27,8 @@ class Shape:
     slots: tuple[int, ...] = (0,)
     share: float = 1.0
     skewed: bool = False
+    domains: tuple[tuple[int, ...], ...] = ()
+    wire: str = ""
 
 
 def drawn(shape: Shape, draw: random.Random) -> RouteCase:
@@ -57,8 +60,10 @@ def drawn(shape: Shape, draw: random.Random) -> RouteCase:
 class Truth:
     """Inputs of all ranks and what must come out."""
 
-    def __init__(self, case: RouteCase, hidden: int, seed: int) -> None:
-        self.case, self.hidden = case, hidden
+    def __init__(
+        self, case: RouteCase, hidden: int, seed: int, domains: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
+        self.case, self.hidden, self.domains = case, hidden, domains
         self.plans = expected_plan(case)
         self.tokens = random_tokens(case, hidden, torch.float32, seed)
         self.rows = expected_dispatch(case, self.plans, self.tokens)
@@ -95,7 +100,7 @@ class Truth:
     ) -> None:
         """Of `y`, to the bit. The residual is x. Of each rank, or of `only` one."""
         added = [tokens.x for tokens in self.tokens] if residual else None
-        wants = expected_combine(self.case, self.plans, self.y, self.weights if weighted else None, added)
+        wants = expected_combine(self.case, self.plans, self.y, self.weights if weighted else None, added, self.domains or None)
         for rank, want in enumerate(wants):
             if only not in (None, rank):
                 continue

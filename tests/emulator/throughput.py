@@ -18,6 +18,13 @@ LATE = 40
 """The most rounds that a dependent kernel's blocks start late."""
 
 
+def wire_of(shape: Shape) -> Any:
+    from cute_kernels.internode import wire
+
+    made = {"": None, "nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library")}
+    return made[shape.wire]
+
+
 class Steps:
     """Operations of all ranks along one route after the other."""
 
@@ -26,14 +33,17 @@ class Steps:
 
         self.shape, self.draw, self.joining = shape, draw, joining
         bound = shape.max_tokens + draw.randint(0, 3)
-        self.problem = Problem(len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound)
-        self.ranks = Ranks(Heap(self.problem), draw)
+        self.problem = Problem(
+            len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound, shape.domains, wire_of(shape)
+        )
+        self.ranks = Ranks(Heap(self.problem), draw, mapped=shape.wire != "nvshmem")
+        self.staging = 5 if shape.domains else STAGING
         self.staged = len(shape.experts) > 1  # a single rank reads its own x where it is
 
     def inputs(self) -> None:
         """A new route."""
         case, ranks = drawn(self.shape, self.draw), self.ranks
-        self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31))
+        self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31), self.shape.domains)
         self.at: list[dict[str, int]] = []
         for rank, rows in enumerate(case.capacity):
             tokens, held, idx = self.truth.tokens[rank], case.experts_per_rank[rank], case.topk_idx[rank]
@@ -87,7 +97,7 @@ class Steps:
         terms = marks.pack("dispatch_planned" if known else "dispatch", self.truth.case.max_tokens, scalars=True)
         self.renew(rank)
         none = dict.fromkeys(("send_rows", "offs", "counts", "dropped"), 0) if known else {}
-        blocks = TILES + STAGING * self.staged
+        blocks = TILES + self.staging * self.staged
         first = len(launches)
         publish = Publish(self.problem, not known, self.staged, True, False)
         launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
@@ -235,7 +245,7 @@ class Steps:
             if self.staged:
                 after = len(launches)
                 publish = Publish(self.problem, False, True, False, False)
-                launches.append(self.launch(rank, publish, terms, blocks=STAGING, **none))
+                launches.append(self.launch(rank, publish, terms, blocks=self.staging, **none))
             given = {"grad_out": at["x"], "recv_weights": at["weights"], "grad_y": at["recv_x"],
                      "grad_weights": at["recv_weights"], "blocks": 2}  # fmt: skip
             launches.append(self.launch(rank, PullScaled(self.problem, not self.staged), terms, after, **given))
@@ -261,6 +271,15 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, k
         on.combine(rows=False, weighted=False, scalars=True, residual=False)
         on.gathered()
         on.scaled_backward()
+
+
+def across(shape: Shape, draw: random.Random, times: int = 2) -> None:
+    """Where there are several NVLink domains."""
+    on = Steps(shape, draw)
+    for _ in range(times):
+        on.inputs()
+        on.dispatch(known=False)
+        on.dispatch(known=True)
 
 
 def begun(shape: Shape, draw: random.Random, known: bool = False) -> Steps:

@@ -1,0 +1,205 @@
+"""Rows on their way to other NVLink domains: batches of those that are needed there, each with one put and one word.
+
+A batch is of `batch_tokens` consecutive tokens. Rows of those of them that name an expert of a domain lie without gaps
+in the batch's place at the stager there, in the order of tokens; the batch's word says, beside the epoch, which tokens
+these are, as bits. So a reader finds a token's row by counting bits, batches may come in any order, and a batch of
+which nothing is needed is a word without bits.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..copies import lowest
+from ..experts import holder_of
+from ..marks import SHIFT
+from ..places import on_rail, place_of, rank_at, slot_there
+
+VECTORS = 7
+"""How many vectors of a row a lane loads before it stores them."""
+
+
+def word_of(ranks: sync.Ranks, number: Any) -> Int64:
+    """A word of this operation that carries a number."""
+    return ((ranks.mark >> SHIFT) << SHIFT) | Int64(number)
+
+
+def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
+    """How many batches every rank sends each other domain."""
+    each = ranks.heap.problem.batch_tokens
+    return (max_tokens + each - 1) // each
+
+
+def place_in(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32, row: Int32) -> Int64:
+    """Offset of a row of a batch in a section of rows that has slots."""
+    p = ranks.heap.problem
+    first = ((slot - 1) * ranks.heap.batches + batch) * p.batch_tokens
+    return ranks.at(Int64(0), name) + Int64(first + row) * p.row_bytes
+
+
+def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32, each: int) -> Int64:
+    """Offset of a word that has slots of `each`."""
+    return ranks.at(Int64(0), name) + Int64((slot - 1) * each + index) * 8
+
+
+def row_in(mask: Int32, token: Int32) -> Int32:
+    """Where the row of a token lies in its batch, which holds those of `mask`; `token` counts within the batch."""
+    return Int32(arch.popc(mask & ((Int32(1) << token) - 1)))
+
+
+@cute.jit
+def send_rows(
+    ranks: sync.Ranks, x: Int64, topk_idx: Int64, tokens: Int32, max_tokens: Int32, first: Int32, step: Int32
+) -> None:
+    """By a warp, `first` of `step`: its batches of this rank's rows, to all other domains."""
+    p = ranks.heap.problem
+    others = p.num_domains - 1
+    batches = batches_of(ranks, max_tokens)
+    item = Int32(first)
+    while item < batches * others and ranks.mark >= 0:
+        batch = item // others
+        slot = item - batch * others + 1
+        target = on_rail(ranks, slot)
+        domain, _ = place_of(ranks, target)
+        mask = needed(ranks, topk_idx, batch, tokens, domain)
+        token, row = batch * p.batch_tokens, Int32(0)
+        left = Int32(mask)
+        while left != 0:
+            here = ranks.own + place_in(ranks, "rows_out", slot, batch, row)
+            copy_row(p.row_bytes, here, x + Int64(token + lowest(left)) * p.row_bytes)
+            left = left & (left - 1)
+            row += 1
+        put_batch(ranks, ("rows_in", "rows_out", "batch"), target, slot, batch, mask)
+        item += step
+
+
+@cute.jit
+def put_batch(
+    ranks: sync.Ranks, names: cutlass.Constexpr[tuple[str, str, str]], target: Int32, slot: Int32, batch: Int32,
+    mask: Int32,
+) -> None:  # fmt: skip
+    """By the warp that has put a batch together: one put. `names`: of the sections of rows there and here, and of
+    words."""
+    p = ranks.heap.problem
+    there, here, words = names
+    to = slot_there(ranks, slot)
+    word = word_at(ranks, words, to, batch, ranks.heap.batches)
+    if mask != 0:
+        nbytes = Int32(arch.popc(mask)) * p.row_bytes
+        p.wire.put_signal(
+            ranks, target, place_in(ranks, there, to, batch, Int32(0)), place_in(ranks, here, slot, batch, Int32(0)),
+            nbytes, word, word_of(ranks, mask),
+        )  # fmt: skip
+    elif arch.lane_idx() == 0:
+        p.wire.put_value(ranks, target, word, word_of(ranks, 0))
+    arch.sync_warp()
+
+
+@cute.jit
+def needed(ranks: sync.Ranks, topk_idx: Int64, batch: Int32, tokens: Int32, domain: Int32) -> Int32:
+    """By a whole warp: which tokens of a batch name an expert of a domain, as bits."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    token = batch * p.batch_tokens + lane
+    names = Boolean(False)
+    if lane < p.batch_tokens and token < tokens:
+        experts = cute.make_rmem_tensor((p.top_k,), Int32)
+        # All loads first: they are in flight together.
+        for k in range_constexpr(p.top_k):
+            experts[k] = ptx.ld_i32(topk_idx + Int64(token * p.top_k + k) * 4)
+        for k in range_constexpr(p.top_k):
+            expert = experts[k]
+            if expert >= 0 and expert < p.num_experts:
+                theirs, _ = place_of(ranks, holder_of(p, expert))
+                if theirs == domain:
+                    names = Boolean(True)
+    return Int32(arch.vote_ballot_sync(names))
+
+
+@cute.jit
+def copy_row(row_bytes: cutlass.Constexpr[int], to: Int64, source: Int64) -> None:
+    """By a whole warp: several loads of each lane are in flight together."""
+    lane = Int32(arch.lane_idx())
+    at = lane * 16
+    while at + (VECTORS - 1) * 512 < row_bytes:
+        words = [ptx.ld_v4(source + at + i * 512) for i in range(VECTORS)]
+        for i in range_constexpr(VECTORS):
+            ptx.st_v4(to + at + i * 512, words[i])
+        at += VECTORS * 512
+    while at < row_bytes:
+        ptx.st_v4(to + at, ptx.ld_v4(source + at))
+        at += 512
+    # Lanes leave together, whatever they have copied.
+    arch.sync_warp()
+
+
+@cute.jit
+def send_weights(ranks: sync.Ranks, warps: cutlass.Constexpr[int], tile: Int32, first: Int32, end: Int32) -> None:
+    """By one block, behind a barrier: the weights of its tile, tokens from `first` to `end`, from where it has put
+    them for its own domain, to the stagers of all others."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    slot = Int32(arch.make_warp_uniform(tid // 32)) + 1
+    each = p.weights_each * 4
+    while slot < p.num_domains and ranks.mark >= 0:
+        to = slot_there(ranks, slot)
+        there = ranks.at(Int64(0), "weights_in") + (Int64(to - 1) * p.max_tokens + first) * each
+        here = ranks.at(Int64(0), "weights") + Int64(first) * each
+        word = word_at(ranks, "weighed", to, tile, p.tiles)
+        nbytes = cutlass.max(end - first, 0) * each
+        p.wire.put_signal(ranks, on_rail(ranks, slot), there, here, nbytes, word, word_of(ranks, 0))
+        slot += warps
+
+
+@cute.jit
+def relay(
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], rows: cutlass.Constexpr[bool],
+    max_tokens: Int32,
+) -> None:  # fmt: skip
+    """By one block of a stager: passes each word on that comes from another domain, to all ranks of this one and to
+    itself, behind what came with it. It ends when all have come; so this rank's operation does not end before them."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    others = p.num_domains - 1
+    domain, _ = place_of(ranks, ranks.rank)
+    batches = Int32(0)
+    if const_expr(rows):
+        batches = others * batches_of(ranks, max_tokens)
+    count = Int32(batches)
+    if const_expr(weighted):
+        count += others * p.tiles
+    item = Int32(tid)
+    start, polls = Int64(arch.globaltimer()), Int32(0)
+    while item < count:
+        # Of words by number first, then by slot: those that are sent first come first.
+        number = item // others
+        slot = item - number * others + 1
+        source = on_rail(ranks, slot)
+        word = word_at(ranks, "batch", slot, number, ranks.heap.batches)
+        flag = ranks.at(Int64(0), "relayed") + Int64(source * ranks.heap.batches + number) * 8
+        if item >= batches:
+            number = (item - batches) // others
+            slot = item - batches - number * others + 1
+            source = on_rail(ranks, slot)
+            word = word_at(ranks, "weighed", slot, number, p.tiles)
+            flag = ranks.at(Int64(0), "relayed_weights") + Int64(source * p.tiles + number) * 8
+        seen = ptx.ld_acquire_sys(ranks.own + word)
+        polls += 1
+        if (seen >> SHIFT) == (ranks.mark >> SHIFT):
+            p.wire.arrived(ranks, word)
+            # What was acquired comes before the flags.
+            arch.fence_acq_rel_sys()
+            index = Int32(0)
+            while index < p.domain_ranks:
+                ptx.st_relaxed_sys(ranks.peer(rank_at(ranks, domain, index)) + flag, seen)
+                index += 1
+            item += threads
+            start, polls = Int64(arch.globaltimer()), Int32(0)
+        elif polls >= sync.POLLS_PER_CHECK:
+            polls = Int32(0)
+            if sync.gives_up(ranks, start, "batch", source, number, seen):
+                item = Int32(count)

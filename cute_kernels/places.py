@@ -1,0 +1,89 @@
+"""Where ranks are: in which NVLink domain, and with which index there. Ranks with the same index are a rail.
+
+Behind the addresses of all ranks' heaps their table holds each rank's domain and index, then the rank that has each
+(domain, index). Where there is one domain nobody reads that.
+
+A *stager* stands for a source rank of another domain: it is the rank of this domain on the source's rail. At each rank
+other domains have a *slot*: how many domains further they are, around. Slot 0 is the rank's own domain.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from . import ptx
+
+INDEX_BITS = 32
+
+
+def place_words(domains: Sequence[Sequence[int]]) -> list[int]:
+    """What stands behind the addresses, for the ranks of each domain."""
+    places = [0] * sum(map(len, domains))
+    for domain, members in enumerate(domains):
+        for index, rank in enumerate(members):
+            places[rank] = domain << INDEX_BITS | index
+    return places + [rank for members in domains for rank in members]
+
+
+def place_of(ranks: Any, rank: Int32) -> tuple[Int32, Int32]:
+    """A rank's domain and its index there."""
+    word = ptx.ld_constant(ranks.peers + Int64(ranks.world_size + rank) * 8)
+    return Int32(word >> INDEX_BITS), Int32(word & ((1 << INDEX_BITS) - 1))
+
+
+def rank_at(ranks: Any, domain: Int32, index: Int32) -> Int32:
+    """The rank with this place."""
+    number = domain * ranks.heap.problem.domain_ranks + index
+    return Int32(ptx.ld_constant(ranks.peers + Int64(2 * ranks.world_size + number) * 8))
+
+
+@cute.jit
+def is_near(ranks: Any, rank: Int32) -> Boolean:
+    """Whether a rank is in this one's domain, which maps its memory."""
+    near = Boolean(True)
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        theirs, _ = place_of(ranks, rank)
+        mine, _ = place_of(ranks, ranks.rank)
+        near = theirs == mine
+    return near
+
+
+@cute.jit
+def stager_of(ranks: Any, rank: Int32) -> Int32:
+    """The rank that stands for another one in this domain: that one itself, if it is in it."""
+    stager = Int32(rank)
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        _, index = place_of(ranks, rank)
+        mine, _ = place_of(ranks, ranks.rank)
+        stager = rank_at(ranks, mine, index)
+    return stager
+
+
+@cute.jit
+def slot_of(ranks: Any, rank: Int32) -> Int32:
+    """The slot of a rank's domain here, and at all ranks of this domain."""
+    slot = Int32(0)
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        theirs, _ = place_of(ranks, rank)
+        mine, _ = place_of(ranks, ranks.rank)
+        slot = theirs - mine
+        if slot < 0:
+            slot += ranks.heap.problem.num_domains
+    return slot
+
+
+@cute.jit
+def on_rail(ranks: Any, slot: Int32) -> Int32:
+    """The rank of this one's rail whose domain has that slot here."""
+    domain, index = place_of(ranks, ranks.rank)
+    domain += slot
+    if domain >= ranks.heap.problem.num_domains:
+        domain -= ranks.heap.problem.num_domains
+    return rank_at(ranks, domain, index)
+
+
+def slot_there(ranks: Any, slot: Int32) -> Int32:
+    """The slot that this rank's domain has at ranks of the domain whose slot here that is."""
+    return ranks.heap.problem.num_domains - slot
