@@ -15,12 +15,15 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..carried import Carried
+from ..internode.sums import CLOSES, FAR, OPENS
 from ..outbox import Outbox, close, post
 from ..rows import Ring, Slices
 from .pipeline import Items, run
 
-FIRST, LAST, END = 1, 2, 4
-"""Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item."""
+FIRST, LAST, END, APART, BEGINS, JOINS = 1, 2, 4, 8, 16, 32
+"""Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item. Of a sum over several
+NVLink domains: the slice belongs to this rank's own, whose rows are added up apart; it begins that sum; behind it that
+sum joins the others."""
 
 
 class Notes(Carried):
@@ -52,6 +55,7 @@ class Rows(NamedTuple):
 
     base: Int64
     extra: Any = None  # an address, where there may be extra rows
+    far: Any = None  # an address, where there are sums of other NVLink domains
 
 
 class Adder(NamedTuple):
@@ -60,6 +64,7 @@ class Adder(NamedTuple):
     notes: Notes
     warp: Int32
     acc: Any  # a lane's sum of a slice
+    part: Any  # the same of the rows of this rank's NVLink domain, where there are several
     count: Any  # how many codes were posted
     rows: Rows
     outbox: Outbox | None
@@ -72,7 +77,8 @@ class Adding:
     `peek` gives two integers. `fetch(lists, scouted, peeked)` gives, for a whole warp, the bit mask of lanes that hold
     a row, the lane's row (counted from address `Rows.base`), its weight (used if `weighted`), the address of the sum,
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
-    bit 32 of the mask says so; it is row `code` from address `Rows.extra`.
+    bit 32 of the mask says so; it is row `code` from address `Rows.extra`. `tree`: rows are told apart as in
+    internode/sums.py, those that are FAR counted from `Rows.far`.
     """
 
     slices: Slices
@@ -81,6 +87,7 @@ class Adding:
     peek: Callable[..., Any]
     fetch: Callable[..., Any]
     extra: bool = False
+    tree: bool = False
 
     def nothing(self) -> Sum:
         none: Any = Int64(0) if self.extra else Int32(0)
@@ -114,7 +121,19 @@ class Adding:
             mark = mark | LAST
             if piece == shape.pieces - 1:
                 mark = mark | END
-        source = state.rows.base + Int64(arch.shuffle_sync(row, k & 31)) * shape.row_bytes
+        number = arch.shuffle_sync(row, k & 31)
+        base = state.rows.base
+        if const_expr(self.tree):
+            if number & FAR != 0:
+                base = state.rows.far
+            elif k < 32:
+                mark = mark | APART
+            if number & OPENS != 0:
+                mark = mark | BEGINS
+            if number & CLOSES != 0:
+                mark = mark | JOINS
+            number = number & (CLOSES - 1)
+        source = base + Int64(number) * shape.row_bytes
         if const_expr(self.extra):
             if k == 32:
                 source = state.rows.extra + Int64(code) * shape.row_bytes
@@ -133,7 +152,7 @@ class Adding:
     @cute.jit
     def use(self, state: Adder, ring: Ring, stage: Int32, phase: Int32) -> None:
         slices, shape = self.slices, ring.shape
-        notes, warp, acc, count, _, outbox = state
+        notes, warp, acc, part, count, _, outbox = state
         lane = arch.lane_idx()
         note = warp * shape.stages + stage
         # Where to look is worked out before the wait, so that nothing is left to do when it ends.
@@ -151,6 +170,8 @@ class Adding:
             factor = (notes.weights + note).load()
             for i in range_constexpr(slices.values):
                 acc[i] = ptx.add_rn(acc[i], ptx.mul_rn(values[i], factor))
+        elif const_expr(self.tree):
+            add_apart(slices.values, mark, acc, part, values)
         else:
             for i in range_constexpr(slices.values):
                 acc[i] = ptx.add_rn(acc[i], values[i])
@@ -172,14 +193,32 @@ class Adding:
 
 
 @cute.jit
+def add_apart(count: cutlass.Constexpr[int], mark: Int32, acc: Any, part: Any, values: Any) -> None:
+    """Where there are several NVLink domains."""
+    if mark & BEGINS != 0:
+        for i in range_constexpr(count):
+            part[i] = Float32(0.0)
+    if mark & APART != 0:
+        for i in range_constexpr(count):
+            part[i] = ptx.add_rn(part[i], values[i])
+    else:
+        for i in range_constexpr(count):
+            acc[i] = ptx.add_rn(acc[i], values[i])
+    if mark & JOINS != 0:
+        for i in range_constexpr(count):
+            acc[i] = ptx.add_rn(acc[i], part[i])
+
+
+@cute.jit
 def add_items(
     ring: Ring, notes: Notes, warp: Int32, adding: cutlass.Constexpr[Adding], items: Items, lists: Any, rows: Rows,
     outbox: Outbox | None = None,
 ) -> None:  # fmt: skip
     """By one warp: all its items. Codes are posted to `outbox`, if there is one."""
     acc = cute.make_rmem_tensor((adding.slices.values,), Float32)
+    part = cute.make_rmem_tensor((adding.slices.values if adding.tree else 1,), Float32)
     count = cute.make_rmem_tensor((1,), Int32)
     count[0] = Int32(0)
-    run(adding, ring, items, lists, Adder(notes, warp, acc, count, rows, outbox))
+    run(adding, ring, items, lists, Adder(notes, warp, acc, part, count, rows, outbox))
     if const_expr(outbox is not None):
         close(outbox, warp, count[0])

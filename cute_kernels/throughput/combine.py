@@ -7,6 +7,10 @@ their sums added in fp32 over ranks ascending, the token's residual after them. 
 ends.
 
 The flags of a pushing block are set by a warp of their own (outbox.py), so that no row waits for a fence.
+
+Where there are several NVLink domains (internode/sums.py) copies of a token of another one are pushed to its owner's
+stager. The summing blocks first ask for sums of their own tokens, then pass on those that they are asked for, and then
+add up. Asking waits for nobody, and passing on for nothing but what was pushed and asked.
 """
 
 from dataclasses import dataclass
@@ -21,8 +25,11 @@ from .. import ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import copies_of
 from ..heap import SEND, Heap
+from ..internode.sums import ask, await_sums, pass_sums
 from ..launch import Kernel, RankArgs
 from ..outbox import close, deliver, new_outbox, post
+from ..places import slot_of, stager_of
+from ..placing import place_of_weight
 from ..rows import Ring, RingShape, Slices, init_ring_barriers, zero_row
 from .adder import Adding, Notes, Rows, add_items
 from .pipeline import Items, deal_out
@@ -119,7 +126,7 @@ class Combine(Kernel):
             if tid == 32 * WARPS:
                 count_parts(parts, SEND)  # the warp that has time for it
             if pushes:
-                deliver(outbox, ranks, "token", p.most_copies * p.max_tokens)
+                deliver(outbox, ranks, "token", p.num_domains * p.most_copies * p.max_tokens)
         elif pushes:
             item, step = warp * pushers + bid, pushers * WARPS
             walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
@@ -146,12 +153,17 @@ class Combine(Kernel):
         else:
             summing = (ranks, args)
             item, step = warp * (dealt - pushers) + bid - pushers, (dealt - pushers) * WARPS
+            if const_expr(p.num_domains > 1):
+                ask(ranks, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, item, step)
+                pass_sums(ranks, self.rows, self.scalars, args.max_tokens, item, step)
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
-                adding = Adding(self.slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual)
+                adding = Adding(self.slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual,
+                                p.num_domains > 1)  # fmt: skip
                 items = Items(item, item + step, step, args.tokens)
-                add_items(ring, notes, warp, adding, items, summing, Rows(staging, args.residual))
+                far = ranks.at(ranks.own, "rows_in") if p.num_domains > 1 else None
+                add_items(ring, notes, warp, adding, items, summing, Rows(staging, args.residual, far))
             else:
                 while item < args.tokens:
                     token = self.scout_sum(summing, item)
@@ -185,8 +197,9 @@ class Combine(Kernel):
         owner, token, number = Int32(0), Int32(0), Int32(0)
         if copy.rows != 0:
             owner, (token, number) = copy.source, token_of(p, copy, args.max_tokens)
-        heap = ranks.peer(owner)
-        at = number * p.max_tokens + token
+        stager, slot = stager_of(ranks, owner), slot_of(ranks, owner)
+        heap = ranks.peer(stager)
+        at = (slot * p.most_copies + number) * p.max_tokens + token
         place = ranks.at(heap, "rows") + Int64(at) * p.row_bytes
         last[0] = cutlass.max(last[0], row)
         row = cutlass.min(row, args.num_rows - 1)
@@ -197,7 +210,8 @@ class Combine(Kernel):
             if const_expr(self.scalars and not self.token_major):
                 scalar = ptx.ld_f32(args.row_scalars + Int64(row) * 4)
                 k = cutlass.max(asker, 0) % p.top_k
-                ptx.st_f32(ranks.at(heap, "scalars") + Int64(token * p.top_k + k) * 4, scalar)
+                scalars = ranks.at(heap, "scalars") + Int64(slot * p.max_tokens * p.weights_each) * 4
+                ptx.st_f32(scalars + place_of_weight(p, token * p.top_k + k), scalar)
         if const_expr(self.scalars and self.token_major):
             first = arch.shuffle_sync(row, 0)
             lane = arch.lane_idx()
@@ -205,7 +219,7 @@ class Combine(Kernel):
                 scalar = ptx.ld_f32(args.row_scalars + (Int64(first) * p.top_k + lane) * 4)
                 ptx.st_f32(self.place_of_scalars(ranks, heap, ranks.rank, token) + lane * 4, scalar)
         held = arch.vote_ballot_sync(row >= 0)
-        return held, row, weight, place, owner * (p.most_copies * p.max_tokens) + at
+        return held, row, weight, place, stager * (p.num_domains * p.most_copies * p.max_tokens) + at
 
     @cute.jit
     def scout_sum(self, context: Any, token: Int32) -> Int32:
@@ -231,15 +245,21 @@ class Combine(Kernel):
         p = self.problem
         lane = arch.lane_idx()
         row, expert = peeked
-        at = Int64(token * p.top_k + lane) * 4
+        entry = token * p.top_k + lane
+        at = Int64(entry) * 4
         # A lane with an entry that opens a copy waits for it, if the copy has a row.
         copy = copies_of(p, expert, row)
-        arrived = Int32(1)
-        if copy.expected != 0:
-            arrived = Int32(ranks.wait("token", copy.number * p.max_tokens + token, copy.holder, token))
-        # Hands what each lane acquired to the whole warp.
-        complete = arch.vote_all_sync(arrived != 0)
+        number = lane * p.max_tokens + token
         held = copy.mask
+        if const_expr(p.num_domains == 1):
+            arrived = Int32(1)
+            if copy.expected != 0:
+                arrived = Int32(ranks.wait("token", copy.number * p.max_tokens + token, copy.holder, token))
+            # Hands what each lane acquired to the whole warp.
+            complete = arch.vote_all_sync(arrived != 0)
+        else:
+            number, count, complete = await_sums(ranks, copy, token, self.rows, self.scalars)
+            held = (Int32(1) << count) - 1 if p.top_k < 32 else Int32((Int64(1) << count) - 1)
         if not complete:
             held = Int32(0)
             row = Int32(-1)
@@ -253,7 +273,7 @@ class Combine(Kernel):
                     if copy.holder >= 0 and (held >> copy.number) & 1 != 0:
                         value = ptx.ld_f32(self.place_of_scalars(ranks, ranks.own, copy.holder, token) + lane * 4)
                 elif row >= 0:
-                    value = ptx.ld_f32(ranks.at(ranks.own, "scalars") + at)
+                    value = ptx.ld_f32(self.place_of_returned(ranks, copy.holder) + place_of_weight(p, entry))
                 ptx.st_f32(args.out_scalars + at, value)
         place = args.out + Int64(token) * p.row_bytes
         rows = held
@@ -265,7 +285,18 @@ class Combine(Kernel):
         if const_expr(self.rows):
             if rows == 0:
                 zero_row(p.row_bytes, place, lane)
-        return rows, lane * p.max_tokens + token, Float32(1.0), place, token
+        return rows, number, Float32(1.0), place, token
+
+    @cute.jit
+    def place_of_returned(self, ranks: sync.Ranks, holder: Int32) -> Int64:
+        """Where scalars lie that a rank returns to this one: those of other NVLink domains came over the wire."""
+        p = self.problem
+        at = ranks.at(ranks.own, "scalars")
+        if const_expr(p.num_domains > 1):
+            slot = slot_of(ranks, holder)
+            if slot > 0:
+                at = ranks.at(ranks.own, "scalars_in") + Int64((slot - 1) * p.max_tokens * p.weights_each) * 4
+        return at
 
     def place_of_scalars(self, ranks: sync.Ranks, heap: Int64, source: Int32, token: Int32) -> Int64:
         """Where those of a token-major row lie at the token's owner; `source` holds the row. The space is that of

@@ -273,13 +273,18 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, k
         on.scaled_backward()
 
 
-def across(shape: Shape, draw: random.Random, times: int = 2) -> None:
+def across(shape: Shape, draw: random.Random, times: int = 1, known: bool = True) -> None:
     """Where there are several NVLink domains."""
     on = Steps(shape, draw)
     for _ in range(times):
         on.inputs()
         on.dispatch(known=False)
-        on.dispatch(known=True)
+        if known:
+            on.dispatch(known=True)
+            on.scaled_backward()
+        on.combine(rows=True, weighted=True, scalars=False, residual=True)
+        on.combine(rows=True, weighted=False, scalars=True, residual=False)
+        on.combine(rows=False, weighted=False, scalars=True, residual=False)
 
 
 def begun(shape: Shape, draw: random.Random, known: bool = False) -> Steps:

@@ -1,0 +1,243 @@
+"""Sums on their way between NVLink domains, in a combine.
+
+An expert's rank stores the sum of a copy with the stager of the token's owner, as it would with the owner itself. For
+every batch of tokens the owner *asks* each other domain's stager for sums: a word for each token, whose bits are the
+copies in that domain that have rows. The stager waits for these copies, adds them up by ranks ascending, rounds, and
+puts the sums of the batch together on the wire, with one word that says which tokens they are of (sending.py). Nothing
+is sent where nothing was asked for.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..copies import Copies, copies_of, lowest
+from ..places import on_rail, place_of, slot_of, slot_there
+from .sending import batches_of, place_in, put_batch, row_in, word_at, word_of
+
+VECTORS = 4
+"""How many vectors of a row a lane adds up at a time."""
+
+FAR, OPENS, CLOSES = 1 << 30, 1 << 29, 1 << 28
+"""Beside the number of a row that an owner adds: it is another domain's sum; it is the first one of those of its own
+domain; the last one."""
+
+
+@cute.jit
+def ask(
+    ranks: sync.Ranks, topk_idx: Int64, send_rows: Int64, tokens: Int32, max_tokens: Int32, first: Int32, step: Int32
+) -> None:
+    """By a warp, `first` of `step`: what this rank wants of its batches, from all other domains."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    batch = Int32(first)
+    while batch < batches_of(ranks, max_tokens) and ranks.mark >= 0:
+        here = ranks.at(Int64(0), "wanted_out") + Int64(batch) * ranks.heap.wanted_bytes
+        slots = ranks.heap.batches * ranks.heap.wanted_bytes  # bytes of a slot
+        i = Int32(0)
+        while i < p.batch_tokens:
+            token = batch * p.batch_tokens + i
+            row, expert = Int32(-1), Int32(-1)
+            if token < tokens and lane < p.top_k:
+                at = Int64(token * p.top_k + lane) * 4
+                row = ptx.ld_i32(send_rows + at)
+                expert = ptx.ld_i32(topk_idx + at)
+            copies = copies_of(p, expert, row)
+            theirs = slot_of(ranks, cutlass.max(copies.holder, 0))
+            for slot in range_constexpr(1, p.num_domains):
+                bit = Int32(0)
+                if copies.expected != 0 and theirs == slot:
+                    bit = Int32(1) << copies.number
+                wanted = arch.warp_redux_sync(bit, "or")
+                if lane == 0:
+                    ptx.st_i32(ranks.own + here + (slot - 1) * slots + Int64(i) * 4, wanted)
+            i += 1
+        arch.sync_warp()
+        for slot in range_constexpr(1, p.num_domains):
+            to = slot_there(ranks, Int32(slot))
+            there = ranks.at(Int64(0), "wanted_in") + Int64(to - 1) * slots + Int64(batch) * ranks.heap.wanted_bytes
+            word = word_at(ranks, "wanted", to, batch, ranks.heap.batches)
+            p.wire.put_signal(
+                ranks, on_rail(ranks, Int32(slot)), there, here + (slot - 1) * slots, Int32(ranks.heap.wanted_bytes),
+                word, word_of(ranks, 0),
+            )  # fmt: skip
+        batch += step
+
+
+@cute.jit
+def pass_sums(
+    ranks: sync.Ranks, rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool], max_tokens: Int32, first: Int32,
+    step: Int32,
+) -> None:  # fmt: skip
+    """By a warp of a stager, `first` of `step`: its batches of what owners of other domains ask for. `rows`: sums of
+    rows; `scalars`: those of the (token, k) in the batch."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    others = p.num_domains - 1
+    item = Int32(first)
+    while item < batches_of(ranks, max_tokens) * others and ranks.mark >= 0:
+        batch = item // others
+        slot = item - batch * others + 1
+        owner = on_rail(ranks, slot)
+        wanted, complete = await_wanted(ranks, slot, batch, owner)
+        mask = Int32(arch.vote_ballot_sync(wanted != 0))
+        left, row = Int32(mask), Int32(0)
+        while left != 0:
+            i = lowest(left)
+            left = left & (left - 1)
+            token = batch * p.batch_tokens + i
+            copies = arch.shuffle_sync(wanted, i)
+            if not await_pushed(ranks, slot, token, copies):
+                complete = Boolean(False)
+            if const_expr(rows):
+                to = ranks.own + place_in(ranks, "rows_out", slot, batch, row)
+                if complete:
+                    add_pushed(ranks, slot, token, copies, to)
+            row += 1
+        # A sum must not cross if a copy of it has not come.
+        if complete and mask != 0:
+            if const_expr(scalars):
+                put_scalars(ranks, owner, slot, batch)
+            if const_expr(rows):
+                put_batch(ranks, ("rows_in", "rows_out", "sum"), owner, slot, batch, mask)
+        item += step
+
+
+@cute.jit
+def await_wanted(ranks: sync.Ranks, slot: Int32, batch: Int32, owner: Int32) -> tuple[Int32, Boolean]:
+    """By a whole warp: what each lane's token of a batch is wanted for. Nothing, and False, if that never came."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    came = Int64(0)
+    if lane == 0:
+        word = word_at(ranks, "wanted", slot, batch, ranks.heap.batches)
+        came = p.wire.wait(ranks, word, owner, batch)
+    # What lane 0 acquired comes before what the others read.
+    complete = arch.shuffle_sync(Int32(came >= 0), 0) != 0
+    wanted = Int32(0)
+    if complete and lane < p.batch_tokens:
+        at = Int64((slot - 1) * ranks.heap.batches + batch) * ranks.heap.wanted_bytes + Int64(lane) * 4
+        wanted = ptx.ld_i32(ranks.at(ranks.own, "wanted_in") + at)
+    return wanted, complete
+
+
+@cute.jit
+def await_pushed(ranks: sync.Ranks, slot: Int32, token: Int32, copies: Int32) -> Boolean:
+    """By a whole warp: until the copies of a token of another domain have come. False if one never did."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    came = Boolean(True)
+    if lane < p.most_copies and (copies >> lane) & 1 != 0:
+        # Which rank that is the stager does not know; the report names the owner.
+        came = ranks.wait("token", (slot * p.most_copies + lane) * p.max_tokens + token, on_rail(ranks, slot), token)
+    # Hands what each lane acquired to the whole warp.
+    return arch.vote_all_sync(came)
+
+
+@cute.jit
+def add_pushed(ranks: sync.Ranks, slot: Int32, token: Int32, copies: Int32, to: Int64) -> None:
+    """By a whole warp: the rounded sum of a token's copies, by ranks ascending."""
+    p = ranks.heap.problem
+    each = 16 // p.itemsize
+    values = VECTORS * each
+    acc = cute.make_rmem_tensor((values,), Float32)
+    lane = Int32(arch.lane_idx())
+    rows = ranks.at(ranks.own, "rows")
+    first = Int32(0)
+    while first < p.row_bytes:
+        # Lanes behind the row's end add up its last vector again, and store it once more.
+        places = [cutlass.min(first + lane * 16 + u * 512, p.row_bytes - 16) for u in range(VECTORS)]
+        for i in range_constexpr(values):
+            acc[i] = Float32(0.0)
+        left = Int32(copies)
+        while left != 0:
+            at = rows + Int64((slot * p.most_copies + lowest(left)) * p.max_tokens + token) * p.row_bytes
+            left = left & (left - 1)
+            words: list[Any] = []
+            for u in range_constexpr(VECTORS):
+                words.extend(ptx.ld_v4(at + places[u]))
+            numbers = ptx.unpack(words, p.dtype)
+            for i in range_constexpr(values):
+                acc[i] = ptx.add_rn(acc[i], numbers[i])
+        sums = ptx.pack([acc[i] for i in range(values)], p.dtype)
+        for u in range_constexpr(VECTORS):
+            ptx.st_v4(to + places[u], sums[4 * u : 4 * u + 4])
+        first += VECTORS * 512
+    arch.sync_warp()
+
+
+@cute.jit
+def put_scalars(ranks: sync.Ranks, owner: Int32, slot: Int32, batch: Int32) -> None:
+    """By a whole warp: those of a batch of another domain's tokens, whether or not they are of experts here."""
+    p = ranks.heap.problem
+    each = p.weights_each * 4
+    to = slot_there(ranks, slot)
+    first = Int64(batch * p.batch_tokens)
+    here = ranks.at(Int64(0), "scalars") + (Int64(slot) * p.max_tokens + first) * each
+    there = ranks.at(Int64(0), "scalars_in") + (Int64(to - 1) * p.max_tokens + first) * each
+    nbytes = cutlass.min(Int32(p.max_tokens - batch * p.batch_tokens), Int32(p.batch_tokens)) * each
+    word = word_at(ranks, "returned", to, batch, ranks.heap.batches)
+    p.wire.put_signal(ranks, owner, there, here, nbytes, word, word_of(ranks, 0))
+
+
+@cute.jit
+def await_sums(
+    ranks: sync.Ranks, copies: Copies, token: Int32, rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool]
+) -> tuple[Int32, Int32, Boolean]:
+    """By a whole warp: until all sums of one of this rank's tokens have come. In the order in which they are added, lane
+    i has the i-th: its number, and the bits above. Also how many there are, and False if one never came."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    holder = cutlass.max(copies.holder, 0)
+    slot = slot_of(ranks, holder)
+    domain, _ = place_of(ranks, holder)
+    far = copies.expected != 0 and slot > 0
+    near = copies.expected != 0 and slot == 0
+    of_slot = Int32(-1)
+    if far:
+        of_slot = slot
+    same = arch.match_sync(0xFFFFFFFF, of_slot)
+    leads = far and (same & arch.lanemask_lt()) == 0
+    batch = token // p.batch_tokens
+    came, number, key = Boolean(True), Int32(0), Int32(0)
+    if near:
+        number = copies.number * p.max_tokens + token
+        key = domain * 64 + copies.number
+        came = ranks.wait("token", number, copies.holder, token)
+    if leads:
+        key = domain * 64
+        stager = on_rail(ranks, slot)
+        if const_expr(scalars):
+            came = p.wire.wait(ranks, word_at(ranks, "returned", slot, batch, ranks.heap.batches), stager, token) >= 0
+        if const_expr(rows):
+            mask = p.wire.wait(ranks, word_at(ranks, "sum", slot, batch, ranks.heap.batches), stager, token)
+            came = came and mask >= 0
+            row = row_in(Int32(mask), token - batch * p.batch_tokens)
+            number = ((slot - 1) * ranks.heap.batches + batch) * p.batch_tokens + row + FAR
+    # Hands what each lane acquired to the whole warp.
+    complete = arch.vote_all_sync(came)
+    if not (near or leads):
+        key = Int32(1 << 30)
+    place = Int32(0)
+    for k in range_constexpr(p.top_k):
+        if arch.shuffle_sync(key, k) < key:
+            place += 1
+    nearest, last = Int32(64), Int32(-1)
+    if near:
+        nearest, last = place, place
+    nearest, last = arch.warp_redux_sync(nearest, "min"), arch.warp_redux_sync(last, "max")
+    if near and place == nearest:
+        number += OPENS
+    if near and place == last:
+        number += CLOSES
+    mine = Int32(0)
+    for k in range_constexpr(p.top_k):
+        theirs, what = arch.shuffle_sync(place, k), arch.shuffle_sync(number, k)
+        if arch.shuffle_sync(key, k) < (1 << 30) and theirs == lane:
+            mine = what
+    count = Int32(arch.popc(Int32(arch.vote_ballot_sync(near or leads))))
+    return mine, count, complete
