@@ -1,15 +1,20 @@
-"""What a rank does instead of an operation that its host refuses: tell all ranks why, and use up the number."""
+"""What a rank does instead of an operation that its host refuses: tell all ranks why, and use up the number.
+
+To ranks of other NVLink domains the reason is put on the wire, behind which `refusal` is set, and hello may arrive
+before that: waits there know by its kind that a refusal is on its way (`sync.why_stop`).
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from . import ptx, sync
 from .heap import EPOCH, REASON_BYTES, Heap
 from .launch import Kernel, RankArgs
+from .places import is_near
 
 THREADS = 256
 WORDS = REASON_BYTES // 8
@@ -42,18 +47,36 @@ class Refuse(Kernel):
         while i < world_size * WORDS:
             peer = i // WORDS
             at = Int64(i - peer * WORDS) * 8
-            place = ranks.at(ranks.peer(peer), "reason") + Int64(ranks.rank) * REASON_BYTES
-            ptx.st_relaxed_sys(place + at, ptx.ld_u64(args.text + at))
+            if is_near(ranks, peer):
+                place = ranks.at(ranks.peer(peer), "reason") + Int64(ranks.rank) * REASON_BYTES
+                ptx.st_relaxed_sys(place + at, ptx.ld_u64(args.text + at))
             i += THREADS
         # The whole block's text comes before each thread's releases.
         arch.sync_threads()
+        if const_expr(self.problem.num_domains > 1):
+            self.tell_far(ranks)
         if tid < world_size:
-            # The refusal is released before the hello: whoever sees the hello sees the refusal.
-            ranks.signal("refusal", tid, Int32(0))
+            if is_near(ranks, Int32(tid)):
+                # The refusal is released before the hello: whoever sees the hello sees the refusal.
+                ranks.signal("refusal", tid, Int32(0))
             ranks.signal("hello", tid, ranks.rank)
             sync.await_begun(ranks, tid)
         arch.sync_threads()
         if tid == 0:
+            if const_expr(self.problem.num_domains > 1):
+                self.problem.wire.quiet(ranks)
             sync.note_begun(ranks)
             sync.note_met(ranks)
             ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+
+    @cute.jit
+    def tell_far(self, ranks: sync.Ranks) -> None:
+        """Ranks of other domains, each by a put from where this rank's own reason lies with itself."""
+        tid, _, _ = arch.thread_idx()
+        reason = ranks.at(Int64(0), "reason") + Int64(ranks.rank) * REASON_BYTES
+        rank = Int32(arch.make_warp_uniform(tid // 32))
+        while rank < self.problem.world_size:
+            if not is_near(ranks, rank):
+                word = ranks.at(Int64(0), "refusal")
+                self.problem.wire.put_signal(ranks, rank, reason, reason, Int32(REASON_BYTES), word, ranks.mark)
+            rank += THREADS // 32

@@ -30,6 +30,11 @@ A rank that refuses an operation (its host does, for an argument that cannot be 
 all the same: it leaves its reason with all ranks, sets their `refusal` word, and says hello (refusal.py). Waits of that
 operation then give up, on every rank and for whomever they wait; the reason is reported, and the next operation is as
 any other. For an operation that is given up by a refusal the hellos of all ranks are still awaited.
+
+Ranks of several NVLink domains (places.py) store only in their own one's memory, and tell others by puts on a wire
+(internode/wire.py), of which nothing is known but that a word comes behind the bytes of its own put. So across domains
+a flag that is set alone says nothing else; a rank that has given up puts nothing any more; and an operation that was
+refused ends when all that was put has arrived.
 """
 
 import copy
@@ -44,7 +49,7 @@ from . import ptx
 from .carried import Carried
 from .heap import BEGUN, CLAIMS, EPOCH, FAILED, GAVE_UP, LATE, MET, NOTE_WORDS, NOTES, REFUSED, TICKET, Heap
 from .launch import RankArgs
-from .marks import ALARM_BITS, GIVEN_UP, SHIFT
+from .marks import ALARM_BITS, GIVEN_UP, KINDS, SHIFT
 from .places import is_near
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch")
@@ -61,6 +66,8 @@ TOLD_SO = 3
 """The state's word FAILED is 0, 1 when this rank has given up and reports it, or this: another rank has told it to."""
 LONG_NS = 60_000_000_000
 """A flag that has been awaited for so long, or for a tenth of the deadline, is told of."""
+
+REFUSED_KIND = KINDS.index("refused")
 
 POLLS_PER_CHECK = 256
 """How many times a waiting thread looks for what it waits for between two looks at the deadline."""
@@ -230,20 +237,29 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     limit = ranks.timeout_ns
     if peer == ranks.rank:
         limit = 2 * ranks.timeout_ns
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        if ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"]) != 0:
-            ptx.atom_told_so(ranks.own + FAILED * 8)
+    heed_alarm(ranks)
     if ptx.ld_acquire_sys(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
     # A rank that refuses says so before it says hello: whoever sees its hello sees this.
     refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
     if mark != ranks.mark and (mark >> SHIFT) == (ranks.mark >> SHIFT):
-        reason = Int32(MISMATCH)
+        if const_expr(not ranks.heap.problem.domains):
+            reason = Int32(MISMATCH)
+        elif (mark & 15) != REFUSED_KIND:  # a refusal may come later than the hello
+            reason = Int32(MISMATCH)
     if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
         reason = Int32(REFUSAL)
         mark = refusal
     return reason, mark
+
+
+@cute.jit
+def heed_alarm(ranks: Ranks) -> None:
+    """By any thread: ranks of other NVLink domains leave an alarm and nothing else; now this rank's state says so."""
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        if ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"]) != 0:
+            ptx.atom_told_so(ranks.own + FAILED * 8)
 
 
 @cute.jit
@@ -296,6 +312,7 @@ def meet_all(ranks: Ranks, lane: Int32) -> None:
     Then a rank that has given up, or was told to, tells all ranks, which give up, too. One that has may have gone on
     without this one, and overwritten what this one read: it had told this one before.
     """
+    heed_alarm(ranks)
     failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
     peer = Int32(lane)
     while peer < ranks.world_size:
@@ -435,10 +452,21 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
             meet_all(ranks, tid)
             arch.sync_warp()
             if tid == 0:
+                if const_expr(ranks.heap.problem.num_domains > 1):
+                    end_refused(ranks)
                 note_met(ranks)
                 ptx.st_u64(ranks.own + CLAIMS * 8, Int64(0))
                 ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
                 ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+
+
+@cute.jit
+def end_refused(ranks: Ranks) -> None:
+    """By one thread, at an operation's end: if some rank has refused it, others may not have waited for what this one
+    has put, which must arrive before the places there are used again."""
+    refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
+    if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
+        ranks.heap.problem.wire.quiet(ranks)
 
 
 @cute.jit

@@ -55,6 +55,12 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "across_three": lambda draw: throughput.across(
         Shape((2,) * 3, 3, 5, domains=((0,), (1,), (2,)), wire="nvlink"), draw
     ),
+    "across_refused": lambda draw: throughput.refused(
+        Shape((3, 0, 2, 2), 3, 3, slots=(0, 2, 3), share=0.4, domains=((0, 2), (1, 3)), wire="nvshmem"), draw
+    ),
+    "across_absent": lambda draw: throughput.absent(
+        Shape((3, 0, 2), 3, 3, domains=((0,), (1,), (2,)), wire="nvshmem"), draw, warned=True, known=False
+    ),
     **copies.CHECKS,
     **formats.CHECKS,
     **deaths.CHECKS,
