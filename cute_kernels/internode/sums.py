@@ -19,7 +19,7 @@ from ..copies import Copies, copies_of, lowest
 from ..places import on_rail, place_of, slot_of, slot_there
 from .sending import batches_of, place_in, put_batch, row_in, word_at, word_of
 
-VECTORS = 4
+VECTORS = 2
 """How many vectors of a row a lane adds up at a time."""
 
 FAR, OPENS, CLOSES = 1 << 30, 1 << 29, 1 << 28
