@@ -10,7 +10,9 @@ from functools import cached_property
 from typing import Any
 
 MOST_RANKS = 72
-"""The most ranks that kernels take: as many GPUs as map each other's memory today."""
+"""The most ranks of an NVLink domain that kernels take: as many GPUs as map each other's memory today."""
+MOST_RANKS_ACROSS = 128
+"""The most ranks of several domains: as many as an alarm can name (`marks.ALARM_BITS`)."""
 
 CHUNK_BYTES = 28 * 1024
 """The most bytes of a chunk of staged rows, unless `LEAST_CHUNK_TOKENS` rows are longer."""

@@ -17,13 +17,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import load_module
+
+from .linked import LinkedFunction, digest_of, library_of, object_of
 
 LOCK_SECONDS = 120.0  # how long a process waits for another one's compilation before it compiles the kernel itself
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -45,16 +47,20 @@ def compile_kernel(kernel: Any, arch: str, *, keep_ptx: bool = False) -> Any:
 
     `kernel.signature()` gives example arguments. With `keep_ptx` the result has `__ptx__` and `__cubin__`.
     """
-    options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" --keep-ptx --keep-cubin" if keep_ptx else "")
+    ffi = "" if library_of(kernel) else "--enable-tvm-ffi "
+    options = f"{ffi}--gpu-arch {arch}" + (" --keep-ptx --keep-cubin" if keep_ptx else "")
     with _compiling:
         return cute.compile(kernel, *kernel.signature(), options=options)
 
 
-def get(kernel: Any, arch: str, capturing: Callable[[], bool]) -> Callable:
+def get(
+    kernel: Any, arch: str, capturing: Callable[[], bool], register: Callable[[int], None] | None = None
+) -> Callable:
     """The compiled function of `kernel`: from memory, from disk, or compiled now.
 
     Kernels are frozen dataclasses, so equal configurations share one compilation. Raises CompileDuringCapture where
-    `capturing()` says that a graph is being captured: compile (`Communicator.warmup()`) before.
+    `capturing()` says that a graph is being captured: compile (`Communicator.warmup()`) before. `register`: what a
+    kernel that is linked with a device library needs (linked.py).
     """
     key = (kernel, arch)
     found = _loaded.get(key)
@@ -69,8 +75,13 @@ def get(kernel: Any, arch: str, capturing: Callable[[], bool]) -> Callable:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
         if key not in _loaded:
-            _loaded[key] = _load_or_compile(kernel, arch)
+            _loaded[key] = _load_or_compile(kernel, arch, partial(_load, kernel, register))
         return _loaded[key]
+
+
+def prepare(kernel: Any, arch: str) -> None:
+    """Compiles `kernel` into the folder, unless it is there."""
+    _load_or_compile(kernel, arch, lambda path: None)
 
 
 # ---------------------------------------------------------------------- the folder
@@ -123,7 +134,9 @@ def _warn(text: str) -> None:
 def object_name(kernel: Any, arch: str) -> str:
     """Name of the file, and of the function in it: everything that the machine code depends on has a part in it."""
     kind = type(kernel)
-    whole = f"{kind.__module__}.{kind.__qualname__} {kernel!r} {arch} {versions()} {_sources()}"
+    library = library_of(kernel)
+    linked = digest_of(library) if library else ""
+    whole = f"{kind.__module__}.{kind.__qualname__} {kernel!r} {arch} {versions()} {_sources()} {linked}"
     return f"{kind.__name__}_{hashlib.sha256(whole.encode()).hexdigest()[:24]}"
 
 
@@ -162,7 +175,8 @@ def _sources() -> str:
 # ---------------------------------------------------------------------- files
 
 
-def _load_or_compile(kernel: Any, arch: str) -> Callable:
+def _load_or_compile(kernel: Any, arch: str, load: Callable[[Path], Any]) -> Any:
+    """What `load` makes of the file."""
     name = object_name(kernel, arch)
     folder = _private_dir()
     if folder is not None:
@@ -172,13 +186,13 @@ def _load_or_compile(kernel: Any, arch: str) -> Callable:
                 with _alone(folder / f"{name}.lock"):
                     if not _is_whole(path):  # else another process has compiled it meanwhile
                         _compile_to(path, kernel, arch)
-            return _load(path)
+            return load(path)
         except OSError as error:
             _warn(f"{path} cannot be kept: {error}")
     with tempfile.TemporaryDirectory(prefix="ep_ops_") as apart:
         path = Path(apart) / f"{name}.o"
         _compile_to(path, kernel, arch)
-        return _load(path)
+        return load(path)
 
 
 def _compile_to(path: Path, kernel: Any, arch: str) -> None:
@@ -187,7 +201,11 @@ def _compile_to(path: Path, kernel: Any, arch: str) -> None:
     os.close(descriptor)
     try:
         with _compiling:
-            compile_kernel(kernel, arch).export_to_c(object_file_path=part, function_name=path.stem)
+            compiled = compile_kernel(kernel, arch)
+            if library_of(kernel):
+                Path(part).write_bytes(object_of(compiled, path.stem))
+            else:
+                compiled.export_to_c(object_file_path=part, function_name=path.stem)
         with open(part, "r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
         os.replace(part, path)
@@ -206,12 +224,18 @@ def _is_whole(path: Path) -> bool:
     return bool(code) and hashlib.sha256(code).digest() == digest
 
 
-def _load(path: Path) -> Callable:
+def _load(kernel: Any, register: Callable[[int], None] | None, path: Path) -> Callable:
     """The function in the file, which is not needed afterwards."""
+    library = library_of(kernel)
     with _loading:
-        module = load_module(str(path), enable_tvm_ffi=True)
+        module = load_module(str(path), enable_tvm_ffi=not library)
         _modules.append(module)
-        return getattr(module, path.stem)
+        function = getattr(module, path.stem)
+        if not library:
+            return function
+        if register is None:
+            raise ValueError(f"{type(kernel).__name__} is linked with {library}, which has to be told of it: register")
+        return LinkedFunction(function, len(kernel.signature()), register)
 
 
 @contextlib.contextmanager

@@ -64,6 +64,11 @@ class Kernel(Launched):
 
     problem: Problem
 
+    @property
+    def linked(self) -> str:
+        """Path of the device library that its wire calls (linked.py); "": none."""
+        return getattr(self.problem.wire, "library", "")
+
 
 def names(args: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Fields of a kernel's arguments behind `ranks`: those that are addresses of tensors, and the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,44 +13,73 @@ import torch.distributed as dist
 
 from .config import Config
 from .exchange import Exchange
-from .topology import choose_backend, divide, gpu_facts, told
+from .topology import GpuFacts, choose_backend, choose_wire, divide, gpu_facts, told
 
 _HINTS = {
     "name": "; pass name= where ranks have made different numbers of them",
     "check": "; set EP_OPS_CHECK in the environment of all ranks or of none",
+    "wire": "; set EP_OPS_WIRE alike in the environment of all ranks",
 }
 
+Lack = Callable[[Config], "str | None"]
+"""What a rank lacks for the kernels of a communicator whose NVLink domains are known; None: nothing."""
 
-def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool) -> Config:
+
+def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool, lack: Lack) -> Config:
     """The configuration of all ranks, with "auto" and the NVLink domains resolved. Collective.
 
-    ``problem``: what is wrong with this rank's; ``cute``: whether that backend takes the values. ValueError on every
-    rank if one has a problem, if they differ, if domains have unequally many ranks, or if "cute" was asked for and is
-    out of reach for some. A warning where "auto" leaves GPUs to the reference backend.
+    ``problem``: what is wrong with this rank's; ``cute``: whether that backend takes the values, as far as they are
+    known before the domains are. ValueError on every rank if one has a problem, if they differ, if domains have
+    unequally many ranks, or if "cute" was asked for and is out of reach for some. A warning where "auto" leaves GPUs to
+    the reference backend.
     """
-    word = (own, problem, gpu_facts(exchange.device))
+    words = _told_by_all(exchange, (own, problem, gpu_facts(exchange.device), cute))
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]
+    if problems:
+        raise ValueError("; ".join(problems))
+    if difference := disagreement([config for config, *_ in words]):
+        raise ValueError(difference)
+    facts = [facts for _, _, facts, _ in words]
+    domains = divide(facts, own.domain_size)
+    agreed = dataclasses.replace(own, domain_size=len(domains[0]), domains=domains)
+    backend, why = own.backend, ""
+    if backend == "auto":
+        backend, why = choose_backend(facts) if all(takes for *_, takes in words) else ("reference", "")
+    if backend == "cute":
+        agreed, why = _with_wire(exchange, agreed, facts, lack)
+        if why and own.backend == "cute":
+            raise ValueError(why)
+    if why:
+        backend = "reference"
+        if None not in facts and exchange.rank == 0:
+            warnings.warn(f"backend 'auto' takes 'reference', which is slow: {why}", RuntimeWarning, stacklevel=3)
+    return dataclasses.replace(agreed, backend=backend)
+
+
+def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | None], lack: Lack) -> tuple[Config, str]:
+    """What kernels reach other domains by, where there are several, and what speaks against kernels; the same on all
+    ranks."""
+    if len(agreed.domains) == 1:
+        # Nobody has to be asked: what is not known already follows from the configuration.
+        return agreed, lack(agreed) or ""
+    wire, why = choose_wire(facts, agreed.wire)
+    agreed = dataclasses.replace(agreed, wire=wire)
+    lacks = _told_by_all(exchange, why or lack(agreed))
+    for rank, text in enumerate(lacks):
+        if text:
+            return agreed, f"{told(facts, agreed.domains)}; backend 'cute' cannot run across them: rank {rank}: {text}"
+    return agreed, ""
+
+
+def _told_by_all(exchange: Exchange, word: Any) -> list[Any]:
+    """Collective: by rank."""
     words: list[Any] = [word]
     if exchange.world_size > 1:
         words = [None] * exchange.world_size
         on_gpu = exchange.device.type == "cuda"
         with torch.cuda.device(exchange.device) if on_gpu else contextlib.nullcontext():
             dist.all_gather_object(words, word, group=exchange.group)
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(words) if problem]
-    if problems:
-        raise ValueError("; ".join(problems))
-    if difference := disagreement([config for config, _, _ in words]):
-        raise ValueError(difference)
-    facts = [facts for _, _, facts in words]
-    domains = divide(facts, own.domain_size)
-    agreed = dataclasses.replace(own, domain_size=len(domains[0]), domains=domains)
-    if own.backend == "cute" and len(domains) > 1:
-        raise ValueError(f"{told(facts, domains)}; backend 'cute' needs all in one")
-    if own.backend != "auto":
-        return agreed
-    backend, why = choose_backend(facts, domains) if cute else ("reference", "")
-    if why and None not in facts and exchange.rank == 0:
-        warnings.warn(f"backend 'auto' takes 'reference', which is slow: {why}", RuntimeWarning, stacklevel=3)
-    return dataclasses.replace(agreed, backend=backend)
+    return words
 
 
 def disagreement(configs: Sequence[Config]) -> str | None:

@@ -7,6 +7,7 @@ in `Communicator.warmup`.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
-from ep_ops.backends.cute.memory import problem_with
-from ep_ops.config import Config, even_experts
+from ep_ops.backends import no_device_library
+from ep_ops.backends.cute.memory import across, problem_with
+from ep_ops.config import Config, consecutive_domains, even_experts
 from ep_ops.formats import format_of, layout_of
 from ep_ops.formats.quantise import refuse_hidden
 from ep_ops.version import __version__
@@ -25,15 +27,22 @@ from ep_ops.version import __version__
 def config_of(
     ranks: int, num_experts: int, hidden_size: int, top_k: int, max_tokens: int, dtype: torch.dtype,
     experts_per_rank: Sequence[int] | None = None, latency_max_tokens: int | None = None,
+    *, domain_size: int | None = None, wire: str = "nvshmem",
 ) -> Config:  # fmt: skip
-    """Of a communicator, as far as kernels depend on it. ValueError, in the communicator's words, for what it would
-    refuse."""
+    """Of a communicator, as far as kernels depend on it. `domain_size`: ranks of each NVLink domain, which follow each
+    other (None: all are in one); `wire`: what crosses between them. ValueError, in the communicator's words, for what
+    it would refuse."""
     experts = even_experts(num_experts, ranks) if experts_per_rank is None else tuple(experts_per_rank)
     config = Config(
         "ahead", ranks, num_experts, hidden_size, top_k, max_tokens, dtype, experts, 16, "cute", "cuda", 1.0, None,
-        None, latency_max_tokens, 0, True, __version__,
+        None, latency_max_tokens, 0, True, __version__, domain_size=domain_size, wire=wire,
     )  # fmt: skip
-    problem = config.problem() or problem_with(config)
+    problem = config.problem()
+    if problem is None:
+        config = dataclasses.replace(config, domains=consecutive_domains(ranks, domain_size))
+        problem = problem_with(config)
+        if problem is None and across(config) and wire == "nvshmem":
+            problem = no_device_library()
     if problem is not None:
         raise ValueError(problem)
     return config
@@ -54,6 +63,8 @@ def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str,
     """How many kernels it has, with rows in these formats. RuntimeError where no folder is there to keep them."""
     from ep_ops.backends.cute import all_kernels
 
+    if formats and across(config):
+        raise ValueError("no kernel takes rows in a format across NVLink domains; allowed: none")
     wanted = all_kernels(config, formats)
     folder()
     compile_all(wanted, arch)
@@ -80,7 +91,7 @@ def compile_all(wanted: Sequence[Any], arch: str) -> None:
 def _compile(kernel: Any, arch: str) -> None:
     from cute_kernels import jit
 
-    jit.get(kernel, arch, lambda: False)
+    jit.prepare(kernel, arch)
 
 
 def arch_here() -> str | None:

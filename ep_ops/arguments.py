@@ -44,6 +44,11 @@ def checking() -> str:
     return os.environ.get("EP_OPS_CHECK") or "0"
 
 
+def wire() -> str:
+    """By what kernels are to reach other NVLink domains, as the environment says."""
+    return os.environ.get("EP_OPS_WIRE") or "auto"
+
+
 def hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 

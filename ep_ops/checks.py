@@ -144,6 +144,15 @@ def combine_backward(m: Member, a: Any) -> None:
         _row_weights(m, "recv_weights", a.recv_weights, (rows,))
 
 
+def across(m: Member, what: str) -> None:
+    """Refuse what no kernel takes from one NVLink domain to another."""
+    if m.config.backend == "cute" and len(m.config.domains) > 1:
+        raise ValueError(
+            f"{what}: backend 'cute' has no kernel for them across NVLink domains, of which communicator {m.name!r} has"
+            f" {len(m.config.domains)}; allowed: rows grouped by expert, as they are given"
+        )
+
+
 def empty_rows(m: Member, num_rows: int) -> None:
     """Refuse more rows than lie in symmetric memory."""
     if not 0 <= num_rows <= m.symmetric_rows:
@@ -261,7 +270,8 @@ def _route(comm: Member, a: Any) -> int:
 
 
 def _token_major(comm: Member, a: Any) -> None:
-    """Layouts of scales that nobody takes with such rows."""
+    """Layouts of scales that nobody takes with such rows, and such rows where kernels know none."""
+    across(comm, "token-major rows")
     scales_as = getattr(a, "scales_as", "")
     if scales_as in LAYOUTS and scales_as not in OF_TOKENS:
         allowed = ", ".join(map(repr, OF_TOKENS))
@@ -280,6 +290,7 @@ def _delivery(comm: Member, a: Any) -> None:
     layout = layout_of(form, a.scales_as)
     refuse_hidden(comm.hidden_size, form)
     if comm.config.backend == "cute":
+        across(comm, f"rows in format {a.format!r}")
         if layout in SWIZZLED:
             allowed = ", ".join(repr(name) for name in form.layouts if name not in SWIZZLED)
             raise ValueError(f"scales_as is {layout!r}; backend 'cute' has no kernel for it; allowed: {allowed}")

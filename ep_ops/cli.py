@@ -65,6 +65,10 @@ def parser() -> argparse.ArgumentParser:
         "--format", action="append", default=[], metavar="NAME=LAYOUT",
         help="rows in a format as well, as e4m3/128/pow2=columns (repeatable; without =LAYOUT its first one)",
     )  # fmt: skip
+    ahead.add_argument("--domain-size", type=positive, help="ranks of each NVLink domain (default: all are in one)")
+    ahead.add_argument(
+        "--wire", choices=("nvlink", "nvshmem"), default="nvshmem", help="between NVLink domains (default: %(default)s)"
+    )
     ahead.add_argument("--arch", help="as sm_90a, sm_100a (default: this host's GPU's)")
     ahead.set_defaults(run=run_compile)
 
@@ -161,12 +165,14 @@ def run_compile(args: argparse.Namespace) -> int:
         config = ahead.config_of(
             args.ranks, args.num_experts, args.hidden_size, args.top_k, args.max_tokens_per_rank,
             getattr(torch, args.dtype), args.experts_per_rank, args.latency_max_tokens,
+            domain_size=args.domain_size, wire=args.wire,
         )  # fmt: skip
         formats = ahead.formats_of(args.format, args.hidden_size)
+        count = ahead.compile_communicator(config, arch, formats)
     except ValueError as refused:
         print(f"ep-ops compile: {refused}", file=sys.stderr)
         return 2
-    print(f"{ahead.compile_communicator(config, arch, formats)} kernels for {arch} are in {ahead.folder()}")
+    print(f"{count} kernels for {arch} are in {ahead.folder()}")
     return 0
 
 

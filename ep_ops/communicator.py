@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from . import backends, checks, inputs, leaving, registry
 from .agreement import agree
-from .arguments import checking, device_of, group_of, hashable, large_rows, next_name
+from .arguments import checking, device_of, group_of, hashable, large_rows, next_name, wire
 from .backends.base import Backend
 from .config import Config, even_experts
 from .exchange import Exchange
@@ -57,8 +58,9 @@ class Communicator(Methods, TokenMajor):
         experts_per_rank: experts of each rank, in contiguous blocks. None: as even as possible, first ranks more.
         alignment: default for the rows that each expert's segment is padded to a multiple of, 1..1024.
         device: None: the current CUDA device if there is one, else the CPU.
-        backend: "reference" (any device), "cute" (NVIDIA GPUs of one NVLink domain, at most 72: a host, or hosts that
-            an NVLink fabric joins), or "auto": cute where it can run.
+        backend: "reference" (any device), "cute" (NVIDIA GPUs: at most 72 of one NVLink domain, which is a host, or
+            hosts that an NVLink fabric joins; at most 128 of several, see docs/domains.md for what they need), or
+            "auto": cute where it can run.
         timeout: seconds that a kernel waits for a peer before it gives up and reports; then all ranks give up, and all
             raise who waited for whom. Whoever waits for a tenth of it, or for a minute, is warned of the peer that is
             late. torch.distributed calls of the reference backend follow their process group's timeout instead.
@@ -76,7 +78,7 @@ class Communicator(Methods, TokenMajor):
         domain_size: ranks of each NVLink domain, where domains are to be smaller than what is found: so many
             consecutive ranks of a found one. None: as they are found (GPUs: a host, or hosts that an NVLink fabric
             joins; CPUs: one domain). All domains must have as many ranks. Sums are defined by the domains
-            (``ep_ops.backends.reference``); several run on the reference backend alone.
+            (``ep_ops.backends.reference``).
         overflow: what becomes of rows that find no place within ``capacity`` or ``slots``. "count": they are counted
             (``Dispatched.dropped``) and left out. "raise": besides, the next :meth:`check_errors` says how many, and of
             which experts; it then waits for the device.
@@ -119,7 +121,7 @@ class Communicator(Methods, TokenMajor):
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
             combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
-            domain_size,
+            domain_size, wire(),
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if not sequence:
@@ -134,7 +136,8 @@ class Communicator(Methods, TokenMajor):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
         cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
         cute = cute and (self.device.type != "cuda" or backends.too_small(own, self.multiprocessors) is None)
-        resolved = agree(exchange, own, problem, cute)
+        lack = functools.partial(backends.lack, multiprocessors=self.multiprocessors)
+        resolved = agree(exchange, own, problem, cute, lack)
 
         self.num_experts = num_experts
         self.experts_per_rank = own.experts_per_rank
@@ -233,6 +236,7 @@ class Communicator(Methods, TokenMajor):
         """
         for name, scales_as in formats:
             layout_of(format_of(name), scales_as)
+            checks.across(self, f"rows in format {name!r}")
         self.backend.compile(formats)
         self._exchange.barrier()  # compiling takes ranks unequally long, and kernels wait for each other
         self.backend.warmup()
@@ -292,6 +296,11 @@ class Communicator(Methods, TokenMajor):
         if not sum(held):
             raise ValueError(f"no experts are left: ranks {members} hold none")
         domain_size = self._domain_size_of(ranks)
+        if config.backend == "cute" and config.wire == "nvshmem" and domain_size < len(ranks) < self.world_size:
+            raise ValueError(
+                f"communicator {self.name!r} reaches other NVLink domains through NVSHMEM, of which a process has one,"
+                f" of {self.world_size} ranks; allowed: a group of ranks of one domain"
+            )
         self._destroy(meet=False)
         left = Communicator(
             group, num_experts=sum(held), experts_per_rank=held, hidden_size=self.hidden_size, top_k=self.top_k,

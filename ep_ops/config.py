@@ -13,6 +13,7 @@ from .records import INT32_LIMIT, MAX_ALIGNMENT
 MAX_TOP_K = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "reference", "cute")
+WIRES = ("auto", "nvlink", "nvshmem")
 
 
 def is_int(value: object) -> bool:
@@ -24,6 +25,12 @@ def even_experts(num_experts: int, world_size: int) -> tuple[int, ...]:
     """Experts of each rank, as even as possible: the first ``num_experts % world_size`` ranks hold one more."""
     each, more = divmod(num_experts, world_size)
     return tuple(each + (rank < more) for rank in range(world_size))
+
+
+def consecutive_domains(world_size: int, domain_size: int | None) -> tuple[tuple[int, ...], ...]:
+    """NVLink domains of so many ranks (None: one domain), if ranks are numbered domain by domain."""
+    size = domain_size or world_size
+    return tuple(tuple(range(first, first + size)) for first in range(0, world_size, size))
 
 
 def worst_case_rows(world_size: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:
@@ -59,6 +66,7 @@ class Config:
     version: str
     check: str = "0"  # EP_OPS_CHECK
     domain_size: int | None = None  # ranks of an NVLink domain; None: as they are found
+    wire: str = "auto"  # EP_OPS_WIRE: by what kernels reach other NVLink domains; resolved where there are several
     domains: tuple[tuple[int, ...], ...] = ()  # ranks of each NVLink domain, once they are known (topology.Domains)
 
     def problem(self) -> str | None:
@@ -117,6 +125,8 @@ class Config:
             return f"domain_size is {value!r}; it must be None or an int that divides the {self.world_size} ranks"
         if self.check not in ("0", "1"):
             return f"EP_OPS_CHECK is {self.check!r} in the environment; it must be 0 or 1"
+        if self.wire not in WIRES:
+            return f"EP_OPS_WIRE is {self.wire!r} in the environment; it must be one of {', '.join(WIRES)}"
         return None
 
 

@@ -104,12 +104,20 @@ def symmetric_memory() -> list[str]:
 
 
 def nvshmem() -> str:
-    from ep_ops.symmetric.nvshmem import loaded, problem
+    from ep_ops.symmetric.nvshmem import loaded
 
-    if lack := problem():
+    if lack := lack_across():
         return f"not usable: {lack}"
     version, path = loaded()
     return f"{'.'.join(map(str, version))} ({path})"
+
+
+def lack_across() -> str | None:
+    """What NVSHMEM lacks here for kernels of several NVLink domains."""
+    from ep_ops.backends import no_device_library
+    from ep_ops.symmetric.nvshmem import problem
+
+    return problem() or no_device_library()
 
 
 def nvlink_domain() -> list[str]:
@@ -139,9 +147,15 @@ def backend() -> list[str]:
         return ["reference, because torch sees no GPU"]
     facts = [gpu_facts(torch.device("cuda", i)) for i in range(count)]
     try:
-        chosen, why = choose_backend(facts, divide(facts, None))
+        domains = divide(facts, None)
     except ValueError as error:
         return [f"none, because {error}"]
+    chosen, why = choose_backend(facts)
+    if chosen == "cute" and len(domains) > 1:
+        lack = lack_across()
+        if lack is None:
+            return [f"cute: {count} GPUs of capability 9.0 or newer in {len(domains)} NVLink domains, over NVSHMEM"]
+        return [f"reference, because kernels that cross between NVLink domains lack something: {lack}"]
     if chosen == "cute":
         return [f"cute: {count} GPU(s) of capability 9.0 or newer, each of which maps the memory of all others"]
     lacks = dict.fromkeys(fact.lack for fact in facts if fact is not None and fact.lack)

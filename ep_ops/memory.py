@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
 from . import arrivals, backends
-from .config import Config, even_experts, worst_case_rows
+from .config import Config, consecutive_domains, even_experts, worst_case_rows
 
 
 class MemoryPlan(dict[str, int]):
@@ -42,12 +43,14 @@ def memory_plan(
     combine_sms: int | None = None,
     latency_max_tokens: int | None = None,
     symmetric_rows: int = 0,
+    domain_size: int | None = None,
     rank: int = 0,
 ) -> MemoryPlan:
     """Bytes that ``rank`` of such a communicator takes; nothing is allocated and no GPU is needed.
 
     Entries named ``call: ...`` are the fresh outputs of one ``dispatch`` and one ``combine`` of ``max_tokens_per_rank``
     tokens into ``capacity`` rows (default: the worst case without drops); all others are held by the communicator.
+    ``domain_size``: ranks of each NVLink domain; None: all are in one.
     Raises ValueError for values that no communicator accepts.
     """
     experts = even_experts(num_experts, world_size) if experts_per_rank is None else tuple(experts_per_rank)
@@ -55,8 +58,13 @@ def memory_plan(
     config = Config(
         "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
         backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows, True, "",
+        domain_size=domain_size,
     )  # fmt: skip
-    if problem := config.problem() or backends.problem(config):
+    problem = config.problem()
+    if problem is None:
+        config = dataclasses.replace(config, domains=consecutive_domains(world_size, domain_size))
+        problem = backends.problem(config)
+    if problem is not None:
         raise ValueError(problem)
     return plan_of(config, rank, capacity)
 

@@ -105,9 +105,9 @@ def unreachable(device: torch.device) -> list[int]:
     return [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
 
 
-def choose_backend(facts: Sequence[GpuFacts | None], domains: Domains) -> tuple[str, str]:
+def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
     """What "auto" means for values that both take, given the facts of all ranks, and why it is not "cute": that needs a
-    GPU for each rank that can run the kernels, all in one NVLink domain."""
+    GPU for each rank that can run the kernels. (Several NVLink domains need more, see agreement.py.)"""
     for rank, fact in enumerate(facts):
         if fact is None:
             return "reference", f"rank {rank} has no GPU"
@@ -118,9 +118,16 @@ def choose_backend(facts: Sequence[GpuFacts | None], domains: Domains) -> tuple[
     for rank, fact in enumerate(known):
         if (other := first.setdefault((fact.host, fact.gpu), rank)) != rank:
             return "reference", f"ranks {other} and {rank} share a GPU"
-    if len(domains) > 1:
-        return "reference", told(facts, domains)
     return "cute", ""
+
+
+def choose_wire(facts: Sequence[GpuFacts | None], asked: str) -> tuple[str, str | None]:
+    """By what ranks of several NVLink domains reach each other, and why that is not what was asked for: "nvlink" where
+    the domains are declared ones and all ranks map each other's memory, else "nvshmem"."""
+    found = {None if fact is None else fact.domain for fact in facts}
+    if asked == "nvlink" and len(found) > 1:
+        return "nvshmem", "EP_OPS_WIRE is nvlink, but not all ranks map each other's memory; allowed: auto, nvshmem"
+    return ("nvlink" if len(found) == 1 else "nvshmem") if asked == "auto" else asked, None
 
 
 # ---------------------------------------------------------------------- domains

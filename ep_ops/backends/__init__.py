@@ -45,9 +45,36 @@ def problem(config: Config) -> str | None:
 def too_small(config: Config, multiprocessors: int) -> str | None:
     """What so many multiprocessors lack for the cute backend; None if they lack nothing."""
     from .cute import residency
-    from .cute.memory import problem_of
+    from .cute.memory import sizes_of
 
-    return residency.too_small(problem_of(config), multiprocessors)
+    return residency.too_small(sizes_of(config), multiprocessors)
+
+
+def lack(config: Config, multiprocessors: int) -> str | None:
+    """What this rank, with so many multiprocessors, lacks for the cute backend, where the NVLink domains and the wire
+    between them are known; None: nothing."""
+    from .cute import residency
+    from .cute.memory import across, problem_with, sizes_of
+
+    found = problem_with(config) or residency.too_small(sizes_of(config), multiprocessors)
+    if found is not None or not across(config) or config.wire != "nvshmem":
+        return found
+    from ..symmetric import nvshmem
+
+    return nvshmem.problem() or no_device_library()
+
+
+def no_device_library() -> str | None:
+    """What is to be said where NVSHMEM's device library is not found."""
+    from ..symmetric import nvshmem
+
+    try:
+        from cute_kernels.internode.wire import find_library
+    except ImportError as error:  # of the CuTe DSL
+        return f"{error}: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"
+    if find_library() is not None:
+        return None
+    return f"NVSHMEM's device library is not installed, or too old: {nvshmem.install()}"
 
 
 def held_bytes(config: Config, rank: int) -> dict[str, int]:

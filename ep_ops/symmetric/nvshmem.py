@@ -40,21 +40,27 @@ _heaps: list[Heap] = []  # at most one
 
 def problem() -> str | None:
     """What this process lacks, with what to install; None: nothing."""
-    cuda = f"cu{(torch.version.cuda or '13').partition('.')[0]}"
     if importlib.util.find_spec("nvshmem") is None:
-        return f"nvshmem4py is not installed: pip install 'ep_ops[nvshmem-{cuda}]'"
-    wanted = ".".join(map(str, NEEDED))
-    install = f"pip install --no-deps 'nvidia-nvshmem-{cuda}>={wanted},<4'"
+        return f"nvshmem4py is not installed: pip install 'ep_ops[nvshmem-{_cuda()}]'"
     try:
         version, path = loaded()
     except (ImportError, OSError, RuntimeError) as error:
-        return f"NVSHMEM cannot be loaded ({error}): {install}"
+        return f"NVSHMEM cannot be loaded ({error}): {install()}"
     if version < NEEDED:
         return (
             f"NVSHMEM {'.'.join(map(str, version))} is loaded ({path}), which torch may have brought; needed is"
-            f" {wanted} or newer: {install}"
+            f" {'.'.join(map(str, NEEDED))} or newer: {install()}"
         )
     return None
+
+
+def install() -> str:
+    """The command that installs NVSHMEM itself, over what torch has brought."""
+    return f"pip install --no-deps 'nvidia-nvshmem-{_cuda()}>={'.'.join(map(str, NEEDED))},<4'"
+
+
+def _cuda() -> str:
+    return f"cu{(torch.version.cuda or '13').partition('.')[0]}"
 
 
 def loaded() -> tuple[tuple[int, ...], str]:

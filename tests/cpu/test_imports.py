@@ -64,7 +64,7 @@ ROOMS = {
     "ep_ops.ahead": ("ep_ops.version", "ep_ops.config", "ep_ops.formats", "ep_ops.backends", "cute_kernels"),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),
-    "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "ep_ops.symmetric", "cute_kernels"),
+    "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "ep_ops.symmetric", "ep_ops.backends", "cute_kernels"),
     "ep_ops.bench": (
         "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric",
         "ep_ops.backends", "ep_ops.ahead", "ep_ops.formats", "ep_ops.nn", "cute_kernels",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from ..split import Order, ticket
 from . import history, latency, throughput, watch
 from .budget import Traffic, default_budget
 from .launcher import Launcher
-from .memory import heap_of, problem_of, rows_bytes, token_bound
+from .memory import across, heap_of, problem_of, rows_bytes, token_bound
 from .outputs import Outputs
 from .report import Report
 from .residency import MARGIN
@@ -67,10 +68,12 @@ class CuteBackend:
         self._rank, self._device = member.rank, member.device
         self._local_experts = member.num_local_experts
         self._problem = problem = problem_of(config)
-        self.memory = symmetric.allocate(heap_of(config).nbytes, member.group, member.device)
+        self._across = across(config)
+        over_domains = self._across and config.wire == "nvshmem"
+        self.memory = symmetric.allocate(heap_of(config).nbytes, member.group, member.device, over_domains)
         self._rows: symmetric.SymmetricBuffer | None = None
-        if config.symmetric_rows:
-            self._rows = symmetric.allocate(rows_bytes(config), member.group, member.device)
+        if config.symmetric_rows:  # across domains nobody else reads them
+            self._rows = symmetric.allocate(rows_bytes(config), None if self._across else member.group, member.device)
         self._state = self.memory.local[:STATE_BYTES].view(torch.int64)
         self._state[EPOCH] = 1
         torch.cuda.synchronize(member.device)
@@ -193,11 +196,13 @@ class CuteBackend:
         problem, rows = None, self._rows
         if rows is None:
             problem = f"communicator {self._config.name!r} has no rows in symmetric memory: symmetric_rows is 0"
-        elif y.numel() and y.data_ptr() != rows.addresses[self._rank]:
+        elif y.numel() and y.data_ptr() != rows.local.data_ptr():
             problem = "y does not lie in symmetric memory; pass the tensor that empty_rows returned"
         if problem is not None or rows is None:
             self.refuse("combine_gathered", str(problem))
             raise ValueError(problem)
+        if self._across:
+            return self.throughput.combine(y, None, route, None)
         return self.throughput.combine_gathered(y, route, rows.table, self._config.symmetric_rows)
 
     def dispatch_backward(
@@ -304,7 +309,8 @@ class CuteBackend:
             self.combine_backward(x, recv_x, row_weights, route)
             self.combine_backward(x, None, row_weights, route)
         self.dispatch_backward(None, recv_weights, route)
-        self._warm_tokens(x, weights, topk_idx, many)
+        if not self._across:
+            self._warm_tokens(x, weights, topk_idx, many)
         if config.symmetric_rows:
             self.combine_gathered(self.empty_rows(0), route)
         torch.cuda.synchronize(self._device)
@@ -326,7 +332,8 @@ class CuteBackend:
         if self._report.pending() or torch.cuda.is_current_stream_capturing():
             return
         epoch, failed = struct.unpack("<2q", self._read(EPOCH * 8, 16))
-        if failed == TOLD_SO:  # and nothing has run here since that would have said so
+        told = failed == TOLD_SO or (self._across and self._heard(epoch)[0] != 0)
+        if told:  # and nothing has run here since that would have said so
             self._report.tell(self._rank, epoch)
 
     def check_errors(self) -> None:
@@ -354,11 +361,13 @@ class CuteBackend:
         return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one{self._noted()}"
 
     def _noted(self) -> str:
-        """Lines on what the ranks concerned did last. Where that cannot be read the failure is told without them."""
-        try:
-            return "".join(f"\n{history.told(r, self.last_operations(r))}" for r in self._report.concerned())
-        except RuntimeError:  # a graph is being captured, or the device is lost
-            return ""
+        """Lines on what the ranks concerned did last, as far as that can be read."""
+        lines = ""
+        with contextlib.suppress(RuntimeError):  # a graph is being captured, or the device is lost
+            for rank in self._report.concerned():
+                if self.memory.addresses[rank]:
+                    lines += f"\n{history.told(rank, self.last_operations(rank))}"
+        return lines
 
     def last_operations(self, rank: int) -> list[Operation]:
         first = heap_of(self._config).offset["notes"]

@@ -11,8 +11,9 @@ import torch
 from cute_kernels import jit
 from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, names
+from cute_kernels.places import place_words
 
-from ...symmetric import SymmetricBuffer
+from ...symmetric import SymmetricBuffer, nvshmem
 
 Launch = Callable[..., None]
 """What launches a kernel on the current stream, called with (terms, **arguments). The arguments (`kernel.Args`) go by
@@ -31,7 +32,11 @@ class Launcher:
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors = multiprocessors
         self._arch = f"sm_{properties.major}{properties.minor}a"
-        self._ranks = (heap.table.data_ptr(), heap.addresses[rest[0]], *rest)
+        self._table = heap.table
+        if problem.domains:
+            words = [*heap.addresses, *place_words(problem.domains)]
+            self._table = torch.tensor(words, dtype=torch.int64, device=device)
+        self._ranks = (self._table.data_ptr(), heap.addresses[rest[0]], *rest)
         self._launches: dict[Any, Launch] = {}
 
     def get(self, kernel: type[Kernel], *variant: Any) -> Launch:
@@ -53,7 +58,10 @@ class Launcher:
         self._launches.clear()
 
     def _compiled(self, kernel: Kernel) -> Callable[..., None]:
-        return jit.get(kernel, self._arch, torch.cuda.is_current_stream_capturing)
+        if not kernel.linked:
+            return jit.get(kernel, self._arch, torch.cuda.is_current_stream_capturing)
+        with torch.cuda.device(self.device):
+            return jit.get(kernel, self._arch, torch.cuda.is_current_stream_capturing, nvshmem.register)
 
 
 @functools.cache

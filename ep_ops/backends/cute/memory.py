@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from cute_kernels.heap import MOST_RANKS, SHARED_BYTES, Heap, Problem
+from cute_kernels.heap import MOST_RANKS, MOST_RANKS_ACROSS, SHARED_BYTES, Heap, Problem
 from cute_kernels.latency.heap import LatencyHeap, most_tokens
 
 from ...config import Config
@@ -19,9 +21,12 @@ def problem_with(config: Config) -> str | None:
     """What of these values, right in themselves, the kernels do not take; None if they take all."""
     if config.dtype == torch.float64:
         return "dtype torch.float64 is supported by backend 'reference' only"
-    if config.world_size > MOST_RANKS:
-        return f"world_size is {config.world_size}; backend 'cute' takes at most {MOST_RANKS} ranks"
-    problem = problem_of(config)
+    if config.world_size > MOST_RANKS_ACROSS:
+        return f"world_size is {config.world_size}; backend 'cute' takes at most {MOST_RANKS_ACROSS} ranks"
+    if config.domains and len(config.domains[0]) > MOST_RANKS:
+        each = len(config.domains[0])
+        return f"{each} ranks are in one NVLink domain; backend 'cute' takes at most {MOST_RANKS} there"
+    problem = sizes_of(config)
     if not problem.fits:
         return (
             f"num_experts is {config.num_experts}, at most {problem.local_experts} a rank; on {config.world_size} ranks"
@@ -31,8 +36,28 @@ def problem_with(config: Config) -> str | None:
     return None
 
 
+def across(config: Config) -> bool:
+    """Whether there are several NVLink domains."""
+    return len(config.domains) > 1
+
+
 def problem_of(config: Config) -> Problem:
     """What the kernels of such a communicator are compiled for."""
+    sizes = sizes_of(config)
+    if not across(config):
+        return sizes
+    from cute_kernels.internode import wire
+
+    if config.wire == "nvlink":
+        return dataclasses.replace(sizes, wire=wire.Nvlink())
+    library = wire.find_library()
+    if library is None:
+        raise RuntimeError("NVSHMEM's device library is not installed")
+    return dataclasses.replace(sizes, wire=wire.Nvshmem(library))
+
+
+def sizes_of(config: Config) -> Problem:
+    """The same without what crosses between NVLink domains."""
     return Problem(
         world_size=config.world_size,
         experts_per_rank=config.experts_per_rank,
@@ -40,18 +65,22 @@ def problem_of(config: Config) -> Problem:
         hidden_size=config.hidden_size,
         dtype=DTYPES[config.dtype],
         max_tokens=config.max_tokens_per_rank,
+        domains=config.domains if across(config) else (),
     )
 
 
 def token_bound(config: Config, problem: Problem) -> int:
-    """The largest `max_tokens` of a call that runs on the latency kernels; the same on every rank, 0: none."""
+    """The largest `max_tokens` of a call that runs on the latency kernels; the same on every rank, 0: none. There are
+    none across NVLink domains."""
+    if problem.domains:
+        return 0
     asked = DEFAULT_TOKENS if config.latency_max_tokens is None else config.latency_max_tokens
     return min(asked, most_tokens(problem))
 
 
 def heap_of(config: Config) -> Heap:
     """The symmetric memory of a rank."""
-    problem = problem_of(config)
+    problem = sizes_of(config)
     tokens = token_bound(config, problem)
     return LatencyHeap(problem, tokens) if tokens else Heap(problem)
 

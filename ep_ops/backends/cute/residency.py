@@ -1,8 +1,8 @@
 """How many multiprocessors (SMs) kernels need so that all their waits end.
 
 Blocks that wait for others keep their place on the GPU, so those that they wait for must find one. Of a throughput
-dispatch these are the tile blocks of all ranks, the announcing block and one that stages; latency kernels have no more
-blocks than there are SMs, small enough for two on one.
+dispatch these are the tile blocks of all ranks, the announcing block and one that stages, and across NVLink domains the
+relaying block and one that sends; latency kernels have no more blocks than there are SMs, small enough for two on one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ MARGIN = 2
 
 
 def needed(problem: Problem) -> int:
-    """The fewest: beside the blocks that wait for others, one that stages and one that pulls."""
-    return problem.tiles + 3 + MARGIN
+    """The fewest: beside the blocks that wait for others, those that stage and send and one that pulls."""
+    return problem.tiles + row_blocks(problem) + 1 + MARGIN
+
+
+def row_blocks(problem: Problem) -> int:
+    """The fewest blocks beside the tile blocks that bring rows to where others find them: one that announces and one
+    that stages; across NVLink domains one that relays and one that sends, too."""
+    return 4 if problem.domains else 2
 
 
 def too_small(problem: Problem, found: int) -> str | None:

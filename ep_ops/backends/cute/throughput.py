@@ -23,7 +23,7 @@ from ..budget import Budget
 from .budget import Traffic
 from .launcher import Launcher
 from .outputs import Outputs
-from .residency import MARGIN
+from .residency import MARGIN, row_blocks
 from .sent import Sent, given_scales, sent, with_scales
 
 STAGING_BLOCKS = 16
@@ -38,13 +38,15 @@ def kernels_of(problem: Problem) -> list[Any]:
     publish = [(True, rows_too, weights, False) for weights in (False, True)]
     publish += [(True, False, False, True)]
     publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
+    across = bool(problem.domains)  # where rows are not token-major, and copied before they are combined
     combine: list[tuple[bool, ...]] = []
     combine += [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
     # With the gradients of weights, one for each row or `top_k`.
-    combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in (False, True)]
+    majors = (False,) if across else (False, True)
+    combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in majors]
     variants: dict[Any, Sequence[tuple[Any, ...]]] = {
         Publish: publish,
-        PublishTokens: [v for v in publish if v[0] or v[2]],
+        PublishTokens: [v for v in publish if v[0] or v[2]] if not across else [],
         Pull: [
             (weights, alone and not placed and not weights, placed, joins)
             for weights in (False, True)
@@ -52,7 +54,7 @@ def kernels_of(problem: Problem) -> list[Any]:
         ],
         Combine: combine,
         PullScaled: [(alone,)],
-        Gather: [()],
+        Gather: [()] if not across else [],
     }
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
@@ -271,7 +273,7 @@ class ThroughputPath:
 
     def _publish_blocks(self, variant: tuple[Any, ...], pulling: int) -> int:
         """Of the publish kernel, which leaves `pulling` multiprocessors to the kernel that comes next and runs at the
-        same time: staging takes one block that announces, and all others that there are but for a margin."""
+        same time: all that there are but for a margin stage, announce, and, across NVLink domains, send and relay."""
         route, rows, weights, *_ = variant
         tiles = self._problem.tiles if route or weights else 0
-        return tiles + (1 + max(1, self._all_blocks - MARGIN - tiles - pulling - 1) if rows else 0)
+        return tiles + (max(row_blocks(self._problem), self._all_blocks - MARGIN - tiles - pulling) if rows else 0)
