@@ -19,8 +19,8 @@ from ..experts import holder_of
 from ..marks import SHIFT
 from ..places import on_rail, place_of, rank_at, slot_there
 
-VECTORS = 7
-"""How many vectors of a row a lane loads before it stores them."""
+VECTORS = 4
+"""How many vectors of a batch a thread loads before it stores them."""
 
 
 def word_of(ranks: sync.Ranks, number: Any) -> Int64:
@@ -53,50 +53,78 @@ def row_in(mask: Int32, token: Int32) -> Int32:
 
 @cute.jit
 def send_rows(
-    ranks: sync.Ranks, x: Int64, topk_idx: Int64, tokens: Int32, max_tokens: Int32, first: Int32, step: Int32
-) -> None:
-    """By a warp, `first` of `step`: its batches of this rank's rows, to all other domains."""
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], x: Int64, topk_idx: Int64, tokens: Int32, max_tokens: Int32,
+    first: Int32, step: Int32,
+) -> None:  # fmt: skip
+    """By a block, `first` of `step`: its batches of this rank's rows, to all other domains."""
     p = ranks.heap.problem
     others = p.num_domains - 1
-    batches = batches_of(ranks, max_tokens)
     item = Int32(first)
-    while item < batches * others and ranks.mark >= 0:
+    while item < batches_of(ranks, max_tokens) * others and ranks.mark >= 0:
         batch = item // others
         slot = item - batch * others + 1
         target = on_rail(ranks, slot)
         domain, _ = place_of(ranks, target)
         mask = needed(ranks, topk_idx, batch, tokens, domain)
-        token, row = batch * p.batch_tokens, Int32(0)
-        left = Int32(mask)
-        while left != 0:
-            here = ranks.own + place_in(ranks, "rows_out", slot, batch, row)
-            copy_row(p.row_bytes, here, x + Int64(token + lowest(left)) * p.row_bytes)
-            left = left & (left - 1)
-            row += 1
-        put_batch(ranks, ("rows_in", "rows_out", "batch"), target, slot, batch, mask)
+        here = ranks.own + place_in(ranks, "rows_out", slot, batch, Int32(0))
+        copy_rows(ranks, threads, mask, here, x + Int64(batch * p.batch_tokens) * p.row_bytes)
+        # The batch is whole before it is put.
+        arch.sync_threads()
+        put_batch(ranks, threads, ("rows_in", "rows_out", "batch"), target, slot, batch, mask)
         item += step
 
 
 @cute.jit
 def put_batch(
-    ranks: sync.Ranks, names: cutlass.Constexpr[tuple[str, str, str]], target: Int32, slot: Int32, batch: Int32,
-    mask: Int32,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], names: cutlass.Constexpr[tuple[str, str, str]], target: Int32,
+    slot: Int32, batch: Int32, mask: Int32,
 ) -> None:  # fmt: skip
-    """By the warp that has put a batch together: one put. `names`: of the sections of rows there and here, and of
+    """By the block that has put a batch together: one put. `names`: of the sections of rows there and here, and of
     words."""
     p = ranks.heap.problem
     there, here, words = names
+    tid, _, _ = arch.thread_idx()
     to = slot_there(ranks, slot)
     word = word_at(ranks, words, to, batch, ranks.heap.batches)
     if mask != 0:
         nbytes = Int32(arch.popc(mask)) * p.row_bytes
-        p.wire.put_signal(
-            ranks, target, place_in(ranks, there, to, batch, Int32(0)), place_in(ranks, here, slot, batch, Int32(0)),
-            nbytes, word, word_of(ranks, mask),
+        p.wire.put_signal_by_block(
+            ranks, threads, target, place_in(ranks, there, to, batch, Int32(0)),
+            place_in(ranks, here, slot, batch, Int32(0)), nbytes, word, word_of(ranks, mask),
         )  # fmt: skip
-    elif arch.lane_idx() == 0:
+    elif tid == 0:
         p.wire.put_value(ranks, target, word, word_of(ranks, 0))
-    arch.sync_warp()
+
+
+@cute.jit
+def vector_of(row_bytes: cutlass.Constexpr[int], mask: Int32, number: Int32) -> tuple[Int32, Int32]:
+    """Of the vectors of a batch's rows, one after the other: whose token's row it belongs to, and its offset there."""
+    row = number // (row_bytes // 16)
+    left = Int32(mask)
+    skipped = Int32(0)
+    while skipped < row:
+        left = left & (left - 1)
+        skipped += 1
+    return lowest(left), (number - row * (row_bytes // 16)) * 16
+
+
+@cute.jit
+def copy_rows(ranks: sync.Ranks, threads: cutlass.Constexpr[int], mask: Int32, to: Int64, source: Int64) -> None:
+    """By a whole block: the rows of the tokens of `mask`, without gaps."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
+    first = Int32(tid)
+    while first < total:
+        # Behind the end the last vector is copied once more.
+        numbers = [cutlass.min(first + i * threads, total - 1) for i in range(VECTORS)]
+        words = []
+        for i in range_constexpr(VECTORS):
+            token, at = vector_of(p.row_bytes, mask, numbers[i])
+            words.append(ptx.ld_v4(source + Int64(token) * p.row_bytes + at))
+        for i in range_constexpr(VECTORS):
+            ptx.st_v4(to + Int64(numbers[i]) * 16, words[i])
+        first += VECTORS * threads
 
 
 @cute.jit
@@ -121,23 +149,6 @@ def needed(ranks: sync.Ranks, topk_idx: Int64, batch: Int32, tokens: Int32, doma
 
 
 @cute.jit
-def copy_row(row_bytes: cutlass.Constexpr[int], to: Int64, source: Int64) -> None:
-    """By a whole warp: several loads of each lane are in flight together."""
-    lane = Int32(arch.lane_idx())
-    at = lane * 16
-    while at + (VECTORS - 1) * 512 < row_bytes:
-        words = [ptx.ld_v4(source + at + i * 512) for i in range(VECTORS)]
-        for i in range_constexpr(VECTORS):
-            ptx.st_v4(to + at + i * 512, words[i])
-        at += VECTORS * 512
-    while at < row_bytes:
-        ptx.st_v4(to + at, ptx.ld_v4(source + at))
-        at += 512
-    # Lanes leave together, whatever they have copied.
-    arch.sync_warp()
-
-
-@cute.jit
 def send_weights(ranks: sync.Ranks, warps: cutlass.Constexpr[int], tile: Int32, first: Int32, end: Int32) -> None:
     """By one block, behind a barrier: the weights of its tile, tokens from `first` to `end`, from where it has put
     them for its own domain, to the stagers of all others."""
@@ -157,8 +168,8 @@ def send_weights(ranks: sync.Ranks, warps: cutlass.Constexpr[int], tile: Int32, 
 
 @cute.jit
 def relay(
-    ranks: sync.Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], rows: cutlass.Constexpr[bool],
-    max_tokens: Int32,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool],
+    rows: cutlass.Constexpr[bool], max_tokens: Int32,
 ) -> None:  # fmt: skip
     """By one block of a stager: passes each word on that comes from another domain, to all ranks of this one and to
     itself, behind what came with it. It ends when all have come; so this rank's operation does not end before them."""

@@ -17,7 +17,7 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..copies import Copies, copies_of, lowest
 from ..places import on_rail, place_of, slot_of, slot_there
-from .sending import batches_of, place_in, put_batch, row_in, word_at, word_of
+from .sending import batches_of, place_in, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
 """How many vectors of a row a lane adds up at a time."""
@@ -70,13 +70,14 @@ def ask(
 
 @cute.jit
 def pass_sums(
-    ranks: sync.Ranks, rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool], max_tokens: Int32, first: Int32,
-    step: Int32,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool],
+    max_tokens: Int32, first: Int32, step: Int32,
 ) -> None:  # fmt: skip
-    """By a warp of a stager, `first` of `step`: its batches of what owners of other domains ask for. `rows`: sums of
+    """By a block of a stager, `first` of `step`: its batches of what owners of other domains ask for. `rows`: sums of
     rows; `scalars`: those of the (token, k) in the batch."""
     p = ranks.heap.problem
-    lane = Int32(arch.lane_idx())
+    tid, _, _ = arch.thread_idx()
+    warp = Int32(arch.make_warp_uniform(tid // 32))
     others = p.num_domains - 1
     item = Int32(first)
     while item < batches_of(ranks, max_tokens) * others and ranks.mark >= 0:
@@ -85,25 +86,23 @@ def pass_sums(
         owner = on_rail(ranks, slot)
         wanted, complete = await_wanted(ranks, slot, batch, owner)
         mask = Int32(arch.vote_ballot_sync(wanted != 0))
-        left, row = Int32(mask), Int32(0)
-        while left != 0:
-            i = lowest(left)
-            left = left & (left - 1)
-            token = batch * p.batch_tokens + i
-            copies = arch.shuffle_sync(wanted, i)
-            if not await_pushed(ranks, slot, token, copies):
+        # Each warp waits for the copies of some tokens.
+        i = Int32(warp)
+        while i < p.batch_tokens:
+            if not await_pushed(ranks, slot, batch * p.batch_tokens + i, arch.shuffle_sync(wanted, i), owner):
                 complete = Boolean(False)
-            if const_expr(rows):
-                to = ranks.own + place_in(ranks, "rows_out", slot, batch, row)
-                if complete:
-                    add_pushed(ranks, slot, token, copies, to)
-            row += 1
-        # A sum must not cross if a copy of it has not come.
-        if complete and mask != 0:
+            i += threads // 32
+        # Hands what each warp acquired to the whole block, and tells it whether all came: no sum may cross of which a
+        # copy has not come.
+        if ptx.barrier_count(Int32(complete)) == threads and mask != 0:
             if const_expr(scalars):
-                put_scalars(ranks, owner, slot, batch)
+                if warp == 0:
+                    put_scalars(ranks, owner, slot, batch)
             if const_expr(rows):
-                put_batch(ranks, ("rows_in", "rows_out", "sum"), owner, slot, batch, mask)
+                add_pushed(ranks, threads, slot, batch, wanted, mask)
+                # The batch is whole before it is put.
+                arch.sync_threads()
+                put_batch(ranks, threads, ("rows_in", "rows_out", "sum"), owner, slot, batch, mask)
         item += step
 
 
@@ -126,48 +125,68 @@ def await_wanted(ranks: sync.Ranks, slot: Int32, batch: Int32, owner: Int32) -> 
 
 
 @cute.jit
-def await_pushed(ranks: sync.Ranks, slot: Int32, token: Int32, copies: Int32) -> Boolean:
+def await_pushed(ranks: sync.Ranks, slot: Int32, token: Int32, copies: Int32, owner: Int32) -> Boolean:
     """By a whole warp: until the copies of a token of another domain have come. False if one never did."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     came = Boolean(True)
     if lane < p.most_copies and (copies >> lane) & 1 != 0:
-        # Which rank that is the stager does not know; the report names the owner.
-        came = ranks.wait("token", (slot * p.most_copies + lane) * p.max_tokens + token, on_rail(ranks, slot), token)
-    # Hands what each lane acquired to the whole warp.
+        # Which rank of its own domain that is the stager does not know: a report names the owner.
+        came = ranks.wait("token", (slot * p.most_copies + lane) * p.max_tokens + token, owner, token)
     return arch.vote_all_sync(came)
 
 
 @cute.jit
-def add_pushed(ranks: sync.Ranks, slot: Int32, token: Int32, copies: Int32, to: Int64) -> None:
-    """By a whole warp: the rounded sum of a token's copies, by ranks ascending."""
+def add_pushed(
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], slot: Int32, batch: Int32, wanted: Int32, mask: Int32
+) -> None:
+    """By a whole block: the rounded sums of a batch's tokens, each of its copies by ranks ascending. `wanted`: by lane,
+    the copies of each."""
     p = ranks.heap.problem
-    each = 16 // p.itemsize
-    values = VECTORS * each
+    tid, _, _ = arch.thread_idx()
+    values = VECTORS * (16 // p.itemsize)
     acc = cute.make_rmem_tensor((values,), Float32)
-    lane = Int32(arch.lane_idx())
     rows = ranks.at(ranks.own, "rows")
-    first = Int32(0)
-    while first < p.row_bytes:
-        # Lanes behind the row's end add up its last vector again, and store it once more.
-        places = [cutlass.min(first + lane * 16 + u * 512, p.row_bytes - 16) for u in range(VECTORS)]
+    to = ranks.own + place_in(ranks, "rows_out", slot, batch, Int32(0))
+    total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
+    # Lanes of a warp go on together, since they ask each other for `wanted`.
+    first = Int32(arch.make_warp_uniform(tid // 32)) * 32
+    while first < total:
+        # Behind the end the last vector is added up once more.
+        numbers = [cutlass.min(first + arch.lane_idx() + i * threads, total - 1) for i in range(VECTORS)]
+        left = cute.make_rmem_tensor((VECTORS,), Int32)
+        copy = cute.make_rmem_tensor((VECTORS,), Int32)
+        places = cute.make_rmem_tensor((VECTORS,), Int64)
+        for u in range_constexpr(VECTORS):
+            token, at = vector_of(p.row_bytes, mask, numbers[u])
+            left[u] = arch.shuffle_sync(wanted, token)
+            copy[u] = lowest(left[u])
+            places[u] = rows + Int64(batch * p.batch_tokens + token) * p.row_bytes + at
         for i in range_constexpr(values):
             acc[i] = Float32(0.0)
-        left = Int32(copies)
-        while left != 0:
-            at = rows + Int64((slot * p.most_copies + lowest(left)) * p.max_tokens + token) * p.row_bytes
-            left = left & (left - 1)
+        more = Int32(1)
+        while more != 0:
+            more = Int32(0)
             words: list[Any] = []
             for u in range_constexpr(VECTORS):
-                words.extend(ptx.ld_v4(at + places[u]))
-            numbers = ptx.unpack(words, p.dtype)
-            for i in range_constexpr(values):
-                acc[i] = ptx.add_rn(acc[i], numbers[i])
+                # Of a token with fewer copies than another one the last is loaded again, and not added.
+                words.extend(
+                    ptx.ld_v4(places[u] + Int64((slot * p.most_copies + copy[u]) * p.max_tokens) * p.row_bytes)
+                )
+            found = ptx.unpack(words, p.dtype)
+            each = values // VECTORS
+            for u in range_constexpr(VECTORS):
+                if left[u] != 0:
+                    for i in range_constexpr(each):
+                        acc[u * each + i] = ptx.add_rn(acc[u * each + i], found[u * each + i])
+                left[u] = left[u] & (left[u] - 1)
+                if left[u] != 0:
+                    copy[u] = lowest(left[u])
+                    more = Int32(1)
         sums = ptx.pack([acc[i] for i in range(values)], p.dtype)
         for u in range_constexpr(VECTORS):
-            ptx.st_v4(to + places[u], sums[4 * u : 4 * u + 4])
-        first += VECTORS * 512
-    arch.sync_warp()
+            ptx.st_v4(to + Int64(numbers[u]) * 16, sums[4 * u : 4 * u + 4])
+        first += VECTORS * threads
 
 
 @cute.jit

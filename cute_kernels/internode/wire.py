@@ -35,6 +35,9 @@ LAST = 1 << (SHIFT - 1)
 MOST_ROWS = LAST - 1
 """The most rows of a batch."""
 
+VECTORS = 4
+"""How many vectors a thread loads before it stores them."""
+
 OLDEST = (3, 7)
 """The first version of NVSHMEM whose device library holds all that is called here."""
 NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_EQ = 9, 0
@@ -49,6 +52,13 @@ class Wire:
         self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
     ) -> None:
         """By a whole warp, which has written the source itself. Does not wait for the bytes to leave."""
+        raise NotImplementedError
+
+    def put_signal_by_block(
+        self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
+        value: Int64,
+    ) -> None:  # fmt: skip
+        """The same by a whole block, whose threads have written the source, and then have met at a barrier."""
         raise NotImplementedError
 
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
@@ -94,6 +104,14 @@ class Nvlink(Wire):
         copy_by_warp(heap + there, ranks.own + here, nbytes)
         signal_by_warp(heap + word, value)
 
+    def put_signal_by_block(
+        self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
+        value: Int64,
+    ) -> None:  # fmt: skip
+        heap = ranks.peer(rank)
+        copy_by_block(threads, heap + there, ranks.own + here, nbytes)
+        signal_by_block(heap + word, value)
+
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
         ptx.st_relaxed_sys(ranks.peer(rank) + word, value)
 
@@ -113,6 +131,29 @@ def copy_by_warp(there: Int64, here: Int64, nbytes: Int32) -> None:
     while at < nbytes:
         ptx.st_v4(there + at, ptx.ld_v4(here + at))
         at += 32 * 16
+
+
+@cute.jit
+def copy_by_block(threads: cutlass.Constexpr[int], there: Int64, here: Int64, nbytes: Int32) -> None:
+    """By a whole block: several loads of each thread are in flight together."""
+    tid, _, _ = arch.thread_idx()
+    at = Int32(tid * 16)
+    while at < nbytes:
+        # Behind the end the last vector is copied once more.
+        places = [cutlass.min(at + i * (threads * 16), nbytes - 16) for i in range(VECTORS)]
+        words = [ptx.ld_v4(here + place) for place in places]
+        for i in cutlass.range_constexpr(VECTORS):
+            ptx.st_v4(there + places[i], words[i])
+        at += VECTORS * threads * 16
+
+
+@cute.jit
+def signal_by_block(address: Int64, value: Int64) -> None:
+    tid, _, _ = arch.thread_idx()
+    # The stores of the whole block come before the release.
+    arch.sync_threads()
+    if tid == 0:
+        ptx.st_release_sys(address, value)
 
 
 @cute.jit
@@ -145,6 +186,17 @@ class Nvshmem(Wire):
             Int32(NVSHMEM_SIGNAL_SET), rank,
         )  # fmt: skip
 
+    def put_signal_by_block(
+        self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
+        value: Int64,
+    ) -> None:  # fmt: skip
+        arch.fence_acq_rel_sys()
+        arch.sync_threads()
+        _calls(self.library).put_signal_by_block(
+            ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
+            Int32(NVSHMEM_SIGNAL_SET), rank,
+        )  # fmt: skip
+
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
         _calls(self.library).put(ranks.own + word, Uint64(value), rank)
 
@@ -164,6 +216,7 @@ class _Calls:
     """NVSHMEM's functions, on addresses in this rank's heap that stand for the same place in `pe`'s."""
 
     put_signal: Any
+    put_signal_by_block: Any
     put: Any
     test: Any
     flush: Any
@@ -180,6 +233,11 @@ def _calls(library: str) -> _Calls:
         there: Int64, here: Int64, nbytes: Uint64, word: Int64, value: Uint64, operation: Int32, pe: Int32
     ) -> None: ...
 
+    @cute.extern(name="nvshmemx_putmem_signal_nbi_block", source=source, inline=False)
+    def put_signal_by_block(
+        there: Int64, here: Int64, nbytes: Uint64, word: Int64, value: Uint64, operation: Int32, pe: Int32
+    ) -> None: ...
+
     @cute.extern(name="nvshmem_uint64_p", source=source, inline=False)
     def put(word: Int64, value: Uint64, pe: Int32) -> None: ...
 
@@ -193,7 +251,7 @@ def _calls(library: str) -> _Calls:
     @cute.extern(name="nvshmem_quiet", source=source, inline=False)
     def quiet() -> None: ...
 
-    return _Calls(put_signal, put, test, flush, quiet)
+    return _Calls(put_signal, put_signal_by_block, put, test, flush, quiet)
 
 
 def find_library() -> str | None:
@@ -228,6 +286,12 @@ class Adversary(Wire):
     ) -> None:
         post_by_warp(self.depth, ranks, (there, here, Int64(nbytes), word, value, Int64(rank)))
 
+    def put_signal_by_block(
+        self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
+        value: Int64,
+    ) -> None:  # fmt: skip
+        post_by_block(self.depth, ranks, (there, here, Int64(nbytes), word, value, Int64(rank)))
+
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
         none = Int64(0)
         post(self.depth, ranks, (none, none, none, word, value, Int64(rank)))
@@ -261,9 +325,16 @@ def post_by_warp(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> Non
 
 
 @cute.jit
-def await_delivered(
-    depth: cutlass.Constexpr[int], ranks: Ranks, first: Int32, threads: cutlass.Constexpr[int]
-) -> None:
+def post_by_block(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
+    tid, _, _ = arch.thread_idx()
+    # The stores of the whole block come before its first thread's release.
+    arch.sync_threads()
+    if tid == 0:
+        post(depth, ranks, words)
+
+
+@cute.jit
+def await_delivered(depth: cutlass.Constexpr[int], ranks: Ranks, first: Int32, threads: cutlass.Constexpr[int]) -> None:
     """By `threads` threads of a warp, `first` 0, 1, ...: until each record has been delivered."""
     if const_expr(threads > 1):
         # No lane looks before lane 0 has left the warp's last one.

@@ -122,6 +122,9 @@ class Combine(Kernel):
         outbox, buffers, barriers, notes, sources = shared
         pushers, dealt = args.pushers, args.dealt
         pushes = bid < pushers or bid >= dealt
+        if const_expr(p.num_domains > 1):
+            if not pushes:
+                self.pass_on(ranks, bid - pushers, dealt - pushers, args)
         if warp == WARPS:
             if tid == 32 * WARPS:
                 count_parts(parts, SEND)  # the warp that has time for it
@@ -153,9 +156,6 @@ class Combine(Kernel):
         else:
             summing = (ranks, args)
             item, step = warp * (dealt - pushers) + bid - pushers, (dealt - pushers) * WARPS
-            if const_expr(p.num_domains > 1):
-                ask(ranks, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, item, step)
-                pass_sums(ranks, self.rows, self.scalars, args.max_tokens, item, step)
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
@@ -169,6 +169,15 @@ class Combine(Kernel):
                     token = self.scout_sum(summing, item)
                     self.fetch_sum(summing, token, self.peek_sum(summing, token))
                     item += step
+
+    @cute.jit
+    def pass_on(self, ranks: sync.Ranks, block: Int32, blocks: Int32, args: CombineArgs) -> None:
+        """By `block` of so many that sum, all of its warps: what goes to and from other domains."""
+        tid, _, _ = arch.thread_idx()
+        warps = WARPS + 1
+        first = Int32(arch.make_warp_uniform(tid // 32)) * blocks + block
+        ask(ranks, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)
+        pass_sums(ranks, 32 * warps, self.rows, self.scalars, args.max_tokens, block, blocks)
 
     @cute.jit
     def scout_push(self, context: Any, item: Int32) -> Copy:

@@ -132,16 +132,12 @@ class Publish(Kernel):
     @cute.jit
     def do_rows_across(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
         """The same for those of other domains, too."""
-        tid, _, _ = arch.thread_idx()
         alone = self.problem.domain_ranks == 1
         senders = blocks - 1 if alone else cutlass.max((blocks - 2) * 2 // 3, 1)
         if block == 0:
             relay(ranks, THREADS, self.weights, self.rows, args.max_tokens)
         elif block <= senders:
-            # Warps of a block take batches that are far from each other, blocks those that follow each other.
-            warp = Int32(arch.make_warp_uniform(tid // 32))
-            first, step = warp * senders + block - 1, senders * (THREADS // 32)
-            send_rows(ranks, args.x, args.topk_idx, args.tokens, args.max_tokens, first, step)
+            send_rows(ranks, THREADS, args.x, args.topk_idx, args.tokens, args.max_tokens, block - 1, senders)
         elif const_expr(not alone):
             self.do_rows(ranks, smem, block - senders - 1, blocks - senders - 1, args)
 

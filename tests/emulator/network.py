@@ -10,7 +10,7 @@ from typing import Any
 
 from . import machine
 from .numbers import Int32
-from .threads import WARP, collective, look_again, me
+from .threads import WARP, Barrier, collective, look_again, me, wait
 
 SIGNAL_SET, CMP_EQ = 9, 0
 
@@ -95,6 +95,15 @@ def put_signal_warp(*values: Any) -> None:
     put_by_warp(warp_of(), *values)
 
 
+def put_signal_block(there: Any, here: Any, nbytes: Any, word: Any, value: Any, operation: Any, pe: Any) -> None:
+    """All threads of a block come here, with the same; the first of them puts."""
+    assert operation == SIGNAL_SET
+    wait(Barrier(0, 0, True))
+    if me().index == 0:
+        network().put(warp_of(), int(there), int(here), int(nbytes), int(word), int(value), int(pe))
+    wait(Barrier(0, 0, True))
+
+
 def put_word(word: Any, value: Any, pe: Any) -> None:
     network().put(warp_of(), 0, 0, 0, int(word), int(value), int(pe))
 
@@ -118,6 +127,7 @@ def quiet() -> None:
 
 CALLS: dict[str, Callable[..., Any]] = {
     "nvshmemx_putmem_signal_nbi_warp": put_signal_warp,
+    "nvshmemx_putmem_signal_nbi_block": put_signal_block,
     "nvshmem_uint64_p": put_word,
     "nvshmem_uint64_test": test_word,
     "nvshmemx_flush_warp": flush_warp,

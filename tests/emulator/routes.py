@@ -60,9 +60,7 @@ def drawn(shape: Shape, draw: random.Random) -> RouteCase:
 class Truth:
     """Inputs of all ranks and what must come out."""
 
-    def __init__(
-        self, case: RouteCase, hidden: int, seed: int, domains: tuple[tuple[int, ...], ...] = ()
-    ) -> None:
+    def __init__(self, case: RouteCase, hidden: int, seed: int, domains: tuple[tuple[int, ...], ...] = ()) -> None:
         self.case, self.hidden, self.domains = case, hidden, domains
         self.plans = expected_plan(case)
         self.tokens = random_tokens(case, hidden, torch.float32, seed)
@@ -100,7 +98,9 @@ class Truth:
     ) -> None:
         """Of `y`, to the bit. The residual is x. Of each rank, or of `only` one."""
         added = [tokens.x for tokens in self.tokens] if residual else None
-        wants = expected_combine(self.case, self.plans, self.y, self.weights if weighted else None, added, self.domains or None)
+        wants = expected_combine(
+            self.case, self.plans, self.y, self.weights if weighted else None, added, self.domains or None
+        )
         for rank, want in enumerate(wants):
             if only not in (None, rank):
                 continue
