@@ -207,8 +207,8 @@ def put_scalars(ranks: sync.Ranks, owner: Int32, slot: Int32, batch: Int32) -> N
 def await_sums(
     ranks: sync.Ranks, copies: Copies, token: Int32, rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool]
 ) -> tuple[Int32, Int32, Boolean]:
-    """By a whole warp: until all sums of one of this rank's tokens have come. In the order in which they are added, lane
-    i has the i-th: its number, and the bits above. Also how many there are, and False if one never came."""
+    """By a whole warp: until all sums of one of this rank's tokens have come. In the order in which they are added,
+    lane i has the i-th: its number, and the bits above. Also how many there are, and False if one never came."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     holder = cutlass.max(copies.holder, 0)
