@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import agreement, backends, registry, symmetric
+from ep_ops import agreement, backends, communicator, registry, symmetric
 from ep_ops.backends.reference import ReferenceBackend
 from ep_ops.memory import MemoryPlan
 from ep_ops.topology import choose_backend, gpu_facts
@@ -291,12 +291,13 @@ def test_gpus_that_cannot_hold_the_kernels_are_refused_by_name(
         make(device="cuda:3", backend="cute")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     facts = gpu_facts(torch.device("cuda", 3))
-    assert facts is not None and said in str(facts.lack) and choose_backend([facts], ((0,),))[0] == "reference"
+    assert facts is not None and said in str(facts.lack) and choose_backend([facts])[0] == "reference"
 
 
 @pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 20000}])
 def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "choose_backend", lambda facts, domains: ("cute", ""))  # as on a host of GPUs
+    monkeypatch.setattr(agreement, "choose_backend", lambda facts: ("cute", ""))  # as on a host of GPUs
+    monkeypatch.setattr(communicator, "multiprocessors", lambda device: 132)
     chosen = []
 
     def chose(kind: str, comm: ep_ops.Communicator) -> Any:
@@ -336,9 +337,27 @@ def test_as_many_ranks_as_map_each_others_memory() -> None:
     sizes: dict[str, Any] = dict(num_experts=64, hidden_size=64, top_k=2, max_tokens_per_rank=8)
     for world_size in (31, 32, 33, 64, 72):
         assert ep_ops.memory_plan(world_size=world_size, backend="cute", **sizes)
-    with pytest.raises(ValueError, match="world_size is 73; backend 'cute' takes at most 72 ranks"):
+    with pytest.raises(ValueError, match="73 ranks are in one NVLink domain; backend 'cute' takes at most 72 there"):
         ep_ops.memory_plan(world_size=73, backend="cute", **sizes)
     assert ep_ops.memory_plan(world_size=73, backend="reference", **sizes)
+
+
+def test_as_many_ranks_as_an_alarm_can_name() -> None:
+    """Across NVLink domains, whose ranks hold what other domains put here, and no marked lines."""
+    sizes: dict[str, Any] = dict(num_experts=128, hidden_size=64, top_k=2, max_tokens_per_rank=8, backend="cute")
+    near, across = (ep_ops.memory_plan(world_size=64, domain_size=size, **sizes) for size in (64, 32))
+    for purpose in ("flags", "routes", "gradients of weights", "staged rows"):
+        assert across[f"symmetric: {purpose}"] > near[f"symmetric: {purpose}"]
+    assert "symmetric: marked lines" in near and "symmetric: marked lines" not in across
+    assert ep_ops.memory_plan(world_size=128, domain_size=64, **sizes)
+    with pytest.raises(ValueError, match="world_size is 130; backend 'cute' takes at most 128 ranks"):
+        ep_ops.memory_plan(world_size=130, domain_size=65, **{**sizes, "num_experts": 130})
+
+
+def test_a_wire_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_OPS_WIRE", "ethernet")
+    with pytest.raises(ValueError, match="EP_OPS_WIRE is 'ethernet' in the environment; it must be one of auto, nvl"):
+        make()
 
 
 def test_symmetric_memory_of_one_rank() -> None:

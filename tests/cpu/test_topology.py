@@ -14,9 +14,20 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-import ep_ops
 from ep_ops import agreement, topology
-from ep_ops.topology import Fabric, GpuFacts, choose_backend, divide, fabric_of, gpu_facts, rails_of
+from ep_ops.config import Config
+from ep_ops.exchange import Exchange
+from ep_ops.topology import (
+    Fabric,
+    GpuFacts,
+    choose_backend,
+    choose_wire,
+    divide,
+    fabric_of,
+    gpu_facts,
+    rails_of,
+    told,
+)  # fmt: skip
 
 RACK, OTHER = Fabric("c0ffee", 1), Fabric("c0ffee", 2)
 
@@ -31,26 +42,48 @@ def facts(*places: tuple[str, Fabric | None]) -> list[GpuFacts]:
         (facts(("a", None)), ""),
         (facts(("a", None), ("a", None)), ""),
         (facts(("a", RACK), ("a", RACK), ("b", RACK)), ""),
-        (
-            facts(*(("a" if rank in (0, 2, 3) else "b", None) for rank in range(6))),
-            "ranks are in 2 NVLink domains: 0, 2..3 (host a); 1, 4..5 (host b)",
-        ),
-        (
-            facts(("a", RACK), ("b", OTHER)),
-            "ranks are in 2 NVLink domains: 0 (fabric cluster c0ffee, clique 1); 1 (fabric cluster c0ffee, clique 2)",
-        ),
-        # One process may export to other hosts and the other may not: torch would mix two kinds of handles.
-        (
-            facts(("a", RACK), ("a", None)),
-            "ranks are in 2 NVLink domains: 0 (fabric cluster c0ffee, clique 1); 1 (host a)",
-        ),
+        (facts(("a", None), ("b", None)), ""),  # what several domains need is another question
         ([*facts(("a", None)), *facts(("a", None))], "ranks 0 and 1 share a GPU"),
         ([None, None], "rank 0 has no GPU"),
         ([*facts(("a", None)), GpuFacts("a", "gpu 1", None, "it is broken")], "rank 1: it is broken"),
     ],
 )
 def test_choice_of_backend(given: list[GpuFacts | None], why: str) -> None:
-    assert choose_backend(given, divide(given, None)) == ("reference" if why else "cute", why)
+    assert choose_backend(given) == ("reference" if why else "cute", why)
+
+
+APART = [
+    (
+        facts(*(("a" if rank in (0, 2, 3) else "b", None) for rank in range(6))),
+        "ranks are in 2 NVLink domains: 0, 2..3 (host a); 1, 4..5 (host b)",
+    ),
+    (
+        facts(("a", RACK), ("b", OTHER)),
+        "ranks are in 2 NVLink domains: 0 (fabric cluster c0ffee, clique 1); 1 (fabric cluster c0ffee, clique 2)",
+    ),
+    # One process may export to other hosts and the other may not: torch would mix two kinds of handles.
+    (
+        facts(("a", RACK), ("a", None)),
+        "ranks are in 2 NVLink domains: 0 (fabric cluster c0ffee, clique 1); 1 (host a)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "where"), APART)
+def test_wire_between_found_domains(given: list[GpuFacts], where: str) -> None:
+    assert told(given, divide(given, None)) == where
+    for asked in ("auto", "nvshmem"):
+        assert choose_wire(given, asked) == ("nvshmem", None)
+    assert choose_wire(given, "nvlink")[1] == (
+        "EP_OPS_WIRE is nvlink, but not all ranks map each other's memory; allowed: auto, nvshmem"
+    )
+
+
+@pytest.mark.parametrize("given", [facts(("a", None), ("a", None)), facts(("a", RACK), ("b", RACK))])
+def test_wire_between_declared_domains(given: list[GpuFacts]) -> None:
+    assert [choose_wire(given, asked) for asked in ("auto", "nvlink", "nvshmem")] == [
+        ("nvlink", None), ("nvlink", None), ("nvshmem", None),
+    ]  # fmt: skip
 
 
 def test_no_gpu() -> None:
@@ -167,33 +200,66 @@ def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fabric_of("12", 0) == "NVML cannot tell (libnvidia-ml.so.1: cannot open shared object file)"
 
 
-def apart(hosts: str, domain_size: int | None) -> list[Any]:
-    """By ranks that say they are on these hosts: what is chosen, warned of and refused."""
+def agreed(hosts: str, lacks: dict[int, str], asked: dict[str, Any]) -> list[Any]:
+    """By ranks that say they are on these hosts, of which some lack something for kernels across domains: backend,
+    domains and wire that all agree on, and what is warned of; or what is raised."""
     rank, true_facts = dist.get_rank(), agreement.gpu_facts
     agreement.gpu_facts = lambda device: GpuFacts(hosts[rank], f"gpu {rank}", None, None)
+    asks: list[Config] = []
+
+    def lack(config: Config) -> str | None:
+        asks.append(config)
+        return lacks.get(rank)
+
+    own = dataclasses.replace(CONFIG, world_size=len(hosts), experts_per_rank=(2,) * len(hosts), **asked)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            made = dict(num_experts=4, hidden_size=32, top_k=2, max_tokens_per_rank=8, device="cpu")
-            with ep_ops.Communicator(dist.group.WORLD, domain_size=domain_size, **made) as comm:
-                config, exchange = comm.config, comm._exchange
-                assert comm.domains == config.domains and len(comm.domains[0]) == config.domain_size
-                assert comm.rails == rails_of(comm.domains)
+            found = agreement.agree(Exchange(dist.group.WORLD, torch.device("cpu")), own, None, True, lack)
         said = [str(warning.message) for warning in caught if "backend" in str(warning.message)]
-        try:
-            agreement.agree(exchange, dataclasses.replace(config, backend="cute"), None, True)
-        except ValueError as error:
-            said.append(str(error))
-        return [config.backend, config.domains, *said]
+        assert all(config == dataclasses.replace(found, backend=config.backend) for config in asks)
+        assert len(asks) == (own.backend != "reference")
+        return [found.backend, found.domains, found.wire, *said]
+    except ValueError as error:
+        return [str(error)]
     finally:
         agreement.gpu_facts = true_facts
 
 
-@pytest.mark.parametrize(("hosts", "size"), [("ab", None), ("ab", 1), ("aa", 1)])
-def test_ranks_of_two_domains(hosts: str, size: int | None) -> None:
-    first, second = run_ranks(2, apart, hosts, size)
-    where = f"ranks are in 2 NVLink domains: 0 (host {hosts[0]}); 1 (host {hosts[1]})"
-    refused = f"{where}; backend 'cute' needs all in one"
-    domains = ((0,), (1,))
-    assert first == ["reference", domains, f"backend 'auto' takes 'reference', which is slow: {where}", refused]
-    assert second == ["reference", domains, refused]
+CONFIG = Config(
+    "name", 2, 4, 32, 2, 8, torch.bfloat16, (2, 2), 16, "auto", "cuda", 300.0, None, None, None, 0, True, ""
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["auto", "cute", "reference"])
+def test_ranks_of_two_domains(backend: str) -> None:
+    """Kernels run if no rank lacks anything; else the first that does is named."""
+    asked = {"backend": backend, "domain_size": 1}
+    where = "ranks are in 2 NVLink domains: 0 (host a); 1 (host b)"
+    refused = f"{where}; backend 'cute' cannot run across them: rank 1: no wire"
+    taken = "reference" if backend == "reference" else "cute"
+    wires = {"ab": "nvshmem", "aa": "nvlink"} if backend != "reference" else {"ab": "auto", "aa": "auto"}
+    for hosts, wire in wires.items():
+        assert run_ranks(2, agreed, hosts, {}, asked) == [[taken, ((0,), (1,)), wire]] * 2
+    first, second = run_ranks(2, agreed, "ab", {1: "no wire"}, asked)
+    if backend == "reference":
+        assert first == second == ["reference", ((0,), (1,)), "auto"]
+    elif backend == "cute":
+        assert first == second == [refused]
+    else:
+        assert first == [*second, f"backend 'auto' takes 'reference', which is slow: {refused}"]
+        assert second[0] == "reference"
+
+
+def test_the_wire_that_was_asked_for() -> None:
+    given = {"backend": "cute", "wire": "nvlink"}
+    (text,) = run_ranks(2, agreed, "ab", {}, given)[0]
+    assert text.endswith(
+        "rank 0: EP_OPS_WIRE is nvlink, but not all ranks map each other's memory; allowed: auto, nvshmem"
+    )
+    given = {"backend": "cute", "wire": "nvshmem", "domain_size": 1}
+    assert run_ranks(2, agreed, "aa", {}, given)[1] == ["cute", ((0,), (1,)), "nvshmem"]
+
+
+def test_one_domain_asks_nobody() -> None:
+    assert run_ranks(2, agreed, "aa", {0: "", 1: ""}, {"backend": "cute"})[0] == ["cute", ((0, 1),), "auto"]

@@ -21,10 +21,10 @@ def ranks() -> tuple[int, int]:
 
 def make_comm(backend: str, name: str, latency_max_tokens: int | None = 0, **config: Any) -> ep_ops.Communicator:
     """Throughput kernels, unless it is said otherwise."""
+    given = {"timeout": 10.0 * SHARING, **config}
     return ep_ops.Communicator(
-        backend=backend, name=f"{name}/{backend}", device="cuda", timeout=10.0 * SHARING,
-        latency_max_tokens=latency_max_tokens, **config,
-    )  # fmt: skip
+        backend=backend, name=f"{name}/{backend}", device="cuda", latency_max_tokens=latency_max_tokens, **given
+    )
 
 
 @dataclasses.dataclass

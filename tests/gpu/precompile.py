@@ -1,5 +1,6 @@
 """Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
-of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`.
+of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_domains.py alone, `domains4`
+(which no other argument compiles).
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -120,10 +121,30 @@ def of_many(world_size: int, seed: int) -> list[Any]:
     return list(want.kernels)
 
 
+def of_domains(world_size: int, seed: int) -> list[Any]:
+    """What test_domains launches on so many ranks; the longest to compile first."""
+    import test_domains
+    import torch
+
+    from ep_ops import ahead
+    from ep_ops.backends import no_device_library
+    from ep_ops.backends.cute import all_kernels
+
+    lacking = no_device_library()
+    given = test_domains.config(world_size)
+    sizes = (given["num_experts"], given["hidden_size"], given["top_k"], given["max_tokens_per_rank"])
+    found: list[Any] = []
+    for size, wire in test_domains.overs(world_size):
+        if wire == "nvlink" or lacking is None:
+            made = ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, domain_size=size, wire=wire)
+            found += all_kernels(made)
+    return sorted(found, key=lambda kernel: not kernel.linked)
+
+
 def build(kernel: Any, arch: str) -> None:
     from cute_kernels import jit
 
-    jit.get(kernel, arch, lambda: False)
+    jit.prepare(kernel, arch)
 
 
 def main() -> None:
@@ -131,7 +152,7 @@ def main() -> None:
 
     major, minor = torch.cuda.get_device_capability()
     seed = int(os.environ["EP_OPS_TEST_SEED"])
-    parts = {"": kernels, "many": of_many, "tokens": of_tokens}
+    parts = {"": kernels, "many": of_many, "tokens": of_tokens, "domains": of_domains}
     asked = [(parts[text.rstrip(string.digits)], int(text.lstrip(string.ascii_lowercase))) for text in sys.argv[1:]]
     wanted = list(dict.fromkeys(kernel for of, world_size in asked for kernel in of(world_size, seed)))
     context = multiprocessing.get_context("spawn")

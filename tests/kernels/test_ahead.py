@@ -12,6 +12,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import torch
 
 from cute_kernels import jit
+from cute_kernels.internode.wire import Nvlink
 from ep_ops import ahead
 from ep_ops.backends.cute import all_kernels
 from ep_ops.cli import main
@@ -29,6 +30,13 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     assert f"{len(asked)} kernels for sm_100a are in {tmp_path}" in capsys.readouterr().out
 
     plain = list(asked)
+    asked.clear()
+    assert main(["compile", *SIZES, "--arch", "sm_90a", "--domain-size", "1", "--wire", "nvlink"]) == 0
+    across = ahead.config_of(2, 4, 64, 2, 64, torch.bfloat16, domain_size=1, wire="nvlink")
+    assert asked == [(kernel, "sm_90a") for kernel in all_kernels(across)]
+    for kernel, _ in asked:
+        assert kernel.problem.domains == ((0,), (1,)) and kernel.problem.wire == Nvlink() and not kernel.linked
+
     asked.clear()
     ways = ["--format", "e4m3/32/mx=packed", "--format", "wire:e4m3/row/fp32"]
     assert main(["compile", *SIZES, "--arch", "sm_100a", "--latency-max-tokens", "16", *ways]) == 0
@@ -48,7 +56,9 @@ def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("more", "text"), [
     (["--top-k", "40"], "top_k is 40; at most 32 is supported"),
-    (["--ranks", "80", "--num-experts", "80"], "world_size is 80; backend 'cute' takes at most 72 ranks"),
+    (["--ranks", "80", "--num-experts", "80"], "80 ranks are in one NVLink domain; backend 'cute' takes at most 72"),
+    (["--ranks", "130", "--num-experts", "130", "--domain-size", "65"], "world_size is 130; backend 'cute' takes"),
+    (["--domain-size", "3"], "domain_size is 3; it must be None or an int that divides the 2 ranks"),
     (["--experts-per-rank", "3,3"], "adds up to 6, but num_experts is 4"),
     (["--format", "e4m3/128/pow2"], "hidden_size is 64; format 'e4m3/128/pow2' takes multiples of 128"),
     (["--format", "e4m3/32/mx=columns"], "scales_as is 'columns'; allowed for format 'e4m3/32/mx'"),

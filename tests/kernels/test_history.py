@@ -57,6 +57,14 @@ def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
     assert first == "communicator 'x' failed: waited 2 s for rank 1; destroy it and make a new one"
     assert [line[:24] for line in lines] == ["rank 0, last first: 5 ep", "rank 1, last first: 6 ep"]
 
+    def unmapped(rank: int) -> Any:
+        if rank == 0:
+            raise RuntimeError("the symmetric memory of rank 0 is not mapped")
+        return history.operations(noted((rank + 5, "combine", 10**9, 0, 0)))
+
+    made.last_operations = unmapped
+    assert [line[:24] for line in made._failed().split("\n")] == [first[:24], "rank 1, last first: 6 ep"]
+
     def lost(rank: int) -> Any:
         raise RuntimeError("the device is lost")
 

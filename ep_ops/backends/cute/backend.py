@@ -363,10 +363,12 @@ class CuteBackend:
     def _noted(self) -> str:
         """Lines on what the ranks concerned did last, as far as that can be read."""
         lines = ""
+        ranks: Sequence[int] = ()
         with contextlib.suppress(RuntimeError):  # a graph is being captured, or the device is lost
-            for rank in self._report.concerned():
-                if self.memory.addresses[rank]:
-                    lines += f"\n{history.told(rank, self.last_operations(rank))}"
+            ranks = self._report.concerned()
+        for rank in ranks:
+            with contextlib.suppress(RuntimeError):  # or that rank's memory is not mapped
+                lines += f"\n{history.told(rank, self.last_operations(rank))}"
         return lines
 
     def last_operations(self, rank: int) -> list[Operation]:
