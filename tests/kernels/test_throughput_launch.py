@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +17,14 @@ from launches import Recorder, allocate_on_cpu
 
 from cute_kernels import jit, marks
 from cute_kernels.heap import Problem
+from cute_kernels.internode.wire import Nvlink, Nvshmem
 from cute_kernels.launch import RankArgs, gather, names
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
+from ep_ops import symmetric
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import CuteBackend, latency, launcher
+from ep_ops.backends.cute import CuteBackend, latency, launcher, residency
 from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sent import sent
@@ -28,6 +32,7 @@ from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_
 from ep_ops.backends.split import Order
 from ep_ops.formats import format_of, quantise
 from ep_ops.records import Delivery, Placed, Route, Sizes
+from ep_ops.symmetric import nvshmem
 
 PROBLEM = Problem(3, (3, 0, 5), 4, 64, "bf16", 512)
 KERNELS = {type(kernel): kernel for kernel in [*kernels_of(PROBLEM), *latency.kernels_of(PROBLEM, 16)]}
@@ -199,6 +204,46 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
         )
     with pytest.raises(TypeError, match="'num_rows', 'slots', 'zeros', and 'blocks'"):
         launch(9, joining=4, expected=7, dealt=3, alignment=2, max_tokens=1, x=rows)
+
+
+@pytest.mark.parametrize(("wire", "told"), [(Nvlink(), None), (Nvshmem("lib.bc"), nvshmem.register)])
+def test_a_launcher_across_domains(wire: Any, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels find their peers' places behind the addresses, and NVSHMEM is told of those that are linked with it."""
+    problem = dataclasses.replace(PROBLEM, world_size=4, experts_per_rank=(2,) * 4, domains=DOMAINS, wire=wire)
+    asked: list[Any] = []
+    monkeypatch.setattr(jit, "get", lambda kernel, arch, capturing, register=None: asked.append((kernel, register)))
+    properties = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    heap = symmetric.SymmetricBuffer(torch.zeros(8, dtype=torch.uint8), (10, 0, 0, 40))
+    made = launcher.Launcher(problem, heap, 132, (3, 5, 6))
+    assert made._ranks == (made._table.data_ptr(), 40, 3, 5, 6)
+    # Domain and index of each rank in two halves of a word; then the ranks by domain and index.
+    places = [0, 1 << 32, (1 << 32) + 1, 1]
+    assert made._table.tolist() == [10, 0, 0, 40, *places, 0, 3, 1, 2]
+    made.compile([Pull(problem, True, False, True)])
+    assert asked == [(Pull(problem, True, False, True), told)]
+
+
+DOMAINS = ((0, 3), (1, 2))
+
+
+def test_blocks_across_domains(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside tiles and what pulls: one block each that relays, announces, sends and stages, however few there are."""
+    problem = dataclasses.replace(PROBLEM, world_size=4, experts_per_rank=(2,) * 4, domains=DOMAINS, wire=Nvlink())
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    allocate_on_cpu(monkeypatch)
+    traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
+    least = residency.needed(problem)
+    assert least == residency.needed(dataclasses.replace(problem, domains=())) + 2
+    for blocks, pulling in ((least, 1), (least, 3), (132, 20)):
+        recorder = Recorder(problem, blocks)
+        path = ThroughputPath(recorder, Outputs(problem, 2, recorder.device), Budget(pulling, 4), traffic)  # type: ignore
+        path.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
+        (publish, *_) = (given["blocks"] for _, _, given in recorder.launched)
+        assert publish == max(problem.tiles + 4, blocks - residency.MARGIN - pulling)
+        path.plan(idx, Sizes(48, 16, 0, 100))
+        assert recorder.launched[-1][2]["blocks"] == problem.tiles
 
 
 @pytest.mark.parametrize("beyond", [(0, 0), (66, 99)], ids=["fixed", "joining"])
