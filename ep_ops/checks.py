@@ -287,10 +287,10 @@ def _delivery(comm: Member, a: Any) -> None:
             raise ValueError(f"format is '' and {given}; allowed: the format of quantised rows, {', '.join(FORMATS)}")
         return _rows(comm, "x", a.x, count, why)
     form = format_of(a.format)
+    across(comm, f"rows in format {a.format!r}")
     layout = layout_of(form, a.scales_as)
     refuse_hidden(comm.hidden_size, form)
     if comm.config.backend == "cute":
-        across(comm, f"rows in format {a.format!r}")
         if layout in SWIZZLED:
             allowed = ", ".join(repr(name) for name in form.layouts if name not in SWIZZLED)
             raise ValueError(f"scales_as is {layout!r}; backend 'cute' has no kernel for it; allowed: {allowed}")
