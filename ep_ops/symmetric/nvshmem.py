@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def loaded() -> tuple[tuple[int, ...], str]:
     return tuple(number.value for number in numbers), str(path)
 
 
-def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
+def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int]) -> SymmetricBuffer:
     """See :func:`ep_ops.symmetric.allocate`. The address of a rank that is not mapped is 0."""
     exchange = Exchange(group, device)
     members = tuple(dist.get_process_group_ranks(group))
@@ -102,7 +103,14 @@ def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         addresses = tuple(_bindings().ptr(address, pe) for pe in range(exchange.world_size))
-    exchange.barrier()  # nobody writes before everybody has zeroed
+    # Nobody writes before everybody has zeroed, and has said so here.
+    unmapped = int(any(addresses[rank] == 0 for rank in near))
+    ranks = exchange.all_gather(torch.tensor([unmapped])).flatten().nonzero().flatten().tolist()
+    if ranks:
+        raise RuntimeError(
+            f"NVSHMEM does not map the memory of all ranks of their NVLink domains on ranks {ranks};"
+            " NVSHMEM_DISABLE_P2P and NVSHMEM_DISABLE_MNNVL must not be set there"
+        )
 
     def release() -> None:
         heap.freed.add(number)

@@ -83,10 +83,10 @@ def pretend(version: tuple[int, int, int] = (3, 7, 2), room: int = 1000) -> Bind
     return bindings
 
 
-def said(nbytes: int, group: Any = None) -> str:
+def said(nbytes: int, group: Any = None, near: tuple[int, ...] = ()) -> str:
     """What an allocation raises."""
     with pytest.raises((ValueError, RuntimeError)) as raised:
-        symmetric.allocate(nbytes, group or dist.group.WORLD, CPU, over_domains=True)
+        symmetric.allocate(nbytes, group or dist.group.WORLD, CPU, True, near)
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -126,6 +126,7 @@ def refused() -> list[str]:
     pretend(room=100 if rank == 0 else 1000)
     texts.append(said(16 + rank))
     texts.append(said(200))
+    texts.append(said(16, near=(rank, 2) if rank == 1 else (rank,)))
     kept = symmetric.allocate(16, dist.group.WORLD, CPU, over_domains=True)
     pair = dist.new_group([0, 1])
     if rank < 2:
@@ -139,7 +140,11 @@ def refused() -> list[str]:
 
 def test_refused_on_every_rank() -> None:
     for rank, texts in enumerate(run_ranks(3, refused)):
-        old, sizes, room, *group, fresh = texts
+        old, sizes, room, unmapped, *group, fresh = texts
+        assert unmapped.startswith(
+            "RuntimeError: NVSHMEM does not map the memory of all ranks of their NVLink domains on"
+        )
+        assert "on ranks [1]; NVSHMEM_DISABLE_P2P" in unmapped
         assert old.startswith("RuntimeError: rank 1: NVSHMEM 3.4.5 is loaded (/lib/nvshmem_host)")
         assert "needed is 3.7.2 or newer: pip install --no-deps 'nvidia-nvshmem-cu13>=3.7.2,<4'" in old
         assert sizes == "ValueError: ranks ask for different sizes of symmetric memory: [16, 17, 18] bytes by rank"

@@ -70,7 +70,8 @@ class CuteBackend:
         self._problem = problem = problem_of(config)
         self._across = across(config)
         over_domains = self._across and config.wire == "nvshmem"
-        self.memory = symmetric.allocate(heap_of(config).nbytes, member.group, member.device, over_domains)
+        near = next((ranks for ranks in config.domains if member.rank in ranks), ())
+        self.memory = symmetric.allocate(heap_of(config).nbytes, member.group, member.device, over_domains, near)
         self._rows: symmetric.SymmetricBuffer | None = None
         if config.symmetric_rows:  # across domains nobody else reads them
             self._rows = symmetric.allocate(rows_bytes(config), None if self._across else member.group, member.device)
