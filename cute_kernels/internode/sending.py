@@ -66,31 +66,28 @@ def send_rows(
         target = on_rail(ranks, slot)
         domain, _ = place_of(ranks, target)
         mask = needed(ranks, topk_idx, batch, tokens, domain)
-        here = ranks.own + place_in(ranks, "rows_out", slot, batch, Int32(0))
-        copy_rows(ranks, threads, mask, here, x + Int64(batch * p.batch_tokens) * p.row_bytes)
+        here = place_in(ranks, "rows_out", slot, batch, Int32(0))
+        copy_rows(ranks, threads, mask, ranks.own + here, x + Int64(batch * p.batch_tokens) * p.row_bytes)
         # The batch is whole before it is put.
         arch.sync_threads()
-        put_batch(ranks, threads, ("rows_in", "rows_out", "batch"), target, slot, batch, mask)
+        put_batch(ranks, threads, "batch", target, slot, batch, mask, here)
         item += step
 
 
 @cute.jit
 def put_batch(
-    ranks: sync.Ranks, threads: cutlass.Constexpr[int], names: cutlass.Constexpr[tuple[str, str, str]], target: Int32,
-    slot: Int32, batch: Int32, mask: Int32,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], words: cutlass.Constexpr[str], target: Int32, slot: Int32,
+    batch: Int32, mask: Int32, here: Int64,
 ) -> None:  # fmt: skip
-    """By the block that has put a batch together: one put. `names`: of the sections of rows there and here, and of
-    words."""
+    """By the block that has put a batch together at offset `here`: one put. `words`: the section of its word."""
     p = ranks.heap.problem
-    there, here, words = names
     tid, _, _ = arch.thread_idx()
     to = slot_there(ranks, slot)
     word = word_at(ranks, words, to, batch, ranks.heap.batches)
     if mask != 0:
-        nbytes = Int32(arch.popc(mask)) * p.row_bytes
         p.wire.put_signal_by_block(
-            ranks, threads, target, place_in(ranks, there, to, batch, Int32(0)),
-            place_in(ranks, here, slot, batch, Int32(0)), nbytes, word, word_of(ranks, mask),
+            ranks, threads, target, place_in(ranks, "rows_in", to, batch, Int32(0)), here,
+            Int32(arch.popc(mask)) * p.row_bytes, word, word_of(ranks, mask),
         )  # fmt: skip
     elif tid == 0:
         p.wire.put_value(ranks, target, word, word_of(ranks, 0))

@@ -16,8 +16,9 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..copies import Copies, copies_of, lowest
+from ..heap import Problem
 from ..places import on_rail, place_of, slot_of, slot_there
-from .sending import batches_of, place_in, put_batch, row_in, vector_of, word_at, word_of
+from .sending import batches_of, copy_rows, place_in, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
 """How many vectors of a row a lane adds up at a time."""
@@ -25,6 +26,18 @@ VECTORS = 2
 FAR, OPENS, CLOSES = 1 << 30, 1 << 29, 1 << 28
 """Beside the number of a row that an owner adds: it is another domain's sum; it is the first one of those of its own
 domain; the last one."""
+
+
+def number_there(problem: Problem, slot: Int32, number: Int32) -> Int32:
+    """A copy's number where it is pushed to: in a domain of one rank, which has one copy of a token at most, 0."""
+    if problem.domain_ranks > 1 or problem.num_domains == 1:
+        return number
+    return number * Int32(slot == 0)
+
+
+def place_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32) -> Int64:
+    """Offset of a copy's sum from that of the first one."""
+    return Int64((slot * problem.most_copies + number) * problem.max_tokens + token) * problem.row_bytes
 
 
 @cute.jit
@@ -51,7 +64,7 @@ def ask(
             for slot in range_constexpr(1, p.num_domains):
                 bit = Int32(0)
                 if copies.expected != 0 and theirs == slot:
-                    bit = Int32(1) << copies.number
+                    bit = Int32(1) << number_there(p, Int32(slot), copies.number)
                 wanted = arch.warp_redux_sync(bit, "or")
                 if lane == 0:
                     ptx.st_i32(ranks.own + here + (slot - 1) * slots + Int64(i) * 4, wanted)
@@ -99,10 +112,19 @@ def pass_sums(
                 if warp == 0:
                     put_scalars(ranks, owner, slot, batch)
             if const_expr(rows):
-                add_pushed(ranks, threads, slot, batch, wanted, mask)
+                here = place_in(ranks, "rows_out", slot, batch, Int32(0))
+                if const_expr(p.domain_ranks > 1):
+                    add_pushed(ranks, threads, slot, batch, wanted, mask)
+                else:
+                    # Sums of single copies need no adding, and if no token is left out they lie without gaps.
+                    pushed = ranks.at(Int64(0), "rows") + place_of_copy(p, slot, Int32(0), batch * p.batch_tokens)
+                    if mask & (mask + 1) == 0:
+                        here = pushed
+                    else:
+                        copy_rows(ranks, threads, mask, ranks.own + here, ranks.own + pushed)
                 # The batch is whole before it is put.
                 arch.sync_threads()
-                put_batch(ranks, threads, ("rows_in", "rows_out", "sum"), owner, slot, batch, mask)
+                put_batch(ranks, threads, "sum", owner, slot, batch, mask, here)
         item += step
 
 

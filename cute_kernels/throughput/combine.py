@@ -25,7 +25,7 @@ from .. import ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import copies_of
 from ..heap import SEND, Heap
-from ..internode.sums import ask, await_sums, pass_sums
+from ..internode.sums import ask, await_sums, number_there, pass_sums
 from ..launch import Kernel, RankArgs
 from ..outbox import close, deliver, new_outbox, post
 from ..places import slot_of, stager_of
@@ -208,7 +208,7 @@ class Combine(Kernel):
             owner, (token, number) = copy.source, token_of(p, copy, args.max_tokens)
         stager, slot = stager_of(ranks, owner), slot_of(ranks, owner)
         heap = ranks.peer(stager)
-        at = (slot * p.most_copies + number) * p.max_tokens + token
+        at = (slot * p.most_copies + number_there(p, slot, number)) * p.max_tokens + token
         place = ranks.at(heap, "rows") + Int64(at) * p.row_bytes
         last[0] = cutlass.max(last[0], row)
         row = cutlass.min(row, args.num_rows - 1)

@@ -125,6 +125,8 @@ class Wired:
         self.run = (registered if kind == "nvshmem" else loaded)(kernel, arch)
         adversary = kind == "adversary"
         self.courier = loaded(Courier(heap.problem, heap, kernel.wire.depth), arch) if adversary else None
+        if self.courier is not None:  # of an operation that has ended: loading it while a kernel waits for it would hang
+            self.courier(*self.ranks, 0, 0, 2, self.side.cuda_stream)
         torch.cuda.synchronize()
         dist.barrier()
 

@@ -85,7 +85,7 @@ class CuteBackend:
         )  # fmt: skip
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
-        traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices)
+        traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices, self._across)
         # Beside a pull run the blocks that place the route and some that stage rows.
         most = sms - problem.tiles - STAGING_BLOCKS - MARGIN
         self.budget = default_budget(traffic, sms, most, config.dispatch_sms, config.combine_sms)

@@ -61,11 +61,17 @@ sums start later."""
 SUM_HEADROOM = 1.3
 """This many times the SMs of the model sum in a combine: they wait for flags."""
 
+ACROSS_LEFT = 4
+"""Multiprocessors that a combine leaves free where there are several NVLink domains: its blocks also put sums on the
+wire, and every one more made it faster (2 domains of one H200: 64 took 573 us, 96 527, 128 385)."""
+ACROSS_PUSHING = 3 / 8
+"""The share of its blocks that push there (of 128: 32 took 414 us, 48 385, 64 455)."""
+
 
 @dataclass(frozen=True)
 class Traffic:
     """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
-    them."""
+    them. `across`: there are several NVLink domains."""
 
     ranks: int
     reached: float
@@ -73,15 +79,16 @@ class Traffic:
     top_k: float
     row_bytes: int
     slices: int
+    across: bool = False
 
     @staticmethod
-    def of(experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int) -> Traffic:
+    def of(experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int, across: bool = False) -> Traffic:
         """Of tokens that each choose `top_k` different experts, all of them equally likely."""
         experts = sum(experts_per_rank)
         chosen = min(top_k, experts)
         missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
         reached = len(missed) - sum(missed)
-        return Traffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices)
+        return Traffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices, across)
 
     def dispatch_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
@@ -93,6 +100,8 @@ class Traffic:
 
     def combine_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums."""
+        if self.across:
+            return sms - ACROSS_LEFT
         return self._enough(self._pushing + self._summing, sms)
 
     def gather_sms(self, sms: int) -> int:
@@ -112,6 +121,8 @@ class Traffic:
     def pushers(self, blocks: int) -> int:
         """How many of a combine's blocks (at least 2) push; the others sum. Of blocks beyond those that it takes a
         quarter push, in case that this GPU's link is faster than the model's, or more crosses it."""
+        if self.across:
+            return max(1, min(blocks - 1, round(blocks * ACROSS_PUSHING)))
         enough, beyond = math.ceil(self._pushing), blocks - math.ceil(self._pushing + self._summing)
         share = round(blocks * self._pushing / (self._pushing + self._summing))
         return max(1, min(blocks - 1, share, enough + max(0, beyond) // 4))
