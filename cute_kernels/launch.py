@@ -67,7 +67,7 @@ class Kernel(Launched):
     @property
     def linked(self) -> str:
         """Path of the device library that its wire calls (linked.py); "": none."""
-        return getattr(self.problem.wire, "library", "")
+        return getattr(getattr(self, "wire", self.problem.wire), "library", "")
 
 
 def names(args: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

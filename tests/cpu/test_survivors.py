@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import signal
@@ -177,3 +178,24 @@ def test_a_large_worst_case_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> Non
             warnings.simplefilter("error")
             comm.dispatch(x, idx, capacity=20)
             comm.dispatch(x, idx[:4].repeat(4, 1), slots=20)
+
+
+def _shrunk_over_nvshmem() -> str:
+    comm = small(domain_size=2)
+    pair = dist.new_group([0, 2])
+    comm.config = dataclasses.replace(comm.config, backend="cute", wire="nvshmem")
+    text = ""
+    if comm.rank in (0, 2):
+        with pytest.raises(ValueError) as raised:
+            comm.shrink(pair)
+        text = str(raised.value)
+    assert not comm.destroyed
+    comm.destroy()
+    return text
+
+
+def test_nvshmem_cannot_go_on_with_fewer_ranks() -> None:
+    """Which is said before anything is given up."""
+    first, second, third, last = run_ranks(4, _shrunk_over_nvshmem)
+    assert first == third and second == last == ""
+    assert "through NVSHMEM, of which a process has one, of 4 ranks; allowed: a group of ranks of one domain" in first

@@ -122,7 +122,7 @@ class Wired:
         )  # fmt: skip
         properties = torch.cuda.get_device_properties(device)
         arch = f"sm_{properties.major}{properties.minor}a"
-        self.run = (registered if kind == "nvshmem" else loaded)(kernel, arch)
+        self.run = loaded(kernel, arch)
         adversary = kind == "adversary"
         self.courier = loaded(Courier(heap.problem, heap, kernel.wire.depth), arch) if adversary else None
         if self.courier is not None:  # of an operation that has ended: loading it while a kernel waits for it would hang
@@ -184,25 +184,12 @@ class Batched(Wired):
 
 
 def loaded(kernel: Any, arch: str) -> Callable[..., None]:
+    """Not kept on disk: what kernels of tests are made of has no part in a file's name."""
     from cute_kernels import jit
+    from cute_kernels.linked import LinkedFunction
 
-    return jit.compile_kernel(kernel, arch)  # not kept: what kernels of tests are made of has no part in a file's name
-
-
-def registered(kernel: Any, arch: str) -> Callable[..., None]:
-    """A kernel that calls NVSHMEM, of whose library NVSHMEM knows."""
-    import cuda.bindings.driver as cuda
-    import cutlass.cute as cute
-
-    example = kernel.signature()
-    compiled = cute.compile(kernel, *example, options=f"--gpu-arch {arch}")
-    nvshmem.register(int(compiled.library))
-    kinds = [type(value) for value in example[:-1]]
-
-    def run(*values: int) -> None:
-        compiled(*(kind(value) for kind, value in zip(kinds, values, strict=False)), cuda.CUstream(values[-1]))
-
-    return run
+    compiled = jit.compile_kernel(kernel, arch)
+    return LinkedFunction(compiled, len(kernel.signature()), nvshmem.register) if kernel.linked else compiled
 
 
 @pytest.mark.parametrize("kind", KINDS)

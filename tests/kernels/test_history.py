@@ -6,8 +6,12 @@ import struct
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from cute_kernels import marks
 from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES
+from cute_kernels.sync import TOLD_SO
 from ep_ops.backends.cute import history
 from ep_ops.backends.cute.backend import CuteBackend
 
@@ -70,3 +74,28 @@ def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
 
     made.last_operations = lost
     assert made._failed() == first
+
+
+@pytest.mark.parametrize(
+    ("across", "failed", "alarm", "tells"),
+    [
+        (False, TOLD_SO, 5, True),
+        (False, 0, 0, False),
+        (True, TOLD_SO, 5, True),
+        (True, 0, 5, True),
+        (True, 0, 0, False),
+    ],
+)
+def test_whoever_runs_nothing_hears_of_a_failure(
+    across: bool, failed: int, alarm: int, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the alarm alone where it came over a wire, on which two words may come in any order."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    told: list[tuple[int, int]] = []
+    made: Any = object.__new__(CuteBackend)
+    made._across, made._rank = across, 3
+    made._report = SimpleNamespace(pending=lambda: False, tell=lambda rank, epoch: told.append((rank, epoch)))
+    made._read = lambda first, nbytes: struct.pack("<2q", 17, failed)
+    made._heard = lambda epoch: (alarm, ())
+    made.listen()
+    assert told == ([(3, 17)] if tells else [])

@@ -246,6 +246,46 @@ def test_blocks_across_domains(recorder: Recorder, monkeypatch: pytest.MonkeyPat
         assert recorder.launched[-1][2]["blocks"] == problem.tiles
 
 
+def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They launch what is compiled ahead; rows are copied where nobody can fetch them."""
+    problem = dataclasses.replace(PROBLEM, world_size=4, experts_per_rank=(2,) * 4, domains=DOMAINS, wire=Nvlink())
+    recorder = Recorder(problem, 132)
+    allocate_on_cpu(monkeypatch)
+    traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
+    made = object.__new__(CuteBackend)
+    made.throughput = ThroughputPath(
+        recorder, Outputs(problem, 2, recorder.device), Budget(20, 30, beyond=(66, 99)), traffic,  # type: ignore
+    )  # fmt: skip
+    made._problem, made._local_experts, made._order, made._rank = problem, 2, Order("name"), 1
+    made._latency_tokens, made._across = -1, True
+    made._config = SimpleNamespace(name="name", symmetric_rows=48)  # type: ignore[assignment]
+    made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)  # type: ignore[assignment]
+    held = torch.zeros(48 * 64 * 2, dtype=torch.uint8)
+    made._rows = symmetric.SymmetricBuffer(held, (held.data_ptr(),))  # it is of this rank alone
+    x, idx, sizes = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), Sizes(48, 16, 0, 1)
+    for weights in (None, torch.zeros(7, 4)):
+        made.dispatch_start(x, weights, idx, sizes)
+        recv_x, recv_weights, *placed = made.dispatch_wait(x, weights, idx, sizes)
+        route = Route(idx, *placed[:4], 16, 48, 1)
+        row_weights = None if weights is None else recv_weights
+        made.combine_start(recv_x, row_weights, route)
+        made.combine_wait(recv_x, row_weights, route)
+        made.combine(recv_x, row_weights, route, x)
+        made.dispatch_planned(x, weights, route)
+        made.dispatch_backward(recv_x, row_weights, route)
+        made.combine_backward(x, recv_x, row_weights, route)
+    made.dispatch_backward(None, recv_weights, route)
+    made.plan(idx, sizes)
+    assert {kernel for kernel, _, _ in recorder.launched} == set(kernels_of(problem))
+    made.combine_gathered(held.view(torch.bfloat16).view(48, 64), route)
+    kernel, terms, given = recorder.launched[-1]
+    assert type(kernel).__name__ == "Combine" and marks.unpack(terms)[1].kind == "combine"
+    assert given["y"].data_ptr() == held.data_ptr() and given["recv_weights"] is given["residual"] is None
+    monkeypatch.setattr(made, "refuse", lambda operator, reason: None)
+    with pytest.raises(ValueError, match="y does not lie in symmetric memory"):
+        made.combine_gathered(recv_x, route)
+
+
 @pytest.mark.parametrize("beyond", [(0, 0), (66, 99)], ids=["fixed", "joining"])
 def test_launches_in_a_format(beyond: tuple[int, int], recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel knows what rows travel as; those that are told to be compiled ahead are those that run."""

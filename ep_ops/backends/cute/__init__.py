@@ -1,4 +1,4 @@
-"""The kernels' side of ep_ops: NVIDIA GPUs of one NVLink domain, one process each.
+"""The kernels' side of ep_ops: NVIDIA GPUs, one process each.
 
 `memory`, `budget` need neither a GPU nor the CuTe DSL; so what needs it is loaded when it is asked for.
 """
