@@ -6,7 +6,8 @@ these are, as bits. So a reader finds a token's row by counting bits, batches ma
 which nothing is needed is a word without bits.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -34,11 +35,10 @@ def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
     return (max_tokens + each - 1) // each
 
 
-def place_in(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32, row: Int32) -> Int64:
-    """Offset of a row of a batch in a section of rows that has slots."""
+def place_in(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32) -> Int64:
+    """Offset of a batch in a section of rows that has slots. Its rows follow each other, as long as they travel."""
     p = ranks.heap.problem
-    first = ((slot - 1) * ranks.heap.batches + batch) * p.batch_tokens
-    return ranks.at(Int64(0), name) + Int64(first + row) * p.row_bytes
+    return ranks.at(Int64(0), name) + Int64((slot - 1) * ranks.heap.batches + batch) * (p.batch_tokens * p.row_bytes)
 
 
 def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32, each: int) -> Int64:
@@ -51,44 +51,53 @@ def row_in(mask: Int32, token: Int32) -> Int32:
     return Int32(arch.popc(mask & ((Int32(1) << token) - 1)))
 
 
+class Rows(NamedTuple):
+    """What a rank sends. `fill(ranks, args, batch, mask, to)` puts a batch together, by a whole block: the rows of the
+    tokens of `mask`, each of `row_bytes`, without gaps at the address `to`."""
+
+    fill: Callable[..., None]
+    row_bytes: int
+
+
 @cute.jit
 def send_rows(
-    ranks: sync.Ranks, threads: cutlass.Constexpr[int], x: Int64, topk_idx: Int64, tokens: Int32, max_tokens: Int32,
-    first: Int32, step: Int32,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], rows: cutlass.Constexpr[Rows], args: Any, first: Int32,
+    step: Int32,
 ) -> None:  # fmt: skip
-    """By a block, `first` of `step`: its batches of this rank's rows, to all other domains."""
-    p = ranks.heap.problem
-    others = p.num_domains - 1
+    """By a block, `first` of `step`: its batches of this rank's rows, to all other domains. `args` are those of the
+    publish kernel."""
+    others = ranks.heap.problem.num_domains - 1
     item = Int32(first)
-    while item < batches_of(ranks, max_tokens) * others and ranks.mark >= 0:
+    while item < batches_of(ranks, args.max_tokens) * others and ranks.mark >= 0:
         batch = item // others
         slot = item - batch * others + 1
         target = on_rail(ranks, slot)
         domain, _ = place_of(ranks, target)
-        mask = needed(ranks, topk_idx, batch, tokens, domain)
-        here = place_in(ranks, "rows_out", slot, batch, Int32(0))
-        copy_rows(ranks, threads, mask, ranks.own + here, x + Int64(batch * p.batch_tokens) * p.row_bytes)
+        mask = needed(ranks, args.topk_idx, batch, args.tokens, domain)
+        here = place_in(ranks, "rows_out", slot, batch)
+        rows.fill(ranks, args, batch, mask, ranks.own + here)
         # The batch is whole before it is put.
         arch.sync_threads()
-        put_batch(ranks, threads, "batch", target, slot, batch, mask, here)
+        put_batch(ranks, threads, "batch", slot, batch, (mask, here, rows.row_bytes))
         item += step
 
 
 @cute.jit
 def put_batch(
-    ranks: sync.Ranks, threads: cutlass.Constexpr[int], words: cutlass.Constexpr[str], target: Int32, slot: Int32,
-    batch: Int32, mask: Int32, here: Int64,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], words: cutlass.Constexpr[str], slot: Int32, batch: Int32,
+    what: Any,
 ) -> None:  # fmt: skip
-    """By the block that has put a batch together at offset `here`: one put. `words`: the section of its word."""
+    """By the block that has put a batch together: one put. `words`: the section of its word. `what`: of which tokens
+    it has rows, its offset, and the bytes of a row."""
     p = ranks.heap.problem
+    mask, here, row_bytes = what
     tid, _, _ = arch.thread_idx()
-    to = slot_there(ranks, slot)
+    to, target = slot_there(ranks, slot), on_rail(ranks, slot)
     word = word_at(ranks, words, to, batch, ranks.heap.batches)
     if mask != 0:
-        p.wire.put_signal_by_block(
-            ranks, threads, target, place_in(ranks, "rows_in", to, batch, Int32(0)), here,
-            Int32(arch.popc(mask)) * p.row_bytes, word, word_of(ranks, mask),
-        )  # fmt: skip
+        there = place_in(ranks, "rows_in", to, batch)
+        nbytes = Int32(arch.popc(mask)) * row_bytes
+        p.wire.put_signal_by_block(ranks, threads, target, there, here, nbytes, word, word_of(ranks, mask))
     elif tid == 0:
         p.wire.put_value(ranks, target, word, word_of(ranks, 0))
 

@@ -112,7 +112,7 @@ def pass_sums(
                 if warp == 0:
                     put_scalars(ranks, owner, slot, batch)
             if const_expr(rows):
-                here = place_in(ranks, "rows_out", slot, batch, Int32(0))
+                here = place_in(ranks, "rows_out", slot, batch)
                 if const_expr(p.domain_ranks > 1):
                     add_pushed(ranks, threads, slot, batch, wanted, mask)
                 else:
@@ -124,7 +124,7 @@ def pass_sums(
                         copy_rows(ranks, threads, mask, ranks.own + here, ranks.own + pushed)
                 # The batch is whole before it is put.
                 arch.sync_threads()
-                put_batch(ranks, threads, "sum", owner, slot, batch, mask, here)
+                put_batch(ranks, threads, "sum", slot, batch, (mask, here, p.row_bytes))
         item += step
 
 
@@ -169,7 +169,7 @@ def add_pushed(
     values = VECTORS * (16 // p.itemsize)
     acc = cute.make_rmem_tensor((values,), Float32)
     rows = ranks.at(ranks.own, "rows")
-    to = ranks.own + place_in(ranks, "rows_out", slot, batch, Int32(0))
+    to = ranks.own + place_in(ranks, "rows_out", slot, batch)
     total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
     # Lanes of a warp go on together, since they ask each other for `wanted`.
     first = Int32(arch.make_warp_uniform(tid // 32)) * 32

@@ -27,14 +27,14 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..formats import Form
 from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
-from ..internode.sending import relay, send_rows, send_weights
+from ..internode.sending import Rows, copy_rows, relay, row_in, send_rows, send_weights
 from ..launch import Kernel, RankArgs
 from ..places import is_near
 from ..placing import finish_tile, new_tables, place_of_weight, place_tile, place_weights
 from ..route import Counters, publish_tile, send_tile, tile_of
 from ..rows import RingShape
 from .stage import announce, ring_shape, stage
-from .stage_quantised import stage_quantised
+from .stage_quantised import quantise_row, stage_quantised
 
 THREADS = 32 * PLACING_WARPS
 
@@ -132,14 +132,35 @@ class Publish(Kernel):
     @cute.jit
     def do_rows_across(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
         """The same for those of other domains, too."""
-        alone = self.problem.domain_ranks == 1
+        # Rows in a format are fetched from staging by the rank itself, too.
+        alone = self.problem.domain_ranks == 1 and self.format == ""
         senders = blocks - 1 if alone else cutlass.max((blocks - 2) * 2 // 3, 1)
         if block == 0:
             relay(ranks, THREADS, self.weights, self.rows, args.max_tokens)
         elif block <= senders:
-            send_rows(ranks, THREADS, args.x, args.topk_idx, args.tokens, args.max_tokens, block - 1, senders)
+            row_bytes = (
+                Form(self.format, self.problem.hidden_size).staged_bytes if self.format else self.problem.row_bytes
+            )
+            send_rows(ranks, THREADS, Rows(self.fill_batch, row_bytes), args, block - 1, senders)
         elif const_expr(not alone):
             self.do_rows(ranks, smem, block - senders - 1, blocks - senders - 1, args)
+
+    @cute.jit
+    def fill_batch(self, ranks: sync.Ranks, args: PublishArgs, batch: Int32, mask: Int32, to: Int64) -> None:
+        """See `sending.Rows`."""
+        p = self.problem
+        first = batch * p.batch_tokens
+        if const_expr(self.format == ""):
+            copy_rows(ranks, THREADS, mask, to, args.x + Int64(first) * p.row_bytes)
+        else:
+            form = Form(self.format, p.hidden_size)
+            tid, _, _ = arch.thread_idx()
+            token = Int32(arch.make_warp_uniform(tid // 32))
+            while token < p.batch_tokens:
+                if (mask >> token) & 1 != 0:
+                    row = to + Int64(row_in(mask, token)) * form.staged_bytes
+                    quantise_row(form, self.given, ranks, args, first + token, row)
+                token += THREADS // 32
 
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: PublishArgs) -> None:

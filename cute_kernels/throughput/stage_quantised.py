@@ -36,19 +36,28 @@ def stage_quantised(
         token = chunk * problem.chunk_tokens
         end = cutlass.min(token + problem.chunk_tokens, args.tokens)
         while token < end:
-            row = staging + Int64(token) * form.staged_bytes
-            if const_expr(given):
-                copy_row(form, ranks, args, token, row)
-            elif const_expr(form.whole_row):
-                quantise_whole(form, problem, args.x + Int64(token) * problem.row_bytes, row)
-            else:
-                quantise_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row)
+            quantise_row(form, given, ranks, args, token, staging + Int64(token) * form.staged_bytes)
             token += 1
         # All lanes' stores come before the mark.
         arch.sync_warp()
         if lane == 0:
             ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.mark)
         chunk += threads // 32 * copiers
+
+
+@cute.jit
+def quantise_row(
+    form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], ranks: sync.Ranks, args: Any, token: Int32,
+    row: Int64,
+) -> None:  # fmt: skip
+    """By a warp: a token's row and its scales, into the place at `row`."""
+    problem = ranks.heap.problem
+    if const_expr(given):
+        copy_row(form, ranks, args, token, row)
+    elif const_expr(form.whole_row):
+        quantise_whole(form, problem, args.x + Int64(token) * problem.row_bytes, row)
+    else:
+        quantise_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row)
 
 
 @cute.jit

@@ -78,19 +78,19 @@ def source_row(
     """Address of a token's row: this rank's own lies in x, unless rows travel in a format. Rows from other NVLink
     domains lie with the stager. `ready`: what `await_rows` gave."""
     base = x
+    if const_expr(delivery.format != ""):
+        base = ranks.at(ranks.peer(source), "rows")
+    elif source != ranks.rank:
+        base = ranks.at(ranks.peer(source), "rows")
+    at = base + Int64(token) * delivery.travelling_bytes
     if const_expr(ranks.heap.problem.num_domains > 1):
         slot = slot_of(ranks, source)
         if slot > 0:
             batch = token // ranks.heap.problem.batch_tokens
             row = row_in(ready >> 1, token - batch * ranks.heap.problem.batch_tokens)
-            base = ranks.peer(stager_of(ranks, source)) + place_in(ranks, "rows_in", slot, batch, row)
-            token = Int32(0)
-            source = ranks.rank
-    if const_expr(delivery.format != ""):
-        base = ranks.at(ranks.peer(source), "rows")
-    elif source != ranks.rank:
-        base = ranks.at(ranks.peer(source), "rows")
-    return base + Int64(token) * delivery.travelling_bytes
+            at = ranks.peer(stager_of(ranks, source)) + place_in(ranks, "rows_in", slot, batch)
+            at += Int64(row) * delivery.travelling_bytes
+    return at
 
 
 class Segments(NamedTuple):
