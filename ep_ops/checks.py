@@ -149,7 +149,7 @@ def across(m: Member, what: str) -> None:
     if m.config.backend == "cute" and len(m.config.domains) > 1:
         raise ValueError(
             f"{what}: backend 'cute' has no kernel for them across NVLink domains, of which communicator {m.name!r} has"
-            f" {len(m.config.domains)}; allowed: rows grouped by expert, as they are given"
+            f" {len(m.config.domains)}; allowed: rows grouped by expert"
         )
 
 
@@ -287,7 +287,6 @@ def _delivery(comm: Member, a: Any) -> None:
             raise ValueError(f"format is '' and {given}; allowed: the format of quantised rows, {', '.join(FORMATS)}")
         return _rows(comm, "x", a.x, count, why)
     form = format_of(a.format)
-    across(comm, f"rows in format {a.format!r}")
     layout = layout_of(form, a.scales_as)
     refuse_hidden(comm.hidden_size, form)
     if comm.config.backend == "cute":

@@ -144,7 +144,7 @@ def many(shape: Shape, draw: random.Random, call: Call, known: bool = True) -> N
             on.at[rank].update(call.room(on, rank))
             first = len(launches)
             publish = Publish(on.problem, not along, True, True, False, call.name, call.given)
-            launches.append(on.launch(rank, publish, terms, blocks=throughput.TILES + throughput.STAGING, **none))
+            launches.append(on.launch(rank, publish, terms, blocks=throughput.TILES + on.staging, **none))
             pull = Pull(on.problem, True, False, not along, False, call.name, call.layout)
             launches.append(on.launch(rank, pull, terms, first, blocks=2 + on.joining * along))
             if not along:
@@ -210,6 +210,14 @@ CHECKS = {
     "formats_wire": lambda draw: many(
         Shape((2, 2), 2, 4, hidden=256, alignment=2), draw,
         Call(draw.choice(["e4m3/128/pow2", "e4m3/32/mx", "e4m3/row/fp32"]), "", False), False,
+    ),
+    "formats_across": lambda draw: many(
+        Shape((2, 2, 2), 4, 3, hidden=256, alignment=2, domains=((0,), (1,), (2,)), wire="nvshmem"), draw,
+        Call(draw.choice(["e4m3/128/pow2", "e4m3/32/mx"]), draw.choice(["", "rows", "packed"]), draw.random() < 0.3),
+    ),
+    "formats_across_pairs": lambda draw: many(
+        Shape((2,) * 4, 2, 3, hidden=128, domains=((0, 1), (2, 3)), wire="nvlink"), draw,
+        Call("e4m3/128/pow2", "columns", False), False,
     ),
     "formats_one_rank": lambda draw: many(
         Shape((4,), 2, 3, hidden=128, alignment=2), draw, Call("e4m3/128/fp32", "columns", False)

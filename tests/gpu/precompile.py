@@ -138,6 +138,9 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
         if wire == "nvlink" or lacking is None:
             made = ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, domain_size=size, wire=wire)
             found += all_kernels(made)
+            sizes_of_format = (sizes[0], test_domains.FORMAT_HIDDEN, *sizes[2:])
+            made = ahead.config_of(world_size, *sizes_of_format, torch.bfloat16, None, 0, domain_size=size, wire=wire)
+            found += [k for k in all_kernels(made, test_domains.FORMATS) if getattr(k, "format", "")]
     return sorted(found, key=lambda kernel: not kernel.linked)
 
 

@@ -31,6 +31,10 @@ STEPS = int(os.environ.get("EP_OPS_TEST_STEPS", fewer(300, 8)))
 ROUTES = ("random", "all_to_one_rank", "no_tokens_on_last_rank", "over_capacity", "nothing_to_last_rank", "padded")
 """Routes that one communicator can take."""
 
+FORMAT_HIDDEN = 1152
+FORMATS = (("e4m3/128/pow2", "columns"), ("wire:e4m3/32/mx", ""))
+"""Of rows, with the layout of their scales."""
+
 Over = tuple[int, str]
 """Ranks of each domain, and the wire between them."""
 
@@ -302,13 +306,28 @@ def test_what_no_kernel_takes(make, seed, together):
     """Is refused before anything is sent."""
     with make("cute", "untaken") as comm:
         x, idx, _ = drawn(seed, 1, 8)
-        for call in (lambda: comm.dispatch_tokens(x, idx), lambda: comm.dispatch(x, idx, format="wire:e4m3/row/fp32")):
-            with together():
-                with pytest.raises(ValueError, match="has no kernel for them across NVLink domains"):
-                    call()
+        with together():
+            with pytest.raises(ValueError, match="has no kernel for them across NVLink domains"):
+                comm.dispatch_tokens(x, idx)
+        torch.cuda.synchronize()
+        with contextlib.suppress(ValueError):  # every rank was told by the others, too
+            comm.check_errors()
+
+
+@pytest.mark.parametrize("way", FORMATS, ids=lambda way: way[0])
+def test_formats(way, make, seed, monkeypatch):
+    """Rows that are quantised on the way; the checking mode raises the first difference from the reference."""
+    monkeypatch.setenv("EP_OPS_CHECK", "1")
+    name, layout = way
+    with make("cute", "formats", hidden_size=FORMAT_HIDDEN) as comm:
+        for step, tokens in enumerate((TOKENS, 3 + comm.rank, 0)):
+            idx = drawn(seed, step, tokens)[1]
+            x = torch.randn(tokens, FORMAT_HIDDEN, device="cuda").mul(10.0 ** (step - 2)).bfloat16()
+            weights = torch.rand(idx.shape, device="cuda")
+            sent = comm.dispatch(x, idx, weights, format=name, scales_as=layout)
+            comm.dispatch_planned(x, sent.route, weights, format=name, scales_as=layout)
             torch.cuda.synchronize()
-            with contextlib.suppress(ValueError):  # every rank was told by the others, too
-                comm.check_errors()
+            comm.check_errors()
 
 
 def test_absent_rank(make, seed, together):

@@ -70,7 +70,7 @@ def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
             Publish(problem, route, True, weights, False, how.format, g) for route in (False, True) for g in given
         ]
         found += [Pull(problem, weights, False, placed, joins, how.format, how.layout) for placed, joins in parts]
-    if how.layout in ("", *OF_TOKENS):
+    if how.layout in ("", *OF_TOKENS) and not problem.domains:
         tokens = [(True, False), (True, True), (False, True)]  # along a known route without weights there is no need
         found += [PublishTokens(problem, route, True, w, False, how.format, g) for route, w in tokens for g in given]
     return found
