@@ -7,7 +7,7 @@ gradient, never by which gradients happen to have arrived: those that are missin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,18 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
             )
         constant.append(recv_x)
     elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantised rows are rows of x's dtype
-        recv_x.grad_dtype = None  # autograd would round them to recv_x's
+        free_gradient(ctx, output, recv_x, constant)
     ctx.mark_non_differentiable(*constant)
+
+
+def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: Sequence[Tensor]) -> None:
+    """The gradient of output ``free`` comes to backward in whatever dtype it has; autograd would round it to the
+    output's. ``constant``: the outputs that have none."""
+    if hasattr(ctx, "set_output_grad_dtype"):  # since torch 2.15, which heeds what only leaves may be told elsewhere
+        has_none = {id(output) for output in (free, *constant)}
+        ctx.set_output_grad_dtype(*(None if id(output) in has_none else output.dtype for output in outputs))
+    else:
+        free.grad_dtype = None
 
 
 def _dispatch_backward(
