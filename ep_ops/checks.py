@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, SWIZZLED, format_of, layout_of, per_row
+from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, format_of, layout_of, per_row
 
 from .arrivals import rows_of, size
 from .config import Member
@@ -277,17 +277,13 @@ def _delivery(comm: Member, a: Any) -> None:
             raise ValueError(f"format is '' and {given}; allowed: the format of quantised rows, {', '.join(FORMATS)}")
         return _rows(comm, "x", a.x, count, why)
     form = format_of(a.format)
-    layout = layout_of(form, a.scales_as)
+    layout_of(form, a.scales_as)
     refuse_hidden(comm.hidden_size, form)
-    if comm.config.backend == "cute":
-        if layout in SWIZZLED:
-            allowed = ", ".join(repr(name) for name in form.layouts if name not in SWIZZLED)
-            raise ValueError(f"scales_as is {layout!r}; backend 'cute' has no kernel for it; allowed: {allowed}")
-        if comm.hidden_size > _MOST_HIDDEN:
-            raise ValueError(
-                f"format is {a.format!r}, and hidden_size {comm.hidden_size}; allowed on backend 'cute': at most"
-                f" {_MOST_HIDDEN}"
-            )
+    if comm.config.backend == "cute" and comm.hidden_size > _MOST_HIDDEN:
+        raise ValueError(
+            f"format is {a.format!r}, and hidden_size {comm.hidden_size}; allowed on backend 'cute': at most"
+            f" {_MOST_HIDDEN}"
+        )
     if comm.dtype is torch.float64:
         raise ValueError(
             f"format is {a.format!r}, and rows are torch.float64; allowed: '' (or rows of a narrower dtype)"
