@@ -312,7 +312,7 @@ CHECKS = {
         Call("e4m3/32/mx", swizzled(draw), draw.random() < 0.5, zeros=draw.random() < 0.7), draw.random() < 0.5,
     ),
     "formats_few_swizzled": lambda draw: few(
-        Shape((2, 0, 4), 5, 3, hidden=160, alignment=draw.choice([1, 4]), slots=(0, 0, 8)), draw,
+        Shape((2, 0, 9), 5, 3, hidden=160, alignment=draw.choice([1, 4]), slots=(0, 0, 8)), draw,
         Call("e4m3/32/mx", swizzled(draw), draw.random() < 0.5, zeros=draw.random() < 0.7),
     ),
     "formats_few": lambda draw: few(
