@@ -15,6 +15,7 @@ from . import ptx
 from .formats import Form
 from .heap import Problem
 from .rows import Width, zero_row
+from .swizzled import TILE_BYTES, Begins, Tiles
 
 
 class Arrived(NamedTuple):
@@ -25,6 +26,7 @@ class Arrived(NamedTuple):
     scales: Int64
     num_rows: Int32
     slots: Int32  # rows of each expert; 0: segments follow each other
+    begins: Begins | None = None  # where swizzled scales need it
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,17 @@ class Delivery:
         return self.form.staged_bytes if self.format else self.problem.row_bytes
 
     @property
+    def tiles(self) -> Any:
+        """Where swizzled scales lie (`Tiles`); None for others."""
+        kind, _, consumer = self.layout.partition("/")
+        return Tiles(consumer, self.units) if kind == "swizzled" else None
+
+    @property
+    def in_words(self) -> bool:
+        """Whether four exponents of a row are 4 bytes, those of columns behind the last one among them."""
+        return self.layout not in ("", "rows", "columns")
+
+    @property
     def unit(self) -> int:
         """Bytes that scales are stored by: 4, unless a row's exponents would not lie at multiples of 4."""
         return 1 if self.layout == "rows" and self.form.in_bytes and self.form.scales % 4 else 4
@@ -57,19 +70,22 @@ class Delivery:
     @property
     def units(self) -> int:
         """Of a row's scales. In 4 bytes lie four exponents."""
-        four = self.unit == 4 and (self.form.in_bytes or self.layout == "packed")
+        four = self.unit == 4 and (self.form.in_bytes or self.in_words)
         return -(-self.form.scales // 4) if four else self.form.scales
 
     @cute.jit
     def place(self, to: Arrived, row: Int32) -> tuple[Int64, Int32]:
-        """Where the first unit of a row's scales lies, and the distance to the next."""
+        """By a warp: where the first unit of a row's scales lies, and the distance to the next."""
+        if const_expr(self.tiles is not None):
+            return self.tiles.place(to, row), Int32(TILE_BYTES)
         if const_expr(self.layout == "rows"):
             return to.scales + Int64(row) * (self.units * self.unit), Int32(self.unit)
         return _place_in_lines(to, row, self.units)
 
     @cute.jit
     def zero(self, to: Arrived, row: Int32, end: Int32, lane: Int32, weights: cutlass.Constexpr[bool]) -> None:
-        """By a warp: padding rows of one expert, from `row` on, and what goes with them."""
+        """By a warp: padding rows of one expert, from `row` on, and what goes with them, but for swizzled scales, of
+        which more is zeroed than rows have (`Tiles.clear`)."""
         i = Int32(row)
         while i < end:
             zero_row(self.row_bytes, to.rows + Int64(i) * self.row_bytes, lane)
@@ -85,7 +101,7 @@ class Delivery:
             while i < (end - row) * self.units:
                 self.store_unit(first + Int64(i) * self.unit, Int32(0))
                 i += 32
-        elif const_expr(self.layout != ""):
+        elif const_expr(self.layout != "" and self.tiles is None):
             first, step = self.place(to, row)
             line = Int32(0)
             while line < self.units:
@@ -117,11 +133,11 @@ class Delivery:
         return value
 
     @cute.jit
-    def store_scale(self, to: Arrived, row: Int32, column: Int32, stored: Int32) -> None:
-        """One scale of a row, as fp32 bits, or as its exponent where these travel. In `packed` a column behind the last
-        belongs to the row, too."""
-        at, step = self.place(to, row)
-        if const_expr(self.layout == "packed"):
+    def store_scale(self, place: tuple[Int64, Int32], column: Int32, stored: Int32) -> None:
+        """One scale of the row whose `place` it is, as fp32 bits, or as its exponent where these travel. `in_words` a
+        column behind the last belongs to the row, too."""
+        at, step = place
+        if const_expr(self.in_words):
             exponent = stored
             if const_expr(not self.form.in_bytes):
                 exponent = (stored >> 23) & 0xFF

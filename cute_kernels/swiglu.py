@@ -203,7 +203,7 @@ class SwiGLU(Launched):
     def quantise(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:
         delivery, form, dtype = self.delivery, self.delivery.form, self.dtype
         lanes = form.block // numbers_of(dtype)  # that hold a block
-        codes_at = to.rows + Int64(row) * self.hidden_size
+        codes_at, place = to.rows + Int64(row) * self.hidden_size, delivery.place(to, row)
         for u in range_constexpr(self.ahead):
             vector = first + u * 32
             stored, inverse = scale_of(form.kind, of_group(largest(words, 4 * u, 4, dtype), lanes))
@@ -211,8 +211,8 @@ class SwiGLU(Launched):
             if vector < self.vectors:
                 store_codes(codes_at, vector, codes)
                 if vector % lanes == 0:
-                    delivery.store_scale(to, row, vector // lanes, stored)
+                    delivery.store_scale(place, vector // lanes, stored)
                 if const_expr(self.layout == "packed" and form.scales % 4 != 0):
                     if vector == self.vectors - 1:
                         for column in range_constexpr(form.scales, (form.scales + 3) // 4 * 4):
-                            delivery.store_scale(to, row, Int32(column), Int32(0))
+                            delivery.store_scale(place, Int32(column), Int32(0))

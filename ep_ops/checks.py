@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, SWIZZLED, format_of, layout_of, per_row
+from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, Format, format_of, layout_of, per_row
 
 from .arrivals import rows_of, size
 from .config import Member
@@ -22,6 +22,7 @@ from .records import INT32_LIMIT, MAX_ALIGNMENT
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
+WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
 _MOST_HIDDEN = 2**16  # of rows in a format on GPUs: a pulling block's ring holds whole ones
 _AS_PLANNED = "as many rows as arrivals was planned for"
 _MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones come in every step
@@ -111,6 +112,12 @@ def combine(m: Member, a: Any) -> None:
     residual = getattr(a, "residual", None)  # split operations take none
     if residual is not None:
         _rows(m, "residual", residual, a.topk_idx.shape[0], "rows as topk_idx has")
+    grad_format = getattr(a, "grad_format", "")  # nor that
+    if grad_format:
+        if grad_format not in WIRE:
+            allowed = ", ".join(map(repr, WIRE))
+            raise ValueError(f"grad_format is {grad_format!r}; allowed: '' (the gradient travels as it is), {allowed}")
+        _divides(m, "grad_format", format_of(grad_format))
 
 
 def combine_gathered(m: Member, a: Any) -> None:
@@ -278,6 +285,20 @@ def _token_major(comm: Member, a: Any) -> None:
         raise ValueError(f"scales_as is {scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
 
 
+def _divides(comm: Member, argument: str, form: Format) -> None:
+    """Whether rows of the communicator can travel in a format."""
+    refuse_hidden(comm.hidden_size, form)
+    if comm.config.backend == "cute" and comm.hidden_size > _MOST_HIDDEN:
+        raise ValueError(
+            f"{argument} is {form.name!r}, and hidden_size {comm.hidden_size}; allowed on backend 'cute': at most"
+            f" {_MOST_HIDDEN}"
+        )
+    if comm.dtype is torch.float64:
+        raise ValueError(
+            f"{argument} is {form.name!r}, and rows are torch.float64; allowed: '' (or rows of a narrower dtype)"
+        )
+
+
 def _delivery(comm: Member, a: Any) -> None:
     """x, its scales, and what is asked of rows that do not arrive as they were given."""
     count, why = a.topk_idx.shape[0], "rows as topk_idx has"
@@ -287,21 +308,8 @@ def _delivery(comm: Member, a: Any) -> None:
             raise ValueError(f"format is '' and {given}; allowed: the format of quantised rows, {', '.join(FORMATS)}")
         return _rows(comm, "x", a.x, count, why)
     form = format_of(a.format)
-    layout = layout_of(form, a.scales_as)
-    refuse_hidden(comm.hidden_size, form)
-    if comm.config.backend == "cute":
-        if layout in SWIZZLED:
-            allowed = ", ".join(repr(name) for name in form.layouts if name not in SWIZZLED)
-            raise ValueError(f"scales_as is {layout!r}; backend 'cute' has no kernel for it; allowed: {allowed}")
-        if comm.hidden_size > _MOST_HIDDEN:
-            raise ValueError(
-                f"format is {a.format!r}, and hidden_size {comm.hidden_size}; allowed on backend 'cute': at most"
-                f" {_MOST_HIDDEN}"
-            )
-    if comm.dtype is torch.float64:
-        raise ValueError(
-            f"format is {a.format!r}, and rows are torch.float64; allowed: '' (or rows of a narrower dtype)"
-        )
+    layout_of(form, a.scales_as)
+    _divides(comm, "format", form)
     if a.scales is None:
         return _rows(comm, "x", a.x, count, why)
     if form.wire:

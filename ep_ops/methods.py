@@ -170,18 +170,22 @@ class Methods:
         return (rows, weights, _scales(recv_scales, format, scales_as, rows, route)) if format else (rows, weights)
 
     def combine(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None
-    ) -> Tensor:
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
+        grad_format: str = "",
+    ) -> Tensor:  # fmt: skip
         """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable.
 
         ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
+
+        ``grad_format``: a format that begins with ``wire:``, the same on all ranks, in which backward sends the
+        gradient to the rows; empty: as it is. docs/formats.md says how accurate that is.
         """
         if route.token_major:
             self._refuse_weights("combine", weights)
         y, weights = inputs.with_weights(self, y, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
-        return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual), route)
+        return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual, grad_format), route)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.

@@ -144,3 +144,12 @@ def expected_reduced(y: Tensor, places: Tensor, weights: Tensor | None) -> Tenso
             if place >= 0:
                 out[row] += y[place].to(exact) * (1 if weights is None else weights[row, k].to(exact))
     return out.to(y.dtype)
+
+
+def rooms(case: RouteCase, how: str) -> list[int] | None:
+    """Rows of each rank: of a capacity for all copies, for few, or for none; or as many as there are (None)."""
+    most = case.world_size * case.max_tokens
+    if how == "exact":
+        return None
+    few = [3 + 2 * rank for rank in range(case.world_size)]
+    return {"all": [most] * case.world_size, "few": few, "none": [0] * case.world_size}[how]

@@ -25,6 +25,7 @@ from ..copies import lowest, set_of
 from ..delivery import Arrived, Delivery
 from ..experts import first_expert, holder_of, local_experts
 from ..launch import Kernel, RankArgs
+from ..swizzled import Begins
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
 from .lists import own_weights, write_lists
 from .packets import (
@@ -282,13 +283,14 @@ class Dispatch(Kernel):
 
     @cute.jit
     def clear_padding(self, tables: Tables, args: DispatchArgs, share: Share) -> None:
-        """A block's share of the rows between each segment's last row and its padded end: a warp a row."""
+        """A block's share of the rows between each segment's last row and its padded end: a warp a row, and of swizzled
+        scales a warp an expert."""
         p = self.problem
         rank, lane = args.ranks.rank, share.lane
         experts = first_expert(p, rank + 1) - first_expert(p, rank)
         alignment = cutlass.max(Int32(tables.route[rank * tables.route_stride + 1]), 1)
         item = share.first
-        to = self.arrived(args)
+        to = self.arrived(tables, args)
         end = experts * (alignment - 1) if args.zeros != 0 else Int32(0)
         while item < end:
             e = item // (alignment - 1)
@@ -298,9 +300,20 @@ class Dispatch(Kernel):
             if row < start + (kept + alignment - 1) // alignment * alignment:
                 self.delivery.zero(to, row, row + 1, lane, self.weights)
             item += share.step
+        if const_expr(self.delivery.tiles is not None):
+            e = Int32(share.first)
+            while args.zeros != 0 and e < experts:
+                kept = kept_rows(tables, e)
+                rows = (kept + alignment - 1) // alignment * alignment
+                self.delivery.tiles.clear(to, e, tables.start[e], kept, rows)
+                e += share.step
 
-    def arrived(self, args: DispatchArgs) -> Arrived:
-        return Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.capacity, args.slots)
+    def arrived(self, tables: Tables, args: DispatchArgs) -> Arrived:
+        to = Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.capacity, args.slots)
+        if const_expr(self.delivery.tiles is None):
+            return to
+        first, end = local_experts(self.problem, args.ranks.rank)
+        return to._replace(begins=Begins(end - first, Int64(0), tables.start))
 
     @cute.jit
     def take_rows(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, share: Share) -> None:
@@ -378,7 +391,7 @@ class Dispatch(Kernel):
                         self.store_weights(tables, args, mine, first, item + u * step, lane)
                 if const_expr(self.format != ""):
                     if left != 0:
-                        store_row(self.delivery, self.arrived(args), mine, packet, rows[u], lane)
+                        store_row(self.delivery, self.arrived(tables, args), mine, packet, rows[u], lane)
                 else:
                     while left != 0:
                         k = arch.popc((left & -left) - 1)

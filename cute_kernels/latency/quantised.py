@@ -134,7 +134,7 @@ def store_row(
     holds = lane < count and column < form.scales
     if column >= form.scales:
         mine = Int32(0)
-    if const_expr(delivery.layout == "packed" and form.scales % 4 != 0):
+    if const_expr(delivery.in_words and form.scales % 4 != 0):
         # The columns behind the last one are this row's, too.
         holds = (lane < count + 4 and column < -(-form.scales // 4) * 4) and (lane < count or column >= form.scales)
     left = arch.vote_ballot_sync(rows >= 0)
@@ -143,8 +143,9 @@ def store_row(
         left = left & (left - 1)
         if const_expr(delivery.layout != ""):
             store_payload(words, lane, to.rows + Int64(row) * p.hidden_size, offset, p.hidden_size)
+            place = delivery.place(to, row)
             if holds:
-                delivery.store_scale(to, row, column, mine)
+                delivery.store_scale(place, column, mine)
         elif offset < p.hidden_size:
             out = to.rows + Int64(row) * p.row_bytes + offset * p.itemsize
             for i in range_constexpr(0, len(numbers), 4):

@@ -23,10 +23,12 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..delivery import Arrived, Delivery
+from ..experts import local_experts
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
 from ..quantise import decode, exact_scale, numbers_of
 from ..rows import MAX_PIECE, Ring, RingShape, init_ring_barriers
+from ..swizzled import Begins
 from .pipeline import deal_out, run
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
 from .surplus import Parts, Share, count_parts, takes_part
@@ -167,9 +169,8 @@ class Pull(Kernel):
         elif number < args.dealt:
             if args.zeros != 0:
                 segments = Segments(args.offs, args.counts, args.alignment)
-                clear_padding(
-                    ranks, segments, not self.placed, self.delivery, self.arrived(args), self.weights, args.dealt
-                )
+                to = self.arrived(ranks, args)
+                clear_padding(ranks, segments, not self.placed, self.delivery, to, self.weights, args.dealt)
         if const_expr(not self.begins_operation and not self.joins):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
@@ -184,12 +185,17 @@ class Pull(Kernel):
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
         first, step = warp * args.dealt + number, args.dealt * shape.warps
         items = deal_out(ranks.own, first, step, walk.items * shape.pieces, number < args.dealt)
-        run(self, ring, items, (ranks, walk, args), (known, places, warp * shape.stages * 32, self.arrived(args)))
+        to = self.arrived(ranks, args)
+        run(self, ring, items, (ranks, walk, args), (known, places, warp * shape.stages * 32, to))
         # The rows lie in memory before the block ends.
         arch.cp_async_bulk_wait_group(0)
 
-    def arrived(self, args: PullArgs) -> Arrived:
-        return Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.num_rows, args.slots)
+    def arrived(self, ranks: sync.Ranks, args: PullArgs) -> Arrived:
+        to = Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.num_rows, args.slots)
+        if const_expr(self.delivery.tiles is None):
+            return to
+        first, end = local_experts(self.problem, ranks.rank)
+        return to._replace(begins=Begins(end - first, args.offs))
 
     # What the warp does in its loop (pipeline.Work).
 

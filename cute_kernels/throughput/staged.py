@@ -122,7 +122,11 @@ def clear_padding(
         count = ptx.ld_i32(segments.counts + Int64(e) * 4)
         end = ptx.ld_i32(segments.offs + Int64(e) * 4)
         row = end - ((count + alignment - 1) // alignment * alignment - count)
+        begin = row - count
         if const_expr(given):
             row, end = cutlass.max(row, 0), cutlass.min(end, to.num_rows)
+            begin = cutlass.max(cutlass.min(begin, row), 0)
         delivery.zero(to, row, end, lane, weights)
+        if const_expr(delivery.tiles is not None):
+            delivery.tiles.clear(to, e, begin, row - begin, end - begin)
         e += blocks

@@ -63,7 +63,7 @@ class CheckedBackend:
         self._backend = backend
         self._reference = ReferenceBackend(member)
         self._reference.strict = False  # the other one is: rows lie in its memory, and it is told of starts
-        self._reference.unused = float("nan")
+        self._reference.rows.unused = float("nan")
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
         self._device = member.device
         self._operations = 0

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantise import refuse_hidden
+from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.register import LIBRARY
 from ep_ops.records import Route
 from ep_ops.topology import lack_of_kernels
@@ -219,7 +220,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     if isinstance(output, tuple):
         codes, scales = output
         ctx.mark_non_differentiable(scales)
-        codes.grad_dtype = None  # autograd would round gradients to e4m3
+        free_gradient(ctx, output, codes, [scales])
 
 
 @once_differentiable

@@ -7,13 +7,15 @@ gradient, never by which gradients happen to have arrived: those that are missin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meta_kernels.formats import ELEMENT
+
+from ..records import Segments
 
 
 class Gradient(NamedTuple):
@@ -44,8 +46,18 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
             )
         constant.append(recv_x)
     elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantised rows are rows of x's dtype
-        recv_x.grad_dtype = None  # autograd would round them to recv_x's
+        free_gradient(ctx, output, recv_x, constant)
     ctx.mark_non_differentiable(*constant)
+
+
+def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: Sequence[Tensor]) -> None:
+    """The gradient of output ``free`` comes to backward in whatever dtype it has; autograd would round it to the
+    output's. ``constant``: the outputs that have none."""
+    if hasattr(ctx, "set_output_grad_dtype"):  # since torch 2.15, which heeds what only leaves may be told elsewhere
+        has_none = {id(output) for output in (free, *constant)}
+        ctx.set_output_grad_dtype(*(None if id(output) in has_none else output.dtype for output in outputs))
+    else:
+        free.grad_dtype = None
 
 
 def _dispatch_backward(
@@ -71,7 +83,7 @@ def _save_combine(ctx: Any, a: Any, asked: Any, output: Tensor) -> None:
     ctx.save_for_backward(
         a.y if weights_asked else None, weights, a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts
     )
-    ctx.rows_asked = asked.y or weights_asked
+    ctx.rows_asked, ctx.grad_format = asked.y or weights_asked, getattr(a, "grad_format", "")
     ctx.num_rows, ctx.along = a.y.shape[0], (a.alignment, a.max_tokens, a.comm)
 
 
@@ -80,14 +92,27 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
     grads: dict[str, Tensor | None] = {}
     if ctx.rows_asked:
         given, along = grad_out.contiguous(), (*route, ctx.num_rows, *ctx.along)
-        if recv_weights is None:
-            grads["y"], *_ = torch.ops.ep.dispatch_planned(given, None, *along)
+        if recv_weights is None or ctx.grad_format:
+            rows, *_ = torch.ops.ep.dispatch_planned(given, None, *along, None, ctx.grad_format)
+            grads["y"] = rows
+            if recv_weights is not None:
+                _, _, _, offs, counts = route
+                kept = Segments(offs, counts, ctx.along[0]).covered(ctx.num_rows, padding=False)
+                grads["y"], grads["recv_weights"] = _with_weights(rows, y, recv_weights, kept)
         else:
             grads["y"], grad_weights = torch.ops.ep.combine_backward(given, y, recv_weights, *along)
             grads["recv_weights"] = None if y is None else grad_weights
     if getattr(asked, "residual", False):
         grads["residual"] = grad_out
     return grads
+
+
+def _with_weights(g: Tensor, y: Tensor | None, recv_weights: Tensor, kept: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Of rows ``g`` [R, H] of the gradient, as ``combine_backward`` has them: ``weight * g`` and the dot products of g
+    and y, in fp32. Rows that are not ``kept`` [R] stay as they are, their products are 0."""
+    wide = g.float()
+    grad_y = torch.where(kept[:, None], (wide * recv_weights[:, None]).to(g.dtype), g)
+    return grad_y, None if y is None else torch.where(kept, (wide * y.float()).sum(1), 0)
 
 
 def _of_dispatch(operator: str) -> Gradient:

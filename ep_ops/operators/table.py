@@ -183,9 +183,9 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "combine",
-        f"({_COMBINE}, Tensor? residual=None) -> Tensor out",
+        f'({_COMBINE}, Tensor? residual=None, str grad_format="") -> Tensor out',
         "rows [R, H] → [T, H]: weighted by the row's weight and added up in a fixed order, with a residual last if one"
-        " is given",
+        " is given; its gradient may travel in a format",
         checks.combine,
         lambda backend, a: backend.combine(a.y, a.recv_weights, route_of(a.y, a[2:9]), a.residual),
         meta_kernels.combine,

@@ -64,6 +64,7 @@ def good(name: str) -> dict[str, Any]:
         "format": "",
         "scales_as": "",
         "zeros": True,
+        "grad_format": "",
     }
     return {field: values[field] for field in CHECKS[name].arguments._fields}
 

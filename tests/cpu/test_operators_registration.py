@@ -69,7 +69,7 @@ def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 
         "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn_like(x),
         "ticket": torch.empty(0, dtype=torch.int64), **route._asdict(),
         "capacity": 44, "slots": 0, "max_tokens": 16, "num_local_experts": comm.num_local_experts, "world_size": 1,
-        "comm": comm.name, "scales": None, "format": "", "scales_as": "", "zeros": True,
+        "comm": comm.name, "scales": None, "format": "", "scales_as": "", "zeros": True, "grad_format": "",
     }  # fmt: skip
     if "residual" in variant:
         known["residual"] = torch.randn_like(x)

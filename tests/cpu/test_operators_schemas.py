@@ -35,7 +35,8 @@ ep::dispatch_planned(Tensor x, Tensor? topk_weights, Tensor topk_idx, Tensor sen
     scales=None, str format="", str scales_as="", bool zeros=True, SymInt slots=0) -> (Tensor recv_x, Tensor
     recv_scales, Tensor recv_weights)
 ep::combine(Tensor y, Tensor? recv_weights, Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs,
-    Tensor counts, int alignment, SymInt max_tokens, str comm, Tensor? residual=None) -> Tensor out
+    Tensor counts, int alignment, SymInt max_tokens, str comm, Tensor? residual=None, str grad_format="") ->
+    Tensor out
 ep::combine_gathered(Tensor y, Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts,
     int alignment, SymInt max_tokens, str comm) -> Tensor out
 ep::dispatch_backward(Tensor? grad_recv_x, Tensor? grad_recv_weights, Tensor topk_idx, Tensor send_rows,

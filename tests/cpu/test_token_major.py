@@ -1,5 +1,4 @@
-"""Token-major rows: the operators against plain loops (tests/tokens.py), the layer against a dense one and against rows
-grouped by expert."""
+"""Token-major rows: the operators against plain loops (tests/tokens.py)."""
 
 from __future__ import annotations
 
@@ -11,19 +10,16 @@ import pytest
 import quantised
 import tokens as oracle
 import torch
-import torch._dynamo
 import toy
 from cases import RouteCase, Tokens
 from ranks import run_ranks
 from test_formats_dispatch import HIDDEN, as_bytes, draw
 from test_reference import assert_same, communicator
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import gradcheck
 from torch.library import opcheck
 
 import ep_ops
-from ep_ops.nn import expert_lists, expert_of_rows, gather_rows, grouped_mm, reduce_rows
+from ep_ops.nn import expert_of_rows
 from ep_ops.operators import OPERATORS
 
 NAN = float("nan")
@@ -31,15 +27,6 @@ ROUTES = (
     "random", "random_with_none", "uneven_experts", "top_1", "all_to_one_rank", "nothing_to_last_rank",
     "repeated_experts", "no_tokens_on_last_rank", "no_tokens_anywhere", "no_tokens_allowed", "only_none", "one_expert",
 )  # fmt: skip
-
-
-def rooms(case: RouteCase, how: str) -> list[int] | None:
-    """Rows of each rank."""
-    most = case.world_size * case.max_tokens
-    if how == "exact":
-        return None
-    few = [3 + 2 * rank for rank in range(case.world_size)]
-    return {"all": [most] * case.world_size, "few": few, "none": [0] * case.world_size}[how]
 
 
 # ---------------------------------------------------------------------- the operators
@@ -133,7 +120,7 @@ def test_no_room_at_all() -> None:
 def _check_operators(world_size: int, name: str, how: str, dtype: torch.dtype) -> None:
     seed = cases.fresh_seed()
     case = cases.route_cases(world_size, seed)[name]
-    capacity = rooms(case, how)
+    capacity = oracle.rooms(case, how)
     copies = oracle.expected_copies(case, capacity)
     given = _given(case, copies, dtype, 8, seed)
     results = run_ranks(world_size, _operators, case, given, capacity)
@@ -205,7 +192,7 @@ def _formats(case: RouteCase, given: list[Any], capacity: list[int]) -> list[dic
 def test_formats(world_size: int, how: str) -> None:
     seed = cases.fresh_seed()
     case = cases.route_cases(world_size, seed)["random_with_none"]
-    capacity = rooms(case, how)
+    capacity = oracle.rooms(case, how)
     assert capacity is not None
     given = [draw(case, name, torch.bfloat16, seed + i) for i, (name, _) in enumerate(FORMATS)]
     copies, exact = oracle.expected_copies(case, capacity), oracle.expected_copies(case, None)
@@ -238,298 +225,6 @@ def _same_codes(here: oracle.Copies, given: Any, x: Tensor, scales: Tensor) -> N
     behind = len(here.rows)  # undefined
     assert (x[behind:] == 0x7F).all()
     assert (scales[behind:] == 255).all() if given.name == "32/mx" else scales[behind:].isnan().all()
-
-
-# ---------------------------------------------------------------------- lists
-
-
-def same_lists(got: Any, wanted: oracle.Lists) -> None:
-    for name in ("rows", "flat", "places", "offs", "counts", "dropped"):
-        assert_same(getattr(got, name), getattr(wanted, name))
-
-
-@pytest.mark.parametrize("alignment", [1, 4, 16])
-@pytest.mark.parametrize("shape", [(9, 3), (40, 8), (1, 1), (0, 3), (5, 1)])
-@pytest.mark.parametrize("experts", [1, 3, 8])
-def test_lists(shape: tuple[int, int], experts: int, alignment: int) -> None:
-    draw = torch.Generator().manual_seed(cases.fresh_seed())
-    for low in (-1, -3, 0):
-        local_idx = torch.randint(low, experts, shape, generator=draw).clamp(min=-1).int()
-        got = expert_lists(local_idx, experts, alignment=alignment)
-        assert got.rows.shape[0] % alignment == 0 and not got.dropped.any()
-        assert got.rows.shape[0] <= shape[0] * shape[1] + experts * (alignment - 1)
-        same_lists(got, oracle.expected_lists(local_idx, experts, alignment, got.rows.shape[0]))
-        for share in (1, 2):
-            capacity = alignment * share
-            got = expert_lists(local_idx, experts, alignment=alignment, capacity=capacity)
-            assert got.rows.shape[0] <= capacity
-            same_lists(got, oracle.expected_lists(local_idx, experts, alignment, got.rows.shape[0]))
-
-
-def test_no_experts_and_none_named() -> None:
-    assert expert_lists(torch.full((3, 2), -1).int(), 0).offs.shape == (0,)
-    got = expert_lists(torch.full((3, 2), -1).int(), 2, alignment=4)
-    assert got.offs.tolist() == [0, 0] and (got.flat == 6).all() and (got.places == -1).all() and (got.rows == 0).all()
-
-
-def test_what_consumers_take_beside_lists() -> None:
-    """As quack's and Triton's fused MoE do, in loops over what they are told."""
-    draw = torch.Generator().manual_seed(cases.fresh_seed())
-    local_idx = torch.randint(-1, 5, (17, 3), generator=draw).int()
-    x, w = torch.randn(17, 4, generator=draw), torch.randn(5, 4, 6, generator=draw)
-    lists = expert_lists(local_idx, 5, alignment=4)
-    y = torch.full((17, 3, 6), NAN)
-    padded = int(lists.offs[-1:])
-    for block, expert in enumerate(lists.blocks.tolist()):
-        assert (expert >= 0) == (4 * block < padded)
-        for place in range(4 * block, 4 * block + 4):
-            flat = int(lists.flat[place])
-            if expert >= 0 and flat < local_idx.numel():
-                y[flat // 3, flat % 3] = x[flat // 3] @ w[expert]
-    by_place = torch.full((lists.rows.shape[0], 6), NAN)
-    for expert in range(5):
-        begin, end = lists.cu_seqlens[expert : expert + 2].tolist()
-        by_place[begin:end] = x[lists.rows[begin:end].long()] @ w[expert]
-    for row in range(17):
-        for k in range(3):
-            expert, place = int(local_idx[row, k]), int(lists.places[row, k])
-            if expert >= 0:
-                torch.testing.assert_close(y[row, k], x[row] @ w[expert])
-                torch.testing.assert_close(by_place[place], x[row] @ w[expert])
-            else:
-                assert place == -1 and y[row, k].isnan().all()
-
-
-@pytest.mark.parametrize(("alignment", "capacity", "text"), [
-    (0, None, "alignment is 0; allowed: from 1 on"), (1, 0, "capacity is 0"), (1, -2, "capacity is -2"),
-    (4, 6, "capacity is 6; allowed: positive multiples of alignment 4"),
-])  # fmt: skip
-def test_lists_that_are_refused(alignment: int, capacity: int | None, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        expert_lists(torch.zeros(2, 2).int(), 2, alignment=alignment, capacity=capacity)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_reduce_rows(dtype: torch.dtype, weighted: bool) -> None:
-    """To the bit: fp32, k ascending, rounded once; what holds nothing is not read."""
-    draw = torch.Generator().manual_seed(cases.fresh_seed())
-    local_idx = torch.randint(-1, 4, (30, 6), generator=draw).int()
-    lists = expert_lists(local_idx, 4, alignment=4, capacity=100)
-    y = (torch.randn(100, 1, generator=draw).mul(3).exp() * torch.randn(100, 8, generator=draw)).to(dtype)
-    y[lists.flat == local_idx.numel()] = NAN
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = torch.randn(30, 6, generator=draw).to(exact) if weighted else None
-    assert_same(reduce_rows(y, lists, weights), oracle.expected_reduced(y, lists.places, weights))
-
-
-def test_gradients_of_lists() -> None:
-    draw = torch.Generator().manual_seed(cases.fresh_seed())
-    local_idx = torch.randint(-1, 3, (7, 3), generator=draw).int()
-    lists = expert_lists(local_idx, 3, alignment=2, capacity=14)
-    assert lists.dropped.any() or lists.counts.sum() == (local_idx >= 0).sum()
-    double = {"generator": draw, "dtype": torch.float64}
-    x, y = (torch.randn(rows, 2, **double).requires_grad_() for rows in (7, 14))
-    weights = torch.randn(7, 3, **double).requires_grad_()
-    assert gradcheck(lambda x: gather_rows(x, lists), x)
-    assert gradcheck(lambda y, w: reduce_rows(y, lists, w), (y, weights))
-    assert gradcheck(lambda y: reduce_rows(y, lists), y)
-    assert gradcheck(lambda w: reduce_rows(y.detach(), lists, w), weights)
-
-
-def test_what_is_undefined_reaches_no_gradient() -> None:
-    """NaN in rows without a token, in places that hold nothing, and in their gradients."""
-    local_idx = torch.tensor([[0, -1], [2, 0], [-1, -1]]).int()
-    lists = expert_lists(local_idx, 3, alignment=4)
-    nothing = (lists.flat == local_idx.numel())[:, None]
-    x = torch.ones(3, 2)
-    x[2] = NAN
-    x.requires_grad_()
-    weights = torch.full((3, 2), 2.0).requires_grad_()
-    y = torch.where(nothing, NAN, gather_rows(x, lists))
-    reduce_rows(y, lists, weights).sum().backward()
-    assert x.grad.tolist() == [[2.0, 2.0], [4.0, 4.0], [0.0, 0.0]]
-    assert weights.grad.tolist() == [[2.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
-
-
-# ---------------------------------------------------------------------- a layer
-
-
-def layer(
-    comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor, up: Tensor, down: Tensor, how: str = "",
-    **sizes: Any,
-) -> Tensor:  # fmt: skip
-    """Token-major rows, gathered for the first GEMM of each expert."""
-    if how == "exact":
-        sent = comm.dispatch_tokens_dynamic(x, idx, weights, **sizes)
-    elif how == "split":
-        sent = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **sizes))
-    else:
-        sent = comm.dispatch_tokens(x, idx, weights, **sizes)
-    rows, row_weights = sent.x, sent.weights
-    if how == "planned":
-        rows, row_weights, _ = comm.dispatch_tokens_planned(x, sent.route, weights)
-    lists = expert_lists(sent.local_idx, comm.num_local_experts, alignment=4)
-    y = grouped_mm(torch.tanh(grouped_mm(gather_rows(rows, lists), up, lists.offs)), down, lists.offs)
-    y = reduce_rows(y, lists, row_weights)
-    if how == "split":
-        return comm.combine_wait(comm.combine_start(y, sent.route))
-    return comm.combine(y, sent.route)
-
-
-def _layer(case: RouteCase, tokens: list[Tokens], up: Tensor, down: Tensor, how: str, room: list[int]) -> list[Tensor]:
-    rank = torch.distributed.get_rank()
-    with communicator(case, up.shape[1], up.dtype) as comm:
-        held = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
-        learns = [tokens[rank].x, tokens[rank].weights, up[held], down[held]]
-        x, weights, up, down = (each.clone().requires_grad_() for each in learns)
-        sizes = {"max_tokens": case.max_tokens} | ({} if how == "exact" else {"capacity": room[rank]})
-        out = layer(comm, x, case.topk_idx[rank], weights, up, down, how, **sizes)
-        out.sin().sum().backward()
-        return [out.detach(), x.grad, weights.grad, up.grad, down.grad]
-
-
-@pytest.mark.parametrize(("world_size", "name", "how", "room"), [
-    (1, "random_with_none", "", "all"), (2, "repeated_experts", "", "all"), (2, "random", "", "few"),
-    (3, "random_with_none", "planned", "few"), (2, "uneven_experts", "exact", "all"), (2, "random", "split", "few"),
-    (2, "no_tokens_on_last_rank", "", "all"), (2, "only_none", "", "all"),
-])  # fmt: skip
-def test_equal_to_a_dense_model(world_size: int, name: str, how: str, room: str) -> None:
-    seed = cases.fresh_seed()
-    case = cases.route_cases(world_size, seed)[name]
-    capacity = rooms(case, room)
-    assert capacity is not None
-    copies = oracle.expected_copies(case, None if how == "exact" else capacity)
-    tokens = cases.random_tokens(case, 6, torch.float64, seed)
-    draw = torch.Generator().manual_seed(seed + 5)
-    up, down = (torch.randn(case.num_experts, 6, 6, generator=draw, dtype=torch.float64) for _ in range(2))
-    results = run_ranks(world_size, _layer, case, tokens, up, down, how, capacity)
-
-    learns = [up.requires_grad_(), down.requires_grad_()]
-    outs, inputs = [], []
-    for source, idx in enumerate(case.topk_idx):
-        kept = torch.zeros(idx.shape, dtype=torch.bool)
-        for here in copies:
-            for row, (owner, token) in enumerate(here.rows):
-                if owner == source:
-                    kept[token] |= here.local_idx[row] >= 0
-        x, weights = tokens[source].x.requires_grad_(), tokens[source].weights.requires_grad_()
-        inputs += [x, weights]
-        outs.append(cases.dense_moe(x, idx, weights, up, down, kept))
-    loss = sum(out.sin().sum() for out in outs)
-    grads = torch.autograd.grad(loss, [*inputs, *learns], allow_unused=True, materialize_grads=True)
-    first = 0
-    for rank, got in enumerate(results):
-        held = slice(first, first + case.experts_per_rank[rank])
-        first += case.experts_per_rank[rank]
-        wanted = [outs[rank], *grads[2 * rank : 2 * rank + 2], grads[-2][held], grads[-1][held]]
-        for one, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-def _both(case: RouteCase, tokens: list[Tokens], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Beside rows grouped by expert: rows, places, sums and gradients, each to the bit."""
-    rank = torch.distributed.get_rank()
-    x, weights, idx = tokens[rank].x, tokens[rank].weights, case.topk_idx[rank]
-    with communicator(case, x.shape[1], x.dtype) as comm:
-        one, two = ([each.clone().requires_grad_() for each in (x, weights)] for _ in range(2))
-        grouped = comm.dispatch_dynamic(one[0], idx, one[1], max_tokens=case.max_tokens)
-        sent = comm.dispatch_tokens(two[0], idx, two[1], max_tokens=case.max_tokens)
-        num = grouped.route.num_rows
-        lists = expert_lists(
-            sent.local_idx, comm.num_local_experts, alignment=case.alignment, capacity=max(num, case.alignment)
-        )
-        rows = gather_rows(sent.x, lists)
-        found = [(rows[:num].detach(), grouped.x.detach()), (lists.offs, grouped.route.offs)]
-        found.append((lists.counts, grouped.route.counts))
-        factor = torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed + rank)).exp().to(x.dtype)
-        a = comm.combine(grouped.x * factor[:num], grouped.route, grouped.weights)
-        b = comm.combine(reduce_rows(rows * factor, lists, sent.weights), sent.route)
-        grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(seed - rank)).to(x.dtype)
-        a.backward(grad)
-        b.backward(grad)
-        found += [(b.detach(), a.detach()), (two[0].grad, one[0].grad)]
-        torch.testing.assert_close(two[1].grad, one[1].grad)  # dot products, in whatever order
-        return found
-
-
-@pytest.mark.parametrize(("world_size", "name"), [(1, "random"), (2, "repeated_experts"), (3, "random_with_none")])
-def test_equal_to_rows_grouped_by_expert(world_size: int, name: str) -> None:
-    seed = cases.fresh_seed()
-    case = cases.route_cases(world_size, seed)[name]
-    tokens = cases.random_tokens(case, 8, torch.bfloat16, seed)
-    for found in run_ranks(world_size, _both, case, tokens, seed):
-        for one, other in found:
-            assert_same(one, other)
-
-
-# ---------------------------------------------------------------------- compiled
-
-
-def _steps(backend: str, how: str, seed: int) -> list[list[list[Tensor]]]:
-    """Eager and compiled, with several numbers of tokens on this rank."""
-    rank, results = torch.distributed.get_rank(), []
-    torch._dynamo.reset()
-    with toy.communicator() as comm:
-        draw = torch.Generator().manual_seed(seed)
-        shape = comm.num_local_experts, toy.HIDDEN, toy.HIDDEN
-        up, down = (torch.randn(shape, generator=draw).requires_grad_() for _ in range(2))
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            compiled = torch.compile(layer, backend=backend, fullgraph=True)
-            for tokens in (7, 0):
-                both = []
-                for run in (layer, compiled):
-                    x, idx, weights = toy.inputs(tokens + rank, seed=seed + rank, grad=True)
-                    out = run(comm, x, idx, weights, up, down, how)
-                    out.sin().sum().backward()
-                    both.append([out.detach(), x.grad, weights.grad, up.grad, down.grad])
-                    up.grad = down.grad = None
-                results.append(both)
-    return results
-
-
-@pytest.mark.parametrize(("ranks", "backend", "how"), [
-    (1, "inductor", "planned"), (1, "aot_eager", "exact"), (2, "aot_eager", ""), (2, "aot_eager", "split"),
-])  # fmt: skip
-def test_compiled(ranks: int, backend: str, how: str) -> None:
-    """One graph, forward and backward."""
-    for steps in run_ranks(ranks, _steps, backend, how, cases.fresh_seed()):
-        for eager, compiled in steps:
-            for one, other in zip(compiled, eager, strict=True):
-                torch.testing.assert_close(one, other)
-
-
-def test_one_compilation_for_all_numbers_of_tokens() -> None:
-    """Capacity and lists follow the number of tokens."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    with toy.communicator() as comm:
-        shape = comm.num_local_experts, toy.HIDDEN, toy.HIDDEN
-        up, down = torch.randn(shape).requires_grad_(), torch.randn(shape)
-
-        def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
-            tokens = x.shape[0]
-            return layer(comm, x, idx, weights, up, down, capacity=tokens, max_tokens=tokens)
-
-        compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
-        for tokens in (5, 16, 3, 11):
-            x, idx, weights = toy.inputs(tokens, grad=True)
-            one, two = compiled(x, idx, weights), step(x, idx, weights)
-            torch.testing.assert_close(one, two)
-            grads = [torch.autograd.grad(out.sin().sum(), (x, weights, up)) for out in (one, two)]
-            torch.testing.assert_close(*grads)
-    assert counter.frame_count == 1
-
-
-def test_quantised_rows_are_gathered_too() -> None:
-    """And their scales."""
-    local_idx = torch.tensor([[0, 1], [1, -1], [-1, -1]]).int()
-    lists = expert_lists(local_idx, 2, alignment=2)
-    codes = torch.randn(3, 8).to(torch.float8_e4m3fn)
-    rows = gather_rows(codes, lists)
-    assert rows.dtype == codes.dtype
-    for place, row in enumerate([0, None, 0, 1]):
-        assert torch.equal(as_bytes(rows)[place], as_bytes(codes)[row] if row is not None else torch.zeros(8).byte())
 
 
 @pytest.mark.parametrize("operator", [

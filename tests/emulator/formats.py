@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import quantised
 import torch
 from torch import Tensor
 
-from . import latency, throughput
+from . import latency, machine, throughput
 from .memory import POISON
+from .numbers import Int32, Int64
 from .ranks import same
 from .routes import Shape
-from .threads import Launch
+from .threads import Launch, run
 
 POISON_BYTE = POISON & 0xFF
 
@@ -60,10 +62,18 @@ class Call:
 
     def room(self, on: Any, rank: int) -> dict[str, int]:
         """Of a rank's outputs."""
-        rows, hidden, slots = on.truth.case.capacity[rank], on.shape.hidden, on.truth.case.slots[rank]
-        lines = quantised.up(slots, 4) * on.truth.case.experts_per_rank[rank] if slots else quantised.up(rows, 4)
+        case = on.truth.case
+        rows, hidden, slots = case.capacity[rank], on.shape.hidden, case.slots[rank]
+        lines = quantised.up(slots, 4) * case.experts_per_rank[rank] if slots else quantised.up(rows, 4)
         count = self.scales[0].shape[1]
-        words = {"": 0, "rows": rows * count, "columns": lines * count, "packed": lines * -(-count // 4)}[self.layout]
+        held = case.experts_per_rank[rank]
+        kind, _, consumer = self.layout.partition("/")
+        tiles = held * quantised.up(slots, 128) // 128 if slots else quantised.total_tiles(consumer, rows, held)
+        quads = -(-count // 4)
+        words = {
+            "": 0, "rows": rows * count, "columns": lines * count, "packed": lines * quads,
+            "swizzled": 128 * tiles * quads,
+        }[kind]  # fmt: skip
         if self.layout:
             at = {"recv_x": on.ranks.blank(-(-rows * hidden // 4), "recv_x")}
         else:
@@ -96,12 +106,14 @@ class Call:
         slots = case.slots[rank]
         if not case.experts_per_rank[rank]:
             return
-        sizes = [0] * case.experts_per_rank[rank]
+        swizzled = self.layout.startswith("swizzled")
+        sizes = [quantised.up(count, case.alignment) for count in truth.plans[rank].counts.tolist()]
         if self.layout == "rows":
             wants = [self.stored(torch.where(defined[:, None], scales, fill)).reshape(-1) for fill in (0.0, 1.0)]
         else:
             wants = [
-                quantised.laid(scales, defined, self.layout, sizes, slots, False, fill) for fill in (0.0, float("nan"))
+                quantised.laid(scales, defined, self.layout, sizes, slots, swizzled and self.zeros, fill)
+                for fill in (0.0, float("nan"))
             ]
         low, high = (want.contiguous().view(-1).view(torch.uint8) for want in wants)
         there = on.ranks.memory.tensor(at["recv_scales"], (low.numel(),), torch.uint8)
@@ -109,6 +121,8 @@ class Call:
         if self.layout != "packed" and self.short != "32/mx":  # bytes of different floats may be the same
             known = known.view(-1, 4).all(1).repeat_interleave(4)
         same(there[known].int(), low[known].int(), f"scales of rank {rank}")
+        if swizzled:
+            untouched(there[~known], f"scales of rank {rank}")
 
 
 def untouched(bytes_: Tensor, what: str) -> None:
@@ -187,6 +201,84 @@ def check_weights(on: Any, rank: int, at: dict[str, int], zeros: bool) -> None:
     same(on.ranks.floats(at["recv_weights"], *want.weights.shape)[rows], want.weights[rows], f"weights of rank {rank}")
 
 
+class Places:
+    """One warp that asks for the places of rows, and clears what lies behind the kept ones of each expert."""
+
+    options: ClassVar[dict[str, Any]] = {"block": (32, 1, 1)}
+
+    def __init__(self, tiles: Any, to: Any, rows: list[int], segments: list[tuple[int, int, int, int]]) -> None:
+        self.tiles, self.to, self.rows, self.segments = tiles, to, rows, segments
+        self.found: dict[int, int] = {}
+
+    def kernel(self, _: Any) -> None:
+        for row in self.rows:
+            self.found[row] = int(self.tiles.place(self.to, Int32(row)))
+        for segment in self.segments:
+            self.tiles.clear(self.to, *map(Int32, segment))
+
+
+class One(NamedTuple):
+    blocks: int = 1
+
+
+def places(draw: random.Random) -> None:
+    """Of swizzled scales, for more rows and experts than kernels are emulated with: that of each row of each segment,
+    and those behind the kept ones, which are cleared. Then, of segments that cannot be, none outside of the scales."""
+    from cute_kernels.delivery import Arrived
+    from cute_kernels.swizzled import Begins, Tiles
+
+    experts, alignment, count = draw.choice([1, 3, 40]), draw.choice([1, 16, 128]), draw.choice([4, 7])
+    most = 300 if experts < 40 else 130
+    kept = [draw.choice([0, draw.randint(1, 30), draw.randint(100, most)]) for _ in range(experts)]
+    sizes = [quantised.up(n, alignment) for n in kept]
+    slots = draw.choice([0, quantised.up(max(sizes), 4)])
+    begins = [e * slots if slots else sum(sizes[:e]) for e in range(experts)]
+    rows = slots * experts or sum(sizes) + draw.randint(0, 90)
+    number = torch.arange(rows)[:, None]
+    scales = 2.0 ** torch.cat([number % 200, number // 200, *[number % 7] * (count - 2)], 1).sub(100).double()
+    held, padded = torch.zeros(2, rows, dtype=torch.bool)
+    for begin, n, size in zip(begins, kept, sizes, strict=True):
+        held[begin : begin + n], padded[begin : begin + size] = True, True
+    for consumer in ("torch", "quack", "flashinfer"):
+        scales[padded & ~held] = 0
+        want, other = (
+            quantised.laid(scales, padded, f"swizzled/{consumer}", sizes, slots, True, fill).flatten()
+            for fill in (0.0, math.nan)
+        )
+        memory = machine.new_memory(1 << 22)
+        offs = torch.tensor([b + s for b, s in zip(begins, sizes, strict=True)], dtype=torch.int32)
+        lie, ends = memory.take(max(want.numel(), 16), "scales"), memory.put(offs, "offs")
+        starts = [Int32(begin) for begin in begins] if draw.random() < 0.5 else None
+        words = -(-count // 4)
+        given = Begins(Int32(experts), Int64(ends), starts)
+        to = Arrived(Int64(0), Int64(0), Int64(lie), Int32(rows), Int32(slots), given)
+        segments = list(zip(range(experts), begins, kept, sizes, strict=True))
+        asked = held.nonzero().flatten().tolist()
+        kernel = Places(Tiles(consumer, words), to, asked, segments)
+        run([Launch(kernel, One())], draw)
+        there = memory.tensor(lie, (want.numel(),), torch.uint8)
+        for row in asked:
+            for word in range(words):
+                first = kernel.found[row] - lie + 512 * word
+                assert torch.equal(there[first : first + 4], torch.full((4,), POISON_BYTE).byte()), "cleared or shared"
+                there[first : first + 4] = want[first : first + 4]
+                own = [quantised.byte_of(s) for s in scales[row, 4 * word : 4 * word + 4].tolist()]
+                assert want[first : first + 4].tolist() == own + [0] * (4 - len(own)), f"row {row} of {consumer}"
+        known = want == other
+        assert torch.equal(there[known], want[known]), f"scales of {consumer}"
+        untouched(there[~known], f"scales of {consumer}")
+        wild = torch.tensor([draw.randint(-(2**31), 2**31 - 1) for _ in offs], dtype=torch.int32)
+        memory.tensor(ends, (experts,), torch.int32)[:] = wild
+        to = to._replace(begins=Begins(Int32(experts), Int64(ends)))
+        kernel = Places(Tiles(consumer, words), to, draw.sample(range(rows), min(rows, 20)), [])
+        run([Launch(kernel, One())], draw)
+        assert all(lie <= at and at + 512 * (words - 1) + 4 <= lie + want.numel() for at in kernel.found.values())
+
+
+def swizzled(draw: random.Random) -> str:
+    return f"swizzled/{draw.choice(['torch', 'quack', 'flashinfer'])}"
+
+
 CHECKS = {
     "formats_columns": lambda draw: many(
         Shape((2, 3), 3, 4, hidden=256, alignment=4, slots=(0, 8)), draw, Call("e4m3/128/pow2", "columns", False)
@@ -221,6 +313,15 @@ CHECKS = {
     ),
     "formats_one_rank": lambda draw: many(
         Shape((4,), 2, 3, hidden=128, alignment=2), draw, Call("e4m3/128/fp32", "columns", False)
+    ),
+    "formats_places": lambda draw: [places(draw) for _ in range(3)],
+    "formats_swizzled": lambda draw: many(
+        Shape((3, 0, 4), 4, 3, hidden=160, alignment=draw.choice([1, 4]), slots=(0, 0, 8)), draw,
+        Call("e4m3/32/mx", swizzled(draw), draw.random() < 0.5, zeros=draw.random() < 0.7), draw.random() < 0.5,
+    ),
+    "formats_few_swizzled": lambda draw: few(
+        Shape((2, 0, 9), 5, 3, hidden=160, alignment=draw.choice([1, 4]), slots=(0, 0, 8)), draw,
+        Call("e4m3/32/mx", swizzled(draw), draw.random() < 0.5, zeros=draw.random() < 0.7),
     ),
     "formats_few": lambda draw: few(
         Shape((2, 3), 5, 4, hidden=640, alignment=4, slots=(0, 8)), draw,

@@ -185,7 +185,7 @@ def test_what_a_replay_leaves_is_compared_with_an_eager_call(op: str) -> None:
     workload = Workload(tokens=24, hidden=hidden, experts=8, top_k=2, dtype="fp32")
     shape = dict(num_experts=8, hidden_size=hidden, top_k=2, max_tokens_per_rank=24, dtype=torch.float32)
     with Communicator(**shape, device="cpu", backend="reference", alignment=4) as comm:
-        comm.backend.unused = float("nan")
+        comm.backend.rows.unused = float("nan")
         calls = Calls(comm, workload)
         given = [t.clone() for s in calls.sets for t in leaves(dataclasses.astuple(s))]
         if op in ROW_OPERATORS:

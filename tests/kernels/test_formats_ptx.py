@@ -24,8 +24,8 @@ LARGE = {dtype: Problem(4, (64,) * 4, 8, 7168, dtype, 4096) for dtype in ("bf16"
 POW2, FP32, MX, ROW = "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx", "e4m3/row/fp32"
 FORMATS = (POW2, FP32, MX, ROW)
 ARRIVING = [(POW2, "rows"), (POW2, "columns"), (POW2, "packed"), (FP32, "rows"), (FP32, "columns"), (MX, "rows"),
-            (MX, "packed"), (ROW, "rows"), *((form, "") for form in FORMATS)]  # fmt: skip
-BLACKWELL = [(POW2, "packed", "sm_100a"), (MX, "", "sm_100a")]
+            (MX, "packed"), (MX, "swizzled/quack"), (ROW, "rows"), *((form, "") for form in FORMATS)]  # fmt: skip
+BLACKWELL = [(MX, "swizzled/torch", "sm_100a"), (MX, "", "sm_100a")]
 
 
 def staging(problem: Problem, form: str, given: bool = False) -> Any:
@@ -100,7 +100,7 @@ def test_few_tokens_by_halves(form: str, layout: str) -> None:
 @needs_assembler
 @pytest.mark.parametrize(("dtype", "form", "layout", "arch"), [
     ("bf16", POW2, "packed", "sm_90a"), ("fp32", FP32, "columns", "sm_90a"), ("fp16", MX, "", "sm_90a"),
-    ("bf16", POW2, "packed", "sm_100a"),
+    ("bf16", MX, "swizzled/torch", "sm_100a"),
 ])  # fmt: skip
 def test_registers(dtype: str, form: str, layout: str, arch: str, tmp_path: Path) -> None:
     """Two blocks of a latency kernel fit on a multiprocessor; next to nothing is spilled."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, layout_of, quantise
-from ..formats.quantise import are_powers
-from ..records import Delivery, Route
+from ...formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, layout_of, quantise
+from ...formats.quantise import are_powers
+from ...records import Delivery, Route
 
 NAMES = {"format": tuple(dict.fromkeys(["", *(name.removeprefix("wire:") for name in FORMATS)]))}
 """What ranks agree on, by name: they tell each other the index."""

@@ -1,0 +1,115 @@
+"""Where swizzled scales lie: in tiles of 128 rows and 4 columns, each expert's beginning a tile of its own.
+
+One exponent is a byte; the four of a row that lie in one tile are next to each other, 4 bytes, and a row's next four
+512 bytes further on, in the next tile. Which is an expert's first tile, its *base*, consumers say differently:
+docs/formats.md.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute import arch
+
+from . import ptx
+
+ROWS = 128
+"""Of a tile."""
+TILE_BYTES = 512
+
+
+class Begins(NamedTuple):
+    """Where the segment of each of this rank's experts begins."""
+
+    experts: Int32
+    offs: Int64  # where each ends in memory; if `start` is None
+    start: Any = None  # where each begins, in shared memory
+
+
+@cute.jit
+def begin_of(begins: Begins, expert: Int32) -> Int32:
+    begin = Int32(0)
+    if const_expr(begins.start is not None):
+        begin = begins.start[expert]
+    elif expert > 0:
+        begin = ptx.ld_i32(begins.offs + Int64(expert - 1) * 4)
+    return begin
+
+
+@cute.jit
+def expert_of(begins: Begins, row: Int32) -> Int32:
+    """By a warp: the last expert that begins at or before a row."""
+    begun, first = Int32(0), Int32(0)
+    while first < begins.experts:
+        expert, there = first + arch.lane_idx(), Int32(0)
+        if expert < begins.experts:
+            if begin_of(begins, expert) <= row:
+                there = Int32(1)
+        begun += Int32(arch.popc(arch.vote_ballot_sync(there != 0)))
+        first += 32
+    return begun - 1
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of the scales that a rank receives: `consumer` "torch", "quack" or "flashinfer"; `words` of 4 columns a row."""
+
+    consumer: str
+    words: int
+
+    @cute.jit
+    def place(self, to: Any, row: Int32) -> Int64:
+        """By a warp: where the first 4 bytes of a row's scales lie. `to`: a `delivery.Arrived`."""
+        expert, begin = Int32(0), Int32(0)
+        if to.slots > 0:
+            expert = row // to.slots
+            begin = expert * to.slots
+        else:
+            expert = expert_of(to.begins, row)
+            begin = begin_of(to.begins, expert)
+        return self.at(to, self.base(to, expert, begin), row - begin)
+
+    @cute.jit
+    def base(self, to: Any, expert: Int32, begin: Int32) -> Int32:
+        """By a warp: the first tile of an expert whose rows begin there."""
+        base = expert * ((to.slots + ROWS - 1) >> 7)
+        if to.slots == 0:
+            if const_expr(self.consumer == "quack"):
+                base = (begin >> 7) + expert
+            elif const_expr(self.consumer == "flashinfer"):
+                base = (begin + (ROWS - 1) * expert) >> 7
+            else:
+                tiles, behind = Int32(0), arch.lane_idx() + 1
+                while behind <= expert:
+                    rows = begin_of(to.begins, behind) - begin_of(to.begins, behind - 1)
+                    tiles += (rows + ROWS - 1) >> 7
+                    behind += 32
+                base = arch.warp_redux_sync(tiles, "add")
+        return base
+
+    @cute.jit
+    def at(self, to: Any, base: Int32, place: Int32) -> Int64:
+        """Of the `place`-th row of an expert. Whatever a given route says, in some tile that there is."""
+        tiles = to.begins.experts * ((to.slots + ROWS - 1) >> 7)
+        if to.slots == 0:
+            if const_expr(self.consumer == "quack"):
+                tiles = ((to.num_rows + ROWS - 1) >> 7) + to.begins.experts - 1
+            else:
+                tiles = (to.num_rows + (ROWS - 1) * to.begins.experts) >> 7
+        tile = cutlass.max(cutlass.min(base + (place >> 7), tiles - 1), 0)
+        return to.scales + Int64(tile) * (self.words * TILE_BYTES) + ((place & 31) * 16 + ((place >> 5) & 3) * 4)
+
+    @cute.jit
+    def clear(self, to: Any, expert: Int32, begin: Int32, kept: Int32, rows: Int32) -> None:
+        """By a warp: zeroes the scales behind the `kept` first of an expert's rows, up to the end of the tile in which
+        its segment of so many rows ends."""
+        base = self.base(to, expert, begin)
+        place = kept + arch.lane_idx()
+        while place < (rows + ROWS - 1) // ROWS * ROWS:
+            at, word = self.at(to, base, place), Int32(0)
+            while word < self.words:
+                ptx.st_i32(at + Int64(word) * TILE_BYTES, Int32(0))
+                word += 1
+            place += 32

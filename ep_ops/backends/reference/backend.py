@@ -1,0 +1,297 @@
+"""The operators of the reference backend; what they mean is said in this package's ``__init__``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ... import arrivals
+from ...config import Member
+from ...exchange import Exchange
+from ...records import Delivery, Operation, Placed, Route, Sizes
+from .. import split
+from ..base import DispatchTensors, Formats
+from ..budget import Budget
+from . import copies, quantised
+from .meeting import Meeting
+from .placing import UNBOUNDED, place
+from .ranks import Ranks
+from .rows import Rows
+
+
+class ReferenceBackend:
+    """Runs on any device; holds no memory but the rows of empty_rows. Every operator synchronises with the host."""
+
+    name = "reference"
+
+    def __init__(self, member: Member) -> None:
+        self.exchange = Exchange(member.group, member.device)
+        self.ranks = Ranks(member)
+        self.rows = Rows(self.ranks, self.exchange, member.weights_dtype, float("nan") if member.strict else 0.0)
+        self.name_of_communicator, self.strict = member.name, member.strict
+        self.rows_dtype, self.hidden_size, self.symmetric_rows = member.dtype, member.hidden_size, member.symmetric_rows
+        self.budget = Budget(1, 2)  # checked, and used by nothing
+        self._meeting = Meeting(self.rows)
+        self._order = split.Order(member.name)
+        self._empty: Tensor | None = None  # what empty_rows hands out
+
+    def _begin(self) -> None:
+        """By every operator that is no wait of a split operation."""
+        if self.strict:
+            self._order.check()
+
+    def _end(self, operator: str) -> None:
+        """By every wait of a split operation."""
+        if self.strict:
+            self._order.wait(operator)
+
+    # ------------------------------------------------------------------ planning
+
+    def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
+        self._begin()
+        return self._plan("plan", topk_idx, sizes, {})
+
+    def _plan(
+        self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None,
+        token_major: bool = False,
+    ) -> Placed:  # fmt: skip
+        """``same``: what ranks must agree on besides ``max_tokens``."""
+        tokens = topk_idx.shape[0]
+        same = {"max_tokens": sizes.max_tokens, **same}
+        problem = problem or self.ranks.problem(topk_idx)
+        rooms = self._meeting.meet(operator, same, (sizes.capacity, sizes.alignment, sizes.slots), problem)
+
+        padded_idx = topk_idx.new_full((sizes.max_tokens, topk_idx.shape[1]), -1)
+        padded_idx[:tokens] = topk_idx
+        everyone = self.exchange.all_gather(padded_idx).long()  # [W, max_tokens, K], the same on all ranks
+        return place(self.ranks, everyone, rooms.tolist(), sizes, tokens, token_major)
+
+    # ------------------------------------------------------------------ dispatch
+
+    def dispatch(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        """Plan and move."""
+        self._begin()
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        placed = self._plan("dispatch", topk_idx, sizes, same, problem)
+        return *self.rows.to_rows(x, topk_weights, _along(topk_idx, placed, sizes), delivery), *placed
+
+    def dispatch_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        """:meth:`dispatch` into exactly ``offs[-1]`` rows; nothing is dropped."""
+        self._begin()
+        sizes = Sizes(UNBOUNDED, alignment, 0, max_tokens)
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        placed = self._plan("dispatch_dynamic", topk_idx, sizes, same, problem)
+        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.ranks.world_size)
+        route = _along(topk_idx, placed, sizes._replace(capacity=num_rows))
+        return *self.rows.to_rows(x, topk_weights, route, delivery), *placed
+
+    def dispatch_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
+        """Move along a known route."""
+        self._begin()
+        self._meeting.along("dispatch_planned", _terms(topk_weights, delivery), route, quantised.problem(delivery))
+        return self.rows.to_rows(x, topk_weights, route, delivery)
+
+    # ------------------------------------------------------------------ token-major dispatch
+
+    def dispatch_tokens(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        """Plan and move; ``sizes`` has alignment 1 and no slots."""
+        return self._dispatch_tokens("dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
+
+    def dispatch_tokens_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        """:meth:`dispatch_tokens` into as many rows as there are copies; nothing is dropped."""
+        sizes = Sizes(UNBOUNDED, 1, 0, max_tokens)
+        return self._dispatch_tokens("dispatch_tokens_dynamic", x, topk_weights, topk_idx, sizes, delivery)
+
+    def _dispatch_tokens(
+        self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None,
+    ) -> DispatchTensors:  # fmt: skip
+        self._begin()
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        placed = self._plan(operator, topk_idx, sizes, same, problem, token_major=True)
+        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.ranks.world_size)
+        route = _along(topk_idx, placed, sizes._replace(capacity=num_rows))
+        recv_idx = copies.local_ids(self.rows, route)
+        return *copies.to_token_rows(self.rows, x, topk_weights, route, delivery), *placed, recv_idx
+
+    def dispatch_tokens_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
+        """Move along the route of a token-major dispatch."""
+        self._begin()
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        self._meeting.along("dispatch_tokens_planned", same, route, problem)
+        return copies.to_token_rows(self.rows, x, topk_weights, route, delivery)
+
+    # ------------------------------------------------------------------ combine
+
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
+        self._begin()
+        same = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
+        self._meeting.along("combine", same, route)
+        return self.rows.to_tokens(y, recv_weights, route, residual)
+
+    def empty_rows(self, num_rows: int) -> Tensor:
+        """Ordinary memory, the same in every call."""
+        if self._empty is None:
+            shape = self.symmetric_rows, self.hidden_size
+            self._empty = torch.empty(shape, dtype=self.rows_dtype, device=self.ranks.device)
+        return self._empty[:num_rows].detach().fill_(self.rows.unused)
+
+    def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
+        self._begin()
+        problem = None
+        if self.strict and self.symmetric_rows == 0:
+            name = self.name_of_communicator
+            problem = f"communicator {name!r} has no rows in symmetric memory: symmetric_rows is 0"
+        elif self.strict and y.numel() and (self._empty is None or y.data_ptr() != self._empty.data_ptr()):
+            problem = "y does not lie in symmetric memory; pass the tensor that empty_rows returned"
+        self._meeting.along("combine_gathered", {}, route, problem)
+        return self.rows.to_tokens(y, None, route)
+
+    # ------------------------------------------------------------------ split operations
+
+    def dispatch_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
+        """Nothing yet: the wait does it all."""
+        self._begin()
+        self._order.start("dispatch")
+        return split.ticket(x)
+
+    def dispatch_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        """:meth:`dispatch`."""
+        self._end("dispatch")
+        return self.dispatch(x, topk_weights, topk_idx, sizes, delivery)
+
+    def dispatch_tokens_start(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> Tensor:
+        """Nothing yet: the wait does it all."""
+        self._begin()
+        self._order.start("dispatch_tokens")
+        return split.ticket(x)
+
+    def dispatch_tokens_wait(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+    ) -> DispatchTensors:
+        """:meth:`dispatch_tokens`."""
+        self._end("dispatch_tokens")
+        return self.dispatch_tokens(x, topk_weights, topk_idx, sizes, delivery)
+
+    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        """Nothing yet: the wait does it all."""
+        self._begin()
+        self._order.start("combine")
+        return split.ticket(y)
+
+    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        """:meth:`combine`."""
+        self._end("combine")
+        return self.combine(y, recv_weights, route)
+
+    # ------------------------------------------------------------------ backwards
+
+    def dispatch_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        return self._dispatch_backward("dispatch_backward", grad_recv_x, grad_recv_weights, route)
+
+    def dispatch_tokens_backward(
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        return self._dispatch_backward("dispatch_tokens_backward", grad_recv_x, grad_recv_weights, route)
+
+    def _dispatch_backward(
+        self, operator: str, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        """``grad_recv_weights`` [R], or [R, K] of token-major rows."""
+        self._begin()
+        same = {
+            "grad_recv_x given": int(grad_recv_x is not None),
+            "grad_recv_weights given": int(grad_recv_weights is not None),
+        }
+        self._meeting.along(operator, same, route)
+        grad_x = grad_topk_weights = torch.empty(0, dtype=self.rows.weights_dtype, device=self.ranks.device)
+        if grad_recv_x is not None:
+            grad_x = self.rows.to_tokens(grad_recv_x, None, route)
+        if grad_recv_weights is not None:
+            grad_topk_weights = copies.weights_home(self.rows, grad_recv_weights, route)
+        return grad_x, grad_topk_weights
+
+    def combine_backward(
+        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+    ) -> tuple[Tensor, Tensor]:
+        self._begin()
+        same = {"y given": int(y is not None), "recv_weights given": int(recv_weights is not None)}
+        self._meeting.along("combine_backward", same, route)
+        grad_y, none = self.rows.to_rows(grad_out, None, route)
+        if recv_weights is None:
+            return grad_y, none
+        grad_y, grad_recv_weights = self.rows.with_weights(grad_y, y, recv_weights, route)
+        return grad_y, none if grad_recv_weights is None else grad_recv_weights
+
+    # ------------------------------------------------------------------ the rest of a backend
+
+    def refuse(self, operator: str, reason: str) -> None:
+        """Meets the others where they run the operator (a split one: in its wait), who raise the reason."""
+        whole = operator.removesuffix("_start").removesuffix("_wait")
+        if operator != whole:
+            self._order.started = None
+        self._meeting.gather(whole, reason)
+
+    def compile(self, formats: Formats = ()) -> None:
+        """Nothing to do."""
+
+    def warmup(self) -> None:
+        """Nothing to do."""
+
+    def last_operations(self, rank: int) -> list[Operation]:
+        """Nothing is noted."""
+        return []
+
+    def has_failed(self) -> bool:
+        return False
+
+    def unsaid(self) -> str | None:
+        return None
+
+    def call_on_failure(self, callback: Callable[[str], None]) -> None:
+        """There is nothing that runs on: whoever fails raises."""
+
+    def listen(self) -> None:
+        """Whoever fails raises at once."""
+
+    def check_errors(self) -> None:
+        """Errors are raised at once."""
+
+    def destroy(self, keep: bool) -> None:
+        """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""
+        self.exchange.group = None
+        self._empty = None
+
+
+def _terms(topk_weights: Tensor | None, delivery: Delivery | None) -> dict[str, int]:
+    """What ranks must agree on in a dispatch."""
+    return {"topk_weights given": int(topk_weights is not None), **quantised.agreed(delivery)}
+
+
+def _along(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
+    ints = sizes.alignment, sizes.capacity, sizes.max_tokens
+    return Route(topk_idx, *placed[:4], *ints, slots=sizes.slots)

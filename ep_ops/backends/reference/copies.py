@@ -1,0 +1,54 @@
+"""Token-major rows: one for each copy, with something for each of its token's k beside it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...records import Delivery, Route
+from .ranks import Ranks
+from .rows import Rows
+
+
+def to_token_rows(
+    rows: Rows, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+) -> tuple[Tensor, ...]:
+    """As `Rows.to_rows`. The copies are rows of one group, which begins at row 0."""
+    copies = route.sources[-1:]
+    *recv, none = rows.to_rows(x, None, route._replace(offs=copies, counts=copies), delivery)
+    return *recv, none if topk_weights is None else _to_copies(rows, topk_weights, route, 0)
+
+
+def local_ids(rows: Rows, route: Route) -> Tensor:
+    """recv_idx [R, K]."""
+    return _to_copies(rows, rows.ranks.local(route.topk_idx), route, -1)
+
+
+def weights_home(rows: Rows, grad_recv_weights: Tensor, route: Route) -> Tensor:
+    """[T, K]: what each weight's place in the rows [R], or in those of copies [R, K], has; 0 where there is none."""
+    asker, sent = rows.sent(route)
+    recv_row, recv_counts = rows.received(route)
+    grads = rows.exchange.all_to_all(grad_recv_weights[recv_row], recv_counts, sent)
+    home = grads.new_zeros(route.topk_idx.shape)
+    if grads.dim() == 2:
+        named, top_k = _named_there(rows.ranks, route, asker), grads.shape[1]
+        token = (asker // top_k * top_k)[:, None]
+        asker, grads = (token + torch.arange(top_k, device=grads.device))[named], grads[named]
+    home.view(-1)[asker] = grads
+    return home
+
+
+def _to_copies(rows: Rows, values: Tensor, route: Route, none: int) -> Tensor:
+    """``values`` [T, K] of those (token, k) whose experts are here, by copy [R, K]; ``none`` elsewhere."""
+    asker, sent = rows.sent(route)
+    recv_row, recv_counts = rows.received(route)
+    goes = torch.where(_named_there(rows.ranks, route, asker), values[asker // values.shape[1]], none)
+    blank = values.new_full((route.num_rows, values.shape[1]), none)
+    blank[recv_row] = rows.exchange.all_to_all(goes, sent, recv_counts)
+    return blank
+
+
+def _named_there(ranks: Ranks, route: Route, asker: Tensor) -> Tensor:
+    """bool [sent, K]: which k of the token of each copy that is sent name an expert of the rank where it goes."""
+    named = ranks.named(route.topk_idx)
+    return named[asker // named.shape[1]] == named.flatten()[asker][:, None]

@@ -1,0 +1,76 @@
+"""How ranks meet before anything moves: they tell each other what they run and with what, and whether they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ... import arrivals
+from ...records import Route
+from .quantised import NAMES
+from .rows import Rows
+
+OPERATORS = (
+    "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
+    "combine_gathered", "dispatch_tokens", "dispatch_tokens_dynamic", "dispatch_tokens_planned",
+    "dispatch_tokens_backward",
+)  # fmt: skip
+
+
+class Meeting:
+    """Collective. Whatever does not fit raises on all ranks."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._exchange = rows, rows.exchange
+        self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
+
+    def along(self, operator: str, same: dict[str, int], route: Route, problem: str | None = None) -> None:
+        """Meet, and make sure that both ends of the route expect the same number of rows."""
+        same = {"max_tokens": route.max_tokens, **same}
+        _, sent = self._rows.sent(route)
+        askers = arrivals.known(route.arrivals, self._world_size)[:, 1]
+        last = int(askers.max()) if askers.numel() else -1
+        if last < self._world_size * route.max_tokens * route.topk_idx.shape[1]:
+            _, recv_counts = self._rows.received(route)
+        else:
+            recv_counts = [0] * self._world_size
+            problem = (
+                problem or f"max_tokens is {route.max_tokens}; the route of rank {self._rank} was planned with more"
+            )
+        published = self.meet(operator, same, (*sent, *recv_counts), problem)
+        goes, comes = published[:, : self._world_size], published[:, self._world_size :].T
+        if not torch.equal(goes, comes):
+            source, target = (goes != comes).nonzero()[0].tolist()
+            raise RuntimeError(
+                f"{operator}: rank {source} sends {int(goes[source, target])} rows to rank {target}, which expects"
+                f" {int(comes[source, target])}; the ranks must use routes of the same plan or dispatch"
+            )
+
+    def meet(self, operator: str, same: dict[str, int], own: Sequence[int], problem: str | None) -> Tensor:
+        """``own`` of all ranks [W, len(own)], once they run the same operator with equal ``same`` and no problem."""
+        gathered, refusals = self.gather(operator, problem, (*same.values(), *own))
+        if refusals:
+            raise ValueError(f"{operator}: {problem}" if problem else f"{operator}: {'; '.join(refusals)}")
+        for column, field in enumerate(same):
+            values = gathered[:, column].tolist()
+            if len(set(values)) > 1:
+                values = [NAMES[field][value] for value in values] if field in NAMES else values
+                raise ValueError(f"{operator}: ranks disagree on {field}: {values} by rank")
+        return gathered[:, len(same) : len(same) + len(own)]
+
+    def gather(self, operator: str, problem: str | None, told: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
+        """``told`` of all ranks [W, at least len(told)], and the refusals of those that have a problem."""
+        message = [OPERATORS.index(operator), int(problem is not None), *told]
+        message += [0] * (8 + 2 * self._world_size - len(message))  # one length for all operators
+        gathered = self._exchange.all_gather(torch.tensor(message)).cpu()
+        operators = gathered[:, 0].tolist()
+        if len(set(operators)) > 1:
+            running = ", ".join(f"rank {rank}: {OPERATORS[index]}" for rank, index in enumerate(operators))
+            raise RuntimeError(f"ranks run different operators at the same time ({running})")
+        refusing = gathered[:, 1].nonzero().flatten().tolist()
+        if not refusing:
+            return gathered[:, 2:], []
+        reasons = self._exchange.all_gather_text(problem or "")
+        return gathered[:, 2:], [f"refused by rank {rank}: {reasons[rank]}" for rank in refusing]

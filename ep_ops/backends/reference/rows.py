@@ -1,0 +1,132 @@
+"""How rows move along a route: from tokens to rows, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import arrivals
+from ...exchange import Exchange
+from ...records import Delivery, Route
+from . import quantised, tree
+from .placing import padded
+from .ranks import Ranks
+
+
+class Rows:
+    """Collective: all ranks move rows along routes of one plan."""
+
+    def __init__(self, ranks: Ranks, exchange: Exchange, weights_dtype: torch.dtype, unused: float) -> None:
+        self.ranks, self.exchange = ranks, exchange
+        self.weights_dtype = weights_dtype
+        self.unused = unused  # what rows that nobody may read are filled with
+
+    # ------------------------------------------------------------------ a route
+
+    def destinations(self, topk_idx: Tensor, send_rows: Tensor) -> Tensor:
+        """The rank that holds the row of each (token, k) [T, K]; world_size where there is none."""
+        return torch.where(send_rows >= 0, self.ranks.named(topk_idx), self.ranks.world_size)
+
+    def sent(self, route: Route) -> tuple[Tensor, list[int]]:
+        """What dispatch sends: flat (token, k) sorted by destination, and how many go to each rank."""
+        world_size = self.ranks.world_size
+        destination = self.destinations(route.topk_idx, route.send_rows).flatten()
+        sent = torch.bincount(destination, minlength=world_size + 1)[:world_size].tolist()
+        asker = destination.argsort(stable=True)[: sum(sent)]
+        return asker, sent
+
+    def received(self, route: Route) -> tuple[Tensor, list[int]]:
+        """Where dispatch puts what arrives: rows by (source rank, token, k), and how many come from each rank."""
+        table = self._table(route)
+        return table[table >= 0].long(), (table >= 0).sum((1, 2)).tolist()
+
+    def _table(self, route: Route) -> Tensor:
+        """The row here of (source rank, token, k) [W, max_tokens, K], -1 where there is none."""
+        return arrivals.table(route.arrivals, self.ranks.world_size, route.max_tokens, route.topk_idx.shape[1])
+
+    # ------------------------------------------------------------------ to rows
+
+    def to_rows(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    ) -> tuple[Tensor, ...]:
+        """recv_x, recv_scales if that is told of a delivery, recv_weights."""
+        asker, sent = self.sent(route)
+        recv_row, recv_counts = self.received(route)
+        token = asker // route.topk_idx.shape[1]
+
+        def moved(values: Tensor, unused: float) -> Tensor:
+            """``values`` of what goes out, as rows here."""
+            zeros = delivery is None or delivery.zeros
+            rows = _blank((route.num_rows, *values.shape[1:]), values.dtype, route, unused, zeros)
+            rows[recv_row] = self.exchange.all_to_all(values, sent, recv_counts)
+            return rows
+
+        if delivery is not None and delivery.format:
+            recv: tuple[Tensor, ...] = quantised.to_rows(x, token, delivery, route, moved, self.unused)
+        else:
+            recv_x = moved(x[token], self.unused)
+            recv = (recv_x,) if delivery is None else (recv_x, recv_x.new_empty(0, dtype=torch.float32))
+        if topk_weights is None:
+            return *recv, x.new_empty(0, dtype=self.weights_dtype)
+        return *recv, moved(topk_weights.flatten()[asker], self.unused)
+
+    def with_weights(
+        self, grad_y: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of rows ``grad_y`` dispatched along the route: they times the rows' weights (in place), and their dot
+        products with ``y`` if that is given."""
+        exact = _exact(grad_y)
+        row, _ = self.received(route)
+        g = grad_y[row].to(exact)
+        grad_y[row] = (g * recv_weights[row].to(exact)[:, None]).to(grad_y.dtype)
+        if y is None:
+            return grad_y, None
+        grad_recv_weights = _blank((route.num_rows,), recv_weights.dtype, route, self.unused)
+        grad_recv_weights[row] = (g * y[row].to(exact)).sum(1).to(recv_weights.dtype)
+        return grad_y, grad_recv_weights
+
+    # ------------------------------------------------------------------ to tokens
+
+    def to_tokens(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
+        """Rows added up at their tokens' owners, with the residual last."""
+        ranks, topk_idx, table = self.ranks, route.topk_idx, self._table(route)
+        exact = _exact(y)
+
+        came = (table >= 0).any(2)  # [W, max_tokens]: tokens with a row here
+        rows = table[came].long()  # [tokens, K], in the order of (source rank, token)
+        partial = torch.zeros(rows.shape[0], y.shape[1], dtype=exact, device=y.device)
+        for k in range(rows.shape[1]):
+            present = rows[:, k] >= 0
+            row = rows[present, k]
+            summand = y[row].to(exact)
+            if recv_weights is not None:
+                summand = summand * recv_weights[row].to(exact)[:, None]
+            partial[present] += summand
+
+        destination = self.destinations(topk_idx, route.send_rows)  # [T, K]
+        went = torch.stack([(destination == rank).any(1) for rank in range(ranks.world_size)])  # [W, T]
+        went_counts = went.sum(1).tolist()
+        arrived = self.exchange.all_to_all(partial.to(y.dtype), came.sum(1).tolist(), went_counts)
+
+        out = torch.zeros(topk_idx.shape[0], y.shape[1], dtype=exact, device=y.device)
+        tree.add_up(out, arrived.split(went_counts), went, ranks.domains, ranks.rank)
+        if residual is not None:
+            out += residual.to(exact)
+        return out.to(y.dtype)
+
+
+def _exact(y: Tensor) -> torch.dtype:
+    """What sums are made in."""
+    return torch.float64 if y.dtype == torch.float64 else torch.float32
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, route: Route, unused: float, zeros: bool = True) -> Tensor:
+    """Rows yet to be filled: zeros in the padding if there are to be, ``unused`` everywhere else."""
+    device = route.offs.device
+    blank = torch.full(shape, unused, dtype=dtype, device=device)
+    if zeros:
+        row = torch.arange(shape[0], device=device)
+        end, counts = route.offs.long()[:, None], route.counts.long()
+        padding = (row < end) & (row >= end - (padded(counts, route.alignment) - counts)[:, None])  # [El, R]
+        blank[padding.any(0)] = 0
+    return blank

@@ -1,0 +1,137 @@
+"""The lists by which GEMMs gather token-major rows (ep_ops.nn.lists), against plain loops (tests/tokens.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import tokens as oracle
+import torch
+from test_formats_dispatch import as_bytes
+from test_reference import assert_same
+from torch.autograd import gradcheck
+
+from ep_ops.nn import expert_lists, gather_rows, reduce_rows
+
+NAN = float("nan")
+
+
+def same_lists(got: Any, wanted: oracle.Lists) -> None:
+    for name in ("rows", "flat", "places", "offs", "counts", "dropped"):
+        assert_same(getattr(got, name), getattr(wanted, name))
+
+
+@pytest.mark.parametrize("alignment", [1, 4, 16])
+@pytest.mark.parametrize("shape", [(9, 3), (40, 8), (1, 1), (0, 3), (5, 1)])
+@pytest.mark.parametrize("experts", [1, 3, 8])
+def test_lists(shape: tuple[int, int], experts: int, alignment: int) -> None:
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    for low in (-1, -3, 0):
+        local_idx = torch.randint(low, experts, shape, generator=draw).clamp(min=-1).int()
+        got = expert_lists(local_idx, experts, alignment=alignment)
+        assert got.rows.shape[0] % alignment == 0 and not got.dropped.any()
+        assert got.rows.shape[0] <= shape[0] * shape[1] + experts * (alignment - 1)
+        same_lists(got, oracle.expected_lists(local_idx, experts, alignment, got.rows.shape[0]))
+        for share in (1, 2):
+            capacity = alignment * share
+            got = expert_lists(local_idx, experts, alignment=alignment, capacity=capacity)
+            assert got.rows.shape[0] <= capacity
+            same_lists(got, oracle.expected_lists(local_idx, experts, alignment, got.rows.shape[0]))
+
+
+def test_no_experts_and_none_named() -> None:
+    assert expert_lists(torch.full((3, 2), -1).int(), 0).offs.shape == (0,)
+    got = expert_lists(torch.full((3, 2), -1).int(), 2, alignment=4)
+    assert got.offs.tolist() == [0, 0] and (got.flat == 6).all() and (got.places == -1).all() and (got.rows == 0).all()
+
+
+def test_what_consumers_take_beside_lists() -> None:
+    """As quack's and Triton's fused MoE do, in loops over what they are told."""
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    local_idx = torch.randint(-1, 5, (17, 3), generator=draw).int()
+    x, w = torch.randn(17, 4, generator=draw), torch.randn(5, 4, 6, generator=draw)
+    lists = expert_lists(local_idx, 5, alignment=4)
+    y = torch.full((17, 3, 6), NAN)
+    padded = int(lists.offs[-1:])
+    for block, expert in enumerate(lists.blocks.tolist()):
+        assert (expert >= 0) == (4 * block < padded)
+        for place in range(4 * block, 4 * block + 4):
+            flat = int(lists.flat[place])
+            if expert >= 0 and flat < local_idx.numel():
+                y[flat // 3, flat % 3] = x[flat // 3] @ w[expert]
+    by_place = torch.full((lists.rows.shape[0], 6), NAN)
+    for expert in range(5):
+        begin, end = lists.cu_seqlens[expert : expert + 2].tolist()
+        by_place[begin:end] = x[lists.rows[begin:end].long()] @ w[expert]
+    for row in range(17):
+        for k in range(3):
+            expert, place = int(local_idx[row, k]), int(lists.places[row, k])
+            if expert >= 0:
+                torch.testing.assert_close(y[row, k], x[row] @ w[expert])
+                torch.testing.assert_close(by_place[place], x[row] @ w[expert])
+            else:
+                assert place == -1 and y[row, k].isnan().all()
+
+
+@pytest.mark.parametrize(("alignment", "capacity", "text"), [
+    (0, None, "alignment is 0; allowed: from 1 on"), (1, 0, "capacity is 0"), (1, -2, "capacity is -2"),
+    (4, 6, "capacity is 6; allowed: positive multiples of alignment 4"),
+])  # fmt: skip
+def test_lists_that_are_refused(alignment: int, capacity: int | None, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        expert_lists(torch.zeros(2, 2).int(), 2, alignment=alignment, capacity=capacity)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_reduce_rows(dtype: torch.dtype, weighted: bool) -> None:
+    """To the bit: fp32, k ascending, rounded once; what holds nothing is not read."""
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    local_idx = torch.randint(-1, 4, (30, 6), generator=draw).int()
+    lists = expert_lists(local_idx, 4, alignment=4, capacity=100)
+    y = (torch.randn(100, 1, generator=draw).mul(3).exp() * torch.randn(100, 8, generator=draw)).to(dtype)
+    y[lists.flat == local_idx.numel()] = NAN
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.randn(30, 6, generator=draw).to(exact) if weighted else None
+    assert_same(reduce_rows(y, lists, weights), oracle.expected_reduced(y, lists.places, weights))
+
+
+def test_gradients_of_lists() -> None:
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    local_idx = torch.randint(-1, 3, (7, 3), generator=draw).int()
+    lists = expert_lists(local_idx, 3, alignment=2, capacity=14)
+    assert lists.dropped.any() or lists.counts.sum() == (local_idx >= 0).sum()
+    double = {"generator": draw, "dtype": torch.float64}
+    x, y = (torch.randn(rows, 2, **double).requires_grad_() for rows in (7, 14))
+    weights = torch.randn(7, 3, **double).requires_grad_()
+    assert gradcheck(lambda x: gather_rows(x, lists), x)
+    assert gradcheck(lambda y, w: reduce_rows(y, lists, w), (y, weights))
+    assert gradcheck(lambda y: reduce_rows(y, lists), y)
+    assert gradcheck(lambda w: reduce_rows(y.detach(), lists, w), weights)
+
+
+def test_what_is_undefined_reaches_no_gradient() -> None:
+    """NaN in rows without a token, in places that hold nothing, and in their gradients."""
+    local_idx = torch.tensor([[0, -1], [2, 0], [-1, -1]]).int()
+    lists = expert_lists(local_idx, 3, alignment=4)
+    nothing = (lists.flat == local_idx.numel())[:, None]
+    x = torch.ones(3, 2)
+    x[2] = NAN
+    x.requires_grad_()
+    weights = torch.full((3, 2), 2.0).requires_grad_()
+    y = torch.where(nothing, NAN, gather_rows(x, lists))
+    reduce_rows(y, lists, weights).sum().backward()
+    assert x.grad.tolist() == [[2.0, 2.0], [4.0, 4.0], [0.0, 0.0]]
+    assert weights.grad.tolist() == [[2.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
+
+
+def test_quantised_rows_are_gathered_too() -> None:
+    """And their scales."""
+    local_idx = torch.tensor([[0, 1], [1, -1], [-1, -1]]).int()
+    lists = expert_lists(local_idx, 2, alignment=2)
+    codes = torch.randn(3, 8).to(torch.float8_e4m3fn)
+    rows = gather_rows(codes, lists)
+    assert rows.dtype == codes.dtype
+    for place, row in enumerate([0, None, 0, 1]):
+        assert torch.equal(as_bytes(rows)[place], as_bytes(codes)[row] if row is not None else torch.zeros(8).byte())
