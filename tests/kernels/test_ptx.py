@@ -101,7 +101,7 @@ def test_other_problems(problem: Problem) -> None:
     ids=["large", "large sm_100a", "alone", "uneven", "widest"],
 )
 def test_no_spills(problem: Problem, arch: str, tmp_path: Path) -> None:
-    for kernel in of_each_kind(problem) if problem == UNEVEN else kernels_of(problem):
+    for kernel in of_each_kind(problem) if problem in (UNEVEN, WIDEST) else kernels_of(problem):
         assert_no_spills(compiled_ptx(kernel, arch), arch, tmp_path)
 
 
