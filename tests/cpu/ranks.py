@@ -156,7 +156,6 @@ def _worker(pipe: Connection, rank: int, world_size: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch
 
     torch.set_num_threads(1)
