@@ -7,7 +7,7 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 IMPORTED = ["torch", "torch.distributed", "ep_ops", "torch._dynamo", "torch._inductor.compile_fx", "pytest"]
-"""Seconds of work, done once and before any thread exists. Nothing of the CuTe DSL: the emulator stands in its place."""
+"""Seconds of work, done once and before any thread exists. Nothing of the CuTe DSL, whose place the emulator takes."""
 
 
 @functools.cache
