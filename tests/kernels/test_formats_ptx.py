@@ -78,9 +78,11 @@ def test_pulling(form: str, layout: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "layout", "arch"), [*((*way, "sm_90a") for way in ARRIVING if way[0] != ROW), *BLACKWELL]
+    ("form", "layout", "arch"),
+    [*((*way, "sm_90a") for way in ARRIVING if way[0] in (POW2, MX)), (FP32, "rows", "sm_90a"), *BLACKWELL],
 )
 def test_few_tokens(form: str, layout: str, arch: str) -> None:
+    """Scales that are no powers of two lie as those that are."""
     ptx = compiled_ptx(few(LARGE["bf16"], form, layout), arch)
     assert ENCODES in ptx and ".local" not in ptx
     assert (DECODES in ptx) == (layout == "")
