@@ -45,6 +45,7 @@ def some() -> list[str]:
 def test_check(name: str, tmp_path: Path) -> None:
     """In a process of its own, since fakes stand there in the places of the DSL's modules."""
     seed, said = fresh_seed(), tmp_path / "said"
+    said.touch()
     process = forks().Process(target=_check, args=(name, seed, said), daemon=True)
     process.start()
     try:
