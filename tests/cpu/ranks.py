@@ -10,7 +10,7 @@
     def test_exchange():
         first, second = run_ranks(2, exchange, [1, 2])
 
-Workers are started once per world size and kept for the whole test session, so Python and torch are imported once.
+Workers are started once per world size and kept for the whole test session; they are forks (tests/forks.py).
 Each call gets a new default process group, which is destroyed afterwards, and a clean Dynamo.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import queue
@@ -32,6 +31,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from forks import forks
 
 GRACE = 10.0  # seconds that the other ranks get once one rank has raised
 
@@ -74,9 +75,7 @@ class _Pool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        # The fork server imports torch once, before any thread exists; each worker is then a cheap fork of it.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context = forks()
         self.directory = tempfile.TemporaryDirectory(prefix="ep_ops_ranks_")
         self.calls = 0
         self.pipes: list[Connection] = []
@@ -157,7 +156,6 @@ def _worker(pipe: Connection, rank: int, world_size: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch
 
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from simulator import cases, network, reference
 from simulator.mutations import MUTATIONS, WAITS
 from simulator.shape import Operation, Shape
 
-SCHEDULES = {"": 2000, "dies": 500, "gives up": 500, "cut": 500, "refuses": 500, "differs": 500}
+SCHEDULES = {"": 1000, "dies": 300, "gives up": 300, "cut": 300, "refuses": 300, "differs": 300}
 UNTIL_FOUND = 6000
 """Schedules for a broken rule. The rarest find takes some 200."""
 

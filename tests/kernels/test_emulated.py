@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from cases import fresh_seed
+from forks import forks
 
 pytest.importorskip("greenlet", reason="needs greenlet, whose threads stand for those of a GPU")
 
-from emulator.main import CHECKS
+from emulator.main import CHECKS, main
 
-TESTS = Path(__file__).parents[1]
 ALWAYS = (
     "latency",
     "latency_roles",
@@ -42,10 +42,21 @@ def some() -> list[str]:
 
 
 @pytest.mark.parametrize("name", some())
-def test_check(name: str) -> None:
+def test_check(name: str, tmp_path: Path) -> None:
     """In a process of its own, since fakes stand there in the places of the DSL's modules."""
-    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-W", "ignore", "-m", "emulator.main", name, str(fresh_seed())]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, f"{' '.join(command[3:])} says\n{done.stderr}"
+    seed, said = fresh_seed(), tmp_path / "said"
+    said.touch()
+    process = forks().Process(target=_check, args=(name, seed, said), daemon=True)
+    process.start()
+    try:
+        process.join()
+    finally:
+        process.kill()
+    assert process.exitcode == 0, f"emulator.main {name} {seed} says\n{said.read_text()}"
+
+
+def _check(name: str, seed: int, said: Path) -> None:
+    warnings.simplefilter("ignore")
+    with open(said, "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    main(name, seed)

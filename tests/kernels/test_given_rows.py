@@ -41,15 +41,13 @@ def guarded(problem: Problem) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "arch"),
-    [*((world_size, "sm_90a") for world_size in (2, 16, 72)), *((world_size, "sm_100a") for world_size in (2, 72))],
-)
-def test_guards_compile_at_any_number_of_ranks(world_size: int, arch: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 72])
+def test_guards_compile_at_any_number_of_ranks(world_size: int) -> None:
+    """For sm_100a: those of 4 ranks, in test_ptx.py."""
     problem = Problem(world_size, (2,) * world_size, 4, 512, "bf16", 64)
     publish = [kind(problem, False, True, True, False) for kind in (Publish, PublishTokens)]
     for kernel in [*guarded(problem), *publish]:
-        assert f".target {arch}" in compiled_ptx(kernel, arch)
+        assert ".target sm_90a" in compiled_ptx(kernel, "sm_90a")
 
 
 def test_only_given_routes_are_looked_at() -> None:

@@ -1,0 +1,6 @@
+"""For all tests of this folder, and for the processes that they start."""
+
+import os
+
+# Inductor would start processes of its own beside each of pytest's, for a few small kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
