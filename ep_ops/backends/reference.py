@@ -68,8 +68,9 @@ name each local expert, ``offs`` [El] their sums up to and with each, and ``drop
 and in rows without a copy; ``recv_weights`` [R, K] the weight beside it, and 0 where that is -1. Backward, rows are
 combined, and the weight of a (token, k) gets what its place in the row of its copy has; other places are not read.
 
-**Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator. Nothing else of
-the communicator may run between the two.
+**Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator; so it is of
+gradients, whose waits take sizes alone. Between the two nothing of the communicator may run but split operations of
+other flights.
 
 **Meeting.** Before anything else moves, ranks tell each other which operator they run, how many rows they will send
 and whether they refuse their input; any mismatch, and the reason of a refusal, raises on all of them.
@@ -78,6 +79,7 @@ and whether they refuse their input; any mismatch, and the reason of a refusal, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +91,7 @@ from ..records import Delivery, Operation, Placed, Route, Sizes
 from . import quantised, tree
 from .base import DispatchTensors, Formats
 from .budget import Budget
-from .split import Order, ticket
+from .split import Order, parts_of, ticket
 
 _OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
@@ -120,6 +122,8 @@ class ReferenceBackend:
         self.budget = Budget(1, 2)  # checked, and used by nothing
         self.unused = float("nan") if member.strict else 0.0  # what rows that nobody may read are filled with
         self._order = Order(member.name)
+        self._in_start = False  # whether an operation runs as part of its start
+        self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> what its wait is to return
         self._rows: Tensor | None = None  # what empty_rows hands out
 
     # ------------------------------------------------------------------ planning
@@ -129,8 +133,8 @@ class ReferenceBackend:
         return self._plan("plan", topk_idx, sizes, {})
 
     def _begin(self) -> None:
-        """By every operator that is no wait of a split operation."""
-        if self.strict:
+        """By every operator that is neither start nor wait."""
+        if self.strict and not self._in_start:
             self._order.check()
 
     def _plan(
@@ -406,50 +410,76 @@ class ReferenceBackend:
     # ------------------------------------------------------------------ split operations
 
     def dispatch_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> Tensor:
-        """Nothing yet: the wait does it all."""
-        self._begin()
-        self._order.start("dispatch")
-        return ticket(x)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self._start(flight, "dispatch", ticket(x), x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
-        """:meth:`dispatch`."""
-        self._end("dispatch")
-        return self.dispatch(x, topk_weights, topk_idx, sizes, delivery)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        return self._wait(flight, "dispatch", x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> Tensor:
-        """Nothing yet: the wait does it all."""
-        self._begin()
-        self._order.start("dispatch_tokens")
-        return ticket(x)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self._start(flight, "dispatch_tokens", ticket(x), x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
-        """:meth:`dispatch_tokens`."""
-        self._end("dispatch_tokens")
-        return self.dispatch_tokens(x, topk_weights, topk_idx, sizes, delivery)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        return self._wait(flight, "dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
 
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        """Nothing yet: the wait does it all."""
-        self._begin()
-        self._order.start("combine")
-        return ticket(y)
+    def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        return self._start(flight, "combine", ticket(y), y, recv_weights, route)
 
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        """:meth:`combine`."""
-        self._end("combine")
-        return self.combine(y, recv_weights, route)
+    def combine_wait(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        return self._wait(flight, "combine", y, recv_weights, route)
 
-    def _end(self, operator: str) -> None:
-        """By every wait of a split operation."""
+    def dispatch_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> Tensor:
+        made = ticket(route.topk_idx)
+        return self._start(flight, "dispatch_backward", made, grad_recv_x, grad_recv_weights, route)
+
+    def dispatch_tokens_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> Tensor:
+        made = ticket(route.topk_idx)
+        return self._start(flight, "dispatch_tokens_backward", made, grad_recv_x, grad_recv_weights, route)
+
+    def combine_backward_start(
+        self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+    ) -> Tensor:
+        return self._start(flight, "combine_backward", ticket(grad_out), grad_out, y, recv_weights, route)
+
+    def backward_wait(self, flight: int, operator: str) -> tuple[Tensor, Tensor]:
+        self._order.wait(flight, operator)
+        return self._ended.pop(flight)  # type: ignore[return-value]
+
+    def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
+        """Runs the whole operation; its wait returns what came of it. (Where waits may come without a start, in tools
+        that try operators one by one, those that are given all arguments run it.)"""
         if self.strict:
-            self._order.wait(operator)
+            self._order.free(flight)
+        elif "backward" not in operator:
+            return made
+        self._in_start = True
+        try:
+            self._ended[flight] = getattr(self, operator)(*args)
+        finally:
+            self._in_start = False
+        self._order.start(flight, operator)
+        return made
+
+    def _wait(self, flight: int, operator: str, *args: Any) -> Any:
+        if not self.strict:
+            return getattr(self, operator)(*args)
+        self._order.wait(flight, operator)
+        return self._ended.pop(flight)
 
     # ------------------------------------------------------------------ backwards
 
@@ -529,12 +559,15 @@ class ReferenceBackend:
         """The row here of (source rank, token, k) [W, max_tokens, K], -1 where there is none."""
         return arrivals.table(route.arrivals, self.world_size, route.max_tokens, route.topk_idx.shape[1])
 
-    def refuse(self, operator: str, reason: str) -> None:
-        """Meets the others where they run the operator (a split one: in its wait), who raise the reason."""
-        whole = operator.removesuffix("_start").removesuffix("_wait")
-        if operator != whole:
-            self._order.started = None
-        self._gather(whole, reason)
+    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
+        """Meets the others where they run the operator (a split one: in its start), who raise the reason."""
+        whole, part = parts_of(operator)
+        started = self._order.started
+        if part == "wait" and self.strict:
+            if started.get(flight) == whole:  # it has run; nobody wants what came of it
+                del started[flight], self._ended[flight]
+        elif not started or (part == "start" and flight not in started):  # else the others refuse it as well
+            self._gather(whole, reason)
 
     def _meet_along(self, operator: str, same: dict[str, int], route: Route, problem: str | None = None) -> None:
         """Meet, and make sure that both ends of the route expect the same number of rows."""

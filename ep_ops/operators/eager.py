@@ -27,7 +27,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": frozenset({Tensor, torch.nn.Parameter}),
     "Optional[Tensor]": frozenset({Tensor, torch.nn.Parameter, NoneType}),
-    "int": frozenset({int}),
+    "int": frozenset({int, torch.dtype}),
+    "List[Tensor]": frozenset({list}),
     "str": frozenset({str}),
     "bool": frozenset({bool}),
 }
