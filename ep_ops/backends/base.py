@@ -18,6 +18,9 @@ DispatchTensors = tuple[Tensor, ...]
 the format has none), recv_weights [R] or [0], and what :class:`Placed` names."""
 
 
+Blank = Callable[[], tuple[Tensor, Tensor]]
+"""What makes tensors of the sizes that the wait of a gradient returns."""
+
 Formats = Sequence[tuple[str, str]]
 """Formats of rows, each with the layout of its scales ("": the first): see docs/formats.md."""
 
@@ -83,7 +86,7 @@ class Backend(Protocol):
         self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> Tensor: ...
 
-    def backward_wait(self, flight: int, operator: str) -> tuple[Tensor, Tensor]:
+    def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
         """Of the ``operator`` that was started, as "dispatch_backward"."""
 
     # Token-major rows; a dispatch takes a Delivery as above.

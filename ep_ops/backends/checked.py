@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import arrivals
 from ..config import Member
 from ..records import Delivery, Route
-from .base import Backend
+from .base import Backend, Blank
 from .reference import ReferenceBackend
 from .split import parts_of
 
@@ -85,9 +85,9 @@ class CheckedBackend:
         found = getattr(self._backend, name)
         return functools.partial(self._run, name) if name in OUTPUTS else found
 
-    def backward_wait(self, flight: int, operator: str) -> Any:
+    def backward_wait(self, flight: int, operator: str, blank: Blank) -> Any:
         """Compared as any wait."""
-        return self._run(f"{operator}_wait", flight)
+        return self._run(f"{operator}_wait", flight, blank)
 
     def _run(self, operator: str, *args: Any) -> Any:
         whole, part = parts_of(operator)
@@ -98,7 +98,7 @@ class CheckedBackend:
             )
         try:
             if part == "wait" and "backward" in whole:
-                got = self._backend.backward_wait(args[0], whole)
+                got = self._backend.backward_wait(args[0], whole, args[1])
             else:
                 got = getattr(self._backend, operator)(*args)
             if part == "start":

@@ -89,7 +89,7 @@ from ..config import Member
 from ..exchange import Exchange
 from ..records import Delivery, Operation, Placed, Route, Sizes
 from . import quantised, tree
-from .base import DispatchTensors, Formats
+from .base import Blank, DispatchTensors, Formats
 from .budget import Budget
 from .split import Order, parts_of, ticket
 
@@ -456,13 +456,16 @@ class ReferenceBackend:
     ) -> Tensor:
         return self._start(flight, "combine_backward", ticket(grad_out), grad_out, y, recv_weights, route)
 
-    def backward_wait(self, flight: int, operator: str) -> tuple[Tensor, Tensor]:
+    def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
+        if not self.strict and flight not in self._order.started:
+            grad_rows, grad_weights = blank()
+            return grad_rows.zero_(), grad_weights.zero_()
         self._order.wait(flight, operator)
         return self._ended.pop(flight)  # type: ignore[return-value]
 
     def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
         """Runs the whole operation; its wait returns what came of it. (Where waits may come without a start, in tools
-        that try operators one by one, those that are given all arguments run it.)"""
+        that try operators one by one, those that are given all arguments run it; of gradients they return zeros.)"""
         if self.strict:
             self._order.free(flight)
         elif "backward" not in operator:

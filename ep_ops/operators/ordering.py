@@ -7,7 +7,8 @@ operator of a graph, whatever its communicator, is made to wait for the one befo
 costs nothing: they run on one stream anyway. A subgraph that stays one (a branch of torch.cond) has its own sequence.
 
 What the program does between start and wait of a split operation (``SPLIT``) stays between them: that is what they are
-for. Inductor would run it before the start or behind the wait.
+for. Inductor would run it before the start or behind the wait. What a start was given is not overwritten before the
+wait, which takes the same tensors; where the wait is in another graph, not at all.
 
 Inductor has no public interface for that. On a torch that this was not tried on, it is left as it is, with a warning.
 """
@@ -164,6 +165,8 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
         kernel.has_side_effects = lambda: True
         _place(V.graph, kernel)
         if op in SPLIT.values():
+            if not any(user.target in SPLIT for user in V.graph.current_node.users):
+                V.graph.never_reuse_buffers.update(kernel.get_read_names())  # until a wait that is not in this graph
             _starts.setdefault(V.graph, {})[result.get_name()] = len(V.graph.operations)
         if op in SPLIT:
             ticket = args[0].get_name()

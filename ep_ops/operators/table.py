@@ -263,7 +263,9 @@ OPERATORS: tuple[Operator, ...] = (
         _TOKENS_WAIT,
         "their wait",
         checks.backward_wait,
-        lambda backend, a: backend.backward_wait(a.flight, "dispatch_backward"),
+        lambda backend, a: backend.backward_wait(
+            a.flight, "dispatch_backward", functools.partial(meta_kernels.dispatch_backward_wait, a)
+        ),
         meta_kernels.dispatch_backward_wait,
         starts="dispatch_backward_start",
     ),
@@ -301,7 +303,9 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_WAIT}, SymInt num_rows, SymInt hidden, bool scalars, str comm, {_FLIGHT}) -> {_TO_ROWS}",
         "their wait",
         checks.backward_wait,
-        lambda backend, a: backend.backward_wait(a.flight, "combine_backward"),
+        lambda backend, a: backend.backward_wait(
+            a.flight, "combine_backward", functools.partial(meta_kernels.combine_backward_wait, a)
+        ),
         meta_kernels.combine_backward_wait,
         starts="combine_backward_start",
     ),
@@ -383,7 +387,9 @@ OPERATORS: tuple[Operator, ...] = (
         _TOKENS_WAIT,
         "their wait",
         checks.backward_wait,
-        lambda backend, a: backend.backward_wait(a.flight, "dispatch_tokens_backward"),
+        lambda backend, a: backend.backward_wait(
+            a.flight, "dispatch_tokens_backward", functools.partial(meta_kernels.dispatch_backward_wait, a)
+        ),
         meta_kernels.dispatch_backward_wait,
         starts="dispatch_tokens_backward_start",
     ),

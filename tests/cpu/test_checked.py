@@ -335,7 +335,7 @@ def gathered(comm, x, idx, weights, scale):
 
 LAYERS = {
     # what a layer runs forward and backward
-    split: ["dispatch_wait", "combine_wait", "combine_backward", "dispatch_backward"],
+    split: ["dispatch_wait", "combine_wait", "combine_backward_wait", "dispatch_backward_wait"],
     whole: ["dispatch", "combine", "combine_backward", "dispatch_backward"],
     dynamic: ["dispatch_dynamic", "combine", "combine_backward", "dispatch_backward"],
     gathered: ["dispatch", "combine_gathered", "dispatch_planned", "dispatch_backward"],

@@ -44,7 +44,7 @@ def good(name: str) -> dict[str, Any]:
         "grad_recv_x": torch.zeros(ROWS, H, dtype=torch.bfloat16),
         "topk_weights": torch.zeros(T, K),
         "recv_weights": torch.zeros(ROWS),
-        "grad_recv_weights": torch.zeros(ROWS, K) if name == "dispatch_tokens_backward" else torch.zeros(ROWS),
+        "grad_recv_weights": torch.zeros(ROWS, *[K] * name.startswith("dispatch_tokens_backward")),
         "topk_idx": torch.zeros(T, K, dtype=ints),
         "send_rows": torch.zeros(T, K, dtype=ints),
         "arrivals": torch.zeros(arrivals.size(ROWS, 1), dtype=ints),
@@ -57,7 +57,14 @@ def good(name: str) -> dict[str, Any]:
         "max_tokens": MAX_TOKENS,
         "num_local_experts": EXPERTS,
         "world_size": 1,
-        "ticket": torch.empty(0, dtype=torch.int64),
+        "ticket": torch.empty(0),
+        "flight": 0,
+        "given": [],
+        "dtype": torch.bfloat16,
+        "tokens": T,
+        "hidden": H,
+        "top_k": K,
+        "scalars": True,
         "comm": "unheard of",
         "scales": None,
         "format": "",
@@ -149,7 +156,7 @@ def test_any_number_of_rows_passes(comm: ep_ops.Communicator, name: str) -> None
     arguments = good(name)
     for num_rows in (0, 1, 7, 1000):
         check(comm, name, arguments | of_rows(name, num_rows))
-    if name == "combine_backward":
+    if (name, "y") in WITHOUT_Y:
         check(comm, name, arguments | {"y": None})
 
 
@@ -189,7 +196,8 @@ def test_shape(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     refused(comm, name, ValueError, f"{argument} has shape {tuple(flatter.shape)}", "allowed: [", **{argument: flatter})
 
 
-NEEDED = [each for each in every(*TENSORS) if each[1] not in OPTIONAL and each != ("combine_backward", "y")]
+WITHOUT_Y = [("combine_backward", "y"), ("combine_backward_start", "y")]
+NEEDED = [each for each in every(*TENSORS) if each[1] not in OPTIONAL and each not in WITHOUT_Y]
 
 
 @pytest.mark.parametrize(("name", "argument"), NEEDED)
@@ -204,7 +212,9 @@ def test_as_many_tokens_as_topk_idx(comm: ep_ops.Communicator, name: str, argume
     refused(comm, name, ValueError, f"{argument} has shape ({T - 1}, ", f"[{T}", "topk_idx", **{argument: fewer})
 
 
-@pytest.mark.parametrize(("name", "argument"), every(*ROW_TENSORS, "num_rows"))
+@pytest.mark.parametrize(
+    ("name", "argument"), [each for each in every(*ROW_TENSORS, "num_rows") if "arrivals" in good(each[0])]
+)
 def test_as_many_rows_as_arrivals_was_planned_for(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     for wrong in (0, ROWS - 1, ROWS + 1, 2 * ROWS):
         given = of_rows(name, wrong)[argument]
@@ -326,3 +336,10 @@ def test_what_is_right_passes_with_few_calls(comm: ep_ops.Communicator, name: st
     print(f"{name}: {python} Python functions, {c} C functions")
     assert 0 < python <= len(arguments) + 3
     assert 0 < c <= 2 + 3 * sum(isinstance(argument, torch.Tensor) for argument in arguments)
+
+
+@pytest.mark.parametrize("name", those_with("flight"))
+@pytest.mark.parametrize("flight", [-1, 2])
+def test_flights(comm: ep_ops.Communicator, name: str, flight: int) -> None:
+    check(comm, name, good(name) | {"flight": 1})
+    refused(comm, name, ValueError, f"flight is {flight}; allowed: 0..1", flight=flight)

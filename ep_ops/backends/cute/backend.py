@@ -20,7 +20,7 @@ from cute_kernels.sync import TOLD_SO
 from ... import arrivals, symmetric
 from ...config import Config, Member
 from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
-from ..base import DispatchTensors, Formats
+from ..base import Blank, DispatchTensors, Formats
 from ..split import Order, parts_of, ticket
 from . import history, latency, throughput, watch
 from .budget import Traffic, default_budget
@@ -269,7 +269,7 @@ class CuteBackend:
         self._start(flight, "combine_backward", given, lambda: _combine_backward(self._beside, *args))
         return ticket(grad_out)
 
-    def backward_wait(self, flight: int, operator: str) -> tuple[Tensor, Tensor]:
+    def backward_wait(self, flight: int, operator: str, _: Blank) -> tuple[Tensor, Tensor]:
         return self._wait(flight, operator)
 
     def _start(

@@ -1,10 +1,10 @@
 """Split operations on the communicator's own stream, between a start and a wait of the caller's.
 
 **Order on the device.** What a start launches follows all that the caller's stream has before it, and what comes
-behind a wait follows it: the side stream is forked from the caller's stream by an event and joined to it by another. Both
-are part of a CUDA graph that is captured meanwhile. Operations of one communicator follow each other on the side stream
-in the order of their starts, which is the same on all ranks; each has an event of its own, so they may be awaited in any
-order.
+behind a wait follows it: the side stream is forked from the caller's stream by an event and joined to it by another.
+Both are part of a CUDA graph that is captured meanwhile. Operations of one communicator follow each other on the side
+stream in the order of their starts, which is the same on all ranks; each has an event of its own, so they may be
+awaited in any order.
 
 **Memory.** Results are allocated on the caller's stream before the fork, by which everything that used their memory
 before is done. They, and what the start was given, are held here until the wait. From then on the caller's stream
