@@ -11,6 +11,6 @@ from ep_ops.nn.rows import expert_of_rows, of_rows
 
 __all__ = [
     "DenseMoE", "ExpertLists", "MoELayer", "choose_experts", "clip_grad_norm_", "expert_lists", "expert_of_rows",
-    "expert_parameters", "gather_rows", "grouped_mm", "interleave", "keep_experts_apart", "of_rows", "recomputing", "reduce_rows",
-    "resharding_state_dict", "swiglu", "swiglu_quantised", "swiglu_rows",
+    "expert_parameters", "gather_rows", "grouped_mm", "interleave", "keep_experts_apart", "of_rows", "recomputing",
+    "reduce_rows", "resharding_state_dict", "swiglu", "swiglu_quantised", "swiglu_rows",
 ]  # fmt: skip

@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 def interleave(*batches: Iterator[Result | None]) -> list[Result]:
     """Runs generators by turns and returns the result of each.
 
-    A generator computes one micro-batch. It yields None between a start and its wait, where the others take their turns:
-    what they do then overlaps with the operation. In the end it yields its result. Each takes a ``flight`` of its own, so
-    there are two at most on one communicator::
+    A generator computes one micro-batch. It yields None between a start and its wait, where the others take their
+    turns: what they do then overlaps with the operation. In the end it yields its result. Each takes a ``flight`` of
+    its own, so there are two at most on one communicator::
 
         def layer(x, flight):
             weights, experts = choose_experts(x, router, comm.top_k)
@@ -37,5 +37,5 @@ def interleave(*batches: Iterator[Result | None]) -> list[Result]:
                 try:
                     results[turn] = next(batch)
                 except StopIteration:
-                    raise RuntimeError(f"generator {turn} has ended without a result; its last yield gives it") from None
+                    raise RuntimeError(f"generator {turn} ended without a result, which its last yield gives") from None
     return [result for result in results if result is not None]

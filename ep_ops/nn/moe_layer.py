@@ -79,8 +79,8 @@ class MoELayer(nn.Module):
         return out if self.shared is None else out + self.shared(x)
 
     def steps(self, x: Tensor, flight: int = 0, max_tokens: int | None = None) -> Iterator[Tensor | None]:
-        """What ``forward`` does, for :func:`ep_ops.nn.interleave`: yields None between the halves of its dispatch and of
-        its combine, then the result. The shared expert runs beside the dispatch. RuntimeError if ``dynamic``."""
+        """What ``forward`` does, for :func:`ep_ops.nn.interleave`: yields None between the halves of its dispatch, and
+        of its combine, then the result. The shared expert runs beside the dispatch. RuntimeError if ``dynamic``."""
         if self.dynamic:
             raise RuntimeError("dynamic is True: exact sizes wait for the device, and split operations for nothing")
         weights, experts = choose_experts(x, self.router, self.comm.top_k)

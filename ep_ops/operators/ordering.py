@@ -89,7 +89,7 @@ def _install() -> None:
         def uuid(self) -> Any:
             """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none."""
             others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
-            return None if None in others else (f"ep_ops.{self.run.__name__} 3", *others)
+            return None if None in others else (f"ep_ops.{self.run.__name__} 5", *others)
 
     for op in OPERATORS:
         lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))
@@ -166,7 +166,8 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
         _place(V.graph, kernel)
         if op in SPLIT.values():
             if not any(user.target in SPLIT for user in V.graph.current_node.users):
-                V.graph.never_reuse_buffers.update(kernel.get_read_names())  # until a wait that is not in this graph
+                # Until a wait that is not in this graph.
+                V.graph.never_reuse_buffers.update(given.get_name() for given in kernel.inputs)
             _starts.setdefault(V.graph, {})[result.get_name()] = len(V.graph.operations)
         if op in SPLIT:
             ticket = args[0].get_name()

@@ -293,6 +293,8 @@ INTS = [
 @pytest.mark.parametrize(("argument", "given", "text"), INTS)
 def test_ints(comm: ep_ops.Communicator, argument: str, given: int, text: str) -> None:
     for name in GROUPED if "multiple of alignment" in text else those_with(argument):
+        if argument == "num_rows" and "arrivals" not in good(name):
+            continue  # what its start knew
         planned = (name, argument) == ("dispatch_planned", "slots")
         allowed = "allowed: 0 (flat layout) or num_rows 24 / num_local_experts 3" if planned else text
         refused(comm, name, ValueError, f"{argument} is {given}", allowed, **{argument: given})
