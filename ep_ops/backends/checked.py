@@ -26,6 +26,8 @@ _PLACED = ("send_rows", "arrivals", "offs", "counts", "dropped")
 _DISPATCHED = ("recv_x", "recv_weights", *_PLACED)
 _TOKENS_DISPATCHED = (*_DISPATCHED, "recv_idx")
 _STARTED = ("ticket",)
+_TO_TOKENS = ("grad_x", "grad_topk_weights")
+_TO_ROWS = ("grad_y", "grad_recv_weights")
 
 OUTPUTS: dict[str, tuple[str, ...]] = {
     "plan": _PLACED,
@@ -34,25 +36,27 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "dispatch_planned": ("recv_x", "recv_weights"),
     "combine": ("out",),
     "combine_gathered": ("out",),
-    "dispatch_backward": ("grad_x", "grad_topk_weights"),
-    "combine_backward": ("grad_y", "grad_recv_weights"),
+    "dispatch_backward": _TO_TOKENS,
+    "combine_backward": _TO_ROWS,
     "dispatch_start": _STARTED,
     "dispatch_wait": _DISPATCHED,
     "dispatch_backward_start": _STARTED,
+    "dispatch_backward_wait": _TO_TOKENS,
     "combine_start": _STARTED,
     "combine_wait": ("out",),
     "combine_backward_start": _STARTED,
+    "combine_backward_wait": _TO_ROWS,
     "dispatch_tokens": _TOKENS_DISPATCHED,
     "dispatch_tokens_dynamic": _TOKENS_DISPATCHED,
     "dispatch_tokens_planned": ("recv_x", "recv_weights"),
-    "dispatch_tokens_backward": ("grad_x", "grad_topk_weights"),
+    "dispatch_tokens_backward": _TO_TOKENS,
     "dispatch_tokens_start": _STARTED,
     "dispatch_tokens_wait": _TOKENS_DISPATCHED,
     "dispatch_tokens_backward_start": _STARTED,
+    "dispatch_tokens_backward_wait": _TO_TOKENS,
 }
 """Operator -> the names of what a backend returns for it; of a dispatch that is told of a :class:`Delivery`,
-``recv_scales`` too. What is not in this table is not compared. (The waits of gradients are one method, which returns
-what the whole operation does.)"""
+``recv_scales`` too. What is not in this table is not compared. (The waits of gradients are one method of a backend.)"""
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""

@@ -337,7 +337,9 @@ def test_what_is_right_passes_with_few_calls(comm: ep_ops.Communicator, name: st
     python, c = counted(lambda: CHECKS[name].check(comm, arguments))
     print(f"{name}: {python} Python functions, {c} C functions")
     assert 0 < python <= len(arguments) + 3
-    assert 0 < c <= 2 + 3 * sum(isinstance(argument, torch.Tensor) for argument in arguments)
+    assert (c > 0 or name.endswith("_backward_wait")) and c <= 2 + 3 * sum(
+        isinstance(argument, torch.Tensor) for argument in arguments
+    )
 
 
 @pytest.mark.parametrize("name", those_with("flight"))
