@@ -40,20 +40,20 @@ VARIANTS = {
 def variants(op: Any) -> list[str]:
     """Those that mean something to the operator."""
     names = set(op.arguments._fields)
-    backward = op.name.endswith(("_backward", "_backward_start"))
+    backward = op.name.endswith("_backward")
     meant = {
         "": True,
-        "token-major": op.name.startswith("combine") or op.name == "dispatch_planned",
+        "token-major": op.name.startswith("combine") and "backward_" not in op.name or op.name == "dispatch_planned",
         "padded": "slots" in names and "capacity" in names,
         "unweighted": not backward and bool(names & {"topk_weights", "recv_weights"}),
         "only weights learn": op.gradient is not None and bool(names & {"topk_weights", "recv_weights"}),
         "only the residual learns": "residual" in names,
         "with residual": "residual" in names,
         "of rows": backward,
-        "of weights": backward and op.name.startswith("dispatch"),
-        "of rows alone": backward and op.name.startswith("combine"),
-        "of no rows": "top_k" in names,
-        "of no weights": op.name.endswith("_backward_wait"),
+        "of weights": op.name in ("dispatch_backward", "dispatch_tokens_backward", "dispatch_backward_start"),
+        "of rows alone": op.name in ("combine_backward", "combine_backward_start"),
+        "of no rows": op.name == "dispatch_backward_wait",
+        "of no weights": op.name == "combine_backward_wait",
         "undefined padding": "zeros" in names,
     }
     return [variant for variant, means in meant.items() if means]

@@ -156,9 +156,9 @@ def test_beside_computation(recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
     whole = path_of(recorder, budget, monkeypatch)
     path = ThroughputPath(recorder, whole._outputs, budget, whole._traffic, beside=True)  # type: ignore[arg-type]
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    for dispatch, combine in ((20, 30), (8, 12)):
+    for asked, (dispatch, combine) in (((None, None), (20, 30)), ((8, 12), (8, 12))):
         recorder.launched.clear()
-        with budget.changed(dispatch, combine):
+        with budget.changed(*asked):
             recv_x, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100))
             route = Route(idx, *placed[:4], 16, 48, 100)
             path.combine(recv_x, recv_weights, route, None)
