@@ -237,7 +237,7 @@ class Methods:
     ) -> StartedCombine:
         """Begins :meth:`combine` beside the current stream; see :meth:`dispatch_start`."""
         if route.token_major:
-            self._refuse_weights("combine_start", weights)
+            self._refuse_weights("combine_start", weights, flight)
         y, weights = inputs.with_weights(self, y, weights)
         ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name, flight)
         return StartedCombine(ticket, y, weights, route, flight)
@@ -247,7 +247,7 @@ class Methods:
         ticket, y, weights, route, flight = started
         return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name, flight), route)
 
-    def _refuse_weights(self, operator: str, weights: Tensor | None) -> None:
+    def _refuse_weights(self, operator: str, weights: Tensor | None, flight: int = 0) -> None:
         """Of rows of a token-major route."""
         if weights is not None:
             refuse(
@@ -255,6 +255,7 @@ class Methods:
                 "weights are given for the rows of a token-major route, which have one for each of their experts;"
                 " allowed: None (combines: weigh before, by ep_ops.nn.reduce_rows; dispatches:"
                 " dispatch_tokens_planned)",
+                flight,
             )  # fmt: skip
 
     def _sizes(
