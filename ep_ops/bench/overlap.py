@@ -24,6 +24,7 @@ from .ranks import Run, add_options, on_every_rank
 from .workloads import ALIGNMENT, Workload, draw_route, measure_traffic
 
 TIMEOUT = 120.0  # seconds that a rank waits for another
+FILLERS = 16
 
 
 @dataclasses.dataclass
@@ -182,7 +183,7 @@ class Layer:
 
 
 class Kernel(NamedTuple):
-    start: float  # µs since the first
+    start: float  # µs
     end: float
     name: str
 
@@ -192,17 +193,24 @@ class Kernel(NamedTuple):
 
 
 def timeline(run: Callable[[], Any]) -> list[Kernel]:
-    """The kernels of `run` on this GPU, by start."""
+    """The kernels of `run` on this GPU, by start; time counts from the first one of communication, with which it begins.
+
+    What runs in front takes the place of kernels that the profiler may lose at its beginning.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    filler = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(FILLERS):
+            filler.add_(1)
         run()
         torch.cuda.synchronize()
     events = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
-    first = min((event.time_range.start for event in events), default=0.0)
-    return sorted(Kernel(e.time_range.start - first, e.time_range.end - first, e.name) for e in events)
+    kernels = sorted(Kernel(event.time_range.start, event.time_range.end, event.name) for event in events)
+    first = min((kernel.start for kernel in kernels if kernel.lane == "communication"), default=0.0)
+    return [Kernel(k.start - first, k.end - first, k.name) for k in kernels if k.start >= first]
 
 
 def picture(run: dict[str, Any], path: Path) -> Path:
