@@ -193,7 +193,7 @@ class Kernel(NamedTuple):
 
 
 def timeline(run: Callable[[], Any]) -> list[Kernel]:
-    """The kernels of `run` on this GPU, by start; time counts from the first one of communication, with which it begins.
+    """The kernels of `run` on this GPU, by start; time counts from the first one of communication: it begins with that.
 
     What runs in front takes the place of kernels that the profiler may lose at its beginning.
     """
