@@ -18,13 +18,14 @@ from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, Format, f
 from .arrivals import rows_of, size
 from .config import Member
 from .formats.quantise import refuse_hidden
-from .records import INT32_LIMIT, MAX_ALIGNMENT
+from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
 WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
 _MOST_HIDDEN = 2**16  # of rows in a format on GPUs: a pulling block's ring holds whole ones
 _AS_PLANNED = "as many rows as arrivals was planned for"
+_FLIGHTS = range(FLIGHTS)
 _MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones come in every step
 
 
@@ -46,13 +47,23 @@ def _plan(m: Member, a: Any, ints: tuple[int, ...]) -> None:
 
 
 def dispatch(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch or ep::dispatch_start cannot take."""
+    """Refuse what ep::dispatch cannot take."""
+    _plan(m, a, a[3:9])
+    _of_tokens(m, a)
+
+
+def dispatch_start(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_start cannot take."""
+    if a.flight not in _FLIGHTS:
+        _flight(a)
     _plan(m, a, a[3:9])
     _of_tokens(m, a)
 
 
 def dispatch_wait(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_wait cannot take."""
+    if a.flight not in _FLIGHTS:
+        _flight(a)
     _plan(m, a, a[4:10])
     _of_tokens(m, a)
 
@@ -76,9 +87,16 @@ def dispatch_planned(m: Member, a: Any) -> None:
 
 
 def dispatch_tokens(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_tokens, or a start or wait of one, cannot take."""
+    """Refuse what ep::dispatch_tokens cannot take."""
     _capacity(a.capacity)
     dispatch_tokens_dynamic(m, a)
+
+
+def dispatch_tokens_start(m: Member, a: Any) -> None:
+    """Refuse what start or wait of ep::dispatch_tokens cannot take."""
+    if a.flight not in _FLIGHTS:
+        _flight(a)
+    dispatch_tokens(m, a)
 
 
 def dispatch_tokens_dynamic(m: Member, a: Any) -> None:
@@ -104,7 +122,7 @@ def dispatch_tokens_backward(m: Member, a: Any) -> None:
 
 
 def combine(m: Member, a: Any) -> None:
-    """Refuse what ep::combine, or a start or wait of one, cannot take."""
+    """Refuse what ep::combine cannot take."""
     rows = _route(m, a)
     _rows(m, "y", a.y, rows, _AS_PLANNED)
     if a.recv_weights is not None:
@@ -118,6 +136,13 @@ def combine(m: Member, a: Any) -> None:
             allowed = ", ".join(map(repr, WIRE))
             raise ValueError(f"grad_format is {grad_format!r}; allowed: '' (the gradient travels as it is), {allowed}")
         _divides(m, "grad_format", format_of(grad_format))
+
+
+def combine_start(m: Member, a: Any) -> None:
+    """Refuse what start or wait of ep::combine cannot take."""
+    if a.flight not in _FLIGHTS:
+        _flight(a)
+    combine(m, a)
 
 
 def combine_gathered(m: Member, a: Any) -> None:
@@ -160,6 +185,29 @@ def across(m: Member, what: str) -> None:
         )
 
 
+def dispatch_backward_start(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_backward_start cannot take."""
+    _flight(a)
+    dispatch_backward(m, a)
+
+
+def dispatch_tokens_backward_start(m: Member, a: Any) -> None:
+    """Refuse what ep::dispatch_tokens_backward_start cannot take."""
+    _flight(a)
+    dispatch_tokens_backward(m, a)
+
+
+def combine_backward_start(m: Member, a: Any) -> None:
+    """Refuse what ep::combine_backward_start cannot take."""
+    _flight(a)
+    combine_backward(m, a)
+
+
+def backward_wait(m: Member, a: Any) -> None:
+    """Refuse what the wait of a gradient cannot take."""
+    _flight(a)
+
+
 def empty_rows(m: Member, num_rows: int) -> None:
     """Refuse more rows than lie in symmetric memory."""
     if not 0 <= num_rows <= m.symmetric_rows:
@@ -175,6 +223,14 @@ def _same_sizes(comm: Member, num_local_experts: int, world_size: int) -> None:
         raise ValueError(f"num_local_experts is {num_local_experts}; communicator {comm.name!r} has {own} on this rank")
     if world_size != comm.world_size:
         raise ValueError(f"world_size is {world_size}; communicator {comm.name!r} has {comm.world_size} ranks")
+
+
+def _flight(a: Any) -> None:
+    if a.flight not in _FLIGHTS:
+        raise ValueError(
+            f"flight is {a.flight}; allowed: 0..{FLIGHTS - 1}, since {FLIGHTS} split operations of a communicator may"
+            " be under way at once"
+        )
 
 
 def _alignment(alignment: int) -> None:

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=run_doctor)
     commands.add_parser(
-        "bench", help="measure, or model: ep-ops bench throughput|latency|model [options]", add_help=False
+        "bench", help="measure, or model: ep-ops bench throughput|latency|overlap|model [options]", add_help=False
     )
     return top
 
@@ -185,7 +185,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def bench(argv: list[str]) -> int:
     """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
-    kinds = ("throughput", "latency", "live_rows", "model")
+    kinds = ("throughput", "latency", "overlap", "live_rows", "model")
     if not argv or argv[0] not in kinds:
         print(
             f"usage: ep-ops bench {{{','.join(kinds)}}} [options]   (--help after the kind lists its options)",

@@ -210,43 +210,48 @@ class Methods:
         format: str = "",
         scales_as: str = "",
         zeros: bool | None = None,
+        flight: int = 0,
     ) -> StartedDispatch:
-        """The part of :meth:`dispatch` that sends. What runs until :meth:`dispatch_wait` overlaps with the transfer.
+        """Begins :meth:`dispatch` beside the current stream: what comes before :meth:`dispatch_wait` overlaps with it.
 
-        The next operator of this communicator must be that wait: several micro-batches take a communicator each. Where
-        that gains nothing (more tokens than the latency kernels take, the reference backend) the wait does it all.
+        ``flight`` (0 or 1): which of the operations it is that may be under way at once; two micro-batches take one
+        each. Until everything has been waited for, nothing but starts and waits of this communicator may be called,
+        starts in the same order on all ranks. In backward the gradient of the wait starts and that of the start waits,
+        in the same flight. The tensors that are given must stay as they are until the wait. docs/overlap.md.
         """
         sizes = self._sizes(capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
         delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
-        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, delivery)
+        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self.place, *delivery, flight)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, delivery, flight)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """What :meth:`dispatch` returns. Differentiable."""
-        ticket, x, topk_weights, topk_idx, sizes, batch, delivery = started
-        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
+        ticket, x, topk_weights, topk_idx, sizes, batch, delivery, flight = started
+        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self.place, *delivery, flight)
         if self.overflowed is not None:
             self.overflowed.add(out[-1])
         sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, sizes[2]))
         return sent if not delivery[1] else _with_scales(sent, out[1], delivery[1], delivery[2])
 
-    def combine_start(self, y: Tensor, route: Route, weights: Tensor | None = None) -> StartedCombine:
-        """The part of :meth:`combine` that adds up and sends; see :meth:`dispatch_start`."""
+    def combine_start(
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, flight: int = 0
+    ) -> StartedCombine:
+        """Begins :meth:`combine` beside the current stream; see :meth:`dispatch_start`."""
         if route.token_major:
-            self._refuse_weights("combine_start", weights)
+            self._refuse_weights("combine_start", weights, flight)
         y, weights = inputs.with_weights(self, y, weights)
-        ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name)
-        return StartedCombine(ticket, y, weights, route)
+        ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name, flight)
+        return StartedCombine(ticket, y, weights, route, flight)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """What :meth:`combine` returns. Differentiable."""
-        ticket, y, weights, route = started
-        return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name), route)
+        ticket, y, weights, route, flight = started
+        return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name, flight), route)
 
-    def _refuse_weights(self, operator: str, weights: Tensor | None) -> None:
+    def _refuse_weights(self, operator: str, weights: Tensor | None, flight: int = 0) -> None:
         """Of rows of a token-major route."""
         if weights is not None:
             refuse(
@@ -254,6 +259,7 @@ class Methods:
                 "weights are given for the rows of a token-major route, which have one for each of their experts;"
                 " allowed: None (combines: weigh before, by ep_ops.nn.reduce_rows; dispatches:"
                 " dispatch_tokens_planned)",
+                flight,
             )  # fmt: skip
 
     def _sizes(

@@ -14,6 +14,8 @@ from . import arrivals as lists
 from .formats.groups import Segments
 
 MAX_ALIGNMENT = 1024
+FLIGHTS = 2
+"""How many split operations of a communicator may be under way at once: as many as staging has banks."""
 INT32_LIMIT = 2**31
 
 
@@ -158,6 +160,7 @@ class StartedDispatch(NamedTuple):
     sizes: Sizes
     batch: tuple[int, ...] | None = None  # see Route
     delivery: tuple[Tensor | None, str, str, bool] = (None, "", "", True)  # see Delivery
+    flight: int = 0  # which of the communicator's operations that are under way
 
 
 class StartedCombine(NamedTuple):
@@ -167,6 +170,7 @@ class StartedCombine(NamedTuple):
     y: Tensor
     weights: Tensor | None
     route: Route
+    flight: int = 0  # see StartedDispatch
 
 
 class Operation(NamedTuple):

@@ -123,21 +123,22 @@ class TokenMajor:
         scales: Tensor | None = None,
         format: str = "",
         scales_as: str = "",
+        flight: int = 0,
     ) -> StartedDispatch:
-        """The part of :meth:`dispatch_tokens` that sends; see :meth:`dispatch_start`."""
+        """Begins :meth:`dispatch_tokens` beside the current stream; see :meth:`dispatch_start`."""
         capacity, tokens = self._room(capacity, max_tokens)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        given = x, topk_weights, topk_idx, capacity, tokens, *self.place, scales, format, scales_as
+        given = x, topk_weights, topk_idx, capacity, tokens, *self.place, scales, format, scales_as, flight
         ticket = call("dispatch_tokens_start", *given)
-        delivery = scales, format, scales_as, True
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(capacity, 1, 0, tokens), batch, delivery)
+        delivery, sizes = (scales, format, scales_as, True), Sizes(capacity, 1, 0, tokens)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, sizes, batch, delivery, flight)
 
     def dispatch_tokens_wait(self, started: StartedDispatch) -> DispatchedTokens:
         """What :meth:`dispatch_tokens` returns. Differentiable."""
-        ticket, x, topk_weights, topk_idx, (capacity, _, _, tokens), batch, delivery = started
-        given = x, topk_weights, topk_idx, capacity, tokens, *self.place, *delivery[:3]
+        ticket, x, topk_weights, topk_idx, (capacity, _, _, tokens), batch, delivery, flight = started
+        given = x, topk_weights, topk_idx, capacity, tokens, *self.place, *delivery[:3], flight
         out = call("dispatch_tokens_wait", ticket, *given)
         return self._arrived(out, topk_idx, topk_weights, (capacity, tokens, batch), *delivery[1:3])
 

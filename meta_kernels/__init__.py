@@ -8,15 +8,26 @@ whatever communicator bears the name later.
 from .combine import combine, combine_backward
 from .dispatch import dispatch, dispatch_backward, dispatch_dynamic, dispatch_planned
 from .plan import plan
-from .split import combine_start, dispatch_start
+from .split import (
+    combine_backward_start,
+    combine_backward_wait,
+    combine_start,
+    dispatch_backward_start,
+    dispatch_backward_wait,
+    dispatch_start,
+)
 from .tokens import dispatch_tokens, dispatch_tokens_dynamic, dispatch_tokens_planned
 
 __all__ = [
     "combine",
     "combine_backward",
+    "combine_backward_start",
+    "combine_backward_wait",
     "combine_start",
     "dispatch",
     "dispatch_backward",
+    "dispatch_backward_start",
+    "dispatch_backward_wait",
     "dispatch_dynamic",
     "dispatch_planned",
     "dispatch_start",

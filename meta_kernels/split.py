@@ -7,12 +7,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Gradients = tuple[Tensor, Tensor]
+
 
 def dispatch_start(a: Any) -> Tensor:
-    """-> ticket int64 [0]"""
-    return a.x.new_empty(0, dtype=torch.int64)
+    """-> ticket float32 [0]"""
+    return _ticket(a.x)
 
 
 def combine_start(a: Any) -> Tensor:
-    """-> ticket int64 [0]"""
-    return a.y.new_empty(0, dtype=torch.int64)
+    """-> ticket float32 [0]"""
+    return _ticket(a.y)
+
+
+def dispatch_backward_start(a: Any) -> Tensor:
+    """-> ticket float32 [0]"""
+    return _ticket(a.topk_idx)
+
+
+def combine_backward_start(a: Any) -> Tensor:
+    """-> ticket float32 [0]"""
+    return _ticket(a.grad_out)
+
+
+def dispatch_backward_wait(a: Any) -> Gradients:
+    """-> grad_x [tokens, hidden] or, where hidden is 0, [0]; grad_topk_weights [tokens, top_k] or, likewise, [0]"""
+    return _gradients(a, (a.tokens, a.hidden), (a.tokens, a.top_k) if a.top_k else (0,))
+
+
+def combine_backward_wait(a: Any) -> Gradients:
+    """-> grad_y [num_rows, hidden], grad_recv_weights [num_rows] or [0]"""
+    return _gradients(a, (a.num_rows, a.hidden), (a.num_rows,) if a.scalars else (0,))
+
+
+def _gradients(a: Any, rows: tuple[Any, Any], scalars: tuple[Any, ...]) -> Gradients:
+    exact = torch.float64 if a.dtype == torch.float64 else torch.float32
+    grad_rows = a.ticket.new_empty(rows, dtype=a.dtype) if rows[1] else a.ticket.new_empty(0, dtype=exact)
+    return grad_rows, a.ticket.new_empty(scalars, dtype=exact)
+
+
+def _ticket(beside: Tensor) -> Tensor:
+    return beside.new_empty(0, dtype=torch.float32)

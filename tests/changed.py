@@ -24,13 +24,14 @@ class Changed:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._right, name)
-        if "ticket" in OUTPUTS.get(name, ("ticket",)):
+        if name != "backward_wait" and "ticket" in OUTPUTS.get(name, ("ticket",)):
             return found
 
         def run(*args: Any) -> Any:
+            operator = f"{args[1]}_wait" if name == "backward_wait" else name
             results = found(*args)
             alone = isinstance(results, torch.Tensor)
-            changed = self._change(name, [results] if alone else list(results))
+            changed = self._change(operator, [results] if alone else list(results))
             return changed[0] if alone else tuple(changed)
 
         return run

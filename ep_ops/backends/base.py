@@ -18,6 +18,9 @@ DispatchTensors = tuple[Tensor, ...]
 the format has none), recv_weights [R] or [0], and what :class:`Placed` names."""
 
 
+Blank = Callable[[], tuple[Tensor, Tensor]]
+"""What makes tensors of the sizes that the wait of a gradient returns."""
+
 Formats = Sequence[tuple[str, str]]
 """Formats of rows, each with the layout of its scales ("": the first): see docs/formats.md."""
 
@@ -60,18 +63,31 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """-> grad_y [R, H], grad_recv_weights [R], or [0] unless y and recv_weights are given"""
 
-    # Split operations. Between a start and its wait, which takes the same arguments, no other operator of the
-    # communicator may run; a ticket is int64 [0].
+    # Split operations, each in its flight (0 .. FLIGHTS - 1). A ticket is float32 [0]. Waits take the same arguments as
+    # their starts, but those of gradients, which take nothing; they return what the whole operation does.
 
-    def dispatch_start(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> Tensor: ...
+    def dispatch_start(
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+    ) -> Tensor: ...
 
     def dispatch_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
     ) -> DispatchTensors: ...
 
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+    def dispatch_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> Tensor: ...
 
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+    def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+
+    def combine_wait(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+
+    def combine_backward_start(
+        self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+    ) -> Tensor: ...
+
+    def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
+        """Of the ``operator`` that was started, as "dispatch_backward"."""
 
     # Token-major rows; a dispatch takes a Delivery as above.
 
@@ -93,16 +109,21 @@ class Backend(Protocol):
         """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
 
     def dispatch_tokens_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
     ) -> Tensor: ...
 
     def dispatch_tokens_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
     ) -> DispatchTensors: ...
 
-    def refuse(self, operator: str, reason: str) -> None:
+    def dispatch_tokens_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> Tensor: ...
+
+    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
         """This rank does not run ``operator``, which its peers do: that operation ends on all ranks, and the others
-        raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured)."""
+        raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured), nor where peers do
+        not run it either (a wait whose start has run it, a start in a ``flight`` that is taken)."""
 
     # ------------------------------------------------------------------ the rest
 

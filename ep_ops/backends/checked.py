@@ -18,13 +18,16 @@ from torch import Tensor
 from .. import arrivals
 from ..config import Member
 from ..records import Delivery, Route
-from .base import Backend
+from .base import Backend, Blank
 from .reference import ReferenceBackend
+from .split import parts_of
 
 _PLACED = ("send_rows", "arrivals", "offs", "counts", "dropped")
 _DISPATCHED = ("recv_x", "recv_weights", *_PLACED)
 _TOKENS_DISPATCHED = (*_DISPATCHED, "recv_idx")
 _STARTED = ("ticket",)
+_TO_TOKENS = ("grad_x", "grad_topk_weights")
+_TO_ROWS = ("grad_y", "grad_recv_weights")
 
 OUTPUTS: dict[str, tuple[str, ...]] = {
     "plan": _PLACED,
@@ -33,21 +36,27 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "dispatch_planned": ("recv_x", "recv_weights"),
     "combine": ("out",),
     "combine_gathered": ("out",),
-    "dispatch_backward": ("grad_x", "grad_topk_weights"),
-    "combine_backward": ("grad_y", "grad_recv_weights"),
+    "dispatch_backward": _TO_TOKENS,
+    "combine_backward": _TO_ROWS,
     "dispatch_start": _STARTED,
     "dispatch_wait": _DISPATCHED,
+    "dispatch_backward_start": _STARTED,
+    "dispatch_backward_wait": _TO_TOKENS,
     "combine_start": _STARTED,
     "combine_wait": ("out",),
+    "combine_backward_start": _STARTED,
+    "combine_backward_wait": _TO_ROWS,
     "dispatch_tokens": _TOKENS_DISPATCHED,
     "dispatch_tokens_dynamic": _TOKENS_DISPATCHED,
     "dispatch_tokens_planned": ("recv_x", "recv_weights"),
-    "dispatch_tokens_backward": ("grad_x", "grad_topk_weights"),
+    "dispatch_tokens_backward": _TO_TOKENS,
     "dispatch_tokens_start": _STARTED,
     "dispatch_tokens_wait": _TOKENS_DISPATCHED,
+    "dispatch_tokens_backward_start": _STARTED,
+    "dispatch_tokens_backward_wait": _TO_TOKENS,
 }
 """Operator -> the names of what a backend returns for it; of a dispatch that is told of a :class:`Delivery`,
-``recv_scales`` too. What is not in this table is not compared."""
+``recv_scales`` too. What is not in this table is not compared. (The waits of gradients are one method of a backend.)"""
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""
@@ -67,6 +76,7 @@ class CheckedBackend:
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
         self._device = member.device
         self._operations = 0
+        self._given: dict[int, tuple[Any, ...]] = {}  # flight -> what its start was given
         if member.rank == 0:
             warnings.warn(
                 f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} runs on the reference backend,"
@@ -79,15 +89,24 @@ class CheckedBackend:
         found = getattr(self._backend, name)
         return functools.partial(self._run, name) if name in OUTPUTS else found
 
+    def backward_wait(self, flight: int, operator: str, blank: Blank) -> Any:
+        """Compared as any wait."""
+        return self._run(f"{operator}_wait", flight, blank)
+
     def _run(self, operator: str, *args: Any) -> Any:
+        whole, part = parts_of(operator)
         if _capturing(self._device):
             raise RuntimeError(
                 f"communicator {self._name!r}: ep::{operator} cannot be captured in a CUDA graph while EP_OPS_CHECK is"
                 " 1: it is compared on the host. Run without CUDA graphs, or without EP_OPS_CHECK."
             )
         try:
-            got = getattr(self._backend, operator)(*args)
-            if OUTPUTS[operator] is _STARTED:
+            if part == "wait" and "backward" in whole:
+                got = self._backend.backward_wait(args[0], whole, args[1])
+            else:
+                got = getattr(self._backend, operator)(*args)
+            if part == "start":
+                self._given[args[0]] = args[1:]
                 return got
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
@@ -96,9 +115,11 @@ class CheckedBackend:
             self._leave(operator, str(error))
             raise
         self._operations += 1
-        expected = getattr(self._reference, operator.removesuffix("_wait"))(*args)
-        slack = self._rounding(*args) if operator == "combine_backward" else None
-        found = self._reference.exchange.all_gather_text(self._difference(operator, args, got, expected, slack))
+        if part:
+            args = self._given.pop(args[0])
+        expected = getattr(self._reference, whole)(*args)
+        slack = self._rounding(*args) if whole == "combine_backward" else None
+        found = self._reference.exchange.all_gather_text(self._difference(whole, args, got, expected, slack))
         differing = [rank for rank, text in enumerate(found) if text]
         if differing:
             more = f"; ranks {differing[1:]} have differences, too" if differing[1:] else ""
@@ -108,10 +129,10 @@ class CheckedBackend:
             )
         return got
 
-    def refuse(self, operator: str, reason: str) -> None:
+    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
         """The others wait for this rank in both backends."""
         try:
-            self._backend.refuse(operator, reason)
+            self._backend.refuse(operator, reason, flight)
         finally:
             self._leave(operator, reason)
 

@@ -1,4 +1,4 @@
-"""Split operations: a dispatch or a combine as a start and a wait."""
+"""Split operations: an operation as a start and a wait, and which of them are under way."""
 
 from __future__ import annotations
 
@@ -7,31 +7,60 @@ from torch import Tensor
 
 
 def ticket(beside: Tensor) -> Tensor:
-    """What a start returns: nothing but its place in the order of operators."""
-    return beside.new_empty(0, dtype=torch.int64)
+    """What a start returns: no elements, float32, so that autograd passes through it."""
+    return beside.new_empty(0, dtype=torch.float32)
 
 
 class Order:
-    """Keeps a split operation together: between its start and its wait nothing else of the communicator may run."""
+    """Keeps split operations together: a wait ends what a start has begun in its flight, and while anything is under
+    way nothing but split operations of other flights may run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.started: str | None = None
+        self.started: dict[int, str] = {}
+        """Flight -> the operation that was started in it."""
 
-    def start(self, operator: str) -> None:
+    def free(self, flight: int) -> None:
+        """Before a start."""
+        if flight in self.started:
+            begun = self.started[flight]
+            raise RuntimeError(
+                f"communicator {self._name!r}: flight {flight} is taken: ep::{begun}_start must be followed by"
+                f" ep::{begun}_wait; operations that are under way at once take flights of their own"
+            )
+
+    def start(self, flight: int, operator: str) -> None:
         """When a start has been checked and runs."""
-        self.started = operator
+        self.started[flight] = operator
 
-    def wait(self, operator: str) -> None:
-        if self.started != operator:
-            begun = "nothing was started" if self.started is None else f"ep::{self.started}_start was called"
-            raise RuntimeError(f"communicator {self._name!r}: ep::{operator}_wait, but {begun}")
-        self.started = None
+    def begun(self, flight: int, operator: str) -> None:
+        """Before a wait."""
+        begun = self.started.get(flight)
+        if begun != operator:
+            what = "nothing was started" if begun is None else f"ep::{begun}_start was called"
+            raise RuntimeError(
+                f"communicator {self._name!r}: ep::{operator}_wait, but {what} in flight {flight}; a wait ends the"
+                " start before it of the same flight"
+            )
+
+    def wait(self, flight: int, operator: str) -> None:
+        """By a wait: nothing is under way in that flight any more."""
+        self.begun(flight, operator)
+        del self.started[flight]
 
     def check(self) -> None:
-        """Before every operator that is no wait."""
-        if self.started is not None:
+        """Before every operator that is neither start nor wait."""
+        if self.started:
+            begun = next(iter(self.started.values()))
             raise RuntimeError(
-                f"communicator {self._name!r}: ep::{self.started}_start must be followed by ep::{self.started}_wait;"
-                " take a communicator for each of several micro-batches"
+                f"communicator {self._name!r}: ep::{begun}_start must be followed by ep::{begun}_wait before a whole"
+                " operator; between the two split operations of other flights may run, and other communicators"
             )
+
+
+def parts_of(operator: str) -> tuple[str, str]:
+    """An operator's name as that of the whole operation, and "start", "wait" or ""."""
+    for part in ("start", "wait"):
+        if operator.endswith("_" + part):
+            return operator.removesuffix("_" + part), part
+    return operator, ""

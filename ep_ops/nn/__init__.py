@@ -1,6 +1,7 @@
 """Layers built on the operators, to copy from as much as to use, and row-wise operations between them."""
 
 from ep_ops.nn.checkpoint import resharding_state_dict
+from ep_ops.nn.interleave import interleave
 from ep_ops.nn.lists import ExpertLists, expert_lists, gather_rows, reduce_rows
 from ep_ops.nn.live_rows import swiglu_quantised, swiglu_rows
 from ep_ops.nn.moe_layer import DenseMoE, MoELayer, choose_experts, grouped_mm, swiglu
@@ -10,6 +11,6 @@ from ep_ops.nn.rows import expert_of_rows, of_rows
 
 __all__ = [
     "DenseMoE", "ExpertLists", "MoELayer", "choose_experts", "clip_grad_norm_", "expert_lists", "expert_of_rows",
-    "expert_parameters", "gather_rows", "grouped_mm", "keep_experts_apart", "of_rows", "recomputing", "reduce_rows",
-    "resharding_state_dict", "swiglu", "swiglu_quantised", "swiglu_rows",
+    "expert_parameters", "gather_rows", "grouped_mm", "interleave", "keep_experts_apart", "of_rows", "recomputing",
+    "reduce_rows", "resharding_state_dict", "swiglu", "swiglu_quantised", "swiglu_rows",
 ]  # fmt: skip

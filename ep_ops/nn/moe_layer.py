@@ -5,9 +5,12 @@
     out = layer(x)                                     # x [tokens of this rank, 2048], bfloat16
 
 What crosses ranks is in two lines of ``MoELayer.forward``, dispatch and combine; the rest is ordinary PyTorch.
+(``MoELayer.steps`` has them in halves.)
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from ep_ops.communicator import Communicator
 from ep_ops.nn.live_rows import swiglu_rows
 from ep_ops.nn.recompute import recomputing
+from ep_ops.records import Dispatched
 
 
 class MoELayer(nn.Module):
@@ -27,7 +31,8 @@ class MoELayer(nn.Module):
             dropped and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
         dynamic: size the receive buffer exactly, at the price of one host synchronisation a call. Under
             ``torch.compile(fullgraph=True)`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops = True``.
-        shared_intermediate_size: width of one more expert that every token visits on its own rank; 0 for none.
+        shared_intermediate_size: width of one more expert that every token visits on its own rank; 0 for none. It
+            computes while rows are dispatched (unless ``dynamic``).
         seed: of the initial weights. They depend on it and on the sizes, not on the number of ranks.
 
     forward: x [T, H] or [B, S, H] in ``comm.dtype`` -> the same shape and dtype. T (B times S) is 0 to
@@ -61,17 +66,41 @@ class MoELayer(nn.Module):
         self.register_buffer("dropped", torch.zeros(comm.num_local_experts, dtype=torch.int32), persistent=False)
 
     def forward(self, x: Tensor, max_tokens: int | None = None) -> Tensor:
+        if self.shared is not None and not self.dynamic:
+            *_, out = self.steps(x, max_tokens=max_tokens)
+            assert out is not None
+            return out
         weights, experts = choose_experts(x, self.router, self.comm.top_k)
         if self.dynamic:
             received = self.comm.dispatch_dynamic(x, experts, weights, max_tokens=max_tokens)
         else:
             received = self.comm.dispatch(x, experts, weights, capacity=self.capacity, max_tokens=max_tokens)
-            if self.capacity is not None and not recomputing():
-                self.dropped += received.dropped
-        y = grouped_mm(received.x, self.w_in, received.route.offs)
-        y = grouped_mm(swiglu_rows(y, received.route), self.w_out, received.route.offs)
-        out = self.comm.combine(y, received.route, received.weights)
+        out = self.comm.combine(self._experts(received), received.route, received.weights)
         return out if self.shared is None else out + self.shared(x)
+
+    def steps(self, x: Tensor, flight: int = 0, max_tokens: int | None = None) -> Iterator[Tensor | None]:
+        """What ``forward`` does, for :func:`ep_ops.nn.interleave`: yields None between the halves of its dispatch, and
+        of its combine, then the result. The shared expert runs beside the dispatch. RuntimeError if ``dynamic``."""
+        if self.dynamic:
+            raise RuntimeError("dynamic is True: exact sizes wait for the device, and split operations for nothing")
+        weights, experts = choose_experts(x, self.router, self.comm.top_k)
+        dispatch = self.comm.dispatch_start(
+            x, experts, weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight
+        )
+        shared = None if self.shared is None else self.shared(x)
+        yield None
+        received = self.comm.dispatch_wait(dispatch)
+        combine = self.comm.combine_start(self._experts(received), received.route, received.weights, flight=flight)
+        yield None
+        out = self.comm.combine_wait(combine)
+        yield out if shared is None else out + shared
+
+    def _experts(self, received: Dispatched) -> Tensor:
+        """The rows' outputs; drops are counted."""
+        if self.capacity is not None and not recomputing():
+            self.dropped += received.dropped
+        y = grouped_mm(received.x, self.w_in, received.route.offs)
+        return grouped_mm(swiglu_rows(y, received.route), self.w_out, received.route.offs)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Those that only this rank holds; their gradients are complete after backward."""

@@ -27,7 +27,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": frozenset({Tensor, torch.nn.Parameter}),
     "Optional[Tensor]": frozenset({Tensor, torch.nn.Parameter, NoneType}),
-    "int": frozenset({int}),
+    "int": frozenset({int, torch.dtype}),
+    "List[Tensor]": frozenset({list}),
     "str": frozenset({str}),
     "bool": frozenset({bool}),
 }
@@ -56,11 +57,11 @@ def call(name: str, *args: Any) -> Any:
     return IMPLEMENTATIONS[name](*args)
 
 
-def refuse(name: str, backend: Backend, reason: str) -> NoReturn:
+def refuse(name: str, backend: Backend, reason: str, flight: int = 0) -> NoReturn:
     """ValueError of a method that does not call the operator, which the other ranks do: they are told."""
     if not _is_compiling():
         with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
-            backend.refuse(name, reason)
+            backend.refuse(name, reason, flight)
     raise ValueError(reason)
 
 

@@ -2,6 +2,9 @@
 
 All ranks must run the same operators in backward too. What is sent there is therefore decided by which inputs need a
 gradient, never by which gradients happen to have arrived: those that are missing are sent as zeros.
+
+Of a split operation the gradient of the wait starts, and hands the ticket on as the gradient of its own ticket; so it
+comes to the start, whose gradient waits.
 """
 
 from __future__ import annotations
@@ -60,9 +63,9 @@ def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: S
         free.grad_dtype = None
 
 
-def _dispatch_backward(
-    operator: str, ctx: Any, asked: Any, grad_x: Tensor | None, _scales: None, grad_weights: Tensor | None, *_: None
-) -> dict[str, Tensor | None]:
+def _sent_back(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Of the gradients of a dispatch's outputs: those of rows and of weights, and the route."""
+    grad_x, _scales, grad_weights, *_ = grads
     route = ctx.saved_tensors
     zeros = route[0].new_zeros
     if asked.x:  # what arrives may have any strides, those of an expanded sum for instance
@@ -71,9 +74,11 @@ def _dispatch_backward(
     if asked.topk_weights:
         shape, dtype = ctx.weights_shape, ctx.weights_dtype
         grad_weights = zeros(shape, dtype=dtype) if grad_weights is None else grad_weights.contiguous()
-    home_x, home_weights = getattr(torch.ops.ep, operator)(
-        grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route, *ctx.along
-    )
+    return grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route
+
+
+def _dispatch_backward(operator: str, ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
+    home_x, home_weights = getattr(torch.ops.ep, operator)(*_sent_back(ctx, asked, grads), *ctx.along)
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
 
@@ -115,10 +120,92 @@ def _with_weights(g: Tensor, y: Tensor | None, recv_weights: Tensor, kept: Tenso
     return grad_y, None if y is None else torch.where(kept, (wide * y.float()).sum(1), 0)
 
 
-def _of_dispatch(operator: str) -> Gradient:
-    return Gradient((operator,), _save_dispatch, functools.partial(_dispatch_backward, operator))
+# ---------------------------------------------------------------------- split operations
+
+_GIVEN = "_ep_given"
+"""In a ticket that is a gradient: the tensors that its start was given. Who waits passes them on, so that in a compiled
+graph, too, they live until then."""
 
 
-OF_DISPATCH, OF_DISPATCH_TOKENS = _of_dispatch("dispatch_backward"), _of_dispatch("dispatch_tokens_backward")
+def _save_dispatch_wait(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
+    _save_dispatch(ctx, a, asked, output)
+    _same_as_start(asked, asked.x or asked.topk_weights, "dispatch")
+    ctx.flight = a.flight
+
+
+def _dispatch_wait_backward(operator: str, ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
+    return _started(f"{operator}_start", _sent_back(ctx, asked, grads), *ctx.along, ctx.flight)
+
+
+def _save_dispatch_start(ctx: Any, a: Any, asked: Any, ticket: Tensor) -> None:
+    tokens, top_k = a.topk_idx.shape
+    ctx.sizes = tokens, a.x.shape[1] if asked.x else 0, top_k if asked.topk_weights else 0
+    ctx.dtype, ctx.of = a.x.dtype, (a.comm, a.flight)
+
+
+def _dispatch_start_backward(operator: str, ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
+    home_x, home_weights = _awaited(f"{operator}_wait", ctx, ticket)
+    return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
+
+
+def _save_combine_wait(ctx: Any, a: Any, asked: Any, output: Tensor) -> None:
+    _save_combine(ctx, a, asked, output)
+    _same_as_start(asked, ctx.rows_asked, "combine")
+    ctx.flight = a.flight
+
+
+def _combine_wait_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tensor | None]:
+    if not ctx.rows_asked:
+        return {}
+    given = grad_out.contiguous(), *ctx.saved_tensors
+    return _started("combine_backward_start", given, ctx.num_rows, *ctx.along, ctx.flight)
+
+
+def _save_combine_start(ctx: Any, a: Any, asked: Any, ticket: Tensor) -> None:
+    ctx.sizes = *a.y.shape, a.recv_weights is not None and asked.recv_weights
+    ctx.dtype, ctx.of = a.y.dtype, (a.comm, a.flight)
+
+
+def _combine_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
+    grad_y, grad_weights = _awaited("combine_backward_wait", ctx, ticket)
+    return {"y": grad_y, "recv_weights": grad_weights if ctx.sizes[-1] else None}
+
+
+def _same_as_start(asked: Any, gradient: bool, operator: str) -> None:
+    if gradient and not asked.ticket:
+        raise RuntimeError(
+            f"ep::{operator}_wait was given tensors that ask for a gradient, and a ticket that has none: call"
+            f" ep::{operator}_start with the same tensors, and with gradients on"
+        )
+
+
+def _started(operator: str, given: tuple[Tensor | None, ...], *rest: Any) -> dict[str, Tensor | None]:
+    ticket = getattr(torch.ops.ep, operator)(*given, *rest)
+    setattr(ticket, _GIVEN, [tensor for tensor in given if tensor is not None])
+    return {"ticket": ticket}
+
+
+def _awaited(operator: str, ctx: Any, ticket: Tensor) -> tuple[Tensor, Tensor]:
+    # Nothing is known of them where the start ran in another graph, which keeps them itself (ordering.py).
+    given = getattr(ticket, _GIVEN, [])
+    return getattr(torch.ops.ep, operator)(ticket, given, ctx.dtype, *ctx.sizes, *ctx.of)
+
+
+# ---------------------------------------------------------------------- of each operator
+
+
+def _of_dispatch(operator: str) -> tuple[Gradient, Gradient, Gradient]:
+    """Of the whole, of its start and of its wait."""
+    return (
+        Gradient((operator,), _save_dispatch, functools.partial(_dispatch_backward, operator)),
+        Gradient((f"{operator}_wait",), _save_dispatch_start, functools.partial(_dispatch_start_backward, operator)),
+        Gradient((f"{operator}_start",), _save_dispatch_wait, functools.partial(_dispatch_wait_backward, operator)),
+    )
+
+
+OF_DISPATCH, OF_DISPATCH_START, OF_DISPATCH_WAIT = _of_dispatch("dispatch_backward")
+OF_DISPATCH_TOKENS, OF_DISPATCH_TOKENS_START, OF_DISPATCH_TOKENS_WAIT = _of_dispatch("dispatch_tokens_backward")
+OF_COMBINE_START = Gradient(("combine_backward_wait",), _save_combine_start, _combine_start_backward)
+OF_COMBINE_WAIT = Gradient(("combine_backward_start",), _save_combine_wait, _combine_wait_backward)
 OF_COMBINE = Gradient(("combine_backward", "dispatch_planned"), _save_combine, _combine_backward)
 OF_GATHERED = Gradient(("dispatch_planned",), _save_combine, _combine_backward)

@@ -7,7 +7,8 @@ operator of a graph, whatever its communicator, is made to wait for the one befo
 costs nothing: they run on one stream anyway. A subgraph that stays one (a branch of torch.cond) has its own sequence.
 
 What the program does between start and wait of a split operation (``SPLIT``) stays between them: that is what they are
-for. Inductor would run it before the start or behind the wait.
+for. Inductor would run it before the start or behind the wait. What a start was given is not overwritten before the
+wait, which takes the same tensors; where the wait is in another graph, not at all.
 
 Inductor has no public interface for that. On a torch that this was not tried on, it is left as it is, with a warning.
 """
@@ -88,7 +89,7 @@ def _install() -> None:
         def uuid(self) -> Any:
             """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none."""
             others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
-            return None if None in others else (f"ep_ops.{self.run.__name__} 3", *others)
+            return None if None in others else (f"ep_ops.{self.run.__name__} 5", *others)
 
     for op in OPERATORS:
         lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))
@@ -164,6 +165,9 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
         kernel.has_side_effects = lambda: True
         _place(V.graph, kernel)
         if op in SPLIT.values():
+            if not any(user.target in SPLIT for user in V.graph.current_node.users):
+                # Until a wait that is not in this graph.
+                V.graph.never_reuse_buffers.update(given.get_name() for given in kernel.inputs)
             _starts.setdefault(V.graph, {})[result.get_name()] = len(V.graph.operations)
         if op in SPLIT:
             ticket = args[0].get_name()

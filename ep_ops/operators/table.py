@@ -12,7 +12,9 @@ not asked for have shape [0]. A dispatch with a ``format`` takes and returns qua
 its gradient are [R, K]; everything that runs along a route takes theirs as any other.
 
 ``*_start`` and ``*_wait``, called with the same arguments, are a split operation. The ticket between them holds nothing
-(int64 [0]): it tells whoever orders operators that the one follows the other.
+(float32 [0]): it tells whoever orders operators that the one follows the other, and autograd passes through it, so that
+the gradient of a wait starts and the gradient of a start waits. A gradient's wait knows sizes alone; ``given`` is what
+its start was given, which must live as long. ``flight`` says which of the operations under way it is (docs/overlap.md).
 """
 
 from __future__ import annotations
@@ -139,6 +141,13 @@ _DISPATCHED = f"({_ARRIVED}, {_PLANNED})"
 _SCALES = 'Tensor? scales=None, str format="", str scales_as=""'
 _TOKENS_DISPATCHED = f"({_ARRIVED}, {_PLANNED}, Tensor recv_idx)"
 _COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, {_ALONG}"
+_FLIGHT = "int flight=0"
+_GRADIENTS = f"Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, {_ALONG}"
+_TO_TOKENS = "(Tensor grad_x, Tensor grad_topk_weights)"
+_WAIT = "Tensor ticket, Tensor[] given, ScalarType dtype"  # of a gradient
+_TOKENS_WAIT = f"({_WAIT}, SymInt tokens, SymInt hidden, int top_k, str comm, {_FLIGHT}) -> {_TO_TOKENS}"
+_COMBINE_GRADIENTS = f"Tensor grad_out, Tensor? y, Tensor? recv_weights, {_ROUTE}, SymInt num_rows, {_ALONG}"
+_TO_ROWS = "(Tensor grad_y, Tensor grad_recv_weights)"
 
 OPERATORS: tuple[Operator, ...] = (
     Operator(
@@ -202,8 +211,7 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "dispatch_backward",
-        f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, {_ALONG})"
-        " -> (Tensor grad_x, Tensor grad_topk_weights)",
+        f"({_GRADIENTS}) -> {_TO_TOKENS}",
         "the gradients of a dispatch",
         checks.dispatch_backward,
         lambda backend, a: backend.dispatch_backward(a.grad_recv_x, a.grad_recv_weights, route(a, _given_rows(a))),
@@ -211,8 +219,7 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "combine_backward",
-        f"(Tensor grad_out, Tensor? y, Tensor? recv_weights, {_ROUTE}, SymInt num_rows, {_ALONG})"
-        " -> (Tensor grad_y, Tensor grad_recv_weights)",
+        f"({_COMBINE_GRADIENTS}) -> {_TO_ROWS}",
         "the gradients of a combine",
         checks.combine_backward,
         lambda backend, a: backend.combine_backward(a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)),
@@ -220,39 +227,87 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "dispatch_start",
-        f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> Tensor ticket",
-        "the start of a dispatch: sends; what stands between start and wait runs while rows are under way",
-        checks.dispatch,
-        lambda backend, a: backend.dispatch_start(a.x, a.topk_weights, a.topk_idx, _new(Sizes, a[3:7]), *delivery(a)),
+        f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> Tensor ticket",
+        "the start of a dispatch: what stands between start and wait runs beside it",
+        checks.dispatch_start,
+        lambda backend, a: backend.dispatch_start(
+            a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, a[3:7]), *delivery(a)
+        ),
         meta_kernels.dispatch_start,
+        gradients.OF_DISPATCH_START,
     ),
     Operator(
         "dispatch_wait",
-        f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
-        "the wait of a dispatch: receives",
+        f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> {_DISPATCHED}",
+        "the wait of a dispatch: returns what the whole one does",
         checks.dispatch_wait,
-        lambda backend, a: arrived(a, backend.dispatch_wait, a.x, a.topk_weights, a.topk_idx, _new(Sizes, a[4:8])),
+        lambda backend, a: arrived(
+            a, backend.dispatch_wait, a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, a[4:8])
+        ),
         meta_kernels.dispatch,
-        gradients.OF_DISPATCH,
+        gradients.OF_DISPATCH_WAIT,
         starts="dispatch_start",
     ),
     Operator(
+        "dispatch_backward_start",
+        f"({_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
+        "the start of a dispatch's gradients",
+        checks.dispatch_backward_start,
+        lambda backend, a: backend.dispatch_backward_start(
+            a.flight, a.grad_recv_x, a.grad_recv_weights, route(a, _given_rows(a))
+        ),
+        meta_kernels.dispatch_backward_start,
+    ),
+    Operator(
+        "dispatch_backward_wait",
+        _TOKENS_WAIT,
+        "their wait",
+        checks.backward_wait,
+        lambda backend, a: backend.backward_wait(
+            a.flight, "dispatch_backward", functools.partial(meta_kernels.dispatch_backward_wait, a)
+        ),
+        meta_kernels.dispatch_backward_wait,
+        starts="dispatch_backward_start",
+    ),
+    Operator(
         "combine_start",
-        f"({_COMBINE}) -> Tensor ticket",
-        "the start of a combine: adds up and sends",
-        checks.combine,
-        lambda backend, a: backend.combine_start(a.y, a.recv_weights, route_of(a.y, a[2:9])),
+        f"({_COMBINE}, {_FLIGHT}) -> Tensor ticket",
+        "the start of a combine",
+        checks.combine_start,
+        lambda backend, a: backend.combine_start(a.flight, a.y, a.recv_weights, route_of(a.y, a[2:9])),
         meta_kernels.combine_start,
+        gradients.OF_COMBINE_START,
     ),
     Operator(
         "combine_wait",
-        f"(Tensor ticket, {_COMBINE}) -> Tensor out",
-        "the wait of a combine: receives and adds up",
-        checks.combine,
-        lambda backend, a: backend.combine_wait(a.y, a.recv_weights, route_of(a.y, a[3:10])),
+        f"(Tensor ticket, {_COMBINE}, {_FLIGHT}) -> Tensor out",
+        "the wait of a combine: returns what the whole one does",
+        checks.combine_start,
+        lambda backend, a: backend.combine_wait(a.flight, a.y, a.recv_weights, route_of(a.y, a[3:10])),
         meta_kernels.combine,
-        gradients.OF_COMBINE,
+        gradients.OF_COMBINE_WAIT,
         starts="combine_start",
+    ),
+    Operator(
+        "combine_backward_start",
+        f"({_COMBINE_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
+        "the start of a combine's gradients",
+        checks.combine_backward_start,
+        lambda backend, a: backend.combine_backward_start(
+            a.flight, a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)
+        ),
+        meta_kernels.combine_backward_start,
+    ),
+    Operator(
+        "combine_backward_wait",
+        f"({_WAIT}, SymInt num_rows, SymInt hidden, bool scalars, str comm, {_FLIGHT}) -> {_TO_ROWS}",
+        "their wait",
+        checks.backward_wait,
+        lambda backend, a: backend.backward_wait(
+            a.flight, "combine_backward", functools.partial(meta_kernels.combine_backward_wait, a)
+        ),
+        meta_kernels.combine_backward_wait,
+        starts="combine_backward_start",
     ),
     Operator(
         "dispatch_tokens",
@@ -285,8 +340,7 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "dispatch_tokens_backward",
-        f"(Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, {_ALONG})"
-        " -> (Tensor grad_x, Tensor grad_topk_weights)",
+        f"({_GRADIENTS}) -> {_TO_TOKENS}",
         "the gradients of a token-major dispatch",
         checks.dispatch_tokens_backward,
         lambda backend, a: backend.dispatch_tokens_backward(
@@ -296,21 +350,48 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "dispatch_tokens_start",
-        f"({_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> Tensor ticket",
-        "the start of a token-major dispatch: sends",
-        checks.dispatch_tokens,
-        lambda backend, a: backend.dispatch_tokens_start(a.x, a.topk_weights, a.topk_idx, _copies(a), *_formatted(a)),
+        f"({_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}, {_FLIGHT}) -> Tensor ticket",
+        "the start of a token-major dispatch",
+        checks.dispatch_tokens_start,
+        lambda backend, a: backend.dispatch_tokens_start(
+            a.flight, a.x, a.topk_weights, a.topk_idx, _copies(a), *_formatted(a)
+        ),
         meta_kernels.dispatch_start,
+        gradients.OF_DISPATCH_TOKENS_START,
     ),
     Operator(
         "dispatch_tokens_wait",
-        f"(Tensor ticket, {_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}) -> {_TOKENS_DISPATCHED}",
-        "the wait of a token-major dispatch: receives",
-        checks.dispatch_tokens,
-        lambda backend, a: copied(a, backend.dispatch_tokens_wait, a.x, a.topk_weights, a.topk_idx, _copies(a)),
+        f"(Tensor ticket, {_TOKENS}, SymInt capacity, SymInt max_tokens, {_COMM}, {_SCALES}, {_FLIGHT})"
+        f" -> {_TOKENS_DISPATCHED}",
+        "the wait of a token-major dispatch: returns what the whole one does",
+        checks.dispatch_tokens_start,
+        lambda backend, a: copied(
+            a, backend.dispatch_tokens_wait, a.flight, a.x, a.topk_weights, a.topk_idx, _copies(a)
+        ),
         meta_kernels.dispatch_tokens,
-        gradients.OF_DISPATCH_TOKENS,
+        gradients.OF_DISPATCH_TOKENS_WAIT,
         starts="dispatch_tokens_start",
+    ),
+    Operator(
+        "dispatch_tokens_backward_start",
+        f"({_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
+        "the start of a token-major dispatch's gradients",
+        checks.dispatch_tokens_backward_start,
+        lambda backend, a: backend.dispatch_tokens_backward_start(
+            a.flight, a.grad_recv_x, a.grad_recv_weights, route(a, _given_rows(a))
+        ),
+        meta_kernels.dispatch_backward_start,
+    ),
+    Operator(
+        "dispatch_tokens_backward_wait",
+        _TOKENS_WAIT,
+        "their wait",
+        checks.backward_wait,
+        lambda backend, a: backend.backward_wait(
+            a.flight, "dispatch_tokens_backward", functools.partial(meta_kernels.dispatch_backward_wait, a)
+        ),
+        meta_kernels.dispatch_backward_wait,
+        starts="dispatch_tokens_backward_start",
     ),
 )
 

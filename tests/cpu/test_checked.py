@@ -67,8 +67,11 @@ def run(comm: ep_ops.Communicator, name: str, tokens: int, seed: int) -> Any:
         along = (idx, *sent[3:7])
         if name == "dispatch_tokens_planned":
             return ops.dispatch_tokens_planned(x, weights, *along, rows, 1, 16, comm.name)
-        y = torch.randn(rows, toy.HIDDEN, generator=draw)
-        return ops.dispatch_tokens_backward(y, sent[2], *along, 1, 16, comm.name)
+        given = torch.randn(rows, toy.HIDDEN, generator=draw), sent[2], *along, 1, 16, comm.name
+        if name == "dispatch_tokens_backward":
+            return ops.dispatch_tokens_backward(*given)
+        ticket = ops.dispatch_tokens_backward_start(*given)
+        return ops.dispatch_tokens_backward_wait(ticket, [], x.dtype, *x.shape, idx.shape[1], comm.name)
     _, _, given, *placed = ops.dispatch(x, weights, idx, *sizes)
     along = (idx, *placed[:4], toy.ALIGNMENT, 16, comm.name)
     y = torch.randn(rows, toy.HIDDEN, generator=draw)
@@ -80,15 +83,21 @@ def run(comm: ep_ops.Communicator, name: str, tokens: int, seed: int) -> Any:
         return ops.combine_gathered(comm.empty_rows(rows).copy_(y), *along)
     if name == "dispatch_backward":
         return ops.dispatch_backward(y, given, *along)
+    if name == "dispatch_backward_wait":
+        ticket = ops.dispatch_backward_start(y, given, *along)
+        return ops.dispatch_backward_wait(ticket, [], x.dtype, *x.shape, idx.shape[1], comm.name)
+    back = x, y, given, *along[:5], rows, *along[5:]
     if name == "combine_backward":
-        return ops.combine_backward(x, y, given, *along[:5], rows, *along[5:])
+        return ops.combine_backward(*back)
+    if name == "combine_backward_wait":
+        return ops.combine_backward_wait(ops.combine_backward_start(*back), [], x.dtype, *y.shape, True, comm.name)
     assert name == "combine_wait"
     return ops.combine_wait(ops.combine_start(y, given, *along), y, given, *along)
 
 
 def operations(name: str) -> int:
     """How many `run` makes."""
-    return 1 if "dispatch" in name and not name.endswith(("_planned", "_backward")) or name == "plan" else 2
+    return 1 if "dispatch" in name and not name.endswith("_planned") and "backward" not in name or name == "plan" else 2
 
 
 def undefined(name: str, right: torch.Tensor) -> torch.Tensor:
@@ -335,7 +344,7 @@ def gathered(comm, x, idx, weights, scale):
 
 LAYERS = {
     # what a layer runs forward and backward
-    split: ["dispatch_wait", "combine_wait", "combine_backward", "dispatch_backward"],
+    split: ["dispatch_wait", "combine_wait", "combine_backward_wait", "dispatch_backward_wait"],
     whole: ["dispatch", "combine", "combine_backward", "dispatch_backward"],
     dynamic: ["dispatch_dynamic", "combine", "combine_backward", "dispatch_backward"],
     gathered: ["dispatch", "combine_gathered", "dispatch_planned", "dispatch_backward"],

@@ -273,7 +273,8 @@ def test_opcheck(lenient: ep_ops.Communicator, operator: str, name: str, layout:
         capacity = EXPERTS * slots or 48
         route, _ = lenient.plan(idx, slots=slots, capacity=capacity)
         known = {
-            "x": x, "topk_weights": weights, "ticket": torch.empty(0, dtype=torch.int64), **route._asdict(),
+            "x": x, "topk_weights": weights, "ticket": torch.empty(0, requires_grad=x.requires_grad), "flight": 0,
+            **route._asdict(),
             "capacity": capacity, "slots": slots, "num_local_experts": EXPERTS, "world_size": 1, "comm": lenient.name,
             "scales": None, "format": name, "scales_as": layout, "zeros": True,
         }  # fmt: skip

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops.nn import DenseMoE, MoELayer, grouped_mm
+from ep_ops.nn import DenseMoE, MoELayer, grouped_mm, interleave
 
 H, F, E, K = 32, 24, 5, 2  # five experts: ranks hold different numbers of them
 
@@ -198,3 +198,17 @@ def test_garbage_rows_reach_nothing(dtype: torch.dtype) -> None:
         wanted[e] = x[rows].float().t() @ grad[rows].float()
         start = end
     torch.testing.assert_close(w.grad.float(), wanted.detach(), rtol=2e-2, atol=5e-2)
+
+
+def test_micro_batches_in_turns() -> None:
+    """What forward returns, drops counted and all; two of them on one communicator."""
+    with communicator(torch.float32) as comm:
+        layer = MoELayer(comm, F, capacity=64, shared_intermediate_size=16)
+        first, second = torch.randn(2, 3, H), torch.randn(7, H)
+        expected = [layer(first), layer(second)]
+        dropped = layer.dropped.clone()
+        got = interleave(layer.steps(first, 0), layer.steps(second, 1))
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        assert torch.equal(layer.dropped, 2 * dropped)
+        with pytest.raises(RuntimeError, match="dynamic is True"):
+            next(MoELayer(comm, F, dynamic=True).steps(first))

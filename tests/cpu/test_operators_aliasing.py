@@ -25,7 +25,8 @@ def every_operator(comm):
     tokens = comm.dispatch_tokens(x, topk_idx, weights, capacity=20)
     copied = tokens.route.tensors
     grad = torch.ones_like(x)
-    ticket = torch.empty(0, dtype=torch.int64)
+    ticket = torch.empty(0)
+    back_tokens, back_rows = (ticket, [], grad.dtype, len(x), 8, 2, comm.name), (ticket, [], grad.dtype, capacity, 8)
     for name, *args in (
         ("plan", topk_idx, *flat),
         ("dispatch", x, weights, topk_idx, *flat),
@@ -42,6 +43,10 @@ def every_operator(comm):
         ("dispatch_backward", None, rows.weights, *along),
         ("combine_backward", grad, rows.x, rows.weights, *planned),
         ("combine_backward", grad, None, None, *planned),
+        ("dispatch_backward_start", rows.x, rows.weights, *along),
+        ("dispatch_backward_wait", *back_tokens),
+        ("combine_backward_start", grad, rows.x, rows.weights, *planned),
+        ("combine_backward_wait", *back_rows, True, comm.name),
         ("dispatch_start", x, weights, topk_idx, *flat),
         ("dispatch_wait", ticket, x, weights, topk_idx, *flat),
         ("dispatch_tokens", x, weights, topk_idx, 20, 16, *sizes),
@@ -49,6 +54,8 @@ def every_operator(comm):
         ("dispatch_tokens_dynamic", x, weights, topk_idx, 16, *sizes),
         ("dispatch_tokens_planned", x, weights, *copied, 20, *tokens.route.ints, comm.name),
         ("dispatch_tokens_backward", tokens.x, tokens.weights, *copied, *tokens.route.ints, comm.name),
+        ("dispatch_tokens_backward_start", tokens.x, tokens.weights, *copied, *tokens.route.ints, comm.name),
+        ("dispatch_tokens_backward_wait", *back_tokens),
         ("dispatch_tokens_start", x, weights, topk_idx, 20, 16, *sizes),
         ("dispatch_tokens_wait", ticket, x, weights, topk_idx, 20, 16, *sizes),
         ("combine", tokens.x, None, *copied, *tokens.route.ints, comm.name),

@@ -17,7 +17,8 @@ FORWARD, BACKWARD = ["dispatch", "combine"], ["combine_backward", "dispatch_back
 
 def test_every_operator_that_gradients_flow_through_is_listed():
     others = {op.name for op in OPERATORS} - {op._opname for op in SAVE_FOR_CHECKPOINT}
-    assert others == {*BACKWARD, "dispatch_tokens_backward"}
+    gradients = {*BACKWARD, "dispatch_tokens_backward"}
+    assert others == gradients | {f"{name}_{part}" for name in gradients for part in ("start", "wait")}
 
 
 def _step(selective, compiled):

@@ -24,13 +24,15 @@ VARIANTS = {
     "": {},
     "padded": {"capacity": 48, "slots": 12},
     "unweighted": {"topk_weights": None, "recv_weights": None},
-    "only weights learn": {"learns": ("topk_weights", "recv_weights")},
+    "only weights learn": {"learns": ("ticket", "topk_weights", "recv_weights")},
     "only the residual learns": {"learns": ("residual",), "recv_weights": None},
     "with residual": {},
     "of rows": {"grad_recv_weights": None, "y": None},
     "of weights": {"grad_recv_x": None},
     "of rows alone": {"y": None, "recv_weights": None},
     "undefined padding": {"zeros": False},
+    "of no rows": {"hidden": 0},
+    "of no weights": {"top_k": 0, "scalars": False},
     "token-major": {"recv_weights": None, "topk_weights": None},
 }
 
@@ -41,15 +43,17 @@ def variants(op: Any) -> list[str]:
     backward = op.name.endswith("_backward")
     meant = {
         "": True,
-        "token-major": op.name.startswith("combine") or op.name == "dispatch_planned",
+        "token-major": op.name.startswith("combine") and "backward_" not in op.name or op.name == "dispatch_planned",
         "padded": "slots" in names and "capacity" in names,
         "unweighted": not backward and bool(names & {"topk_weights", "recv_weights"}),
         "only weights learn": op.gradient is not None and bool(names & {"topk_weights", "recv_weights"}),
         "only the residual learns": "residual" in names,
         "with residual": "residual" in names,
         "of rows": backward,
-        "of weights": op.name in ("dispatch_backward", "dispatch_tokens_backward"),
-        "of rows alone": op.name == "combine_backward",
+        "of weights": op.name in ("dispatch_backward", "dispatch_tokens_backward", "dispatch_backward_start"),
+        "of rows alone": op.name in ("combine_backward", "combine_backward_start"),
+        "of no rows": op.name == "dispatch_backward_wait",
+        "of no weights": op.name == "combine_backward_wait",
         "undefined padding": "zeros" in names,
     }
     return [variant for variant, means in meant.items() if means]
@@ -67,7 +71,8 @@ def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 
     known = {
         "x": x, "topk_weights": weights, "y": y, "recv_weights": recv_weights, "residual": None,
         "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn_like(x),
-        "ticket": torch.empty(0, dtype=torch.int64), **route._asdict(),
+        "ticket": torch.empty(0), "flight": 1, "given": [], "dtype": comm.dtype, "tokens": tokens,
+        "hidden": toy.HIDDEN, "top_k": toy.TOP_K, "scalars": True, **route._asdict(),
         "capacity": 44, "slots": 0, "max_tokens": 16, "num_local_experts": comm.num_local_experts, "world_size": 1,
         "comm": comm.name, "scales": None, "format": "", "scales_as": "", "zeros": True, "grad_format": "",
     }  # fmt: skip

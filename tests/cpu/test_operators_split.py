@@ -10,6 +10,9 @@ import toy
 from ranks import run_ranks
 from torch._inductor.utils import run_and_get_code
 
+from ep_ops.nn import interleave
+from ep_ops.records import StartedCombine
+
 
 def whole(comm, x, topk_idx, weights, scale, shared):
     rows = comm.dispatch(x, topk_idx, weights)
@@ -54,44 +57,169 @@ def test_split_operations_are_the_whole(backend, grad):
 
 def order_in(code: str) -> list[str]:
     """Operators of ep and matrix products, in the order in which compiled code runs them."""
-    return re.findall(r"torch\.ops\.ep\.(\w+)\.default\(|extern_kernels\.(mm)\(", code)
+    return re.findall(r"torch\.ops\.ep\.(\w+)\.default\(|extern_kernels\.(?:add)?(mm)\(", code)
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_inductor_leaves_between_what_stands_between(grad):
+BACKWARD = [
+    "combine_backward_start", "mm", "combine_backward_wait", "dispatch_backward_start", "mm", "dispatch_backward_wait",
+]  # fmt: skip
+FORWARD = ["dispatch_start", "mm", "dispatch_wait", "combine_start", "mm", "combine_wait"]
+
+
+def test_inductor_leaves_between_what_stands_between():
+    """In a graph for inference, in one for training, and in its backward, where the gradient of a wait starts."""
     torch._dynamo.reset()
     with toy.communicator() as comm:
-        args = arguments(7, grad)
-        _, (forward, *_) = run_and_get_code(torch.compile(split, fullgraph=True), comm, *args)
-        names = [operator or product for operator, product in order_in(forward)]
-        assert names == ["dispatch_start", "mm", "dispatch_wait", "combine_start", "mm", "combine_wait"]
+        _, (forward, *_) = run_and_get_code(torch.compile(split, fullgraph=True), comm, *arguments(7, False))
+        assert [operator or product for operator, product in order_in(forward)] == FORWARD
+
+        def train():
+            torch.compile(split, fullgraph=True)(comm, *arguments(7, True)).sin().sum().backward()
+
+        _, (forward, backward) = run_and_get_code(train)
+        assert [operator or product for operator, product in order_in(forward)] == FORWARD
+        names = [operator or "mm" for operator, _ in order_in(backward)]
+        turns = [name for before, name in zip(["", *names], names) if name != before]  # noqa: B905
+        assert turns[:6] == BACKWARD
+        for operator in ("combine_backward", "dispatch_backward"):
+            given = (
+                re.search(rf"{operator}_start\.default\(((?:\w+, )+?)(?:44, )?4, 16, ", backward).group(1).strip(", ")
+            )
+            held = re.search(rf"{operator}_wait\.default\(\w+, \[(.+?)\]", backward).group(1)
+            assert held == given, "what a start was given lives until the wait"
 
 
-def two_micro_batches(first, second, a, b):
-    """The first one's experts run while the second one's rows are under way, and so on."""
-    x1, idx1, w1, scale, shared = a
-    x2, idx2, w2, *_ = b
-    one = first.dispatch_start(x1, idx1, w1)
-    two = second.dispatch_start(x2, idx2, w2)
-    rows = first.dispatch_wait(one)
-    back = first.combine_start(toy.experts(rows, scale), rows.route, rows.weights)
-    more = second.dispatch_wait(two)
-    other = second.combine_start(toy.experts(more, scale) * 2, more.route, more.weights)
-    beside = x2 @ shared
-    return second.combine_wait(other) + beside, first.combine_wait(back)
+def test_a_wait_in_another_graph():
+    """What the start was given is not overwritten by what follows in its graph."""
 
+    def wait(started, other, product):
+        beside = torch.sin(other @ product)  # as large as what is sent back, and its gradients come behind that
+        return comm.dispatch_wait(started).x.nan_to_num() * 2 + beside
 
-def test_two_micro_batches_on_two_communicators():
     torch._dynamo.reset()
-    with toy.communicator() as first, toy.communicator() as second:
-        a, b = arguments(7, False), arguments(7, False, seed=1)
-        expected = two_micro_batches(first, second, a, b)
-        got, code = run_and_get_code(torch.compile(two_micro_batches, fullgraph=True), first, second, a, b)
+    with toy.communicator() as comm:
+        results = []
+        for function in (wait, torch.compile(wait, fullgraph=True)):
+            x, idx, weights, _, product = arguments(7, True)
+            other = torch.linspace(0, 1, comm.capacity() * toy.HIDDEN).view(-1, toy.HIDDEN).requires_grad_()
+
+            def train(function=function, given=(x, idx, weights), beside=(other, product)):
+                function(comm.dispatch_start(*given), *beside).sin().sum().backward()
+
+            _, code = run_and_get_code(train)
+            results.append([x.grad, other.grad, product.grad])
+        torch.testing.assert_close(*results)
+        begun = next(part for part in code if "dispatch_backward_start.default(" in part)
+        given, behind = re.search(r"dispatch_backward_start\.default\((\w+), (?s:.*?)\)\n(?s:(.*))", begun).groups()
+        assert "extern_kernels.mm(" in behind and not re.search(rf"= {given};", behind)
+
+
+def in_turns(comm, a, b, scale, shared):
+    """Two micro-batches on one communicator, the shared expert beside the first operation of each."""
+    first = comm.first_local_expert
+    scale = scale[first : first + comm.num_local_experts]
+
+    def steps(x, idx, weights, flight):
+        started = comm.dispatch_start(x, idx, weights, flight=flight)
+        beside = torch.tanh(x @ shared)
+        yield None
+        rows = comm.dispatch_wait(started)
+        started = comm.combine_start(toy.experts(rows, scale), rows.route, rows.weights, flight=flight)
+        yield None
+        yield comm.combine_wait(started) + beside
+
+    return torch.cat(interleave(steps(*a, 0), steps(*b, 1)))
+
+
+def one_by_one(comm, a, b, scale, shared):
+    return torch.cat([toy.layer(comm, *given, scale) + torch.tanh(given[0] @ shared) for given in (a, b)])
+
+
+def train_turns(layer, comm, calls=None):
+    rank = comm.rank
+    a, b = (toy.inputs(5 + 3 * rank + batch, seed=2 * rank + batch, grad=True) for batch in range(2))
+    shared = arguments(1, True)[-1]
+    scale = toy.scales(grad=True)
+    layer(comm, a, b, scale, shared).sin().sum().backward()
+    return [given.grad for given in (*a, *b, scale, shared) if given.is_floating_point()]
+
+
+def _turns():
+    with toy.communicator() as comm:
+        return train_turns(in_turns, comm), train_turns(one_by_one, comm)
+
+
+def test_micro_batches_in_turns_between_ranks():
+    for got, expected in run_ranks(2, _turns):
         torch.testing.assert_close(got, expected)
-        assert [operator for operator, _ in order_in(code[0]) if operator] == [
-            "dispatch_start", "dispatch_start", "dispatch_wait", "combine_start",
-            "dispatch_wait", "combine_start", "combine_wait", "combine_wait",
-        ]  # fmt: skip
+
+
+TURNS = [
+    ("dispatch_start", 0), ("dispatch_start", 1), ("dispatch_wait", 0), ("combine_start", 0), ("dispatch_wait", 1),
+    ("combine_start", 1), ("combine_wait", 0), ("combine_wait", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_micro_batches_in_turns(backend, monkeypatch):
+    """Forward; backward the other way round, starts for waits."""
+    torch._dynamo.reset()
+    with toy.communicator() as comm:
+        calls = []
+        for name in {name for name, _ in TURNS} | {"dispatch_backward_start", "combine_backward_start"}:
+            run = getattr(comm.backend, name)
+            note = lambda flight, *args, name=name, run=run: calls.append((name, flight)) or run(flight, *args)  # noqa: E731
+            monkeypatch.setattr(comm.backend, name, note)
+        wait = comm.backend.backward_wait
+        monkeypatch.setattr(
+            comm.backend, "backward_wait",
+            lambda flight, name, blank: calls.append((f"{name}_wait", flight)) or wait(flight, name, blank),
+        )  # fmt: skip
+        layer = torch.compile(in_turns, fullgraph=True) if backend else in_turns
+        got = train_turns(layer, comm)
+        other = {"start": "wait", "wait": "start"}
+        back = [(*name.split("_"), flight) for name, flight in reversed(TURNS)]
+        assert calls == TURNS + [(f"{operator}_backward_{other[part]}", flight) for operator, part, flight in back]
+        torch.testing.assert_close(got, train_turns(one_by_one, comm))
+
+
+def test_a_generator_without_a_result():
+    with pytest.raises(RuntimeError, match="generator 1 ended without a result"):
+        interleave(iter([None, 1]), iter([None]))
+
+
+def test_what_is_in_the_wrong_order():
+    """A flight holds one operation at a time, and what is under way is not interrupted."""
+    with toy.communicator() as comm:
+        x, idx, weights = toy.inputs(7)
+        with pytest.raises(RuntimeError, match="ep::combine_wait, but nothing was started in flight 0"):
+            rows = comm.dispatch(x, idx, weights)
+            comm.combine_wait(StartedCombine(torch.empty(0), rows.x, rows.weights, rows.route))
+        one, two = comm.dispatch_start(x, idx, weights), comm.dispatch_start(2 * x, idx, weights, flight=1)
+        with pytest.raises(RuntimeError, match="flight 1 is taken: ep::dispatch_start must be followed by"):
+            comm.dispatch_start(x, idx, weights, flight=1)
+        with pytest.raises(
+            RuntimeError, match="ep::dispatch_start must be followed by ep::dispatch_wait before a whole"
+        ):
+            comm.dispatch(x, idx, weights)
+        with pytest.raises(ValueError, match="flight is 2; allowed: 0..1"):
+            comm.dispatch_start(x, idx, weights, flight=2)
+        twice, once = comm.dispatch_wait(two), comm.dispatch_wait(one)  # in any order
+        assert torch.equal(twice.x.nan_to_num(), 2 * once.x.nan_to_num())
+        with pytest.raises(RuntimeError, match="ep::dispatch_wait, but nothing was started in flight 1"):
+            comm.dispatch_wait(two)
+        comm.dispatch(x, idx, weights)
+
+
+def test_a_start_without_gradients():
+    with toy.communicator() as comm:
+        x, idx, weights = toy.inputs(7, grad=True)
+        with torch.no_grad():
+            started = comm.dispatch_start(x, idx, weights)
+        with pytest.raises(
+            RuntimeError, match="ep::dispatch_wait was given tensors that ask for a gradient, and a ticket"
+        ):
+            comm.dispatch_wait(started)
 
 
 def _on_a_rank():

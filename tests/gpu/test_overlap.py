@@ -1,8 +1,8 @@
-"""What stands between start and wait of a split operation runs while the start sends: seen on the profiler's timeline.
+"""What stands between start and wait of a split operation runs beside it: seen on the profiler's timeline.
 
 The device has all of a step before it begins (a sleep in front), so that the order of events is the device's own and
-not the host's. What is asked for is order, never speed: a product runs while rows are being sent, and the kernel
-that receives begins when the one that sends has ended. `pytest -s` shows the timeline.
+not the host's. What is asked for is order, never speed: a product runs while rows are being sent, and of few tokens the
+kernel that receives begins when the one that sends has ended. `pytest -s` shows the timeline.
 """
 
 from __future__ import annotations
@@ -190,3 +190,128 @@ def test_products_run_while_rows_are_sent(how, comms, seed, together):
             assert all(one.send.end <= one.receive.start for one in found), f"{name}:\n{picture(kernels)}"
             if world_size > 1:  # a single rank sends nothing
                 assert statistics.median(shares) >= SHARE, f"{name}: {shares}\n{picture(kernels)}"
+
+
+# ---------------------------------------------------------------------- many tokens
+
+MANY = 512  # on throughput kernels, which run to their end between start and wait
+
+
+def spans(kernels: list[Kernel]) -> dict[str, list[Operation]]:
+    """Operations in the order of their first kernels, by whose names they go."""
+    ours = [k for k in kernels if re.search("ep_(publish|pull_scaled|pull|combine)", k.name)]
+    products = [k for k in kernels if PRODUCT.search(k.name) and "ep_" not in k.name]
+    runs: dict[str, list[list[Kernel]]] = {}
+    run: list[Kernel] = []
+    for kernel in ours:
+        name = re.search("ep_(publish|pull_scaled|pull|combine)", kernel.name).group(0)  # type: ignore[union-attr]
+        if name in ("ep_publish", "ep_combine") or (run and "ep_combine" in run[0].name):
+            run = []  # an operation begins
+        if not run:
+            runs.setdefault(name, []).append(run)
+        run.append(kernel)
+    found: dict[str, list[Operation]] = {}
+    for name, operations in runs.items():
+        for one in operations:
+            whole = Kernel(one[0].start, max(k.end for k in one), one[0].name)
+            beside = sum(max(0.0, min(whole.end, p.end) - max(whole.start, p.start)) for p in products)
+            found.setdefault(name, []).append(Operation(whole, whole, beside))
+    return found
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "compiled", "compiled graph"])
+def test_products_run_beside_many_tokens(how, comms, seed, together):
+    rank, world_size = ranks()
+    fast, slow = comms
+    torch.manual_seed(seed + rank)
+    oracle = Oracle(MANY, HIDDEN)
+    weight = torch.randn(HIDDEN, HIDDEN, dtype=BF16, device="cuda") / HIDDEN**0.5
+
+    def shared(x: Tensor) -> Tensor:
+        for _ in range(PRODUCTS):
+            x = x @ weight
+        return x
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        started = fast.dispatch_start(x, idx, weights, max_tokens=MANY)
+        beside = shared(x)
+        rows = fast.dispatch_wait(started)
+        sent = fast.combine_start(rows.x, rows.route, rows.weights)
+        beside = shared(beside)
+        return fast.combine_wait(sent), beside
+
+    given = oracle.draw()
+    runs: dict[str, Callable[[], Callable[..., Any]]] = {
+        "eager": lambda: step,
+        "graph": lambda: captured(step, *given),
+        "compiled": lambda: torch.compile(step, fullgraph=True),
+        "compiled graph": lambda: torch.compile(step, fullgraph=True, mode="reduce-overhead"),
+    }
+    run = runs[how]()
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            for tensor, fresh in zip(given, oracle.draw(), strict=True):
+                tensor.copy_(fresh)
+            torch.cuda._sleep(DELAY)
+            out, _ = run(*given)
+            rows = slow.dispatch(*given, max_tokens=MANY)
+            oracle.wrong += (out != slow.combine(rows.x, rows.route, rows.weights)).sum()
+
+    with torch.no_grad():
+        steps(4)
+        oracle.verdict(fast, together)
+        kernels = timeline(lambda: steps(STEPS))
+    oracle.verdict(fast, together)
+    torch._dynamo.reset()
+    with together():
+        found = spans(kernels)
+        for name in ("ep_publish", "ep_combine"):
+            ours = found[name][-2::-2]  # the last one is slow's
+            shares = [operation.share for operation in ours]
+            if rank == 0:
+                print(f"{how}, {name}: products ran for {', '.join(f'{share:.0%}' for share in shares)} of its time")
+            assert STEPS // 2 < len(ours) <= STEPS, f"{name}: {len(ours)} operations"
+            if world_size > 1:
+                assert statistics.median(shares) >= SHARE, f"{name}: {shares}"
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_products_run_beside_gradients(how, comms, seed, together):
+    """In backward the product's gradient stands between the halves of the combine's and the dispatch's."""
+    rank, world_size = ranks()
+    fast, _ = comms
+    torch.manual_seed(seed + rank)
+    oracle = Oracle(MANY, HIDDEN)
+    weight = torch.randn(HIDDEN, HIDDEN, dtype=BF16, device="cuda") / HIDDEN**0.5
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        started = fast.dispatch_start(x, idx, weights, max_tokens=MANY)
+        beside = x
+        for _ in range(PRODUCTS):
+            beside = beside @ weight
+        rows = fast.dispatch_wait(started)
+        out = fast.combine_wait(fast.combine_start(rows.x, rows.route, rows.weights))
+        return out + beside
+
+    run = step if how == "eager" else torch.compile(step, fullgraph=True)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            x, idx, weights = oracle.draw()
+            torch.cuda._sleep(DELAY)
+            run(x.requires_grad_(), idx, weights.requires_grad_()).backward(torch.ones_like(x))
+
+    steps(4)
+    kernels = timeline(lambda: steps(STEPS))
+    oracle.verdict(fast, together)
+    torch._dynamo.reset()
+    with together():
+        combines = spans(kernels)["ep_combine"]
+        ours = combines[-1::-2]  # of a step the second: the gradient of its dispatch
+        shares = [operation.share for operation in ours]
+        if rank == 0:
+            print(f"{how}: products ran for {', '.join(f'{share:.0%}' for share in shares)} of the dispatch's gradient")
+        assert STEPS // 2 < len(ours) <= STEPS, f"{len(ours)} operations"
+        if world_size > 1:
+            assert statistics.median(shares) >= SHARE, str(shares)

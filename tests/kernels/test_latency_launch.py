@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
@@ -30,11 +28,7 @@ def recorder(request) -> Recorder:
 @pytest.fixture
 def path(recorder, monkeypatch):
     allocate_on_cpu(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: None)
-    made = latency.LatencyPath(recorder, Outputs(recorder.problem, 8, recorder.device), 256)
-    monkeypatch.setattr(made, "_beside", contextlib.nullcontext)
-    monkeypatch.setattr(made, "join", lambda: None)
-    return made
+    return latency.LatencyPath(recorder, Outputs(recorder.problem, 8, recorder.device), 256)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 16, 256])
@@ -49,10 +43,10 @@ def test_launches(path, recorder, max_tokens: int, weighted: bool) -> None:
     route = Route(idx, *placed[:4], 1, 32, max_tokens)
     row_weights = recv_weights if weighted else None
     assert path.combine(recv_x, row_weights, route).shape == x.shape
-    assert path.dispatch_start(x, weights, idx, sizes).shape == (0,)
-    assert len(path.dispatch_wait(x, weights, idx, sizes)) == 7
-    assert path.combine_start(recv_x, row_weights, route).shape == (0,)
-    assert path.combine_wait(recv_x, row_weights, route).shape == x.shape
+    path.send_dispatch(x, weights, idx, sizes)
+    assert len(path.dispatch(x, weights, idx, sizes, send=False)) == 7
+    path.send_combine(recv_x, row_weights, route)
+    assert path.combine(recv_x, row_weights, route, send=False).shape == x.shape
 
     kernels = [kernel for kernel, _, _ in recorder.launched]
     assert set(kernels) <= set(latency.kernels_of(recorder.problem, 256))

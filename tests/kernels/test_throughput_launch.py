@@ -28,7 +28,7 @@ from ep_ops.backends.cute import CuteBackend, latency, launcher, residency
 from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sent import sent
-from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_of_format
+from ep_ops.backends.cute.throughput import STAGING_BLOCKS, ThroughputPath, kernels_of, kernels_of_format
 from ep_ops.backends.split import Order
 from ep_ops.formats import format_of, quantise
 from ep_ops.records import Delivery, Placed, Route, Sizes
@@ -153,6 +153,27 @@ def test_blocks_that_join(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -
     single.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
     _, (kernel, _, given) = recorder.launched
     assert not joins(kernel) and (given["dealt"], given["joining"], given["blocks"]) == (1, 0, 1), "none to give away"
+
+
+def test_beside_computation(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody joins, and few multiprocessors stage; a budget is followed."""
+    budget = Budget(20, 30, 22, 24, beyond=(66, 99))
+    whole = path_of(recorder, budget, monkeypatch)
+    path = ThroughputPath(recorder, whole._outputs, budget, whole._traffic, beside=True)  # type: ignore[arg-type]
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    for asked, (dispatch, combine) in (((None, None), (20, 30)), ((8, 12), (8, 12))):
+        recorder.launched.clear()
+        with budget.changed(*asked):
+            recv_x, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100))
+            route = Route(idx, *placed[:4], 16, 48, 100)
+            path.combine(recv_x, recv_weights, route, None)
+            path.dispatch_backward(recv_x, recv_weights, route)
+            path.along("combine_backward", x, None, route)
+        publish, pull, add, add_back, publish_back, pull_back = (given for _, _, given in recorder.launched)
+        assert publish["blocks"] == PROBLEM.tiles + 1 + STAGING_BLOCKS and publish_back["blocks"] == 1 + STAGING_BLOCKS
+        assert pull["blocks"] == pull["dealt"] == pull_back["blocks"] == dispatch
+        assert pull["joining"] == pull_back["joining"] == 0
+        assert add["blocks"] == add["dealt"] == add_back["blocks"] == combine
 
 
 def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +389,3 @@ def test_dynamic_token_major(weighted: bool, recorder: Recorder, monkeypatch: py
     assert arrivals.shape == (4 * 11 + 6,) and torch.equal(recv_idx, ids[:11]) and recv_idx._base is None
     publish, pull = (given for _, _, given in recorder.launched)
     assert publish["num_rows"] == pull["num_rows"] == 11 and pull["arrivals"] is arrivals
-    given = x, weights, idx, Sizes(5, 1, 0, 100)
-    recorder.launched.clear()
-    assert made.dispatch_tokens_start(*given).shape == (0,) and not recorder.launched
-    assert made.dispatch_tokens_wait(*given)[0].shape == (5, 64) and len(recorder.launched) == 2

@@ -20,9 +20,9 @@ from cute_kernels.sync import TOLD_SO
 
 from ... import arrivals, symmetric
 from ...config import Config, Member
-from ...records import Delivery, Operation, Placed, Route, Sizes
-from ..base import DispatchTensors, Formats
-from ..split import Order, ticket
+from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
+from ..base import Blank, DispatchTensors, Formats
+from ..split import Order, parts_of, ticket
 from . import history, latency, throughput, watch
 from .budget import Traffic, default_budget
 from .launcher import Launcher
@@ -30,7 +30,8 @@ from .memory import across, heap_of, problem_of, rows_bytes, token_bound
 from .outputs import Outputs
 from .report import Report
 from .residency import MARGIN
-from .sent import sent
+from .sent import given_scales, sent
+from .streams import Flights, Given, Run
 from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
 
 __all__ = ["CuteBackend", "all_kernels", "kernels_of"]
@@ -79,10 +80,11 @@ class CuteBackend:
         self._state[EPOCH] = 1
         torch.cuda.synchronize(member.device)
         self._report = Report(problem.num_experts, config.timeout, self._heard)
-        self._launcher = Launcher(
-            problem, self.memory, member.multiprocessors,
-            (member.rank, self._report.address, int(config.timeout * 1e9)),
-        )  # fmt: skip
+        self._flights = Flights(member.device, FLIGHTS)
+        place = problem, self.memory, member.multiprocessors
+        rest = member.rank, self._report.address, int(config.timeout * 1e9)
+        self._launcher = Launcher(*place, rest)
+        self._side_launcher = Launcher(*place, rest, self._flights.side.raw)
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
         traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices, self._across)
@@ -93,6 +95,9 @@ class CuteBackend:
         self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0
         self.latency = latency.LatencyPath(self._launcher, outputs, max(0, self._latency_tokens))
         self.throughput = ThroughputPath(self._launcher, outputs, self.budget, traffic)
+        # The same on the communicator's own stream.
+        self._latency_beside = latency.LatencyPath(self._side_launcher, outputs, max(0, self._latency_tokens))
+        self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, beside=True)
         self._order = Order(config.name)
         self._once = threading.Lock()
         self._seen_failed = self._raised = False
@@ -172,20 +177,6 @@ class CuteBackend:
         self._begin()
         return self.throughput.dispatch_backward(grad_recv_x, grad_recv_weights, route, token_major=True)
 
-    def dispatch_tokens_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> Tensor:
-        self._begin()
-        self._order.start("dispatch_tokens")
-        return ticket(x)
-
-    def dispatch_tokens_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
-        self.check_errors()
-        self._order.wait("dispatch_tokens")
-        return self.throughput.dispatch(x, topk_weights, topk_idx, sizes, delivery, token_major=True)
-
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         self._begin()
         if residual is None and route.max_tokens <= self._latency_tokens:
@@ -216,43 +207,97 @@ class CuteBackend:
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
         self._begin()
-        if recv_weights is not None:
-            return self.throughput.combine_backward(grad_out, y, recv_weights, route)
-        grad_y = self.throughput.along("combine_backward", grad_out, None, route)[0]
-        return grad_y, grad_out.new_empty(0, dtype=torch.float32)
+        return _combine_backward(self.throughput, grad_out, y, recv_weights, route)
+
+    # Split operations (streams.py).
 
     def dispatch_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> Tensor:  # fmt: skip
+        args, given = (x, topk_weights, topk_idx, sizes, delivery), (x, topk_weights, topk_idx, given_scales(delivery))
+        if not self._few(sizes, delivery):
+            self._start(flight, "dispatch", given, lambda: self._beside.dispatch(*args))
+        else:
+            beside, here = self._latency_beside, self.latency
+            receive = lambda: beside.dispatch(*args, send=False), lambda: here.dispatch(*args, send=False)
+            self._start(flight, "dispatch", given, lambda: beside.send_dispatch(*args), receive)
+        return ticket(x)
+
+    def dispatch_wait(self, flight: int, *_: Any) -> DispatchTensors:
+        return self._wait(flight, "dispatch")
+
+    def dispatch_tokens_start(
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> Tensor:  # fmt: skip
+        args, given = (x, topk_weights, topk_idx, sizes, delivery), (x, topk_weights, topk_idx, given_scales(delivery))
+        self._start(flight, "dispatch_tokens", given, lambda: self._beside.dispatch(*args, token_major=True))
+        return ticket(x)
+
+    def dispatch_tokens_wait(self, flight: int, *_: Any) -> DispatchTensors:
+        return self._wait(flight, "dispatch_tokens")
+
+    def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        args, given = (y, recv_weights, route), (y, recv_weights, *route.tensors)
+        if route.max_tokens > self._latency_tokens:
+            self._start(flight, "combine", given, lambda: self._beside.combine(*args, None))
+        else:
+            beside, here = self._latency_beside, self.latency
+            receive = lambda: beside.combine(*args, send=False), lambda: here.combine(*args, send=False)
+            self._start(flight, "combine", given, lambda: beside.send_combine(*args), receive)
+        return ticket(y)
+
+    def combine_wait(self, flight: int, *_: Any) -> Tensor:
+        return self._wait(flight, "combine")
+
+    def dispatch_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route,
+        token_major: bool = False,
+    ) -> Tensor:  # fmt: skip
+        given = grad_recv_x, grad_recv_weights, *route.tensors
+        operator = "dispatch_tokens_backward" if token_major else "dispatch_backward"
+        self._start(
+            flight, operator, given,
+            lambda: self._beside.dispatch_backward(grad_recv_x, grad_recv_weights, route, token_major),
+        )  # fmt: skip
+        return ticket(route.topk_idx)
+
+    def dispatch_tokens_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> Tensor:
-        self._begin()
-        few = self._few(sizes, delivery)
-        made = self.latency.dispatch_start(x, topk_weights, topk_idx, sizes, delivery) if few else ticket(x)
-        self._order.start("dispatch")  # it has not, where that raises
-        return made
+        return self.dispatch_backward_start(flight, grad_recv_x, grad_recv_weights, route, token_major=True)
 
-    def dispatch_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
+    def combine_backward_start(
+        self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+    ) -> Tensor:
+        args, given = (grad_out, y, recv_weights, route), (grad_out, y, recv_weights, *route.tensors)
+        self._start(flight, "combine_backward", given, lambda: _combine_backward(self._beside, *args))
+        return ticket(grad_out)
+
+    def backward_wait(self, flight: int, operator: str, _: Blank) -> tuple[Tensor, Tensor]:
+        return self._wait(flight, operator)
+
+    def _start(
+        self, flight: int, operator: str, given: Given, run: Run, receive: tuple[Run, Run] | None = None
+    ) -> None:
         self.check_errors()
-        self._order.wait("dispatch")
-        path = self.latency.dispatch_wait if self._few(sizes, delivery) else self.throughput.dispatch
-        return path(x, topk_weights, topk_idx, sizes, delivery)
+        self._order.free(flight)
+        self._flights.start(flight, given, run, receive)
+        self._order.start(flight, operator)  # it has not, where that raises
 
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        self._begin()
-        few = route.max_tokens <= self._latency_tokens
-        sent = self.latency.combine_start(y, recv_weights, route) if few else ticket(y)
-        self._order.start("combine")  # it has not, where that raises
-        return sent
+    def _wait(self, flight: int, operator: str) -> Any:
+        self._order.wait(flight, operator)
+        try:
+            results = self._flights.wait(flight)
+        except RuntimeError as error:
+            if flight in self._flights:
+                self._order.start(flight, operator)
+            raise RuntimeError(f"communicator {self._config.name!r}: ep::{operator}_wait: {error}") from error
+        self.check_errors()  # the operation has been ended in any case
+        return results
 
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        self.check_errors()
-        self._order.wait("combine")
-        if route.max_tokens <= self._latency_tokens:
-            return self.latency.combine_wait(y, recv_weights, route)
-        return self.combine(y, recv_weights, route)
-
-    def refuse(self, operator: str, reason: str) -> None:
+    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
         """The others are told by a kernel, in the place of those that the operator would have launched.
 
         While a CUDA graph is captured, and where the communicator has failed already, nothing is said: the others wait
@@ -260,9 +305,16 @@ class CuteBackend:
         """
         if torch.cuda.is_current_stream_capturing() or self._report.failed() is not None:
             return
-        if operator.endswith(("_start", "_wait")):
-            self._order.started = None
-            self.latency.join()
+        (whole, part), started = parts_of(operator), self._order.started
+        if part == "wait":
+            if started.get(flight) != whole:
+                return
+            del started[flight]
+            if not self._flights.abandon(flight):
+                return  # it runs to its end, here as elsewhere
+        elif started and (part == "" or flight in started):
+            return  # nobody runs it
+        self._flights.follow()
         text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
         told = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
         self._launcher.get(Refuse)(marks.pack("refused", self._rank), text=told, blocks=1)
@@ -275,7 +327,8 @@ class CuteBackend:
         return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
 
     def _begin(self) -> None:
-        """By every operator that is no wait: what kernels reported is raised, split operations are not interrupted."""
+        """By every operator that is neither start nor wait: what kernels reported is raised, split operations are not
+        interrupted."""
         self.check_errors()
         self._order.check()
 
@@ -300,11 +353,11 @@ class CuteBackend:
                 row_weights = None if given is None else recv_weights
                 self.combine(recv_x, row_weights, route)
                 self.combine(recv_x, row_weights, route, x)
-            self.dispatch_start(x, given, topk_idx, few)
-            recv_x, recv_weights, *placed = self.dispatch_wait(x, given, topk_idx, few)
+            self.dispatch_start(0, x, given, topk_idx, few)
+            recv_x, recv_weights, *placed = self.dispatch_wait(0)
             small = _route(topk_idx, placed, rows, few)
-            self.combine_start(recv_x, row_weights, small)
-            self.combine_wait(recv_x, row_weights, small)
+            self.combine_start(0, recv_x, row_weights, small)
+            self.combine_wait(0)
             self.dispatch_planned(x, given, route)
             self.dispatch_backward(recv_x, row_weights, route)
             self.combine_backward(x, recv_x, row_weights, route)
@@ -438,11 +491,21 @@ class CuteBackend:
             _kept.append((self.memory, self._rows, self._report))
             return
         self._launcher.clear()
+        self._side_launcher.clear()
         # The views of the memory go first: what is left of it would be given back whenever Python's collector comes by.
         self._state = self._state.new_empty(0)
         self.memory.free()
         if self._rows is not None:
             self._rows.free()
+
+
+def _combine_backward(
+    path: ThroughputPath, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+) -> tuple[Tensor, Tensor]:
+    if recv_weights is not None:
+        return path.combine_backward(grad_out, y, recv_weights, route)
+    grad_y = path.along("combine_backward", grad_out, None, route)[0]
+    return grad_y, grad_out.new_empty(0, dtype=torch.float32)
 
 
 def _route(topk_idx: Tensor, placed: Sequence[Tensor], num_rows: int, sizes: Sizes) -> Route:

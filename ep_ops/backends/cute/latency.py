@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cute_kernels import marks
@@ -16,7 +14,6 @@ from cute_kernels.latency.dispatch import Dispatch
 
 from ...records import Delivery, Route, Sizes
 from ..base import DispatchTensors
-from ..split import ticket
 from .launcher import Launcher
 from .outputs import Outputs
 from .sent import Sent, given_scales, sent, with_scales
@@ -59,9 +56,7 @@ class LatencyPath:
     def __init__(self, launcher: Launcher, outputs: Outputs, tokens: int) -> None:
         self.tokens = tokens
         self._kernel, self._outputs = launcher.get, outputs
-        self._device = launcher.device
         self._multiprocessors = launcher.multiprocessors
-        self._side = torch.cuda.Stream(launcher.device, priority=-1)  # sends begin before what stands behind a start
         self._alone = launcher.problem.world_size == 1
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
@@ -92,20 +87,11 @@ class LatencyPath:
         self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, delivery, out, recv_scales)
         return with_scales(out, recv_scales, delivery)
 
-    def dispatch_start(
+    def send_dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> Tensor:
-        """Sends, beside what follows on the current stream."""
-        with self._beside():
-            self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
-        return ticket(x)
-
-    def dispatch_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
-        """Receives. Complete when it ends, as :meth:`dispatch`."""
-        self.join()
-        return self.dispatch(x, topk_weights, topk_idx, sizes, delivery, send=False)
+    ) -> None:
+        """The first part of a dispatch; the other is one that does not `send`."""
+        self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
 
     def _launch_dispatch(
         self,
@@ -133,36 +119,15 @@ class LatencyPath:
             senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, *, send: bool = True) -> Tensor:
         """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        self._launch_combine((True, True), y, recv_weights, route, out)
+        self._launch_combine((send, True), y, recv_weights, route, out)
         return out
 
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        """Adds up and sends, beside what follows on the current stream."""
-        with self._beside():
-            self._launch_combine((True, False), y, recv_weights, route, None)
-        return ticket(y)
-
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        """Receives and adds up. Complete when it ends, as :meth:`combine`."""
-        self.join()
-        out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        self._launch_combine((False, True), y, recv_weights, route, out)
-        return out
-
-    # A kernel that only sends lasts until the link has taken everything. It runs on a stream of its own, between start
-    # and wait: nothing of it is left when the wait's kernel runs, and since the wait is given the same tensors, they
-    # live until then.
-
-    def _beside(self) -> contextlib.AbstractContextManager[None]:
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._side)
-
-    def join(self) -> None:
-        """Let the current stream wait for what was sent beside it."""
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
+    def send_combine(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> None:
+        """The first part of a combine; the other is one that does not `send`."""
+        self._launch_combine((True, False), y, recv_weights, route, None)
 
     def _launch_combine(
         self, part: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None

@@ -16,7 +16,7 @@ from cute_kernels.places import place_words
 from ...symmetric import SymmetricBuffer, nvshmem
 
 Launch = Callable[..., None]
-"""What launches a kernel on the current stream, called with (terms, **arguments). The arguments (`kernel.Args`) go by
+"""What launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) go by
 name: tensors, None or left out where there is none; numbers as they are, all of them."""
 
 
@@ -24,9 +24,11 @@ class Launcher:
     """Of one rank of a communicator, on its device."""
 
     def __init__(
-        self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int]
-    ) -> None:
-        """The rest: this rank, address of the report, deadline of waits in ns."""
+        self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int],
+        stream: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
+        """The rest: this rank, address of the report, deadline of waits in ns. `stream`: device index -> the stream to
+        launch on; None: the current one."""
         self.problem, self.device = problem, heap.local.device
         device = self.device
         properties = torch.cuda.get_device_properties(device)
@@ -38,13 +40,14 @@ class Launcher:
             self._table = torch.tensor(words, dtype=torch.int64, device=device)
         self._ranks = (self._table.data_ptr(), heap.addresses[rest[0]], *rest)
         self._launches: dict[Any, Launch] = {}
+        self._stream = stream or torch._C._cuda_getCurrentRawStream
 
     def get(self, kernel: type[Kernel], *variant: Any) -> Launch:
         """How to launch `kernel(problem, *variant)`, which is compiled when it is first asked for."""
         found = self._launches.get((kernel, variant))
         if found is None:
             function = self._compiled(kernel(self.problem, *variant))
-            found = _template(kernel.Args)(function, self._ranks, self.device.index)
+            found = _template(kernel.Args)(function, self._ranks, self.device.index, self._stream)
             self._launches[kernel, variant] = found
         return found
 
@@ -66,7 +69,7 @@ class Launcher:
 
 @functools.cache
 def _template(args: type[Any]) -> Callable[..., Launch]:
-    """(compiled function, values of `RankArgs` before the terms, device index) -> how to launch it.
+    """(compiled function, values of `RankArgs` before the terms, device index, its stream) -> how to launch it.
 
     Written as text, as namedtuple does it: a call by keyword that Python itself checks costs less than half of what a
     loop over names does, and launching is most of the host time of an operator.
@@ -77,10 +80,9 @@ def _template(args: type[Any]) -> Callable[..., Launch]:
     scope: dict[str, Any] = {
         "_device": torch._C._cuda_getDevice,
         "_on": torch.cuda.device,
-        "_stream": torch._C._cuda_getCurrentRawStream,
     }
     text = f"""
-def launches(_function, _ranks, _index):
+def launches(_function, _ranks, _index, _stream):
     def launch(terms, *, {parameters}):
         if _device() != _index:
             with _on(_index):

@@ -79,8 +79,12 @@ def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
 class ThroughputPath:
     """Operators for any number of tokens."""
 
-    def __init__(self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: Traffic) -> None:
-        self._kernel = launcher.get
+    def __init__(
+        self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: Traffic, beside: bool = False
+    ) -> None:
+        """`beside`: they run beside computation, to which they leave what they can do without: no blocks join, and few
+        multiprocessors stage."""
+        self._kernel, self._beside = launcher.get, beside
         self._problem, self._all_blocks = launcher.problem, launcher.multiprocessors
         self._outputs, self._budget, self._traffic = outputs, budget, traffic
 
@@ -119,7 +123,7 @@ class ThroughputPath:
     ) -> DispatchTensors:  # fmt: skip
         how = sent(delivery)
         weighted, pulling = topk_weights is not None, self._pulling(how)
-        beyond = max(0, self._budget.beyond[0] - pulling) if pulling > 1 else 0
+        beyond = max(0, self._beyond[0] - pulling) if pulling > 1 else 0
         out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how, token_major)
         recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
         recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out[:7]
@@ -148,10 +152,14 @@ class ThroughputPath:
                 )  # fmt: skip
         return with_scales(out, recv_scales, delivery)
 
+    @property
+    def _beyond(self) -> tuple[int, int]:
+        return (0, 0) if self._beside else self._budget.beyond
+
     def _pulling(self, how: Sent) -> int:
         """SMs that fetch rows. In a format these are short, and have scales to be stored besides: without a budget that
         was set they get as many as a rank with more rows."""
-        more = min(self._budget.beyond[0], self._budget.most_dispatch) if how.format else 0
+        more = min(self._beyond[0], self._budget.most_dispatch) if how.format else 0
         return max(self._budget.dispatch, more)
 
     def _stages(self, how: Sent) -> bool:
@@ -170,7 +178,7 @@ class ThroughputPath:
         max_tokens = route.max_tokens
         terms = marks.pack(kind, max_tokens, weighted, format=how.format)
         published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route, delivery, token_major)
-        joining = max(0, self._budget.beyond[0] - pulling)
+        joining = max(0, self._beyond[0] - pulling)
         self._kernel(Pull, weighted, not published, False, False, how.format, how.layout)(
             terms,
             x=x, arrivals=route.arrivals, offs=route.offs, counts=route.counts, recv_x=recv_x,
@@ -243,7 +251,7 @@ class ThroughputPath:
             "pushers": self._traffic.pushers(blocks),
             "dealt": blocks,
             "expected": self._traffic.expected(tokens, SEND),
-            "blocks": max(blocks, self._budget.beyond[1]) if rows else blocks,
+            "blocks": max(blocks, self._beyond[1]) if rows else blocks,
         }
 
     def _publish_along(
@@ -276,4 +284,7 @@ class ThroughputPath:
         same time: all that there are but for a margin stage, announce, and, across NVLink domains, send and relay."""
         route, rows, weights, *_ = variant
         tiles = self._problem.tiles if route or weights else 0
-        return tiles + (max(row_blocks(self._problem), self._all_blocks - MARGIN - tiles - pulling) if rows else 0)
+        staging = max(row_blocks(self._problem), self._all_blocks - MARGIN - tiles - pulling)
+        if self._beside:
+            staging = min(staging, 1 + STAGING_BLOCKS)
+        return tiles + (staging if rows else 0)

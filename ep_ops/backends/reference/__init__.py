@@ -68,8 +68,9 @@ name each local expert, ``offs`` [El] their sums up to and with each, and ``drop
 and in rows without a copy; ``recv_weights`` [R, K] the weight beside it, and 0 where that is -1. Backward, rows are
 combined, and the weight of a (token, k) gets what its place in the row of its copy has; other places are not read.
 
-**Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator. Nothing else of
-the communicator may run between the two.
+**Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator; so it is of
+gradients, whose waits take sizes alone. Between the two nothing of the communicator may run but split operations of
+other flights.
 
 **Meeting.** Before anything else moves, ranks tell each other which operator they run, how many rows they will send
 and whether they refuse their input; any mismatch, and the reason of a refusal, raises on all of them.

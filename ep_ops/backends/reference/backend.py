@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ...config import Member
 from ...exchange import Exchange
 from ...records import Delivery, Operation, Placed, Route, Sizes
 from .. import split
-from ..base import DispatchTensors, Formats
+from ..base import Blank, DispatchTensors, Formats
 from ..budget import Budget
 from . import copies, quantised
 from .meeting import Meeting
@@ -35,17 +36,14 @@ class ReferenceBackend:
         self.budget = Budget(1, 2)  # checked, and used by nothing
         self._meeting = Meeting(self.rows)
         self._order = split.Order(member.name)
+        self._in_start = False  # whether an operation runs as part of its start
+        self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> what its wait is to return
         self._empty: Tensor | None = None  # what empty_rows hands out
 
     def _begin(self) -> None:
-        """By every operator that is no wait of a split operation."""
-        if self.strict:
+        """By every operator that is neither start nor wait."""
+        if self.strict and not self._in_start:
             self._order.check()
-
-    def _end(self, operator: str) -> None:
-        """By every wait of a split operation."""
-        if self.strict:
-            self._order.wait(operator)
 
     # ------------------------------------------------------------------ planning
 
@@ -166,45 +164,79 @@ class ReferenceBackend:
     # ------------------------------------------------------------------ split operations
 
     def dispatch_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> Tensor:
-        """Nothing yet: the wait does it all."""
-        self._begin()
-        self._order.start("dispatch")
-        return split.ticket(x)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self._start(flight, "dispatch", split.ticket(x), x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
-        """:meth:`dispatch`."""
-        self._end("dispatch")
-        return self.dispatch(x, topk_weights, topk_idx, sizes, delivery)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        return self._wait(flight, "dispatch", x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_start(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> Tensor:
-        """Nothing yet: the wait does it all."""
-        self._begin()
-        self._order.start("dispatch_tokens")
-        return split.ticket(x)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self._start(flight, "dispatch_tokens", split.ticket(x), x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_wait(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
-        """:meth:`dispatch_tokens`."""
-        self._end("dispatch_tokens")
-        return self.dispatch_tokens(x, topk_weights, topk_idx, sizes, delivery)
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None = None,
+    ) -> DispatchTensors:  # fmt: skip
+        return self._wait(flight, "dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
 
-    def combine_start(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        """Nothing yet: the wait does it all."""
-        self._begin()
-        self._order.start("combine")
-        return split.ticket(y)
+    def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        return self._start(flight, "combine", split.ticket(y), y, recv_weights, route)
 
-    def combine_wait(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        """:meth:`combine`."""
-        self._end("combine")
-        return self.combine(y, recv_weights, route)
+    def combine_wait(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+        return self._wait(flight, "combine", y, recv_weights, route)
+
+    def dispatch_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> Tensor:
+        made = split.ticket(route.topk_idx)
+        return self._start(flight, "dispatch_backward", made, grad_recv_x, grad_recv_weights, route)
+
+    def dispatch_tokens_backward_start(
+        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
+    ) -> Tensor:
+        made = split.ticket(route.topk_idx)
+        return self._start(flight, "dispatch_tokens_backward", made, grad_recv_x, grad_recv_weights, route)
+
+    def combine_backward_start(
+        self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
+    ) -> Tensor:
+        return self._start(flight, "combine_backward", split.ticket(grad_out), grad_out, y, recv_weights, route)
+
+    def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
+        if not self.strict and flight not in self._order.started:
+            grad_rows, grad_weights = blank()
+            return grad_rows.zero_(), grad_weights.zero_()
+        self._order.wait(flight, operator)
+        return self._ended.pop(flight)  # type: ignore[return-value]
+
+    def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
+        """Runs the whole operation; its wait returns what came of it. (Where waits may come without a start, in tools
+        that try operators one by one, those that are given all arguments run it; of gradients they return zeros.)"""
+        if self.strict:
+            self._order.free(flight)
+        elif "backward" not in operator:
+            return made
+        self._in_start = True
+        try:
+            self._ended[flight] = getattr(self, operator)(*args)
+        finally:
+            self._in_start = False
+        self._order.start(flight, operator)
+        return made
+
+    def _wait(self, flight: int, operator: str, *args: Any) -> Any:
+        if not self.strict:
+            return getattr(self, operator)(*args)
+        self._order.wait(flight, operator)
+        return self._ended.pop(flight)
 
     # ------------------------------------------------------------------ backwards
 
@@ -249,12 +281,15 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ the rest of a backend
 
-    def refuse(self, operator: str, reason: str) -> None:
-        """Meets the others where they run the operator (a split one: in its wait), who raise the reason."""
-        whole = operator.removesuffix("_start").removesuffix("_wait")
-        if operator != whole:
-            self._order.started = None
-        self._meeting.gather(whole, reason)
+    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
+        """Meets the others where they run the operator (a split one: in its start), who raise the reason."""
+        whole, part = split.parts_of(operator)
+        started = self._order.started
+        if part == "wait" and self.strict:
+            if started.get(flight) == whole:  # it has run; nobody wants what came of it
+                del started[flight], self._ended[flight]
+        elif not started or (part == "start" and flight not in started):  # else the others refuse it as well
+            self._meeting.gather(whole, reason)
 
     def compile(self, formats: Formats = ()) -> None:
         """Nothing to do."""

@@ -1,0 +1,142 @@
+"""Split operations on the communicator's own stream, between a start and a wait of the caller's.
+
+**Order on the device.** What a start launches follows all that the caller's stream has before it, and what comes
+behind a wait follows it: the side stream is forked from the caller's stream by an event and joined to it by another.
+Both are part of a CUDA graph that is captured meanwhile. Operations of one communicator follow each other on the side
+stream in the order of their starts, which is the same on all ranks; each has an event of its own, so they may be
+awaited in any order.
+
+**Memory.** Results are allocated on the caller's stream before the fork, by which everything that used their memory
+before is done. They, and what the start was given, are held here until the wait. From then on the caller's stream
+follows the operation, so whatever is freed afterwards may be used again in the order of that stream, as the allocator
+does it, in the private memory of a graph as well. Where the wait is called on another stream than the start, the
+allocator is told which stream used what.
+
+**Few tokens.** The latency kernels' start only sends, and its wait receives; nothing else of the communicator may come
+between. So a second start receives first what the operation under way is sent, beside the caller's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Given = tuple[Tensor | None, ...]
+"""What a start was given, tensors that are read until the operation ends."""
+Run = Callable[[], Any]
+
+
+class Side:
+    """The stream, as a launcher sees it: the first kernel of an operation forks it from the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Of high priority: what a peer waits for does not stand behind what the caller's stream computes.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._device = device
+        self._fork = torch.cuda.Event()
+        self.forked = False  # whether the operation's first kernel has been launched
+
+    def raw(self, index: int) -> int:
+        """Of device ``index``. Later kernels of the operation follow the first, with nothing in between: they may be
+        launched while it runs."""
+        if not self.forked:
+            self._fork.record(torch.cuda.current_stream(self._device))
+            self.stream.wait_event(self._fork)
+            self.forked = True
+        return self.stream.cuda_stream
+
+    def ended(self, event: torch.cuda.Event) -> None:
+        """``event``: when all that the operation has launched has ended. The next kernel is another one's first."""
+        event.record(self.stream)
+        self.forked = False
+
+
+@dataclass
+class _UnderWay:
+    results: Any
+    receive: tuple[Run, Run] | None  # what is left to be done: beside the caller's stream, or on it
+    given: Given
+    began_on: torch.cuda.Stream
+    captured: bool
+
+
+class Flights:
+    """The operations under way, by flight."""
+
+    def __init__(self, device: torch.device, number: int) -> None:
+        self._device = device
+        self.side = Side(device)
+        self._events = [torch.cuda.Event() for _ in range(number)]
+        self._under_way: dict[int, _UnderWay] = {}
+
+    def start(self, flight: int, given: Given, run: Run, receive: tuple[Run, Run] | None = None) -> None:
+        """Has ``run`` launch beside the current stream. It returns the results, unless these come of ``receive``: how
+        to launch the rest beside the current stream, and on it."""
+        self.settle()
+        results = run()
+        self.side.ended(self._events[flight])
+        stream = torch.cuda.current_stream(self._device)
+        self._under_way[flight] = _UnderWay(results, receive, given, stream, torch.cuda.is_current_stream_capturing())
+
+    def settle(self) -> None:
+        """Launches the rest of an operation that has only been sent, so that another may begin."""
+        self.side.forked = False  # one that failed may have left it
+        for flight, one in self._under_way.items():
+            if one.receive is not None:
+                beside, _ = one.receive
+                one.results, one.receive = beside(), None
+                self.side.ended(self._events[flight])
+                if torch.cuda.current_stream(self._device) != one.began_on:
+                    one.began_on = self.side.stream  # on none that a wait is called on: all is told to the allocator
+
+    def wait(self, flight: int) -> Any:
+        """The results; the current stream follows the operation. RuntimeError if either start or wait was captured in a
+        CUDA graph, but not both."""
+        one = self._under_way[flight]
+        captured = torch.cuda.is_current_stream_capturing()
+        if captured != one.captured:
+            if one.captured:
+                del self._under_way[flight]  # the capture has failed: nothing runs
+            both = "its start was captured in a CUDA graph, its wait was not"
+            raise RuntimeError(both if one.captured else "its wait is captured in a CUDA graph, its start was not")
+        del self._under_way[flight]
+        stream = self._join(flight)
+        if stream != one.began_on:
+            _used(one.given, self.side.stream)
+        if one.receive is not None:
+            _, here = one.receive
+            return here()
+        if stream != one.began_on:
+            _used(one.results if isinstance(one.results, tuple) else (one.results,), stream)
+        return one.results
+
+    def abandon(self, flight: int) -> bool:
+        """Instead of a wait: nobody wants the results. Whether the rest is yet to be launched, or something in the
+        place of it; the current stream follows what has been."""
+        one = self._under_way.pop(flight)
+        self._join(flight)
+        return one.receive is not None
+
+    def follow(self) -> None:
+        """The current stream follows all operations under way."""
+        self.settle()
+        for flight in self._under_way:
+            self._join(flight)
+
+    def __contains__(self, flight: int) -> bool:
+        return flight in self._under_way
+
+    def _join(self, flight: int) -> torch.cuda.Stream:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._events[flight])
+        return stream
+
+
+def _used(tensors: Given, stream: torch.cuda.Stream) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)

@@ -1,0 +1,41 @@
+"""Micro-batches that take turns: while one computes, what the other has sent is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def interleave(*batches: Iterator[Result | None]) -> list[Result]:
+    """Runs generators by turns and returns the result of each.
+
+    A generator computes one micro-batch. It yields None between a start and its wait, where the others take their
+    turns: what they do then overlaps with the operation. In the end it yields its result. Each takes a ``flight`` of
+    its own, so there are two at most on one communicator::
+
+        def layer(x, flight):
+            weights, experts = choose_experts(x, router, comm.top_k)
+            started = comm.dispatch_start(x, experts, weights, flight=flight)
+            yield None
+            rows = comm.dispatch_wait(started)
+            started = comm.combine_start(grouped_experts(rows), rows.route, rows.weights, flight=flight)
+            yield None
+            yield x + comm.combine_wait(started)
+
+        first, second = interleave(layer(x[:half], 0), layer(x[half:], 1))
+
+    :meth:`ep_ops.nn.MoELayer.steps` is such a generator. Backward runs in the opposite order, the gradients of waits as
+    starts, and overlaps as well. Works under ``torch.compile(fullgraph=True)`` where the generators are made in the
+    function that is compiled. RuntimeError for a generator that ends without a result.
+    """
+    results: list[Result | None] = [None] * len(batches)
+    while any(result is None for result in results):
+        for turn, batch in enumerate(batches):
+            if results[turn] is None:
+                try:
+                    results[turn] = next(batch)
+                except StopIteration:
+                    raise RuntimeError(f"generator {turn} ended without a result, which its last yield gives") from None
+    return [result for result in results if result is not None]

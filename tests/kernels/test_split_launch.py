@@ -1,0 +1,266 @@
+"""What start and wait of a split operation put on which stream, in which order, without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from launches import Recorder
+
+from cute_kernels.heap import Problem
+from cute_kernels.refusal import Refuse
+from ep_ops.backends.budget import Budget
+from ep_ops.backends.cute import CuteBackend, outputs, streams
+from ep_ops.backends.cute.budget import Traffic
+from ep_ops.backends.cute.latency import LatencyPath
+from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.throughput import ThroughputPath
+from ep_ops.backends.split import Order
+from ep_ops.records import Route, Sizes
+
+PROBLEM = Problem(2, (2, 2), 2, 64, "bf16", 512)
+MANY, FEW = Sizes(32, 16, 0, 400), Sizes(32, 16, 0, 8)
+X, IDX, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
+
+
+class Device:
+    """Keeps a list of all that is done: (what, stream, which event or kernel)."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str, Any]] = []
+        self.current = self.caller = self.stream("caller")
+        self.capturing = False
+        self.events = 0
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name, cuda_stream=name, wait_event=lambda event: self.done.append(("waits for", name, event.number))
+        )
+
+    def event(self) -> Any:
+        self.events += 1
+        event = SimpleNamespace(number=self.events)
+        event.record = lambda stream: self.done.append(("records", stream.name, event.number))
+        return event
+
+    def take(self) -> list[tuple[str, str, Any]]:
+        done, self.done[:] = list(self.done), []
+        return done
+
+
+class Launches(Recorder):
+    """Notes launches on the current stream, or on that which a launcher is given."""
+
+    def __init__(self, device: Device, raw: Any = None) -> None:
+        super().__init__(PROBLEM, 132)
+        self.on, self.raw = device, raw
+
+    def get(self, kernel: Any, *variant: Any) -> Any:
+        if kernel is Refuse:
+            return lambda terms, **values: self.on.done.append(("launches", self.on.current.name, "Refuse"))
+        launch = super().get(kernel, *variant)
+
+        def noted(terms: int, **values: Any) -> None:
+            stream = self.raw(0) if self.raw else self.on.current.name
+            launch(terms, **values)
+            self.on.done.append(("launches", stream, kernel.__name__))
+
+        return noted
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.stream("side" if priority < 0 else "low"))
+    monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+
+    def used(tensors: Any, stream: Any) -> None:
+        made.done.append(("uses", stream.name, sum(t is not None for t in tensors)))
+
+    monkeypatch.setattr(streams, "_used", used)
+
+    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.done.append(("allocates", made.current.name, None))
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    monkeypatch.setattr(outputs, "allocator", lambda device: new)
+    return made
+
+
+@pytest.fixture
+def backend(device: Device) -> Any:
+    made: Any = object.__new__(CuteBackend)
+    made._flights = streams.Flights(torch.device("cpu"), 2)
+    made._config, made._order = SimpleNamespace(name="ep"), Order("ep")
+    made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)
+    made._latency_tokens, made._rank, made._device = 64, 0, torch.device("cpu")
+    results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), Traffic.of((2, 2), 2, 128, 1)
+    made._launcher = here = Launches(device)
+    made.side = side = Launches(device, made._flights.side.raw)
+    made.latency, made._latency_beside = (LatencyPath(launcher, results, 64) for launcher in (here, side))  # type: ignore
+    made.throughput = ThroughputPath(here, results, Budget(20, 30), traffic)  # type: ignore[arg-type]
+    made._beside = ThroughputPath(side, results, Budget(20, 30), traffic, beside=True)  # type: ignore[arg-type]
+    device.take()
+    return made
+
+
+def on_the_side(done: list[tuple[str, str, Any]], event: int, *kernels: str) -> bool:
+    """Whether that is a start: results are allocated on the caller's stream, whose work the side stream then follows;
+    between its kernels there is nothing."""
+    fork = done.index(("records", "caller", 1))
+    before, rest = done[:fork], done[fork + 1 :]
+    launched = [("launches", "side", kernel) for kernel in kernels]
+    return {what for what, *_ in before} <= {"allocates"} and rest == [
+        ("waits for", "side", 1), *launched, ("records", "side", event)
+    ]  # fmt: skip
+
+
+def route_of(placed: Any, max_tokens: int) -> Route:
+    return Route(IDX, *placed[:4], 16, 32, max_tokens)
+
+
+def test_many_tokens(backend: Any, device: Device) -> None:
+    """Everything is launched by the start; the wait orders the caller's stream behind it, and hands out results."""
+    backend.dispatch_start(1, X, WEIGHTS, IDX, MANY)
+    assert on_the_side(device.take(), 3, "Publish", "Pull")
+    written = backend.side.launched[-1][2]
+    recv_x, recv_weights, *placed = backend.dispatch_wait(1)
+    assert device.take() == [("waits for", "caller", 3)] and recv_x is written["recv_x"]
+    route = route_of(placed, 400)
+    backend.combine_start(0, recv_x, recv_weights, route)
+    assert on_the_side(device.take(), 2, "Combine")
+    assert backend.combine_wait(0) is backend.side.launched[-1][2]["out"]
+    device.take()
+    backend.combine_backward_start(0, X, recv_x, recv_weights, route)
+    assert on_the_side(device.take(), 2, "Publish", "PullScaled")
+    assert backend.backward_wait(0, "combine_backward", None)[0] is backend.side.launched[-1][2]["grad_y"]
+    device.take()
+    backend.dispatch_backward_start(0, recv_x, recv_weights, route)
+    assert on_the_side(device.take(), 2, "Combine")
+    assert backend.backward_wait(0, "dispatch_backward", None)[0] is backend.side.launched[-1][2]["out"]
+    assert not backend._flights._under_way and not backend._order.started
+
+
+def test_two_under_way(backend: Any, device: Device) -> None:
+    """In the order of their starts on the side stream, each with an event, awaited in any order."""
+    for flight in (0, 1):
+        backend.dispatch_start(flight, X, None, IDX, MANY)
+        assert on_the_side(device.take(), 2 + flight, "Publish", "Pull")
+    first, second = (given["recv_x"] for kernel, _, given in backend.side.launched if type(kernel).__name__ == "Pull")
+    with pytest.raises(RuntimeError, match="flight 1 is taken: ep::dispatch_start must be followed"):
+        backend.dispatch_start(1, X, None, IDX, MANY)
+    with pytest.raises(RuntimeError, match="ep::combine_wait, but ep::dispatch_start was called in flight 0"):
+        backend.combine_wait(0)
+    with pytest.raises(RuntimeError, match="before a whole operator"):
+        backend.dispatch(X, None, IDX, MANY)
+    assert device.take() == []
+    assert backend.dispatch_wait(1)[0] is second and device.take() == [("waits for", "caller", 3)]
+    assert backend.dispatch_wait(0)[0] is first and device.take() == [("waits for", "caller", 2)]
+    with pytest.raises(RuntimeError, match="ep::dispatch_wait, but nothing was started in flight 0"):
+        backend.dispatch_wait(0)
+    backend.dispatch(X, None, IDX, MANY)
+    assert ("launches", "caller", "Pull") in device.take()
+
+
+def test_few_tokens(backend: Any, device: Device) -> None:
+    """The start sends beside the caller's stream, the wait receives on it."""
+    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW)
+    assert on_the_side(device.take(), 2, "Dispatch")
+    recv_x, recv_weights, *placed = backend.dispatch_wait(0)
+    done = [each for each in device.take() if each[0] != "allocates"]
+    assert done == [("waits for", "caller", 2), ("launches", "caller", "Dispatch")]
+    send, receive = backend.side.launched[0], backend._launcher.launched[0]
+    assert (send[0].send, send[0].receive) == (True, False) and receive[2]["recv_x"] is recv_x
+    assert (receive[0].send, receive[0].receive) == (False, True)
+    backend.combine_start(0, recv_x, recv_weights, route_of(placed, 8))
+    assert on_the_side(device.take(), 2, "Combine")
+    assert backend.combine_wait(0) is backend._launcher.launched[-1][2]["out"]
+
+
+def test_few_tokens_and_another_start(backend: Any, device: Device) -> None:
+    """It receives first, beside the caller's stream: between sending and receiving nothing may come."""
+    backend.dispatch_start(0, X, None, IDX, FEW)
+    device.take()
+    backend.dispatch_start(1, X, None, IDX, MANY)
+    done = device.take()
+    second = done.index(("records", "side", 2)) + 1
+    assert on_the_side(done[:second], 2, "Dispatch") and on_the_side(done[second:], 3, "Publish", "Pull")
+    assert backend.side.launched[1][0].receive and not backend.side.launched[1][0].send
+    assert backend.dispatch_wait(0)[0] is backend.side.launched[1][2]["recv_x"]
+    assert device.take() == [("waits for", "caller", 2)]
+    backend.dispatch_wait(1)
+
+
+def test_another_stream_waits(backend: Any, device: Device) -> None:
+    """The allocator learns who used what, since memory goes back to the stream that it came from."""
+    backend.dispatch_start(0, X, WEIGHTS, IDX, MANY)
+    device.take()
+    device.current = device.stream("other")
+    assert len(backend.dispatch_wait(0)) == 7
+    assert device.take() == [("waits for", "other", 2), ("uses", "side", 3), ("uses", "other", 7)]
+
+
+def test_graphs(backend: Any, device: Device) -> None:
+    """Start and wait are captured together, or neither is."""
+    device.capturing = True
+    backend.dispatch_start(0, X, None, IDX, MANY)
+    assert on_the_side(device.take(), 2, "Publish", "Pull")
+    backend.dispatch_wait(0)
+    device.capturing = False
+    backend.dispatch_start(0, X, None, IDX, MANY)
+    device.capturing = True
+    with pytest.raises(RuntimeError, match="'ep': ep::dispatch_wait: its wait is captured in a CUDA graph, its start"):
+        backend.dispatch_wait(0)
+    device.capturing = False
+    backend.dispatch_wait(0)  # it is still under way
+    device.capturing = True
+    backend.dispatch_start(0, X, None, IDX, MANY)
+    device.capturing = False
+    with pytest.raises(RuntimeError, match="its start was captured in a CUDA graph, its wait was not"):
+        backend.dispatch_wait(0)
+    backend.dispatch_start(0, X, None, IDX, MANY)  # that one is forgotten
+
+
+def test_refusals(backend: Any, device: Device) -> None:
+    """This rank's number of operations remains that of its peers."""
+    refuse = ("launches", "caller", "Refuse")
+    backend.refuse("dispatch_start", "why")
+    assert device.take() == [refuse]
+    backend.dispatch_start(0, X, None, IDX, MANY)
+    device.take()
+    backend.refuse("combine_start", "why", 1)
+    assert device.take() == [("waits for", "caller", 2), refuse], "behind what is under way"
+    for operator, flight in (("dispatch", 0), ("combine_start", 0), ("combine_wait", 0), ("dispatch_wait", 1)):
+        backend.refuse(operator, "why", flight)
+        assert device.take() == [], "its peers do not run it"
+    backend.refuse("dispatch_wait", "why", 0)
+    assert device.take() == [("waits for", "caller", 2)] and not backend._order.started, "it has run"
+    backend.dispatch_start(0, X, None, IDX, FEW)
+    device.take()
+    backend.refuse("dispatch_wait", "why", 0)
+    assert device.take() == [("waits for", "caller", 2), refuse], "in the place of what receives"
+
+
+def test_a_start_that_fails(backend: Any, device: Device) -> None:
+    """Nothing is under way then, and the next one is ordered as ever."""
+    get = backend.side.get
+
+    def fails(kernel: Any, *variant: Any) -> Any:
+        if kernel.__name__ == "Pull":
+            raise OSError("no room for it")
+        return get(kernel, *variant)
+
+    backend._beside._kernel = fails
+    with pytest.raises(OSError, match="no room"):
+        backend.dispatch_start(0, X, None, IDX, MANY)
+    backend._beside._kernel = get
+    device.take()
+    backend.dispatch_start(0, X, None, IDX, MANY)
+    assert on_the_side(device.take(), 2, "Publish", "Pull")
