@@ -91,10 +91,11 @@ def main() -> None:
         everywhere = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=draw) / HIDDEN**0.5
         preferred = torch.linspace(3, 0, EXPERTS)  # what the router has for an expert besides chance
         w = everywhere[list(moe.local_experts)]
+        draw.manual_seed(moe.comm.rank + 1)  # other tokens on every rank
         batches = []
         for _ in range(STEPS):
-            weights, experts = (torch.randn(TOKENS, EXPERTS) + preferred).topk(TOP_K)
-            batches.append((torch.randn(TOKENS, HIDDEN), experts, weights.softmax(-1)))
+            weights, experts = (torch.randn(TOKENS, EXPERTS, generator=draw) + preferred).topk(TOP_K)
+            batches.append((torch.randn(TOKENS, HIDDEN, generator=draw), experts, weights.softmax(-1)))
 
         outs = [layer(moe, *batch, w) for batch in batches]
         before = busiest(moe)

@@ -24,7 +24,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.exchange import Exchange
 from ep_ops.nn.recompute import recomputing
 from ep_ops.operators.eager import refuse
-from ep_ops.records import Dispatched, DispatchedTokens, Route, StartedCombine, StartedDispatch
+from ep_ops.records import Dispatched, DispatchedTokens, StartedCombine, StartedDispatch
 
 from . import placement as placements
 from .config import EXACT, MoECommunicatorConfig, Quant, latency_problem
@@ -93,8 +93,9 @@ class MoECommunicator:
         self._quant, self._few = config.quant, config.mode == "latency"
         self._token_major, self._exact = config.layout == "token_major", config.capacity == EXACT
         self._operator = ("dispatch_tokens" if self._token_major else "dispatch") + ("_dynamic" if self._exact else "")
+        self._dispatch: Any = getattr(comm, self._operator)
         self._splits = config.overlap and not self._exact
-        self._all_room = self._room(config.max_tokens_per_rank)
+        self._usual = self._given(config.quant, None)
         self._counts: Counts | None = None
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64)  # rows kept and dropped, before a place()
         if config.statistics:
@@ -138,15 +139,12 @@ class MoECommunicator:
         Does not touch the host, unless the capacity is "exact". Differentiable. Errors are those of
         :meth:`ep_ops.Communicator.dispatch`, on all ranks.
         """
-        how = self._how(quant)
+        how = self._quant if quant is None else self._how(quant)
         if previous_handle is not None:
             return self._along(input, topk_ids, weights, how, previous_handle)
-        comm = self.comm
-        if self._token_major:
-            run: Any = comm.dispatch_tokens_dynamic if self._exact else comm.dispatch_tokens
-        else:
-            run = comm.dispatch_dynamic if self._exact else comm.dispatch
-        return self._arrived(run(input, self._physical(topk_ids), weights, **self._given(how, max_tokens)), how)
+        ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
+        given = self._usual if quant is None and max_tokens is None else self._given(how, max_tokens)
+        return self._arrived(self._dispatch(input, ids, weights, **given), how)
 
     @ranged("ep_ops.moe.combine")
     def combine(self, expert_output: Tensor, handle: DispatchHandle) -> Tensor:
@@ -156,7 +154,10 @@ class MoECommunicator:
         Token-major rows are what :func:`ep_ops.nn.reduce_rows` gives, or a kernel that does the same: weights are
         applied there.
         """
-        return self._returned(self.comm.combine(expert_output, handle.route, handle.weights), handle)
+        out = self.comm.combine(expert_output, handle.route, handle.weights)
+        if self._counts is not None:
+            self._returned(handle)
+        return out
 
     @ranged("ep_ops.moe.dispatch_async")
     def dispatch_async(
@@ -176,9 +177,10 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        how = self._how(quant)
+        how = self._quant if quant is None else self._how(quant)
+        ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
         start: Any = self.comm.dispatch_tokens_start if self._token_major else self.comm.dispatch_start
-        started = start(input, self._physical(topk_ids), weights, **self._given(how, max_tokens))
+        started = start(input, ids, weights, **self._given(how, max_tokens))
         return Request(lambda: self._dispatch_wait(started, how))
 
     @ranged("ep_ops.moe.combine_async")
@@ -197,7 +199,10 @@ class MoECommunicator:
 
     @ranged("ep_ops.moe.combine_wait")
     def _combine_wait(self, started: StartedCombine, handle: DispatchHandle) -> Tensor:
-        return self._returned(self.comm.combine_wait(started), handle)
+        out = self.comm.combine_wait(started)
+        if self._counts is not None:
+            self._returned(handle)
+        return out
 
     def _along(
         self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None, how: Quant, handle: DispatchHandle
@@ -211,39 +216,32 @@ class MoECommunicator:
             reason = "previous_handle is given; mode 'latency' has no kernels for known routes; allowed: mode 'auto'"
             self._refuse(operator, reason)
         run: Any = self.comm.dispatch_tokens_planned if token_major else self.comm.dispatch_planned
-        x, came, *scales = run(
-            input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as
-        )  # fmt: skip
-        return self._output((x, came, scales[0] if scales else None), route, handle.dropped, handle.local_idx, how)
+        scales: Tensor | None
+        x, came, *rest = run(input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as)
+        scales = rest[0] if rest else None
+        if handle.local_idx is None:
+            return self._arrived(Dispatched(x, came, route, handle.dropped, scales), how)
+        return self._arrived(DispatchedTokens(x, handle.local_idx, came, route, handle.dropped, scales), how)
 
     def _arrived(self, sent: Dispatched | DispatchedTokens, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
-        local_idx = sent.local_idx if isinstance(sent, DispatchedTokens) else None
-        return self._output((sent.x, sent.weights, sent.scales), sent.route, sent.dropped, local_idx, how)
-
-    def _output(
-        self, rows: tuple[Tensor, Tensor | None, Tensor | None], route: Route, dropped: Tensor,
-        local_idx: Tensor | None, how: Quant,
-    ) -> tuple[DispatchOutput, DispatchHandle]:  # fmt: skip
-        """``rows``: x, weights, scales."""
-        x, weights, scales = rows
+        x, weights, route, dropped = sent.x, sent.weights, sent.route, sent.dropped
         if self._counts is not None and not recomputing():
             self._counts.dispatched(route, dropped, self._row_bytes(how.format))
-        handle = DispatchHandle(route, None if route.token_major else weights, dropped, local_idx)
+        local_idx = sent.local_idx if isinstance(sent, DispatchedTokens) else None
+        handle = DispatchHandle(route, weights if local_idx is None else None, dropped, local_idx)
         if route.slots:
             x = x.view(-1, route.slots, x.shape[-1])
             weights = None if weights is None else weights.view(-1, route.slots)
-        return DispatchOutput(x, weights, scales, route.counts, route.offs, dropped, local_idx), handle
+        return DispatchOutput(x, weights, sent.scales, route.counts, route.offs, dropped, local_idx), handle
 
-    def _returned(self, out: Tensor, handle: DispatchHandle) -> Tensor:
+    def _returned(self, handle: DispatchHandle) -> None:
+        """Counts what a combine has given back."""
         if self._counts is not None and not recomputing():
             self._counts.combined(handle.route, self._row_bytes())
-        return out
 
     # ------------------------------------------------------------------ what a call is told
 
-    def _how(self, quant: Quant | None) -> Quant:
-        if quant is None:
-            return self._quant
+    def _how(self, quant: Quant) -> Quant:
         problem = None if isinstance(quant, Quant) else f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
         if self._few and problem is None:
             problem = latency_problem(quant)
@@ -251,11 +249,8 @@ class MoECommunicator:
             self._refuse(self._operator, problem)
         return quant
 
-    def _physical(self, topk_ids: Tensor | None) -> Any:
-        return topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
-
     def _given(self, how: Quant, max_tokens: int | None) -> dict[str, Any]:
-        room = self._all_room if max_tokens is None else self._room(max_tokens)
+        room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
         return {**room, "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
 
     def _room(self, max_tokens: int) -> dict[str, Any]:

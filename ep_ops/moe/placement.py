@@ -25,7 +25,7 @@ TURNS = 60
 more, some take one token in 60 more than others."""
 
 SLACK = 0.05
-"""What a rank may have more than another one, as a part of the mean, if that saves moving weights."""
+"""What a rank may have more than the mean, as a part of it, before weights are moved for that."""
 
 
 def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
@@ -101,10 +101,11 @@ def _table(placement: Sequence[int], num_experts: int) -> Tensor:
 def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] | None = None) -> tuple[int, ...]:
     """A placement under which ranks get about equally many rows, if each logical expert gets ``load`` of them.
 
-    Replicas go to the experts with most rows for each replica they have, one after the other; then, from the largest
-    share on, each goes to the rank with the least so far among those that have room and do not hold the expert yet. On
-    ranks that are about equal (``SLACK``) weights stay where they were ``before``. The same on all ranks for the same
-    arguments.
+    Replicas go to the experts with most rows for each replica they have, one after the other. Weights stay on the ranks
+    that held them ``before``, as far as these replicas are still wanted; the others go, from the largest share on, to
+    the rank with the least so far among those that have room and do not hold the expert yet. Then the rank with most
+    swaps an expert with another rank, as long as it has more than ``SLACK`` above the mean and that helps. The same on
+    all ranks for the same arguments.
 
     ``held``: the physical experts of each rank. ValueError for more experts than these.
     """
@@ -116,17 +117,46 @@ def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] |
         )
     replicas = _replicas(load, places, sum(count > 0 for count in held))
     was = _by_rank(before, held) if before is not None else [()] * len(held)
-    slack = SLACK * sum(load) / len(held)
-    sets: list[list[int]] = [[] for _ in held]
-    taken = [0.0] * len(held)
-    shares = sorted(((load[e] / n, e) for e, n in enumerate(replicas) for _ in range(n)), key=lambda s: (-s[0], s[1]))
-    for share, expert in shares:
-        free = [rank for rank, count in enumerate(held) if len(sets[rank]) < count]
-        apart = [rank for rank in free if expert not in sets[rank]]
-        best = min(apart or free, key=lambda rank: (taken[rank] - slack * (expert in was[rank]), rank))
-        sets[best].append(expert)
-        taken[best] += share
-    return tuple(itertools.chain(*map(_settled, sets, was)))
+    share = [rows / count for rows, count in zip(load, replicas, strict=True)]
+    wanted = list(replicas)
+    there: list[list[int]] = [[] for _ in held]
+    for rank, own in enumerate(was):
+        for expert in dict.fromkeys(own):
+            if wanted[expert]:
+                wanted[expert] -= 1
+                there[rank].append(expert)
+    for expert in sorted(range(experts), key=lambda e: -share[e]):
+        for _ in range(wanted[expert]):
+            free = [rank for rank, count in enumerate(held) if len(there[rank]) < count]
+            apart = [rank for rank in free if expert not in there[rank]]
+            best = min(apart or free, key=lambda rank: sum(share[e] for e in there[rank]))
+            there[best].append(expert)
+    _swap(there, share)
+    return tuple(itertools.chain(*map(_settled, there, was)))
+
+
+def _swap(there: list[list[int]], share: Sequence[float]) -> None:
+    """Swaps experts, as `balanced` says."""
+    total = [sum(share[e] for e in own) for own in there]
+    enough = (1 + SLACK) * sum(total) / len(total)
+    while (most := max(total)) > enough:
+        full = total.index(most)
+        best, swap = most * (1 - 1e-6), None  # less than that is rounding
+        for rank, own in enumerate(there):
+            for mine in there[full]:
+                if rank == full or mine in own:
+                    continue
+                for theirs in own:
+                    less = share[mine] - share[theirs]
+                    worse = max(most - less, total[rank] + less)
+                    if worse < best and theirs not in there[full]:
+                        best, swap = worse, (rank, mine, theirs, less)
+        if swap is None:
+            return
+        rank, mine, theirs, less = swap
+        there[full][there[full].index(mine)], there[rank][there[rank].index(theirs)] = theirs, mine
+        total[full] -= less
+        total[rank] += less
 
 
 def _replicas(load: Sequence[float], places: int, ranks: int) -> list[int]:

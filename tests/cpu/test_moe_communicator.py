@@ -239,6 +239,10 @@ def test_handles_are_tensors() -> None:
         assert counter.frame_count == 4
 
 
+OTHERS = 2
+"""Calls that other releases than Python 3.11 and torch 2.13 may take more."""
+
+
 def test_it_costs_nothing_over_the_operators() -> None:
     """Without a placement and statistics: the same operators, and a few calls of Python."""
     given = drawn(0, 0, MOST)
@@ -254,8 +258,11 @@ def test_it_costs_nothing_over_the_operators() -> None:
 
         assert captured_graphs(by_hand, given.x) == captured_graphs(by_moe, given.x)
         torch._dynamo.reset()
+        for run in (by_hand, by_moe):  # the first calls fill caches
+            run(given.x)
         few, many = (counted(lambda run=run: run(given.x)) for run in (by_hand, by_moe))
-        assert many[0] - few[0] <= 10 and many[1] - few[1] <= 12, (few, many)
+        print(few, many)
+        assert 0 < many[0] - few[0] <= 11 + OTHERS and many[1] - few[1] <= 5 + OTHERS
 
 
 # ---------------------------------------------------------------------- placement
@@ -283,7 +290,7 @@ def test_replicas_take_turns() -> None:
 
 
 def test_balanced() -> None:
-    """Within a tenth of the mean wherever replicas suffice; every expert is somewhere; weights stay where they may."""
+    """No rank has much more than the mean; every expert is somewhere; weights stay where they may."""
     draw = random.Random(cases.fresh_seed())
     for _ in range(30):
         ranks, each = draw.choice([1, 2, 4, 8]), draw.choice([4, 6, 9])
@@ -295,9 +302,7 @@ def test_balanced() -> None:
         shares = [load[expert] / placement.count(expert) for expert in placement]
         by_rank = [sum(shares[rank * each : (rank + 1) * each]) for rank in range(ranks)]
         assert sum(by_rank) == pytest.approx(sum(load))
-        assert max(by_rank) * ranks <= 1.35 * sum(load)
-        if experts > ranks * 2:
-            assert max(by_rank) * ranks <= 1.25 * sum(load)
+        assert max(by_rank) * ranks <= 1.15 * sum(load)
         near = [rows * draw.uniform(0.99, 1.01) for rows in load]
         assert len(moves(placement, balanced(near, held, placement), held)) <= len(placement) // 2
         other = balanced(load[::-1], held, placement)

@@ -97,8 +97,8 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     for config, how in test_formats.wanted(world_size):
         want.add(config, test_formats.TOKENS, formats=[how])
-    for config, bound, formats in test_moe_communicator.wanted(world_size):
-        want.add(config, bound, formats=formats)
+    config, bound, formats = test_moe_communicator.wanted(world_size)
+    want.add(config, bound, formats=formats)
     return [*want.kernels, *test_live_rows.kernels(), *of_tokens(world_size, seed), *of_many(world_size, seed)]
 
 
