@@ -286,7 +286,7 @@ class MoECommunicator:
         self._agreed(placement)
         assert self._map is not None
         if self._counts is not None:
-            self._past += self._logical(self._counts.rows)
+            self._past = self._past + self._logical(self._counts.rows)
             self._counts.forget_rows()
         self._map.set(placement)
         self.placement = tuple(placement)
@@ -327,7 +327,7 @@ class MoECommunicator:
     def reset_stats(self) -> None:
         """Counts start from 0 again. ValueError where the configuration has no ``statistics``."""
         self._counted().reset()
-        self._past.zero_()
+        self._past = torch.zeros_like(self._past)
 
     def _counted(self) -> Counts:
         if self._counts is None:

@@ -132,13 +132,18 @@ def test_what_goes_together() -> None:
         assert (config(mode=mode, layout=rows, quant=Quant(form)).problem() is None) == (not apart)
 
 
+def on_ranks(ranks: int, function: Any, *args: Any) -> list[Any]:
+    """One rank is this process."""
+    return run_ranks(ranks, function, *args) if ranks > 1 else [function(*args)]
+
+
 def errors(seed: int, tokens: list[int]) -> list[tuple[dict[str, Any], float]]:
     """Of each way, how far the layer is from a dense one."""
     found = []
-    rank = dist.get_rank()
     w = matrices(seed)
     for turn, way in enumerate(ways()):
         with torch.no_grad(), communicator(**way) as moe:
+            rank = moe.comm.rank
             given = drawn(seed + turn, rank, tokens[rank])
             out = layer(moe, given, w[list(moe.local_experts)], max(tokens) if turn % 2 else None)
             expected = dense(given, w)
@@ -148,7 +153,7 @@ def errors(seed: int, tokens: list[int]) -> list[tuple[dict[str, Any], float]]:
 
 @pytest.mark.parametrize("tokens", [[9], [7, MOST], [0, 5]], ids=str)
 def test_every_mode_layout_and_format(tokens: list[int]) -> None:
-    for found in run_ranks(len(tokens), errors, cases.fresh_seed(), tokens):
+    for found in on_ranks(len(tokens), errors, cases.fresh_seed(), tokens):
         assert len(found) == len(ways())
         for way, error in found:
             inexact = "fp32" in way.get("quant", Quant()).format
@@ -191,9 +196,8 @@ def test_gradients(rows: str, compiled: bool, ranks: int) -> None:
     """With replicas, statistics and split operations; rows quantised on the wire, to what they are."""
     way = dict(layout=rows, placement=REPLICAS, statistics=True, overlap=rows != "grouped")
     way["quant"] = Quant("wire:e4m3/128/pow2" if rows == "padded" else "")
-    asked = cases.fresh_seed(), way, compiled
     torch._dynamo.reset()
-    for got, expected in run_ranks(ranks, gradients, *asked) if ranks > 1 else [gradients(*asked)]:
+    for got, expected in on_ranks(ranks, gradients, cases.fresh_seed(), way, compiled):
         for mine, theirs in zip(got, expected, strict=True):
             assert theirs.abs().max() > 0.1
             assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
@@ -235,6 +239,7 @@ def test_handles_are_tensors() -> None:
                 plain = dataclasses.replace(given, x=given.x + 1, weights=torch.ones(MOST, K))
                 assert more.weights is None
                 assert_close(back(moe, output.x, more, output.offs, local), dense(plain, w))
+                assert moe.stats().dispatches == 2 * (turn // 2 + 1)  # each counts for itself
         # there, again, and back with weights and without
         assert counter.frame_count == 4
 
@@ -263,6 +268,34 @@ def test_it_costs_nothing_over_the_operators() -> None:
         few, many = (counted(lambda run=run: run(given.x)) for run in (by_hand, by_moe))
         print(few, many)
         assert 0 < many[0] - few[0] <= 11 + OTHERS and many[1] - few[1] <= 5 + OTHERS
+
+
+def test_modes_and_sizes() -> None:
+    """What the communicator beneath is told, and how large buffers are, for all tokens and for few."""
+    for mode, bound in (("auto", 7), ("throughput", 0), ("latency", MOST)):
+        with communicator(mode=mode, latency_max_tokens=7 if mode == "auto" else None) as moe:
+            assert moe.comm.config.latency_max_tokens == bound
+    rows = {
+        # layout, capacity: rows of 12 tokens, of 2
+        ("grouped", None): ((112, H), (80, H)),  # 24 + 5 * 15, and 4 + 5 * 15, in multiples of 16
+        ("grouped", 96): ((96, H), (80, H)),
+        ("padded", None): ((E, 16, H), (E, 16, H)),
+        ("padded", 4): ((E, 4, H), (E, 2, H)),
+        ("token_major", None): ((MOST, H), (2, H)),
+        ("token_major", 5): ((5, H), (2, H)),
+        ("grouped", "exact"): (None, None),
+    }
+    given = drawn(0, 0, 2)
+    for (layout, capacity), shapes in rows.items():
+        alignment = 2 if (layout, capacity) == ("padded", 4) else 16
+        with communicator(layout=layout, capacity=capacity, alignment=alignment) as moe, torch.no_grad():
+            for max_tokens, shape in zip((None, 2), shapes, strict=True):
+                output, handle = moe.dispatch(given.x, given.ids, max_tokens=max_tokens)
+                if shape is None:
+                    assert output.x.shape == (int(output.offs[-1]), H)
+                else:
+                    assert output.x.shape == shape, (layout, capacity, max_tokens)
+                assert handle.route.max_tokens == (max_tokens or MOST)
 
 
 # ---------------------------------------------------------------------- placement
@@ -387,6 +420,16 @@ def test_stats(rows: str) -> None:
         assert not stats.waits.any() and not stats.late.any()
 
 
+def test_what_is_made_in_inference_mode_goes_on_behind_it() -> None:
+    given = drawn(0, 0, MOST)
+    with torch.inference_mode():
+        moe = communicator(placement=REPLICAS, statistics=True)
+    with moe:
+        moe.place(REPLICAS[::-1])
+        moe.dispatch(given.x, given.ids)
+        assert int(moe.load().sum()) == int((given.ids >= 0).sum())
+
+
 def test_recomputed_dispatches_count_once() -> None:
     given, w = drawn(0, 0, MOST, grad=True), matrices(0)
     with communicator(statistics=True) as moe:
@@ -429,6 +472,13 @@ def test_ranges_have_names() -> None:
     names = {event.name for event in seen.events() or ()}
     wanted = {"dispatch", "combine", "dispatch_async", "combine_async", "dispatch_wait", "combine_wait"}
     assert {f"ep_ops.moe.{name}" for name in wanted} <= names
+    split = {f"ep::{operator}_{part}" for operator in ("dispatch", "combine") for part in ("start", "wait")}
+    assert split <= names
+    with communicator() as moe, profile(activities=[ProfilerActivity.CPU]) as seen:
+        finished = [moe.dispatch_async(given.x, given.ids), moe.dispatch_async(given.x, given.ids)]  # one by one
+        output, handle = finished[0].wait()
+        moe.combine_async(output.x, handle).wait()
+    assert not split & {event.name for event in seen.events() or ()}
 
 
 # ---------------------------------------------------------------------- refusals
