@@ -79,13 +79,12 @@ class MoECommunicator:
                 f" {comm.world_size} ranks, {comm.num_experts} experts and top_k {config.top_k}; allowed: that, or mode"
                 " 'auto'"
             )
-        self._begin(config, comm)
+        self._begin(config, comm, exchange)
 
-    def _begin(self, config: MoECommunicatorConfig, comm: Communicator) -> None:
-        self.config, self.comm = config, comm
+    def _begin(self, config: MoECommunicatorConfig, comm: Communicator, exchange: Exchange) -> None:
+        self.config, self.comm, self._exchange = config, comm, exchange
         self.num_physical_experts = comm.num_experts
         self.placement = None if config.placement is None else tuple(config.placement)
-        self._exchange = Exchange(comm.group, comm.device)
         self._map: ReplicaMap | None = None
         if self.placement is not None:
             sizes = config.num_experts, comm.max_tokens_per_rank, comm.rank, comm.device
@@ -110,7 +109,7 @@ class MoECommunicator:
         if placement is not None:
             self._agreed(placement)
         made = MoECommunicator.__new__(MoECommunicator)
-        made._begin(dataclasses.replace(self.config, placement=placement), self.comm)
+        made._begin(dataclasses.replace(self.config, placement=placement), self.comm, self._exchange)
         return made
 
     # ------------------------------------------------------------------ dispatch and combine
@@ -216,9 +215,8 @@ class MoECommunicator:
             reason = "previous_handle is given; mode 'latency' has no kernels for known routes; allowed: mode 'auto'"
             self._refuse(operator, reason)
         run: Any = self.comm.dispatch_tokens_planned if token_major else self.comm.dispatch_planned
-        scales: Tensor | None
         x, came, *rest = run(input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as)
-        scales = rest[0] if rest else None
+        scales: Tensor | None = rest[0] if rest else None
         if handle.local_idx is None:
             return self._arrived(Dispatched(x, came, route, handle.dropped, scales), how)
         return self._arrived(DispatchedTokens(x, handle.local_idx, came, route, handle.dropped, scales), how)
@@ -352,13 +350,15 @@ class MoECommunicator:
         self.comm.check_errors()
 
     def destroy(self) -> None:
-        """:meth:`ep_ops.Communicator.destroy`, which siblings share. Collective."""
+        """:meth:`ep_ops.Communicator.destroy`, of siblings too. Collective."""
+        self._exchange.group = None  # what outlives it keeps the group's threads alive
         self.comm.destroy()
 
     def __enter__(self) -> MoECommunicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._exchange.group = None
         self.comm.__exit__(kind, error, at)
 
     def __copy__(self) -> MoECommunicator:
