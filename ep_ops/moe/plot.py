@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 from .statistics import Stats
 
 _CELL, _LEFT, _TOP, _RIGHT = 26, 80, 62, 120
+_LEAST = 500  # what the heading takes
 
 
 def plot_begun(stats: Stats, path: str | Path) -> Path:
@@ -22,7 +23,7 @@ def plot_begun(stats: Stats, path: str | Path) -> Path:
     means = (stats.late * 1e6).tolist()
     most = max(max(map(max, late)), 1e-9)
     worst = max(range(len(means)), key=means.__getitem__)
-    width = _LEFT + _CELL * len(stats.operations) + _RIGHT
+    width = max(_LEFT + _CELL * len(stats.operations) + _RIGHT, _LEAST)
     height = _TOP + _CELL * len(late) + 30
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="Helvetica, Arial,'
@@ -45,7 +46,7 @@ def plot_begun(stats: Stats, path: str | Path) -> Path:
     first, last = stats.operations[0], stats.operations[-1]
     out += [_text(_LEFT, height - 10, f"operations {first} to {last} of the communicator"), "</svg>"]
     path = Path(path)
-    path.write_text("\n".join(out) + "\n")
+    path.write_text("\n".join(out) + "\n", encoding="utf-8")
     return path
 
 

@@ -162,7 +162,7 @@ def test_placement_changes_between_replays(mode: str, layout: str, seed: int, to
             assert stats.received.sum() == stats.returned.sum() > 0 and not stats.dropped.any()
             assert 1 < len(stats.operations) <= 16 and stats.begun.shape == (world_size, len(stats.operations))
             assert (stats.begun >= 0).all() and (stats.begun.amin(0) == 0).all() and (stats.waits >= 0).all()
-            assert "latest on average: rank" in plot_begun(stats, tmp_path / "begun.svg").read_text()
+            assert "latest on average: rank" in plot_begun(stats, tmp_path / "begun.svg").read_text(encoding="utf-8")
         moe.check_errors()
 
 
