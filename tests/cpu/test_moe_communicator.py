@@ -332,13 +332,14 @@ def test_balanced() -> None:
         load = [draw.randint(50, 100) * (1 + 3 * (expert < 2)) for expert in range(experts)]
         placement = balanced(load, held)
         assert placement == balanced(load, held) and set(placement) == set(range(experts))
-        shares = [load[expert] / placement.count(expert) for expert in placement]
-        by_rank = [sum(shares[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-        assert sum(by_rank) == pytest.approx(sum(load))
-        assert max(by_rank) * ranks <= 1.15 * sum(load)
+        other = balanced(load[::-1], held, placement)
+        for rows, where in ((load, placement), (load[::-1], other)):
+            shares = [rows[expert] / where.count(expert) for expert in where]
+            by_rank = [sum(shares[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+            assert sum(by_rank) == pytest.approx(sum(load))
+            assert max(by_rank) * ranks <= 1.15 * sum(load)
         near = [rows * draw.uniform(0.99, 1.01) for rows in load]
         assert len(moves(placement, balanced(near, held, placement), held)) <= len(placement) // 2
-        other = balanced(load[::-1], held, placement)
         weights = list(placement)
         for move in moves(placement, other, held):
             assert placement[move.source] == move.expert == other[move.place] != placement[move.place]
