@@ -346,6 +346,7 @@ def test_balanced() -> None:
             assert move.crosses == (move.source // each != move.place // each)
             weights[move.place] = placement[move.source]
         assert tuple(weights) == other
+    assert moves([1, 0, 1, 2], [0, 1, 1, 2], [2, 2]) == [(0, 1, 0, False), (1, 0, 1, False)]  # from the same rank
     skewed = balanced([90, 1, 1, 1], [3, 3])
     assert sorted(skewed).count(0) == 2 and 0 in skewed[:3] and 0 in skewed[3:]
     assert sorted(balanced([5, 5], [3])) in ([0, 0, 1], [0, 1, 1])  # more replicas than ranks
