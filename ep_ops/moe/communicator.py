@@ -169,9 +169,9 @@ class MoECommunicator:
         *,
         max_tokens: int | None = None,
     ) -> Request[tuple[DispatchOutput, DispatchHandle]]:
-        """:meth:`dispatch`, whose result the request's ``wait()`` returns. With ``overlap`` the transfer runs beside
-        what stands between, as far as ``Communicator.dispatch_start`` says, and the next call of this communicator is
-        that wait; without, with "exact" capacity, and along a previous handle everything has run already.
+        """:meth:`dispatch`, whose result the request's ``wait()`` returns. With ``overlap`` this is a split operation:
+        :meth:`ep_ops.Communicator.dispatch_start` says what may stand between, and what runs beside it. Without, with
+        "exact" capacity, and along a previous handle everything has run already.
         """
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)

@@ -52,8 +52,8 @@ class MoECommunicatorConfig:
         quant: of dispatches that name none.
         dispatch_sms, combine_sms: multiprocessors that throughput kernels may take; None: a model's choice.
         latency_max_tokens: the bound of "auto"; None: the backend's choice.
-        overlap: what of the ``_async`` forms runs before their wait. True: what sends, beside whatever stands between;
-            then the next call of this communicator must be that wait. False: everything.
+        overlap: what of the ``_async`` forms runs before their wait. True: they are split operations, whose transfer
+            runs beside what stands between, as far as ``Communicator.dispatch_start`` says. False: everything.
         statistics: whether rows, drops and bytes are counted, on the device, for :meth:`MoECommunicator.stats`: a few
             additions of small tensors for each call.
     """
