@@ -18,9 +18,9 @@ __all__ = ["Communicator", "Dispatched", "DispatchedTokens", "Route", "__version
 
 
 def __getattr__(name: str) -> Any:
-    """``ep_ops.nn`` is imported when it is first used."""
-    if name == "nn":
+    """``ep_ops.nn`` and ``ep_ops.moe`` are imported when they are first used."""
+    if name in ("nn", "moe"):
         import importlib
 
-        return importlib.import_module("ep_ops.nn")
+        return importlib.import_module(f"ep_ops.{name}")
     raise AttributeError(f"module 'ep_ops' has no attribute {name!r}")

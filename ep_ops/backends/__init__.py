@@ -86,6 +86,16 @@ def held_bytes(config: Config, rank: int) -> dict[str, int]:
     return memory_plan(config, rank)
 
 
+def latency_tokens(config: Config) -> int:
+    """The largest ``max_tokens`` of a call that the latency kernels of such a communicator take, whether or not its
+    backend has them; 0: none."""
+    if problem(dataclasses.replace(config, backend="cute")) is not None:
+        return 0
+    from .cute.memory import problem_of, token_bound
+
+    return token_bound(config, problem_of(config))
+
+
 def takes(kind: str, config: Config) -> bool:
     """Whether backend ``kind`` takes these values."""
     return problem(dataclasses.replace(config, backend=kind)) is None

@@ -6,7 +6,7 @@ docs/formats.md says all of it in one page.
 
 from __future__ import annotations
 
-from meta_kernels.formats import FORMATS, LAYOUTS, OF_TOKENS, Format, Grid, format_of, layout_of, scales_shape
+from meta_kernels.formats import FORMATS, LAYOUTS, OF_TOKENS, Format, Grid, format_of, layout_of, per_row, scales_shape
 
 from .groups import Segments
 from .layouts import ScaleLayout, view
@@ -23,6 +23,7 @@ __all__ = [
     "dequantise",
     "format_of",
     "layout_of",
+    "per_row",
     "quantise",
     "scales_shape",
     "view",

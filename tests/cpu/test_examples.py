@@ -70,6 +70,15 @@ def test_the_others_run() -> None:
             assert found and float(found[1]) < 1e-5, text
 
 
+def test_replicas_balance_a_skewed_load() -> None:
+    for rank, text in enumerate(run_ranks(2, printed, "balance")):
+        numbers = r"had (\S+) times the mean, now (\S+); (\d+) of 20 experts moved, (\d+) bytes to other ranks; results"
+        found = re.fullmatch(rf"rank {rank} of 2: the busiest rank {numbers} differ by (\S+)\n", text)
+        assert found, text
+        before, after, moved, crossed, error = map(float, found.groups())
+        assert before > 1.15 > 1.06 > after and 0 < crossed <= moved * 64 * 64 * 4 and error < 1e-5
+
+
 def decoded() -> tuple[torch.Tensor, torch.Tensor]:
     module = example("decode")
     with torch.no_grad(), ep_ops.Communicator(**SIZES, dtype=torch.float32) as comm:

@@ -57,6 +57,10 @@ ROOMS = {
         "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.topology", "ep_ops.operators",
         "ep_ops.backends", "cute_kernels",
     ),
+    "ep_ops.moe": (
+        "ep_ops.records", "ep_ops.config", "ep_ops.exchange", "ep_ops.arguments", "ep_ops.backends", "ep_ops.operators",
+        "ep_ops.formats", "ep_ops.communicator", "ep_ops.nn",
+    ),
     "ep_ops.integrations": (
         "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators",
     ),

@@ -67,6 +67,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_gather
     import test_latency
     import test_live_rows
+    import test_moe_communicator
     import test_progress
     import test_steps
     import test_throughput
@@ -97,6 +98,8 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     want.add(test_checking.config(world_size), DEFAULT_TOKENS)
     for config, how in test_formats.wanted(world_size):
         want.add(config, test_formats.TOKENS, formats=[how])
+    config, bound, formats = test_moe_communicator.wanted(world_size)
+    want.add(config, bound, formats=formats)
     return [*want.kernels, *test_live_rows.kernels(), *of_tokens(world_size, seed), *of_many(world_size, seed)]
 
 

@@ -1,0 +1,225 @@
+"""Logical experts, those of the router, on physical ones, the places for weights: which lies where.
+
+A *placement* is a sequence of P ints: for each physical expert the logical one whose weights lie there. Ranks hold
+physical experts in contiguous blocks, ``held`` of them each. A logical expert that is named several times has so many
+*replicas*, among which its tokens are dealt out: the token with number t of rank r takes replica
+``((t + r) mod TURNS) mod n`` of n, in the order of physical experts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_ops.config import is_int
+from ep_ops.exchange import Exchange
+
+TURNS = 60
+"""Tokens after which the choice of replicas repeats itself: even for 1 to 6 replicas, since all of these divide it; of
+more, some take one token in 60 more than others."""
+
+SLACK = 0.05
+"""What a rank may have more than the mean, as a part of it, before weights are moved for that."""
+
+
+def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
+    """What is wrong with a placement of so many logical experts, or None."""
+    if not isinstance(placement, Sequence):
+        return f"placement is {placement!r}; it must hold the logical expert of each physical one"
+    for place, expert in enumerate(placement):
+        if not is_int(expert) or not 0 <= expert < num_experts:
+            return f"placement[{place}] is {expert!r}; allowed: logical experts, 0..{num_experts - 1}"
+    missing = set(range(num_experts)) - set(placement)
+    if missing:
+        return f"placement leaves out logical expert {min(missing)}; each of the {num_experts} needs a place at least"
+    return None
+
+
+def agree(exchange: Exchange, placement: Sequence[int] | None, problem: str | None) -> None:
+    """ValueError on all ranks if one has a ``problem``, or if their placements differ. Collective."""
+    if problem:
+        exchange.all_gather_text(f"!{problem}")
+        raise ValueError(problem)
+    told = exchange.all_gather_text(f"{zlib.crc32(repr(placement and tuple(placement)).encode())}")
+    refusals = [f"refused by rank {rank}: {text[1:]}" for rank, text in enumerate(told) if text.startswith("!")]
+    if refusals:
+        raise ValueError("; ".join(refusals))
+    if len(set(told)) > 1:
+        raise ValueError(f"ranks disagree on placement: its checksums are {', '.join(told)} by rank")
+
+
+class ReplicaMap:
+    """The placement as dispatches read it: a table in device memory. A captured graph reads what is there when it is
+    replayed."""
+
+    def __init__(self, placement: Sequence[int], num_experts: int, max_tokens: int, rank: int, device: torch.device):
+        self._experts = num_experts
+        with torch.inference_mode(False):  # else it could be changed nowhere else
+            turn = (torch.arange(max_tokens, device=device) + rank) % TURNS
+            self._first = (turn * (num_experts + 3) + 2)[
+                :, None
+            ]  # [max_tokens, 1] where the ids of a token's turn begin
+            self._table = torch.empty(TURNS, num_experts + 3, dtype=torch.int32, device=device)
+        self.set(placement)
+
+    def set(self, placement: Sequence[int]) -> None:
+        """In the order of the current stream."""
+        self._table.copy_(_table(placement, self._experts))
+
+    def of(self, topk_ids: Tensor) -> Tensor:
+        """Logical ids [..., K], int32 or int64, as int32 physical ones. What is no id of an expert stays none, and what
+        no operator takes stays as it is: the operator says so, on all ranks."""
+        if not isinstance(topk_ids, Tensor) or topk_ids.dtype not in (torch.int32, torch.int64):
+            return topk_ids
+        flat = topk_ids.flatten(0, -2)
+        tokens = flat.shape[0]
+        if tokens > self._first.shape[0] or topk_ids.device != self._table.device:
+            return topk_ids
+        at = flat.clamp(-2, self._experts) + self._first[:tokens]
+        return self._table.take(at).view(topk_ids.shape)
+
+
+def _table(placement: Sequence[int], num_experts: int) -> Tensor:
+    """int32 [TURNS, E + 3]: in each turn what ids -2, -1, 0, ... E become. What is below -1 stays below, what is above
+    the last one is above the last one."""
+    places: list[list[int]] = [[] for _ in range(num_experts)]
+    for place, expert in enumerate(placement):
+        places[expert].append(place)
+    turns = [[-2, -1, *(own[turn % len(own)] for own in places), len(placement)] for turn in range(TURNS)]
+    return torch.tensor(turns, dtype=torch.int32)
+
+
+# ---------------------------------------------------------------------- choosing one
+
+
+def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] | None = None) -> tuple[int, ...]:
+    """A placement under which ranks get about equally many rows, if each logical expert gets ``load`` of them.
+
+    Replicas go to the experts with most rows for each replica they have, one after the other. Weights stay on the ranks
+    that held them ``before``, as far as these replicas are still wanted; the others go, from the largest share on, to
+    the rank with the least so far among those that have room and do not hold the expert yet. Then the rank with most
+    swaps an expert with another rank, as long as it has more than ``SLACK`` above the mean and that helps. The same on
+    all ranks for the same arguments.
+
+    ``held``: the physical experts of each rank. ValueError for more experts than these.
+    """
+    experts, places = len(load), sum(held)
+    if places < experts:
+        raise ValueError(
+            f"load has {experts} logical experts; allowed: at most {places}, the physical ones of ranks that hold"
+            f" {tuple(held)}"
+        )
+    replicas = _replicas(load, places, sum(count > 0 for count in held))
+    was = _by_rank(before, held) if before is not None else [()] * len(held)
+    share = [rows / count for rows, count in zip(load, replicas, strict=True)]
+    wanted = list(replicas)
+    there: list[list[int]] = [[] for _ in held]
+    for rank, own in enumerate(was):
+        for expert in dict.fromkeys(own):
+            if wanted[expert]:
+                wanted[expert] -= 1
+                there[rank].append(expert)
+    for expert in sorted(range(experts), key=lambda e: -share[e]):
+        for _ in range(wanted[expert]):
+            free = [rank for rank, count in enumerate(held) if len(there[rank]) < count]
+            apart = [rank for rank in free if expert not in there[rank]]
+            best = min(apart or free, key=lambda rank: sum(share[e] for e in there[rank]))
+            there[best].append(expert)
+    _swap(there, share)
+    return tuple(itertools.chain(*map(_settled, there, was)))
+
+
+def _swap(there: list[list[int]], share: Sequence[float]) -> None:
+    """Swaps experts, as `balanced` says."""
+    total = [sum(share[e] for e in own) for own in there]
+    enough = (1 + SLACK) * sum(total) / len(total)
+    while (most := max(total)) > enough:
+        full = total.index(most)
+        best, swap = most * (1 - 1e-6), None  # less than that is rounding
+        for rank, own in enumerate(there):
+            for mine in there[full]:
+                if rank == full or mine in own:
+                    continue
+                for theirs in own:
+                    less = share[mine] - share[theirs]
+                    worse = max(most - less, total[rank] + less)
+                    if worse < best and theirs not in there[full]:
+                        best, swap = worse, (rank, mine, theirs, less)
+        if swap is None:
+            return
+        rank, mine, theirs, less = swap
+        there[full][there[full].index(mine)], there[rank][there[rank].index(theirs)] = theirs, mine
+        total[full] -= less
+        total[rank] += less
+
+
+def _replicas(load: Sequence[float], places: int, ranks: int) -> list[int]:
+    """How many each expert has; no more than there are ranks, as long as there are experts with fewer."""
+    counts = [1] * len(load)
+    waiting = [(-rows, 1, expert) for expert, rows in enumerate(load)]
+    heapq.heapify(waiting)
+    full: list[tuple[float, int, int]] = []
+    for _ in range(places - len(load)):
+        while waiting and waiting[0][1] >= ranks:
+            full.append(heapq.heappop(waiting))
+        if not waiting:
+            waiting, full, ranks = full, [], places
+            heapq.heapify(waiting)
+        _, count, expert = heapq.heappop(waiting)
+        counts[expert] = count + 1
+        heapq.heappush(waiting, (-load[expert] / (count + 1), count + 1, expert))
+    return counts
+
+
+def _by_rank(placement: Sequence[int], held: Sequence[int]) -> list[tuple[int, ...]]:
+    ends = list(itertools.accumulate(held))
+    return [tuple(placement[end - count : end]) for end, count in zip(ends, held, strict=True)]
+
+
+def _settled(experts: list[int], was: tuple[int, ...]) -> list[int]:
+    """A rank's experts in an order that leaves those in their places which it held."""
+    left = sorted(experts)
+    kept: list[int | None] = []
+    for expert in was:
+        kept.append(expert if expert in left else None)
+        if expert in left:
+            left.remove(expert)
+    kept += [None] * (len(experts) - len(kept))
+    return [left.pop(0) if expert is None else expert for expert in kept]
+
+
+class Move(NamedTuple):
+    """Weights of a logical expert that have to be copied before a placement can follow another."""
+
+    expert: int
+    source: int  # a physical expert that has them
+    place: int  # the physical expert that is to have them
+    crosses: bool  # whether these are on different ranks
+
+
+def moves(before: Sequence[int], after: Sequence[int], held: Sequence[int]) -> list[Move]:
+    """What has to be copied; from the same rank where it has the weights, else from the replicas in turn.
+
+    ValueError for placements of different lengths, or of other experts.
+    """
+    if len(before) != sum(held) or len(after) != sum(held) or set(after) - set(before):
+        raise ValueError(
+            f"placements have {len(before)} and {len(after)} places; allowed: {sum(held)} with the same experts, of"
+            f" ranks that hold {tuple(held)}"
+        )
+    rank_of = [rank for rank, count in enumerate(held) for _ in range(count)]
+    found = []
+    for place, expert in enumerate(after):
+        if before[place] == expert:
+            continue
+        sources = [p for p, e in enumerate(before) if e == expert]
+        here = [p for p in sources if rank_of[p] == rank_of[place]]
+        source = (here or sources)[place % len(here or sources)]
+        found.append(Move(expert, source, place, rank_of[source] != rank_of[place]))
+    return found

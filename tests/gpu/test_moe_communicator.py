@@ -1,0 +1,237 @@
+"""MoECommunicator on kernels: every mode and layout beside the reference (the checking mode compares every number), a
+captured graph whose placement changes between replays, compiled code likewise, and what is noted of late ranks."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operators import ranks
+from sharing import SHARING, few_processes
+from torch import Tensor
+
+from ep_ops.moe import DispatchHandle, MoECommunicator, MoECommunicatorConfig, Quant, plot_begun
+from ep_ops.nn import expert_lists, gather_rows, of_rows, reduce_rows
+
+TOKENS, TOP_K, HIDDEN, EACH = 24, 3, 1152, 4
+BOUND = 2 * TOKENS
+QUANT = Quant("e4m3/128/pow2", "rows")
+WAYS = [("latency", "grouped"), ("latency", "padded"), ("throughput", "grouped"), ("throughput", "padded"),
+        ("auto", "token_major")]  # fmt: skip
+"""Mode and layout. In mode "auto" all calls are few here, unless a test says otherwise."""
+
+
+def sizes(world_size: int) -> dict[str, Any]:
+    """Of the communicator beneath, with as many physical experts."""
+    return dict(
+        num_experts=EACH * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=BOUND, dtype=torch.bfloat16
+    )
+
+
+def wanted(world_size: int) -> tuple[dict[str, Any], int, list[tuple[str, str]]]:
+    """A configuration, the bound of its latency kernels and formats, for precompile.py."""
+    return sizes(world_size), BOUND, [QUANT[:2]]
+
+
+def logical(world_size: int) -> int:
+    """Experts of the router: so many that two are left for replicas, and no fewer than a token names."""
+    return max(TOP_K, EACH * world_size - 2)
+
+
+def placements(world_size: int) -> list[tuple[int, ...]]:
+    experts, places = logical(world_size), EACH * world_size
+    first = [*range(experts), *range(places - experts)]
+    return [tuple(first), tuple(first[::-1]), tuple((e + 1) % experts for e in first)]
+
+
+def made(world_size: int, mode: str = "auto", layout: str = "grouped", **more: Any) -> MoECommunicator:
+    given = {**sizes(world_size), "num_experts": logical(world_size), "placement": placements(world_size)[0], **more}
+    if mode == "auto":
+        given.setdefault("latency_max_tokens", BOUND)
+    config = MoECommunicatorConfig(mode=mode, layout=layout, **given)
+    return MoECommunicator(config, backend="cute", device="cuda", timeout=10.0 * SHARING)
+
+
+def drawn(seed: int, rank: int, world_size: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Small numbers, of which every sum is exact in bfloat16: x, logical ids (some -1), weights."""
+    draw = torch.Generator().manual_seed(seed + 977 * rank)
+    x = torch.randint(-4, 5, (tokens, HIDDEN), generator=draw).bfloat16()
+    ids = torch.rand(tokens, logical(world_size), generator=draw).argsort(1)[:, :TOP_K].int()
+    ids[torch.rand(ids.shape, generator=draw) < 0.2] = -1
+    weights = 0.5 + 0.5 * torch.randint(0, 2, ids.shape, generator=draw).float()
+    return x.cuda(), ids.cuda(), weights.cuda()
+
+
+def factor(expert: Tensor) -> Tensor:
+    """What an expert multiplies rows by."""
+    return (2.0 ** (expert % 3)).bfloat16()
+
+
+def expected(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    each = torch.where(ids >= 0, weights * factor(ids).float(), 0)
+    return (x.float() * each.sum(1, keepdim=True)).bfloat16()
+
+
+def physical(ids: Tensor, placement: tuple[int, ...], rank: int) -> Tensor:
+    """Straight from the definition, in loops."""
+    rows = []
+    for token, own in enumerate(ids.tolist()):
+        places = [[p for p, there in enumerate(placement) if there == expert] for expert in own]
+        rows.append([at[(token + rank) % 60 % len(at)] if at else -1 for at in places])
+    return torch.tensor(rows, dtype=torch.int32, device=ids.device).view(ids.shape)
+
+
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
+def test_beside_the_reference(mode: str, layout: str, seed: int, monkeypatch: Any) -> None:
+    """Whole and asynchronous, with and without a format, and along a handle; another placement in every turn."""
+    monkeypatch.setenv("EP_OPS_CHECK", "1")
+    rank, world_size = ranks()
+    with torch.no_grad(), made(world_size, mode, layout, quant=QUANT, overlap=True, statistics=True) as moe:
+        moe.warmup()
+        for turn, placement in enumerate(placements(world_size)):
+            moe.place(placement)
+            x, ids, weights = drawn(seed + turn, rank, world_size, 0 if turn == 1 and rank else BOUND - rank % 2)
+            for quant in (None, Quant()):
+                _, handle = moe.dispatch(x, ids, weights, quant)
+                output, _ = moe.dispatch_async(x, ids, weights, quant).wait()
+                if mode != "latency":
+                    moe.dispatch(x, None, weights, quant, handle)
+                y = torch.randn(output.x.shape, device="cuda").bfloat16()
+                moe.combine(y, handle)
+                moe.combine_async(y, handle).wait()
+        moe.stats()
+        moe.check_errors()
+
+
+def layer(
+    moe: MoECommunicator, x: Tensor, ids: Tensor, weights: Tensor, of_local: Tensor
+) -> tuple[Tensor, DispatchHandle]:
+    """``of_local`` [El, 1]: factors of the experts here."""
+    output, handle = moe.dispatch(x, ids, weights)
+    if output.local_idx is None:
+        rows = output.x.flatten(0, -2) * of_rows(of_local, handle.route)
+        return moe.combine(rows, handle), handle
+    lists = expert_lists(output.local_idx, of_local.shape[0])
+    at = torch.searchsorted(lists.offs, torch.arange(lists.rows.shape[0], device=x.device), right=True)
+    y = gather_rows(output.x, lists) * of_local[at.clamp(max=of_local.shape[0] - 1)]
+    return moe.combine(reduce_rows(y, lists, output.weights), handle), handle
+
+
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
+def test_placement_changes_between_replays(mode: str, layout: str, seed: int, together: Any, tmp_path: Path) -> None:
+    """Of one graph: ids go where the placement of that replay has their experts, and sums are right to the bit."""
+    rank, world_size = ranks()
+    with torch.no_grad(), made(world_size, mode, layout, statistics=True) as moe:
+        moe.warmup()
+        x, ids, weights = drawn(seed, rank, world_size, BOUND)
+        here = torch.tensor(moe.local_experts, device="cuda")
+        of_local = factor(here)[:, None].contiguous()
+
+        def step() -> tuple[Tensor, DispatchHandle]:
+            return layer(moe, x, ids, weights, of_local)
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, handle = step()
+        moe.reset_stats()
+        load = torch.zeros(logical(world_size), dtype=torch.int64)
+        turns = 2 * placements(world_size)
+        for turn, placement in enumerate(turns):
+            moe.place(placement)
+            of_local.copy_(factor(torch.tensor(moe.local_experts, device="cuda"))[:, None])  # the weights move
+            for mine, fresh in zip((x, ids, weights), drawn(seed + turn, rank, world_size, BOUND), strict=True):
+                mine.copy_(fresh)
+            out.fill_(77)
+            graph.replay()
+            torch.cuda.synchronize()
+            for source in range(world_size):
+                asked = drawn(seed + turn, source, world_size, BOUND)[1]
+                load += torch.bincount(asked[asked >= 0].long().cpu(), minlength=load.numel())
+            with together():
+                assert torch.equal(handle.route.topk_idx, physical(ids, placement, rank)), turn
+                assert torch.equal(out, expected(x, ids, weights)), turn
+        stats, counted = moe.stats(), moe.load()
+        with together():
+            assert torch.equal(counted, load) and stats.dispatches == len(turns)
+            assert stats.received.sum() == stats.returned.sum() > 0 and not stats.dropped.any()
+            assert 1 < len(stats.operations) <= 16 and stats.begun.shape == (world_size, len(stats.operations))
+            assert (stats.begun >= 0).all() and (stats.begun.amin(0) == 0).all() and (stats.waits >= 0).all()
+            assert "latest on average: rank" in plot_begun(stats, tmp_path / "begun.svg").read_text(encoding="utf-8")
+        moe.check_errors()
+
+
+def test_a_late_rank_shows(seed: int, together: Any) -> None:
+    """One that is busy with something else before each of its operations."""
+    rank, world_size = ranks()
+    with torch.no_grad(), made(world_size, statistics=True) as moe:
+        moe.warmup()
+        x, ids, weights = drawn(seed, rank, world_size, TOKENS)
+        slowest = world_size - 1
+        for _ in range(10):
+            if rank == slowest:
+                torch.cuda._sleep(4_000_000)  # some 2 ms
+            _, handle = moe.dispatch(x, ids, weights)
+            moe.combine(torch.zeros(handle.route.num_rows, HIDDEN, dtype=x.dtype, device="cuda"), handle)
+        torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        stats = moe.stats()
+        with together():
+            if world_size > 1 and SHARING == 1:
+                assert int(stats.late.argmax()) == slowest and stats.late[slowest] > 2e-4
+                assert rank == slowest or stats.waits[slowest] > 2e-4
+        moe.check_errors()
+
+
+@few_processes
+@pytest.mark.parametrize("layout", ["grouped", "token_major"])
+def test_compiled(layout: str, seed: int, together: Any) -> None:
+    """As one graph, with gradients; another placement compiles nothing anew."""
+    rank, world_size = ranks()
+    with made(world_size, layout=layout, statistics=True) as moe:
+        moe.warmup()
+        run = torch.compile(layer, fullgraph=True, dynamic=False)
+        of_local = torch.empty(moe.comm.num_local_experts, 1, dtype=torch.bfloat16, device="cuda")
+        for turn, placement in enumerate(placements(world_size)):
+            moe.place(placement)
+            of_local.copy_(factor(torch.tensor(moe.local_experts, device="cuda"))[:, None])
+            x, ids, weights = drawn(seed + turn, rank, world_size, BOUND)
+            found = []
+            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+                for where in (run, layer):
+                    leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+                    out, _ = where(moe, leaves[0], ids, leaves[1], of_local)
+                    out.float().square().sum().backward()
+                    found.append((out.detach(), *(leaf.grad for leaf in leaves)))
+            with together():
+                assert torch.equal(found[0][0], expected(x, ids, weights)), turn
+                for mine, theirs in zip(*found, strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+        moe.check_errors()
+
+
+def test_what_modes_take(seed: int, together: Any) -> None:
+    """Mode latency names its bound, and kernels run as the mode says: the operations' notes tell."""
+    rank, world_size = ranks()
+    with together(), pytest.raises(ValueError, match="mode 'latency' takes at most"):
+        made(world_size, "latency", max_tokens_per_rank=2**16, hidden_size=8)
+    modes: tuple[tuple[str, bool | None, dict[str, Any]], ...] = (
+        ("latency", True, {}), ("throughput", False, {}), ("auto", None, {"latency_max_tokens": TOKENS}),
+    )  # fmt: skip
+    for (mode, few, more), bound in itertools.product(modes, (TOKENS, BOUND)):
+        with torch.no_grad(), made(world_size, mode, **more) as moe:
+            x, ids, weights = drawn(seed, rank, world_size, TOKENS)
+            output, handle = moe.dispatch(x, ids, weights, max_tokens=bound)
+            moe.combine(output.x, handle)
+            torch.cuda.synchronize()
+            noted = moe.comm.last_operations()[:2]
+            with together():
+                assert [one.kind for one in noted] == ["combine", "dispatch"]
+                assert {one.few for one in noted} == {bound == TOKENS if few is None else few}, (mode, bound)
+            moe.check_errors()
