@@ -236,6 +236,7 @@ def test_a_launcher_across_domains(wire: Any, told: Any, monkeypatch: pytest.Mon
     properties = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
     heap = symmetric.SymmetricBuffer(torch.zeros(8, dtype=torch.uint8), (10, 0, 0, 40))
     made = launcher.Launcher(problem, heap, 132, (3, 5, 6))
     assert made._ranks == (made._table.data_ptr(), 40, 3, 5, 6)
@@ -285,12 +286,10 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     made._rows = symmetric.SymmetricBuffer(held, (held.data_ptr(),))  # it is of this rank alone
     x, idx, sizes = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), Sizes(48, 16, 0, 1)
     for weights in (None, torch.zeros(7, 4)):
-        made.dispatch_start(x, weights, idx, sizes)
-        recv_x, recv_weights, *placed = made.dispatch_wait(x, weights, idx, sizes)
+        recv_x, recv_weights, *placed = made.dispatch(x, weights, idx, sizes)
         route = Route(idx, *placed[:4], 16, 48, 1)
         row_weights = None if weights is None else recv_weights
-        made.combine_start(recv_x, row_weights, route)
-        made.combine_wait(recv_x, row_weights, route)
+        made.combine(recv_x, row_weights, route)
         made.combine(recv_x, row_weights, route, x)
         made.dispatch_planned(x, weights, route)
         made.dispatch_backward(recv_x, row_weights, route)
