@@ -7,7 +7,8 @@ which nothing is needed is a word without bits.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -51,7 +52,8 @@ def row_in(mask: Int32, token: Int32) -> Int32:
     return Int32(arch.popc(mask & ((Int32(1) << token) - 1)))
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """What a rank sends. `fill(ranks, args, batch, mask, to)` puts a batch together, by a whole block: the rows of the
     tokens of `mask`, each of `row_bytes`, without gaps at the address `to`."""
 

@@ -245,7 +245,8 @@ def test_opcheck_of_formats(operator: str, name: str, layout: str) -> None:
         known = {
             "x": x.requires_grad_("wire" in name), "topk_weights": weights, "flight": 0,
             "ticket": torch.empty(0, requires_grad="wire" in name), **route._asdict(), "capacity": 7,
-            "num_local_experts": 4, "world_size": 1, "comm": comm.name, "scales": None, "format": name, "scales_as": layout,
+            "num_local_experts": 4, "world_size": 1, "comm": comm.name, "scales": None,
+            "format": name, "scales_as": layout,
         }  # fmt: skip
         opcheck(op.overload, tuple(known[field] for field in op.arguments._fields))
 
