@@ -79,7 +79,7 @@ def gathered(comm, x, idx, weights):
 
 LAYERS = {
     whole: ["dispatch", "combine", "combine_backward", "dispatch_backward"],
-    split: ["dispatch_wait", "combine_wait", "combine_backward", "dispatch_backward"],
+    split: ["dispatch_wait", "combine_wait", "combine_backward_wait", "dispatch_backward_wait"],
     dynamic: ["dispatch_dynamic", "combine", "combine_backward", "dispatch_backward"],
     gathered: ["dispatch", "combine_gathered", "dispatch_planned", "dispatch_backward"],
 }
