@@ -41,13 +41,18 @@ def _host_calls() -> list[ctypes.CDLL]:
     return [ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in find_runtime_libraries(enable_tvm_ffi=False)]
 
 
+_told: list[Any] = []
+"""Compiled kernels that a library's owner has been told of: it goes on writing to their modules, which are unloaded with
+them, so they live as long as the process."""
+
+
 class LinkedFunction:
     """Launches a loaded kernel: takes integers, the stream's handle last."""
 
     def __init__(self, compiled: Any, count: int, register: Callable[[int], None]) -> None:
         """`count`: of arguments. `register` is given the handle of the CUDA library, which is loaded here, for the
         device that is current."""
-        self._compiled = compiled  # owns the machine code
+        _told.append(compiled)
         register(int(compiled.library))
         self._call = compiled.capi_func
         self._lock = threading.Lock()
