@@ -42,8 +42,8 @@ def _host_calls() -> list[ctypes.CDLL]:
 
 
 _told: list[Any] = []
-"""Compiled kernels that a library's owner has been told of: it goes on writing to their modules, which are unloaded with
-them, so they live as long as the process."""
+"""Compiled kernels that a library's owner has been told of: it goes on writing to their modules, which are unloaded
+with them, so they live as long as the process."""
 
 
 class LinkedFunction:
