@@ -183,15 +183,33 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
+BENCHMARKS = {
+    "throughput": "dispatch and combine of many tokens, forward and backward, beside the link, NCCL and eager PyTorch",
+    "latency": "dispatch and combine of few tokens in CUDA graphs: pairs, halves, beside matrix products",
+    "overlap": "two micro-batches in turns, and a shared expert between the halves of an operation",
+    "live_rows": "SwiGLU of the rows that there are, beside PyTorch over all the rows that there is room for",
+    "model": "times, bytes and memory of up to 576 ranks, by a model of what was measured; runs nothing",
+}
+BENCHMARK_NOTES = (
+    "All but model run on all GPUs of this host, one process for each, or on the ranks of torchrun; without GPUs, or",
+    "with --device cpu, on processes of the reference backend, whose figures say nothing about GPUs: try small sizes",
+    "(throughput --preset tiny; latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3). They print what",
+    "they have found as they go on, and with --out FILE write it as JSON, anew after each result.",
+)
+
+
 def bench(argv: list[str]) -> int:
     """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
-    kinds = ("throughput", "latency", "overlap", "live_rows", "model")
-    if not argv or argv[0] not in kinds:
-        print(
-            f"usage: ep-ops bench {{{','.join(kinds)}}} [options]   (--help after the kind lists its options)",
-            file=sys.stderr,
-        )
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    if not argv or argv[0] not in BENCHMARKS:
+        asked = argv[:1] in (["-h"], ["--help"])
+        lines = [
+            f"usage: ep-ops bench {{{','.join(BENCHMARKS)}}} [options]   (--help after the kind lists its options)",
+            "",
+        ]
+        lines += [f"  {kind:<12}{what}" for kind, what in BENCHMARKS.items()]
+        lines += ["", *BENCHMARK_NOTES]
+        print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     return importlib.import_module(f"ep_ops.bench.{argv[0]}").main(argv[1:]) or 0
 
 

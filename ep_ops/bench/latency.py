@@ -99,6 +99,7 @@ class Latency(Run):
             self.say(f"{self.world_size} ranks on {self.found['machine']['device']}, ready")
             if self.on_link and self.wants("flag"):
                 self.found["flag"] = self.flag().spread()
+            self.steps = len(self.args.tokens) * len(self.args.deal or (None,))
             for tokens in self.args.tokens:
                 workload = Workload(tokens, self.args.hidden, self.args.experts, self.args.top_k)
                 for deal in self.args.deal or (None,):
@@ -106,6 +107,7 @@ class Latency(Run):
                     if deal is not None:
                         fast.backend.latency.deal = deal  # type: ignore[attr-defined]
                     self.size(fast, slow, workload)
+                    self.done += 1
                 self.save()
             fast.check_errors()
             slow.check_errors()

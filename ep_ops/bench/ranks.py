@@ -89,6 +89,10 @@ def _device(args: argparse.Namespace, rank: int) -> torch.device:
     return torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
 
 
+BAR = 10
+"""Characters of a bar."""
+
+
 class Run:
     """One run of a benchmark, as one rank sees it. `facts` describe it in the file that is written."""
 
@@ -96,6 +100,7 @@ class Run:
         self.device, self.args = device, args
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.began = time.perf_counter()
+        self.steps, self.done = 0, 0  # of the whole run, once that is known
         self.on_link = device.type == "cuda" and self.world_size > 1
         self.barrier: Any = dist.barrier if self.world_size > 1 else lambda: None
         if self.on_link:
@@ -120,11 +125,19 @@ class Run:
 
     def say(self, text: str) -> None:
         if self.rank == 0:
-            print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
+            print(f"[{time.perf_counter() - self.began:6.1f} s{bar(self.done, self.steps)}] {text}", flush=True)
 
     def close(self) -> None:
         if self.on_link:
             self.barrier.free()
+
+
+def bar(done: int, steps: int) -> str:
+    """How far a run has come, as it stands in each of its lines; nothing where the number of steps is not known."""
+    if not steps:
+        return ""
+    full = BAR * done // steps
+    return f" {'#' * full}{'.' * (BAR - full)} {done:{len(str(steps))}d} of {steps}"
 
 
 def write(run: dict[str, Any], path: Path) -> None:

@@ -43,6 +43,7 @@ class Session(Run):
         if self.on_link and preset.link_sms:
             for row_bytes in preset.row_bytes:
                 self.link(row_bytes, preset.link_sms)
+        self.steps = sum(len(case.measure) for case in preset.cases)
         for cases in preset.groups():
             if self.out_of_time():
                 break
@@ -98,6 +99,7 @@ class Session(Run):
                 with budget(rows.comm, case), torch.no_grad():
                     for op in ROW_OPERATORS:
                         self.operator(case, calls, op, getattr(rows, op), rows.comm)
+            self.done += len(case.measure)
 
     def case(self, calls: Calls, case: Case) -> None:
         iterations = self.args.iterations
