@@ -125,7 +125,9 @@ class Wired:
         self.run = loaded(kernel, arch)
         adversary = kind == "adversary"
         self.courier = loaded(Courier(heap.problem, heap, kernel.wire.depth), arch) if adversary else None
-        if self.courier is not None:  # of an operation that has ended: loading it while a kernel waits for it would hang
+        if (
+            self.courier is not None
+        ):  # of an operation that has ended: loading it while a kernel waits for it would hang
             self.courier(*self.ranks, 0, 0, 2, self.side.cuda_stream)
         torch.cuda.synchronize()
         dist.barrier()

@@ -48,8 +48,10 @@ def draw_case(seed: int, fault: str = "") -> Case:
         operations[number] = operations[number]._replace(refused_by=draw.randrange(shape.world_size))
         operations = [op for op in operations if op.along != number]
     if fault == "differs":
-        number, domain = draw.randrange(len(operations)), draw.choice(shape.domains)
-        differs = draw.choice(((draw.choice(domain),), draw.choice(rails_of(shape)), domain))
+        combines = [op.number for op in operations if op.kind == "combine"]
+        number = draw.choice(combines) if combines and draw.random() < 0.5 else draw.randrange(len(operations))
+        domain, rail = draw.choice(shape.domains), draw.choice(list(zip(*shape.domains, strict=True)))
+        differs = draw.choice(((draw.choice(domain),), domain, rail, rail))
         if len(differs) == shape.world_size:
             differs = differs[:1]
         kind = operations[number].kind
@@ -59,10 +61,6 @@ def draw_case(seed: int, fault: str = "") -> Case:
             )
     victim, after = draw.randrange(shape.world_size), draw.randrange(20 + 40 * shape.world_size * len(operations))
     return Case(shape, tuple(operations), fault, victim, after, draw.randrange(2**30))
-
-
-def rails_of(shape: Shape) -> list[tuple[int, ...]]:
-    return list(zip(*shape.domains, strict=True))
 
 
 def draw_operations(draw: random.Random, shape: Shape, count: int) -> list[Operation]:
@@ -209,7 +207,7 @@ def smallest(case: Case, mutant: Mutant = SOUND, schedules: int = 50) -> tuple[C
 def smaller_than(case: Case) -> Iterator[Case]:
     for gone in reversed(case.operations):
         left = tuple(op for op in case.operations if gone.number not in (op.number, op.along))
-        if left:
+        if left and not gone.differs:
             yield dataclasses.replace(case, operations=left)
     for number, op in enumerate(case.operations):
         if op.along >= 0:

@@ -35,7 +35,7 @@ class Rank(Throughput, Latency):
                 self.terms = "another " + op.instead
                 op = op._replace(kind=op.instead)
             self.epoch += 1
-            self.refused = self.is_of_epoch(self.word_here(self.word("refusal")))
+            self.refused = self.is_there(self.word("refusal"), self.is_of_epoch)
             tasks = [self.say_refusal()] if op.refused_by == self.rank else [self.say_hello(), *self.tasks(op)]
             yield self.network.spawn(self.rank, tasks)
             yield self.network.spawn(self.rank, [self.meet(peer) for peer in self.everybody])
@@ -97,14 +97,17 @@ class Rank(Throughput, Latency):
     def look_at(self, peer: int) -> None:
         """While something is awaited: a hello with other terms says that it will not come. That of a rank that refuses
         says nothing: its refusal will."""
-        value = self.word_here(self.hello_word(peer))
-        if self.is_of_epoch(value) and value[2] != self.terms and value[1] != REFUSED and not self.refused:
-            self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {value[2]}")
+        _, says, terms = self.word_here(self.hello_word(peer))
+        if self.is_there(self.hello_word(peer), self.is_of_epoch) and terms != self.terms:
+            if says != REFUSED and not self.refused:
+                self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
 
     def hear(self, word: Word, value: Any) -> None:
         """Of whatever is set in this rank's memory."""
         if word[0] == "alarm":
             self.fail(value)
+        elif isinstance(value, tuple) and value[0] < self.epoch - 1 and not self.failed:
+            raise Violation(f"in epoch {self.epoch} of rank {self.rank} {word} of epoch {value[0]} arrives")
         elif word == self.word("refusal") and self.is_of_epoch(value):
             self.refused = True
             self.network.abandon(self.rank, "refusal")
@@ -154,7 +157,7 @@ class Rank(Throughput, Latency):
         self, rule: str, word: Word, ready: Callable[[Any], bool], peers: tuple[int, ...], until: str
     ) -> Steps:
         """Returns the word's value. What is there is taken, whatever else has happened."""
-        if not ready(self.word_here(word)):
+        if not self.is_there(word, ready):
             for peer in peers:
                 self.look_at(peer)
             if self.failed or (self.refused and until == "refusal"):
@@ -163,6 +166,9 @@ class Rank(Throughput, Latency):
 
     def word_here(self, word: Word) -> Any:
         return self.network.words[self.rank].get(word, (0, 0, ""))
+
+    def is_there(self, word: Word, ready: Callable[[Any], bool]) -> bool:
+        return word in self.network.words[self.rank] and ready(self.word_here(word))
 
     def read(self, rank: int, place: Place) -> Any:
         """Of this rank, or of one of its domain."""

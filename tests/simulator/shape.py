@@ -14,8 +14,8 @@ REFUSED = "refused"
 """What a hello says of a rank that refuses."""
 
 ANOTHER = {
-    "dispatch": "few_dispatch", "few_dispatch": "dispatch", "combine": "few_combine",
-    "few_combine": "dispatch_planned", "dispatch_planned": "combine",
+    "dispatch": "few_dispatch", "few_dispatch": "dispatch", "combine": "dispatch_planned",
+    "few_combine": "few_dispatch", "dispatch_planned": "combine",
 }  # fmt: skip
 """What a rank runs that differs from others; or it is in the same one with other terms."""
 

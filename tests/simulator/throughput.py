@@ -144,7 +144,9 @@ class Throughput:
                     heads[-1].append(head)
                     entries[-1] += of_tile
         if fresh:
-            heads_of = [Head(tuple(map(sum, zip(*(h.counts for h in of), strict=True))), of[0].capacity) for of in heads]
+            heads_of = [
+                Head(tuple(map(sum, zip(*(h.counts for h in of), strict=True))), of[0].capacity) for of in heads
+            ]
             self.routes[op.number] = place_rows(self.shape, self.rank, op.ids[self.rank], heads_of, entries)
         else:
             self.routes[op.number] = self.routes[op.along]
