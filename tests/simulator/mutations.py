@@ -15,7 +15,8 @@ Ready = Callable[[Any], bool]
 
 WAITS = (
     "hello", "refusal", "route told", "weights arrived", "weights told", "staged", "rows arrived", "rows told",
-    "wanted", "pushed", "sums arrived", "scalars arrived", "head arrived", "copies arrived", "few sums arrived", "quiet",
+    "wanted", "pushed", "sums arrived", "scalars arrived", "head arrived", "copies arrived", "few sums arrived",
+    "quiet",
 )  # fmt: skip
 """All that there are."""
 

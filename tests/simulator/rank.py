@@ -237,7 +237,7 @@ class Rank(Throughput, Latency):
     # ---------------------------------------------------------------- failures
 
     def give_up(self, cause: str) -> None:
-        """At a deadline, say. Waits end; what is sent without waiting is sent still, in this operation, and is right."""
+        """At a deadline, say. Waits end; what is sent without waiting is sent still in this operation, and is right."""
         if self.failed:
             return
         self.fail(cause)
