@@ -13,9 +13,9 @@ from simulator import cases, network, reference
 from simulator.mutations import MUTATIONS, WAITS
 from simulator.shape import Operation, Shape
 
-SCHEDULES = {"": 900, **dict.fromkeys(cases.FAULTS[1:], 300)}
+SCHEDULES = {"": 600, **dict.fromkeys(cases.FAULTS[1:], 250)}
 UNTIL_FOUND = 8000
-"""Schedules for a broken rule. The rarest find takes some 300."""
+"""Schedules for a broken rule. The rarest finds take some 300."""
 
 
 def told(case: cases.Case | None, mutant: cases.Mutant = cases.SOUND) -> str:
