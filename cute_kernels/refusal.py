@@ -64,7 +64,7 @@ class Refuse(Kernel):
         arch.sync_threads()
         if tid == 0:
             if const_expr(self.problem.num_domains > 1):
-                self.problem.wire.quiet(ranks)
+                sync.settle(ranks)
             sync.note_begun(ranks)
             sync.note_met(ranks)
             ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
@@ -75,7 +75,7 @@ class Refuse(Kernel):
         tid, _, _ = arch.thread_idx()
         reason = ranks.at(Int64(0), "reason") + Int64(ranks.rank) * REASON_BYTES
         rank = Int32(arch.make_warp_uniform(tid // 32))
-        while rank < self.problem.world_size:
+        while rank < self.problem.world_size and ranks.mark >= 0:
             if not is_near(ranks, rank):
                 word = ranks.at(Int64(0), "refusal")
                 self.problem.wire.put_signal(ranks, rank, reason, reason, Int32(REASON_BYTES), word, ranks.mark)

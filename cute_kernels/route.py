@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
@@ -68,6 +68,15 @@ def place_to_tell(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
         else:
             place = ranks.own + offset_of_told(ranks, "told_out", rank, tile)
     return place
+
+
+@cute.jit
+def may_tell(ranks: Ranks, rank: Int32) -> Boolean:
+    """A rank that has given up leaves alone what its puts may still read: they would bring it behind a good word."""
+    may = Boolean(True)
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        may = ranks.mark >= 0 or is_near(ranks, rank)
+    return may
 
 
 @cute.jit
@@ -199,7 +208,8 @@ def publish_tile(
                     copy = in_copies[r] + table[mine + experts_all + world_size + holder]
                     local = expert - first_expert(p, holder)
                     place = place_to_tell(ranks, holder, tile) + p.told_ints * 4 + Int64(index) * ENTRY_BYTES
-                    ptx.st_v4(place, (entries[r], local | (numbers[r] << 16), position, copy * 2 + opens[r]))
+                    if may_tell(ranks, holder):
+                        ptx.st_v4(place, (entries[r], local | (numbers[r] << 16), position, copy * 2 + opens[r]))
                     if const_expr(token_major):
                         position = Int32(-1)
                         if opens[r] != 0:
@@ -232,7 +242,8 @@ def publish_tile(
             value = args.slots
         if what == COPIES:
             value = running[experts_all + world_size + peer]
-        ptx.st_i32(place_to_tell(ranks, peer, tile) + Int64(j) * 4, value)
+        if may_tell(ranks, peer):
+            ptx.st_i32(place_to_tell(ranks, peer, tile) + Int64(j) * 4, value)
         i += threads
 
 

@@ -290,6 +290,7 @@ def await_begun(ranks: Ranks, peer: Int32) -> None:
     stop = Boolean(False)
     while (seen >> SHIFT) != (ranks.mark >> SHIFT) and not stop:
         seen = ptx.ld_acquire_sys(address)
+        heed_alarm(ranks)
         if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
             stop = Boolean(True)
             fail(ranks, Int32(TIMEOUT), "hello", peer, Int32(0), seen)
@@ -466,6 +467,14 @@ def end_refused(ranks: Ranks) -> None:
     has put, which must arrive before the places there are used again."""
     refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
     if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
+        settle(ranks)
+
+
+@cute.jit
+def settle(ranks: Ranks) -> None:
+    """By one thread: until what this rank has put has arrived. Where a rank is dead it never does: who has given up
+    does not wait."""
+    if ptx.ld_relaxed_sys(ranks.own + FAILED * 8) == 0:
         ranks.heap.problem.wire.quiet(ranks)
 
 

@@ -17,7 +17,7 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..copies import Copies, copies_of, lowest
 from ..heap import Problem
-from ..places import on_rail, place_of, slot_of, slot_there
+from ..places import on_rail, place_of, rank_at, slot_of, slot_there
 from .sending import batches_of, copy_rows, place_in, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
@@ -148,14 +148,46 @@ def await_wanted(ranks: sync.Ranks, slot: Int32, batch: Int32, owner: Int32) -> 
 
 @cute.jit
 def await_pushed(ranks: sync.Ranks, slot: Int32, token: Int32, copies: Int32, owner: Int32) -> Boolean:
-    """By a whole warp: until the copies of a token of another domain have come. False if one never did."""
+    """By a whole warp: until the copies of a token of another domain have come. False if one never did.
+
+    Which rank of its own domain has a copy the stager does not know. So it looks at the hellos of all of them, for one
+    that does something else or has not come; else a report names the owner."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
-    came = Boolean(True)
-    if lane < p.most_copies and (copies >> lane) & 1 != 0:
-        # Which rank of its own domain that is the stager does not know: a report names the owner.
-        came = ranks.wait("token", (slot * p.most_copies + lane) * p.max_tokens + token, owner, token)
-    return arch.vote_all_sync(came)
+    index = (slot * p.most_copies + lane) * p.max_tokens + token
+    missing = Boolean(lane < p.most_copies and (copies >> lane) & 1 != 0)
+    start, polls, came = Int64(arch.globaltimer()), Int32(0), Boolean(True)
+    while arch.vote_any_sync(missing) and came:
+        if missing:
+            if ranks.seen("token", index):
+                missing = Boolean(False)
+        polls += 1
+        if polls == sync.POLLS_PER_CHECK:
+            polls = Int32(0)
+            if suspects(ranks, start, token):
+                came = Boolean(False)
+            elif sync.warp_gives_up(ranks, start, "token", owner, token, Int64(0)):
+                came = Boolean(False)
+    # Hands what each lane acquired to the whole warp.
+    arch.sync_warp()
+    return came
+
+
+@cute.jit
+def suspects(ranks: sync.Ranks, start: Int64, token: Int32) -> Boolean:
+    """By a whole warp that has waited since `start` for some rank of its domain: whether it waits no longer, for one of
+    them that has begun something else, or nothing in time."""
+    p = ranks.heap.problem
+    domain, _ = place_of(ranks, ranks.rank)
+    gone = Boolean(False)
+    index = Int32(arch.lane_idx())
+    while index < p.domain_ranks:
+        peer = rank_at(ranks, domain, index)
+        hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+        if hello != ranks.mark:
+            gone = sync.gives_up(ranks, start, "token", peer, token, hello)
+        index += arch.WARP_SIZE
+    return arch.vote_any_sync(gone)
 
 
 @cute.jit

@@ -8,8 +8,8 @@ source of this warp's puts may be written again, which says nothing of their arr
 
 What a kernel makes of that:
 - A batch of rows has a place and a word of its own, for each sender and bank: no sums, no counters, no queues.
-- Its word holds the operation's epoch, how many rows came, and whether they are the last: a word of an earlier
-  operation is no batch, and no rows are told from rows that have not come.
+- Its word holds the operation's epoch, and a number that says what came (which tokens' rows, as bits, for many tokens):
+  a word of an earlier operation is no batch, and no rows are told from rows that have not come.
 - A receiver waits for all that it is sent before its operation ends, and says hello, by `put_value`, in the next. Who
   has seen the hello of operation e may therefore write, in e + 1, what its puts of operation e - 1 read and wrote.
 """

@@ -133,17 +133,21 @@ class Combine(Kernel):
         elif pushes:
             item, step = warp * pushers + bid, pushers * WARPS
             walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
+            total = walk.items
+            if const_expr(p.num_domains > 1):
+                # Behind what a rank that has given up pushes, a stager that is late would send a sum of it.
+                total = total * Int32(ranks.mark >= 0)
             last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
             last[0] = Int32(-1)
             pushing = (ranks, walk, args, last)
             if const_expr(self.rows):
                 ring = Ring(shape, buffers, barriers, warp)
                 adding = Adding(self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push)
-                items = deal_out(ranks.own, item, step, walk.items, bid < dealt)
+                items = deal_out(ranks.own, item, step, total, bid < dealt)
                 add_items(ring, notes, warp, adding, items, pushing, Rows(args.y), outbox)
             else:
                 count = Int32(0)
-                while item < walk.items:
+                while item < total:
                     copy = self.scout_push(pushing, item)
                     held, _, _, _, code = self.fetch_push(pushing, copy, self.peek_push(pushing, copy))
                     if held != 0:

@@ -203,6 +203,10 @@ class Publish(Kernel):
         tid, _, _ = arch.thread_idx()
         first, end = tile_of(p, tile, args.max_tokens, args.tokens)
         j = first * p.top_k + tid
+        if const_expr(p.num_domains > 1):
+            # What puts may still read a rank that has given up leaves alone.
+            if ranks.mark < 0:
+                end = first
         while j < end * p.top_k:
             weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
             ptx.st_f32(ranks.at(ranks.own, "weights") + place_of_weight(p, j), weight)

@@ -1,4 +1,5 @@
-"""How much symmetric memory the protocols across NVLink domains take: the formulas of docs/across-domains.md."""
+"""How much symmetric memory the protocols across NVLink domains take: the formulas of docs/across-domains.md. For many
+tokens it is what cute_kernels/heap.py lays out, but for padding."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ class Layout:
     itemsize: int = 2  # bytes of a number of a row
     experts: int = 256  # of all ranks
     top_k: int = 8
-    round_tokens: int = 0  # tokens of a round; 0: one round
-    batch_rows: int = 32  # rows of a put, many tokens
+    round_tokens: int = 0  # tokens of a round; 0: one round. Kernels have no rounds
+    most_batch_tokens: int = 16  # of a put, many tokens
+    most_tiles: int = 16
     few_tokens: int = 128  # the bound of the latency kernels
     few_batch_rows: int = 1  # rows of a put, few tokens
 
@@ -31,9 +33,44 @@ class Layout:
         return self.hidden * self.itemsize
 
     @property
-    def slot_bytes(self) -> int:
-        """A row of many tokens with what travels beside it: its token, the ranks that need it, K scalars."""
-        return self.row_bytes + 16 * -(-(16 + 4 * self.top_k) // 16)
+    def batch_tokens(self) -> int:
+        """Consecutive tokens whose rows are one put, many tokens."""
+        return max(1, min(self.most_batch_tokens, 2**16 // self.row_bytes))
+
+    @property
+    def batches(self) -> int:
+        """Of a round."""
+        return -(-self.of_round // self.batch_tokens)
+
+    @property
+    def chunks(self) -> int:
+        """Of rows that are announced together within a domain, in a round."""
+        return -(-self.of_round // max(2, min(8, 28 * 2**10 // self.row_bytes)))
+
+    @property
+    def tiles(self) -> int:
+        """Into which a rank cuts its route."""
+        return max(1, min(self.most_tiles, 2**17 // (self.ranks * self.experts)))
+
+    @property
+    def counts_bytes(self) -> int:
+        """What a tile tells every rank: counts of all experts, and eight numbers more."""
+        return 4 * (4 * -(-self.experts // 4) + 8)
+
+    @property
+    def told_bytes(self) -> int:
+        """The same with the tile's entries, at most."""
+        return self.counts_bytes + 16 * self.top_k * -(-self.tokens // self.tiles)
+
+    @property
+    def weights_bytes(self) -> int:
+        """The scalars of a token's K experts."""
+        return 16 * -(-self.top_k // 4) if self.domains > 1 else 4 * self.top_k
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What is asked for a batch: a mask of copies for each token."""
+        return 16 * -(-self.batch_tokens // 4)
 
     @property
     def few_slot_bytes(self) -> int:
@@ -46,11 +83,6 @@ class Layout:
         return 2 * self.experts + 16
 
     @property
-    def route_bytes(self) -> int:
-        """The route of a rank for one domain, at most: counts, where each rank's entries begin, sizes, entries."""
-        return 4 * self.experts + 4 * self.domain_ranks + 16 + 16 * self.top_k * self.tokens
-
-    @property
     def of_round(self) -> int:
         return self.round_tokens or max(1, self.tokens)
 
@@ -59,19 +91,10 @@ class Layout:
         return max(1, -(-self.tokens // self.of_round))
 
 
-def places(layout: Layout) -> dict[str, int]:
-    """Places (rows, heads, words) of one bank, by purpose: most of what a rank may need at once."""
-    d, ranks, tokens = layout.domains, layout.ranks, layout.of_round
-    copies = min(layout.top_k, ranks)
-    batches = -(-tokens // layout.batch_rows)
-    others = ranks - layout.domain_ranks
+def few_places(layout: Layout) -> dict[str, int]:
+    """Places (rows, heads, words) of few tokens, of one bank: most of what a rank may need at once."""
+    others = layout.ranks - layout.domain_ranks
     return {
-        "rows": d * tokens,
-        "rows to be sent": (d - 1) * tokens,
-        "pushed sums": d * copies * tokens,
-        "routes": 2 * d - 1,
-        "wanted": 2 * (d - 1),
-        "words": d * (batches + copies * tokens + 3) + ranks * (tokens + 1) + layout.domain_ranks,
         "few rows": others * layout.few_tokens,
         "few rows to be sent": others * layout.few_tokens,
         "few heads": 2 * others,
@@ -79,17 +102,31 @@ def places(layout: Layout) -> dict[str, int]:
     }
 
 
+def words(layout: Layout) -> int:
+    """Flags of one bank, many tokens: those that there are in one domain, and those of puts and of what is relayed."""
+    ranks, others, tiles = layout.ranks, layout.domains - 1, layout.tiles
+    copies = layout.domains * min(layout.top_k, ranks) * layout.of_round
+    found = ranks * (3 + tiles + layout.chunks) + 2 * tiles + copies + 2
+    if layout.domains > 1:
+        found += others * (4 * layout.batches + tiles) + ranks * (layout.batches + tiles)
+    return found
+
+
 def staging(layout: Layout) -> dict[str, int]:
     """Bytes by purpose, both banks."""
-    of = places(layout)
+    d, ranks, tokens = layout.domains, layout.ranks, layout.of_round
+    of = few_places(layout)
     few = of["few rows"] + of["few rows to be sent"]
+    batches = (d - 1) * layout.batches
+    told = ranks * layout.tiles * layout.told_bytes
     one = {
-        "rows": of["rows"] * layout.slot_bytes,
-        "rows to be sent": of["rows to be sent"] * layout.slot_bytes,
-        "pushed sums": of["pushed sums"] * layout.slot_bytes,
-        "routes": of["routes"] * layout.route_bytes,
-        "wanted": of["wanted"] * (16 + 8 * layout.of_round),
-        "words": 8 * of["words"],
+        "rows": batches * layout.batch_tokens * layout.row_bytes,
+        "rows to be sent": batches * layout.batch_tokens * layout.row_bytes,
+        "pushed sums": d * min(layout.top_k, ranks) * tokens * layout.row_bytes,
+        "routes": told * (2 if d > 1 else 1) + 8 * layout.tiles * ranks,
+        "scalars": (1 + d + 2 * (d - 1)) * tokens * layout.weights_bytes,
+        "wanted": 2 * batches * layout.wanted_bytes,
+        "words": 8 * words(layout) + 512 * ranks + 512,  # and the reasons of refusals, and notes
         "few tokens": few * layout.few_slot_bytes + of["few heads"] * layout.few_head_bytes + 8 * of["few words"],
     }
     return {purpose: 2 * size for purpose, size in one.items()}

@@ -136,7 +136,7 @@ def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
     alone = of_rows(gpu, op, moved.near, passing)
     if wire is None or layout.domains == 1:
         return gpu.constants[op] + alone
-    batch = 1e6 * layout.batch_rows * layout.slot_bytes / wire.rate
+    batch = 1e6 * layout.batch_tokens * layout.row_bytes / wire.rate
     constant = gpu.constants[op] + wire.latency + gpu.flag + batch
     return layout.rounds * constant + max(alone, far_us(wire, moved))
 

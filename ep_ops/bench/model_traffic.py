@@ -84,39 +84,37 @@ class Bytes:
 
 
 def dispatch_bytes(layout: Layout) -> Bytes:
-    """Many tokens, a fresh route. Entries and counts are read where they are staged; a flag for each copy."""
+    """Many tokens, a fresh route, with weights. Every batch is put, of no rows a word."""
     t = expected(layout)
-    away = 1 - layout.domains / layout.ranks  # of what a rank reads, that lies at another rank of its domain
-    entries = ENTRY * t.expanded  # a rank is told as many as it tells
-    counts = 4 * layout.experts * layout.ranks
-    far_share = 1 - 1 / layout.domains
-    batches = (layout.domains - 1) * max(layout.rounds, t.crossing / max(1, layout.domains - 1) / layout.batch_rows)
-    beside = layout.slot_bytes - layout.row_bytes
+    others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
+    share = t.expanded / layout.ranks  # entries for one rank
+    counts = layout.tiles * layout.counts_bytes
+    puts = others * layout.rounds * layout.batches + (far + others) * layout.tiles + far * layout.rounds
+    relayed = others * (layout.rounds * layout.batches + layout.tiles)
     return Bytes(
         near_rows=t.near * layout.row_bytes,
-        near_other=away * (entries + counts) + t.near * (WORD + (beside if layout.domains > 1 else 4 * layout.top_k)),
+        near_other=near * (ENTRY * share + counts + 4 * layout.domains * share)  # weights are fetched one by one
+        + WORD * near * (layout.rounds * (1 + layout.chunks) + layout.tiles + relayed),
         far_rows=t.crossing * layout.row_bytes,
-        far_other=t.crossing * beside
-        + far_share * entries
-        + (layout.domains - 1) * (4 * layout.experts + 4 * layout.domain_ranks + 16)
-        + WORD * (batches + (layout.domains - 1) * (1 + layout.rounds)),
-        puts=batches + (layout.domains - 1) * (1 + layout.rounds),
+        far_other=far * (ENTRY * share + counts) + others * layout.tokens * layout.weights_bytes + WORD * puts,
+        puts=puts,
     )
 
 
 def combine_bytes(layout: Layout) -> Bytes:
-    """Many tokens. What is wanted goes out, sums come back: as much in each direction."""
+    """Many tokens. What is asked goes out, sums come back: as much in each direction. Where nothing is asked of a batch
+    no sums are put."""
     t = expected(layout)
-    others = layout.domains - 1
-    batches = others * max(layout.rounds, t.crossing / max(1, others) / layout.batch_rows)
+    others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
+    asked = others * layout.rounds * layout.batches
+    unasked = missed(layout, layout.experts // layout.domains) ** layout.batch_tokens  # as if all batches were full
+    puts = asked + asked * (1 - unasked) + far * layout.rounds
     return Bytes(
         near_rows=t.near * layout.row_bytes,
-        near_other=t.near * WORD,
+        near_other=WORD * (t.near + near * layout.rounds),
         far_rows=t.crossing * layout.row_bytes,
-        far_other=t.crossing * (layout.slot_bytes - layout.row_bytes + 8)
-        + others * layout.rounds * 16
-        + WORD * (batches + 2 * others * layout.rounds),
-        puts=batches + 2 * others * layout.rounds,
+        far_other=asked * layout.wanted_bytes + WORD * puts,
+        puts=puts,
     )
 
 
@@ -133,12 +131,12 @@ def few_bytes(layout: Layout, combine: bool) -> Bytes:
         lists = others - (empty if combine else 0.0)
     else:
         lists = t.few_far / layout.few_batch_rows + (0.0 if combine else empty)  # as if batches were full
-    clears = layout.domains - 1
+    hellos = others
     beside = layout.few_slot_bytes - layout.row_bytes
     return Bytes(
         near_rows=t.few_near * layout.row_bytes,
         near_other=near - t.few_near * layout.row_bytes + route,
         far_rows=t.few_far * layout.row_bytes,
-        far_other=t.few_far * beside + (0 if combine else others * layout.few_head_bytes) + WORD * (lists + clears),
-        puts=lists + clears,
+        far_other=t.few_far * beside + (0 if combine else others * layout.few_head_bytes) + WORD * (lists + hellos),
+        puts=lists + hellos,
     )

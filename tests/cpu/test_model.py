@@ -19,6 +19,7 @@ from simulator.rank import Rank
 from simulator.shape import HEAD, Operation, Shape
 
 import ep_ops
+from cute_kernels import heap
 from ep_ops.bench import model, model_memory, model_report, model_stated, model_times, model_traffic
 from ep_ops.bench.model_memory import Layout
 
@@ -99,31 +100,35 @@ class Counting(Network):
 
     def put(self, source: int, target: int, cells: list[tuple[Place, Place]], word: Word | None, value: Any) -> None:
         self.puts[source] += 1
+        self.rows[source]["puts: " + word[0]] += 1
         for here, there in cells:
             if there[-1] != HEAD:
                 self.rows[source][there[0]] += 1
-                continue
-            head = self.memory[source][here][0][0]
-            self.rows[source]["heads: " + there[0]] += 1
-            if there[0] == "route":
-                self.rows[source]["entries"] += sum(map(len, head[0].values()))
-            elif there[0] == "wanted":
-                self.rows[source]["sums wanted"] += len(head)
+            value_here = self.memory[source][here][0][0]
+            if there[0] == "told":
+                self.rows[source]["entries"] += len(value_here[0])
         super().put(source, target, cells, word, value)
 
 
 class Reading(Rank):
     def read(self, rank: int, place: Place) -> Any:
         value = super().read(rank, place)
-        if rank != self.rank and place[0] == "rows":
-            self.network.rows[self.rank]["near"] += 1
-        elif rank != self.rank and place[0] == "route":
-            self.network.rows[self.rank]["routes read"] += 1
-            self.network.rows[self.rank]["entries read"] += len(value[0][self.rank])
+        found = self.network.rows[self.rank]
+        if rank != self.rank and place[0] in ("staged", "rows in"):
+            found["near"] += 1
+        elif rank != self.rank and place[0] in ("weights", "weights in"):
+            found["weights read"] += 1
         return value
+
+    def store(self, rank: int, place: Place, value: Any) -> None:
+        if rank != self.rank and place[0] == "told":
+            self.network.rows[self.rank]["told near"] += 1
+            self.network.rows[self.rank]["entries near"] += len(value[0])
+        super().store(rank, place, value)
 
     def flag(self, rank: int, word: Word, number: Any) -> None:
         if rank != self.rank:
+            self.network.rows[self.rank]["flags"] += 1
             self.network.rows[self.rank]["flags: " + word[0]] += 1
         super().flag(rank, word, number)
 
@@ -136,7 +141,7 @@ def run_everywhere(layout: Layout, kinds: list[str], first: int = 0) -> Counting
     size, ranks = layout.domain_ranks, layout.ranks
     shape = Shape(
         tuple(tuple(range(d * size, (d + 1) * size)) for d in range(layout.domains)), 1, ranks, layout.tokens,
-        layout.of_round, layout.batch_rows, layout.few_batch_rows,
+        layout.batch_tokens, layout.few_batch_rows, layout.tiles,
     )  # fmt: skip
     named = (*range(first, ranks), *(-1,) * first)
     ids = ((named,) * layout.tokens,) * ranks
@@ -155,45 +160,37 @@ def everywhere(domains: int, size: int, **sizes: int) -> Layout:
 
 
 LAYOUTS = [
-    everywhere(2, 2, tokens=4, round_tokens=2, batch_rows=2, few_tokens=4),
-    everywhere(3, 1, tokens=4, batch_rows=1, few_tokens=4),
-    everywhere(2, 3, tokens=2, batch_rows=2, few_tokens=2, few_batch_rows=2),
-    everywhere(1, 3, tokens=2, few_tokens=2),
+    everywhere(2, 2, tokens=4, most_batch_tokens=2, most_tiles=2, few_tokens=4),
+    everywhere(3, 1, tokens=4, most_batch_tokens=1, most_tiles=1, few_tokens=4),
+    everywhere(2, 3, tokens=2, most_batch_tokens=2, most_tiles=1, few_tokens=2, few_batch_rows=2),
+    everywhere(1, 3, tokens=2, most_tiles=2, few_tokens=2),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_rows_and_puts_are_the_protocols(layout: Layout) -> None:
-    dispatch, combine = model_traffic.dispatch_bytes(layout), model_traffic.combine_bytes(layout)
-    found = run_everywhere(layout, ["dispatch"])
-    both = run_everywhere(layout, ["dispatch", "combine"])
-    for rank in range(layout.ranks):
-        assert found.rows[rank]["near"] * layout.row_bytes == pytest.approx(dispatch.near_rows)
-        assert found.rows[rank]["rows"] * layout.row_bytes == pytest.approx(dispatch.far_rows)
-        assert found.puts[rank] == pytest.approx(dispatch.puts)
-        assert (both.rows[rank]["rows"] - found.rows[rank]["rows"]) * layout.row_bytes == pytest.approx(
-            combine.far_rows
-        )
-        assert both.puts[rank] - found.puts[rank] == pytest.approx(combine.puts)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bytes_beside_rows_are_the_protocols(layout: Layout) -> None:
-    """Routes, entries, what travels in a row beside x, words."""
+def test_rows_puts_and_bytes_are_the_protocols(layout: Layout) -> None:
+    """But scalars come back only where they are gradients, and chunks that are announced are other ones in kernels."""
     dispatch, combine = model_traffic.dispatch_bytes(layout), model_traffic.combine_bytes(layout)
     first = run_everywhere(layout, ["dispatch"])
     then = run_everywhere(layout, ["dispatch", "combine"])
-    beside = layout.slot_bytes - layout.row_bytes
     for rank in range(layout.ranks):
         found, both = first.rows[rank], then.rows[rank] - first.rows[rank]
-        far = found["heads: route"] * (4 * layout.experts + 4 * layout.domain_ranks + 16) + 16 * found["entries"]
-        assert far + found["rows"] * beside + 8 * first.puts[rank] == pytest.approx(dispatch.far_other)
-        near = found["routes read"] * 4 * layout.experts + 16 * found["entries read"]
-        near += found["near"] * (beside if layout.domains > 1 else 4 * layout.top_k) + 8 * found["flags: row told"]
+        assert found["near"] * layout.row_bytes == pytest.approx(dispatch.near_rows)
+        assert found["rows in"] * layout.row_bytes == pytest.approx(dispatch.far_rows)
+        assert first.puts[rank] == pytest.approx(dispatch.puts)
+        far = found["told"] * layout.counts_bytes + 16 * found["entries"] + 8 * first.puts[rank]
+        far += found["weights in"] * layout.weights_bytes * layout.tokens // layout.tiles
+        assert far == pytest.approx(dispatch.far_other)
+        near = found["told near"] * layout.counts_bytes + 16 * found["entries near"]
+        near += 4 * found["weights read"]  # a copy has one row here
+        near += 8 * (found["flags"] - found["flags: staged"] + (layout.domain_ranks - 1) * layout.chunks)
         assert near == pytest.approx(dispatch.near_other)
-        far = 16 * both["heads: wanted"] + 8 * both["sums wanted"] + 8 * (then.puts[rank] - first.puts[rank])
-        assert far + both["rows"] * beside == pytest.approx(combine.far_other)
-        assert 8 * both["flags: pushed"] == pytest.approx(combine.near_other)
+
+        assert both["rows in"] * layout.row_bytes == pytest.approx(combine.far_rows)
+        puts = then.puts[rank] - first.puts[rank] - both["puts: returned"]
+        assert puts == pytest.approx(combine.puts)
+        assert both["wanted in"] * layout.wanted_bytes + 8 * puts == pytest.approx(combine.far_other)
+        assert 8 * both["flags"] == pytest.approx(combine.near_other)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -209,64 +206,69 @@ def test_rows_and_puts_of_few_tokens_are_the_protocols(layout: Layout, combine: 
 
 
 def used(layout: Layout, network: Counting, rank: int) -> set[tuple[str, Any]]:
-    """Places of a rank's first bank that something was ever stored in, by the names of the formulas."""
+    """Places of few tokens in a rank's first bank that something was ever stored in, by the names of the formulas."""
     size = layout.domain_ranks
     found = set()
     for place in network.memory[rank]:
-        area, bank, other, *_ = place  # the target, or the domain or rank that sends
+        area, bank, other, *_ = place  # the target, or the rank that sends
         kind, sent = area.removeprefix("sent "), area.startswith("sent ")
-        if bank != 0 or (sent and other // size == rank // size):
-            continue  # where rows stay within the domain nothing need be put together
-        if kind == "copies" and other // size != rank // size:  # those of the domain are marked lines
+        if kind == "copies" and bank == 0 and other // size != rank // size:  # those of the domain are marked lines
             found.add(("few heads" if place[-1] == HEAD else "few rows" + " to be sent" * sent, place))
-        elif kind != "copies":
-            name = {"route": "routes", "wanted": "wanted", "pushed": "pushed sums"}.get(kind)
-            found.add((name or "rows" + " to be sent" * sent, place))
     for word in network.words[rank]:
-        kind, *index = word
-        if kind not in ("alarm", "in flight", "running") and index[0] == 0:
-            if kind != "copies":
-                found.add(("words", word))
-            elif index[1] // size != rank // size:
-                found.add(("few words", word))
+        if word[:2] == ("copies", 0) and word[2] // size != rank // size:
+            found.add(("few words", word))
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_places_are_the_protocols(layout: Layout) -> None:
-    """Where tokens go everywhere every place is used. But what is wanted of the own domain and its clear have no words,
-    and in domain d, which here has no ranks below those of earlier ones, the first (d + 1) x ranks numbers of copies
-    are all that there are."""
-    kinds = ["dispatch", "combine", "few_dispatch", "dispatch", "combine"]  # both banks, whatever the rounds
-    kinds += ["few_combine", "few_dispatch", "few_dispatch"]
-    networks = [run_everywhere(layout, kinds, first) for first in range(layout.ranks)]
+def test_places_of_few_tokens_are_the_protocols(layout: Layout) -> None:
+    """Where tokens go everywhere every place is used."""
+    kinds = ["few_dispatch", "few_combine", "few_dispatch", "few_dispatch"]
+    network = run_everywhere(layout, kinds)
     for rank in range(layout.ranks):
-        expected = model_memory.places(layout)
-        numbers = min(layout.top_k, (rank // layout.domain_ranks + 1) * layout.domain_ranks)
-        unused = (layout.top_k - numbers) * layout.domains * layout.of_round
-        expected["pushed sums"] -= unused
-        expected["words"] -= unused + 2
-        found = collections.Counter(name for name, _ in set().union(*(used(layout, n, rank) for n in networks)))
-        assert found == {key: value for key, value in expected.items() if value}
+        found = collections.Counter(name for name, _ in used(layout, network, rank))
+        assert found == {key: value for key, value in model_memory.few_places(layout).items() if value}
 
 
 # ---------------------------------------------------------------------- memory
 
+SECTIONS = {
+    "rows": ("rows_in",), "rows to be sent": ("rows_out",), "pushed sums": ("rows",),
+    "routes": ("told", "told_out", "kept"), "scalars": ("weights", "weights_in", "scalars", "scalars_in"),
+    "wanted": ("wanted_in", "wanted_out"),
+}  # fmt: skip
 
-def test_staging() -> None:
-    """By hand, for 2 domains of 2 ranks and 3 tokens."""
-    layout = Layout(2, 2, tokens=3, hidden=8, itemsize=2, experts=4, top_k=2, batch_rows=2, few_tokens=2)
-    slot, few_slot = 16 + 32, 16 + 32  # 16 + 4 * 2 in whole 16 bytes; entries of 16
-    one = {
-        "rows": 2 * 3 * slot,
-        "rows to be sent": 3 * slot,
-        "pushed sums": 2 * 2 * 3 * slot,
-        "routes": 3 * (4 * 4 + 4 * 2 + 16 + 16 * 2 * 3),
-        "wanted": 2 * (16 + 8 * 3),
-        "words": 8 * (2 * (2 + 2 * 3 + 3) + 4 * 4 + 2),
-        "few tokens": 2 * 2 * 2 * few_slot + 2 * 2 * (2 * 4 + 16) + 8 * 2 * 2,
-    }
-    assert model_memory.staging(layout) == {key: 2 * value for key, value in one.items()}
+
+def test_staging_is_what_kernels_lay_out() -> None:
+    """Purpose by purpose; words are all else."""
+    draw = random.Random(fresh_seed())
+    for _ in range(50):
+        domains, size, held = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 9)
+        layout = Layout(
+            domains, size, draw.randint(1, 700), 8 * draw.randint(1, 2000), draw.choice((2, 4)),
+            held * domains * size, draw.randint(1, 8),
+        )  # fmt: skip
+        ranks = tuple(range(layout.ranks))
+        groups = tuple(ranks[d * size : (d + 1) * size] for d in range(domains)) if domains > 1 else ()
+        dtype = {2: "bf16", 4: "fp32"}[layout.itemsize]
+        sizes = dict(
+            heap.Heap(
+                heap.Problem(
+                    layout.ranks, (held,) * layout.ranks, layout.top_k, layout.hidden, dtype, layout.tokens, groups
+                )
+            ).size
+        )
+        found = {name: 2 * sum(sizes.pop(part, 0) for part in parts) for name, parts in SECTIONS.items()}
+        expected = model_memory.staging(layout)
+        assert found == {name: expected[name] for name in SECTIONS}, layout
+        assert 2 * sum(sizes.values()) == expected["words"], (layout, sizes)
+
+
+def test_staging_of_few_tokens() -> None:
+    """By hand, for 2 domains of 2 ranks."""
+    layout = Layout(2, 2, tokens=3, hidden=8, itemsize=2, experts=4, top_k=2, few_tokens=2)
+    expected = 2 * 2 * 2 * (16 + 32) + 2 * 2 * (2 * 4 + 16) + 8 * 2 * 2
+    assert model_memory.staging(layout)["few tokens"] == 2 * expected
 
 
 def test_rounds_keep_the_limit() -> None:
@@ -291,8 +293,14 @@ def test_the_page_has_the_formulas_numbers() -> None:
         experts = ranks * math.ceil(256 / ranks)
         layout = Layout(int(domains), int(size), round_tokens=int(tokens), experts=experts)
         of = model_memory.staging(layout)
-        both = of["rows"] + of["rows to be sent"], of["pushed sums"], of["routes"] + of["wanted"] + of["words"]
-        values = *both, model_memory.many_bytes(layout), of["few tokens"]
+        beside = sum(of[name] for name in ("routes", "scalars", "wanted", "words"))
+        values = (
+            of["rows"] + of["rows to be sent"],
+            of["pushed sums"],
+            beside,
+            model_memory.many_bytes(layout),
+            of["few tokens"],
+        )
         assert numbers.split(" | ") == [f"{value / 2**30:.2f}" for value in values], (domains, size, tokens)
 
 
@@ -317,9 +325,9 @@ def test_what_binds() -> None:
     rows = 2000 + 2000 + 2000 + 1000  # expert rows read; sums written; read; tokens written
     assert model_times.many_us(slow, None, layout, "combine") == pytest.approx(30 + rows * 1e4 / 1e5)
 
-    apart = dataclasses.replace(layout, domains=2, domain_ranks=1, round_tokens=500, batch_rows=10)
+    apart = dataclasses.replace(layout, domains=2, domain_ranks=1, round_tokens=500)
     far = model_traffic.dispatch_bytes(apart).far
-    constant = 20 + 8 + 0.5 + 10 * apart.slot_bytes / 10e3
+    constant = 20 + 8 + 0.5 + 6 * 10_000 / 10e3
     assert far > 1000 * 1e4
     assert model_times.many_us(GPU, WIRE, apart, "dispatch") == pytest.approx(2 * constant + far / 10e3)
     dear = dataclasses.replace(WIRE, put=1000.0)
@@ -336,7 +344,7 @@ def test_few_tokens() -> None:
     far = 3 * (12000 + 32) + (2 * 2 + 16) + 8 * (3 + 1)
     assert model_times.few_us(GPU, apart, False, WIRE) == pytest.approx(5 + 8 + far / 10e3)
     whole = model_times.for_wire(apart, dataclasses.replace(WIRE, whole_lists=True))
-    assert model_traffic.few_bytes(whole, False).puts == 2  # a list and a clear
+    assert model_traffic.few_bytes(whole, False).puts == 2  # a list and a hello
 
 
 def test_constants_come_from_the_runs() -> None:

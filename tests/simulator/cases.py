@@ -10,10 +10,14 @@ from typing import Any
 from . import reference
 from .network import Network, Violation
 from .rank import Rank
-from .shape import REFUSED, Ids, Operation, Shape
+from .shape import ANOTHER, REFUSED, Ids, Operation, Shape
 
 DEADLINE = "deadline"
-FAULTS = ("", "dies", "gives up", "cut", "refuses", "differs")
+FAULTS = ("", "dies", "gives up", "cut", "refuses", "refused, and dies", "differs")
+
+DEADLY = ("dies", "refused, and dies")
+STRIKES = (*DEADLY, "gives up", "cut")
+"""Faults of some moment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +39,26 @@ def draw_case(seed: int, fault: str = "") -> Case:
     domains = sorted(tuple(sorted(ranks[d * size : (d + 1) * size])) for d in range(count))
     tokens = draw.choice((1, 2, 3, 4))
     shape = Shape(
-        tuple(domains), draw.choice((1, 2)), draw.choice((1, 2, 3)), tokens, draw.choice((tokens, (tokens + 1) // 2)),
-        draw.choice((1, 2, 4)), draw.choice((1, 2, 4)),
+        tuple(domains), draw.choice((1, 2)), draw.choice((1, 2, 3)), tokens, draw.choice((1, 2, 4)),
+        draw.choice((1, 2, 4)), draw.choice((1, 1, 2)), draw.choice((1, 2)),
     )  # fmt: skip
     operations = draw_operations(draw, shape, draw.randint(2, 6))
-    if fault == "refuses":
+    if fault in ("refuses", "refused, and dies"):
         number = draw.randrange(len(operations))
         operations[number] = operations[number]._replace(refused_by=draw.randrange(shape.world_size))
         operations = [op for op in operations if op.along != number]
     if fault == "differs":
-        number, domain = draw.randrange(len(operations)), draw.choice(shape.domains)
-        differs = (draw.choice(domain),) if draw.random() < 0.5 or count == 1 else domain
+        combines = [op.number for op in operations if op.kind == "combine"]
+        number = draw.choice(combines) if combines and draw.random() < 0.5 else draw.randrange(len(operations))
+        domain, rail = draw.choice(shape.domains), draw.choice(list(zip(*shape.domains, strict=True)))
+        differs = draw.choice(((draw.choice(domain),), domain, rail, rail))
+        if len(differs) == shape.world_size:
+            differs = differs[:1]
+        kind = operations[number].kind
         if shape.world_size > 1:
-            operations[number] = operations[number]._replace(differs=differs)
+            operations[number] = operations[number]._replace(
+                differs=differs, instead=draw.choice((kind, ANOTHER[kind]))
+            )
     victim, after = draw.randrange(shape.world_size), draw.randrange(20 + 40 * shape.world_size * len(operations))
     return Case(shape, tuple(operations), fault, victim, after, draw.randrange(2**30))
 
@@ -97,14 +108,14 @@ def run(case: Case, mutant: Mutant = SOUND) -> str:
     network = kind_of_network(case.shape.world_size, case.seed)
     ranks: list[Rank] = []
     ranks += [kind_of_rank(network, case.shape, rank, ranks) for rank in range(case.shape.world_size)]
-    living = [rank for rank in ranks if case.fault != "dies" or rank.rank != case.victim]
+    living = [rank for rank in ranks if case.fault not in DEADLY or rank.rank != case.victim]
 
     def heard(rank: int, word: Any, value: Any) -> None:
-        if word[0] == "alarm" and rank not in network.dead:
-            ranks[rank].fail(value)
+        if rank not in network.dead:
+            ranks[rank].hear(word, value)
 
     def fault() -> None:
-        if case.fault == "dies":
+        if case.fault in DEADLY:
             network.dead.add(case.victim)
         elif case.fault == "gives up" and network.waiting[case.victim]:
             ranks[case.victim].give_up("gives up")
@@ -114,7 +125,7 @@ def run(case: Case, mutant: Mutant = SOUND) -> str:
     def stuck() -> bool:
         """Deadlines pass, where there is a reason to."""
         waiting = [rank for rank in living if network.waiting[rank.rank]]
-        if case.fault not in ("dies", "cut") or all(rank.failed for rank in waiting):
+        if case.fault not in (*DEADLY, "cut") or all(rank.failed for rank in waiting):
             return False
         network.draw.choice([rank for rank in waiting if not rank.failed]).give_up(DEADLINE)
         return True
@@ -123,7 +134,7 @@ def run(case: Case, mutant: Mutant = SOUND) -> str:
     try:
         for rank in ranks:
             network.spawn(rank.rank, [rank.run(list(case.operations))])
-        network.run((case.after, fault) if case.fault in ("dies", "gives up", "cut") else None, stuck)
+        network.run((case.after, fault) if case.fault in STRIKES else None, stuck)
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # what was read is something else
         raise Violation(f"{type(error).__name__}: {error}") from error
     return judge(case, living)
@@ -196,7 +207,7 @@ def smallest(case: Case, mutant: Mutant = SOUND, schedules: int = 50) -> tuple[C
 def smaller_than(case: Case) -> Iterator[Case]:
     for gone in reversed(case.operations):
         left = tuple(op for op in case.operations if gone.number not in (op.number, op.along))
-        if left:
+        if left and not gone.differs:
             yield dataclasses.replace(case, operations=left)
     for number, op in enumerate(case.operations):
         if op.along >= 0:

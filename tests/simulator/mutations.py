@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .cases import Mutant
-from .network import Abandoned, Network, Place, Steps, Word
+from .network import IN_FLIGHT, Abandoned, Network, Place, Steps, Wait, Word
 from .placing import kept_of
 from .rank import Rank
-from .shape import HEAD, REFUSED, Operation
+from .shape import REFUSED, Operation
+
+Ready = Callable[[Any], bool]
 
 WAITS = (
-    "hello", "clear", "route arrived", "route told", "rows arrived", "row told", "wanted", "pushed", "sums arrived",
-    "head arrived", "copies arrived", "few sums arrived", "quiet",
+    "hello", "refusal", "route told", "weights arrived", "weights told", "staged", "rows arrived", "rows told",
+    "wanted", "pushed", "sums arrived", "scalars arrived", "head arrived", "copies arrived", "few sums arrived",
+    "quiet",
 )  # fmt: skip
 """All that there are."""
 
@@ -22,11 +25,11 @@ def impatient(name: str) -> type[Rank]:
     """One wait is left out: what the word says is taken as it is."""
 
     class Impatient(Rank):
-        def wait_for(self, rule: str, word: Word, ready: Callable[[Any], bool], until: str) -> Steps:
+        def wait_for(self, rule: str, word: Word, ready: Ready, peers: tuple[int, ...], until: str) -> Steps:
             if rule != name:
-                return (yield from super().wait_for(rule, word, ready, until))
+                return (yield from super().wait_for(rule, word, ready, peers, until))
             yield
-            epoch, number, _ = self.network.words[self.rank].get(word, (0, 0, ""))
+            epoch, number, _ = self.word_here(word)
             return epoch, number, self.terms
 
         def quiet(self) -> Steps:
@@ -77,11 +80,40 @@ class ListsWithoutTerms(Rank):
 
 
 class TermsUnread(Rank):
-    """Hello and clear are not looked at for terms."""
+    """Nobody looks at the terms of a hello."""
 
-    def heed(self, rule: str, word: Word) -> Steps:
-        if (yield from self.wait(rule, word, "failure")) == REFUSED:
-            self.refuse()
+    def meet(self, peer: int) -> Steps:
+        terms = self.terms
+        self.terms = self.word_here(self.hello_word(peer))[2]
+        yield from super().meet(peer)
+        self.terms = terms
+
+    def look_at(self, peer: int) -> None:
+        pass
+
+
+class TermsAtTheEnd(Rank):
+    """While ranks wait they look at no hello."""
+
+    def look_at(self, peer: int) -> None:
+        pass
+
+
+class StagerSuspectsTheOwner(Rank):
+    """A stager that waits for a copy looks at the hello of the token's owner, not of who may have it."""
+
+    def suspects(self, owner: int) -> tuple[int, ...]:
+        return (owner,)
+
+
+class RefusalIsAnotherOperation(Rank):
+    """A hello that comes before the refusal is taken for one with other terms."""
+
+    def look_at(self, peer: int) -> None:
+        value = self.word_here(self.hello_word(peer))
+        if self.is_of_epoch(value) and value[1] == REFUSED and not self.refused:
+            self.give_up("other terms")
+        super().look_at(peer)
 
 
 class RunningCount(Rank):
@@ -91,9 +123,10 @@ class RunningCount(Rank):
         area, key, b = batch
         self.put(target, cells, self.word(area, key), (total, b + 1))
 
-    def wait_batch(self, rule: str, area: str, key: int, b: int, until: str = "refusal") -> Steps:
-        word = self.word(area, key)
-        _, (total, _), _ = yield from self.wait_for(rule, word, lambda v: self.is_mark(v) and v[1][1] > b, until)
+    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
+        word = self.word(area, source)
+        ready = lambda v: self.is_mark(v) and v[1][1] > b  # noqa: E731
+        _, (total, _), _ = yield from self.wait_for(rule, word, ready, (source,), "refusal")
         return total
 
 
@@ -112,59 +145,110 @@ class FinishFlag(Rank):
 
     def put_batch(self, target: int, cells: list[tuple[Place, Place]], batch: tuple[str, int, int], total: int) -> None:
         area, key, b = batch
-        size = {"rows": self.shape.batch, "copies": self.shape.few_batch}.get(area, 1)
         self.put(target, cells, None, total)
-        if (b + 1) * size >= total:
+        if (b + 1) * self.shape.few_batch >= total:
             self.put(target, [], self.word(area, key), total)
 
-    def wait_batch(self, rule: str, area: str, key: int, b: int, until: str = "refusal") -> Steps:
-        return (yield from self.wait(rule, self.word(area, key), until))
+    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
+        return (yield from self.wait(rule, self.word(area, source), source))
 
 
 class FirstBatch(Rank):
     """When the first batch of a list is here, the others are taken to be."""
 
-    def wait_batch(self, rule: str, area: str, key: int, b: int, until: str = "refusal") -> Steps:
-        return (yield from super().wait_batch(rule, area, key, b, until)) if b == 0 else 0
+    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
+        return (yield from super().wait_batch(rule, area, source, b)) if b == 0 else 0
 
 
 class OneWordForAllSources(Rank):
-    """Words of lists are not told apart by who sends."""
+    """Words of batches are not told apart by who sends."""
 
     def word(self, kind: str, *index: Any) -> Word:
-        return (kind, self.bank, index[-1]) if kind in ("rows", "copies") else super().word(kind, *index)
+        several = ("batch", "relayed", "sum", "copies")
+        return (kind, self.bank, index[-1]) if kind in several else super().word(kind, *index)
+
+
+class OneWordForAllBatches(Rank):
+    """Nor by which batch it is."""
+
+    def word(self, kind: str, *index: Any) -> Word:
+        return (kind, self.bank, index[0]) if kind in ("batch", "sum") else super().word(kind, *index)
+
+
+class LastBatch(Rank):
+    """A stager that has seen the last batch takes all to be here."""
+
+    def wait_number(self, rule: str, word: Word, *peers: int) -> Steps:
+        if rule == "rows arrived":
+            yield from super().wait_number(rule, (*word[:-1], self.shape.batches - 1), *peers)
+            return self.word_here(word)[1]
+        return (yield from super().wait_number(rule, word, *peers))
+
+
+class RelaysAtOnce(Rank):
+    """The source sets the flags of the ranks of the other domain itself, beside its put to the stager."""
+
+    def put_cells(self, words: str, domain: int, b: int, mask: int, cells: list[tuple[Place, Place]]) -> None:
+        super().put_cells(words, domain, b, mask, cells)
+        if words == "batch":
+            for rank in self.shape.domains[domain]:
+                self.put(rank, [], self.word("relayed", self.rank, b), mask)
+
+    def relay_rows(self, domain: int) -> Steps:
+        for b in range(self.shape.batches):
+            source = self.shape.stager(self.rank, domain)
+            yield from self.wait_number("rows arrived", self.word("batch", domain, b), source)
 
 
 class NothingForNothing(Rank):
-    """A list without rows is not sent."""
+    """Batches without rows are not sent."""
+
+    def put_batch_of(self, words: str, domain: int, b: int, mask: int) -> None:
+        if mask:
+            super().put_batch_of(words, domain, b, mask)
+
+
+class NothingForNothingFew(Rank):
+    """Lists without rows are not sent."""
 
     def send_list(self, target, area, key, total, row, batch, head=None) -> Steps:  # type: ignore[no-untyped-def]
-        if total or head is not None:
+        if total:
             yield from super().send_list(target, area, key, total, row, batch, head)
 
 
 class NothingWanted(Rank):
-    """Who wants no sums says nothing."""
+    """Who wants no sums of a batch says nothing."""
 
-    def send_list(self, target, area, key, total, row, batch, head=None) -> Steps:  # type: ignore[no-untyped-def]
-        if area != "wanted" or head:
-            yield from super().send_list(target, area, key, total, row, batch, head)
+    def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
+        if word is None or word[0] != "wanted" or any(self.read(self.rank, cells[0][0])):
+            super().put(target, cells, word, number)
 
 
-class NotDrained(Rank):
-    """A stager that knows from the route that no rows come does not wait for the batch that says so."""
+class AnswersNobody(Rank):
+    """A stager says of batches, too, of which no sums are wanted, that it sends none."""
 
-    def pass_on(self, op: Operation, number: int, domain: int) -> Steps:
-        source = self.shape.stager(self.rank, domain)
-        if op.kind == "dispatch" and number == 0:
-            yield from self.wait_batch("route arrived", "route", domain, 0)
-            of_ranks, _ = self.read(self.rank, self.place("route", domain, HEAD))
-            for peer in self.peers:
-                self.flag(peer, self.word("route told", source), 0)
-            if not any(of_ranks.values()) and self.shape.rounds == 1:
-                return
-            op = op._replace(kind="dispatch_planned")
-        yield from super().pass_on(op, number, domain)
+    def pass_sums(self, op: Operation, domain: int, b: int) -> Steps:
+        yield from super().pass_sums(op, domain, b)
+        if not any(self.read(self.rank, self.place("wanted in", domain, b))):
+            self.put_cells("sum", domain, b, 0, [])
+
+
+class PassesOnFirst(Rank):
+    """A block asks when it has passed on what others ask for."""
+
+    def sum_up(self, op: Operation, block: int) -> Steps:
+        yield from self.pass_all(op, block)
+        yield from self.ask_all(op, block)
+        yield from self.add_all(op, block)
+
+
+class AddsFirst(Rank):
+    """A block passes on when it has added up its own tokens."""
+
+    def sum_up(self, op: Operation, block: int) -> Steps:
+        yield from self.ask_all(op, block)
+        yield from self.add_all(op, block)
+        yield from self.pass_all(op, block)
 
 
 # ---------------------------------------------------------------- places
@@ -186,79 +270,98 @@ class OneBankOfWords(Rank):
         return value[0] >= self.epoch
 
 
-class OneClear(Rank):
-    """The clear words alone have no banks."""
+class OneHello(Rank):
+    """The hello words alone have no banks."""
 
-    def clear_word(self, domain: int) -> Word:
-        return ("clear", domain)
+    def hello_word(self, rank: int) -> Word:
+        return ("hello", rank)
 
-    def heed(self, rule: str, word: Word) -> Steps:
-        epoch, number, terms = yield from self.wait_for(rule, word, self.is_of_epoch, "failure")
-        assert epoch > self.epoch or terms == self.terms
-        if number == REFUSED:
-            self.refuse()
+    def look_at(self, peer: int) -> None:
+        pass
 
-    def is_of_epoch(self, value: Any) -> bool:
-        return value[0] >= self.epoch
+    def meet(self, peer: int) -> Steps:
+        later = lambda v: v[0] >= self.epoch  # noqa: E731
+        yield from self.wait_for("hello", self.hello_word(peer), later, (), "failure")
 
 
 class OneSendArea(Rank):
     """What the wire reads has no banks."""
 
-    def sent_place(self, area: str, target: int, p: Any) -> Place:
-        return ("sent " + area, target, p)
+    def out_place(self, area: str, target: int, *index: Any) -> Place:
+        return (area, target, *index)
 
 
 class SharedSendArea(Rank):
     """What goes to several ranks is put together in the same places."""
 
-    def sent_place(self, area: str, target: int, p: Any) -> Place:
-        return self.place("sent " + area, p)
+    def out_place(self, area: str, target: int, *index: Any) -> Place:
+        return self.place(area, *index)
+
+
+class Gaps(Rank):
+    """In a domain of one rank sums are put from where they were pushed, though some are left out."""
+
+    def is_whole(self, mask: int) -> bool:
+        return len(self.peers) == 1
+
+    def put_cells(self, words: str, domain: int, b: int, mask: int, cells: list[tuple[Place, Place]]) -> None:
+        if words == "sum":
+            for row, (here, there) in enumerate(cells):
+                if here[0] == "pushed":
+                    wrong = (*here[:-1], b * self.shape.batch + row)
+                    if self.network.is_of(self.rank, wrong, self.epoch):
+                        cells[row] = (wrong, there)
+        super().put_cells(words, domain, b, mask, cells)
 
 
 class Ring(Rank):
-    """A list has places and words for one batch, used by turns, and no credits."""
+    """There are places and words for one batch, used by turns, and no credits."""
 
     def place(self, area: str, *index: Any) -> Place:
-        size = {"rows": self.shape.batch, "copies": self.shape.few_batch}.get(area)
-        if size and isinstance(index[-1], int):
-            index = (*index[:-1], index[-1] % size)
+        if area in ("rows in", "rows out"):
+            index = (index[0], 0, index[2])
         return super().place(area, *index)
 
     def word(self, kind: str, *index: Any) -> Word:
-        return super().word(kind, *index[:-1], 0) if kind in ("rows", "copies") else super().word(kind, *index)
+        return super().word(kind, index[0], 0) if kind == "batch" else super().word(kind, *index)
 
 
-class RoundsAreNoEpochs(Rank):
-    """All rounds of an operation have the same epoch."""
+class RowsAtTheirTokens(Rank):
+    """Rows are looked for as if those that are not needed had places, too."""
 
-    def rounds(self, op: Operation) -> Iterator[list[Steps]]:
-        for number, tasks in enumerate(super().rounds(op)):
-            if number:
-                self.epoch -= 1
-            yield tasks
+    def fetch(self, op: Operation, source: int, token: int) -> Steps:
+        if source in self.peers:
+            return (yield from super().fetch(op, source, token))
+        b, stager = token // self.shape.batch, self.shape.stager(source, self.domain)
+        yield from self.wait_number("rows told", self.word("relayed", source, b), source)
+        place = self.place("rows in", self.shape.domain_of[source], b, token - b * self.shape.batch)
+        return self.read(stager, place)
 
 
 # ---------------------------------------------------------------- meeting
 
 
-class ClearAtOnce(Rank):
-    """A rank says clear for itself, not for its domain."""
+class MeetsItsRail(Rank):
+    """A rank waits for the hellos of its domain and of its rail alone."""
 
-    def meet_domain(self) -> Steps:
-        return
-        yield
-
-    def meet_rails(self) -> Steps:
-        yield from super().meet_domain()
-        yield from super().meet_rails()
+    def meet(self, peer: int) -> Steps:
+        if peer in self.peers or self.shape.index_of[peer] == self.index:
+            yield from super().meet(peer)
 
 
 class RefusalStaysHome(Rank):
-    """Clear does not say that somebody refuses."""
+    """Ranks of other domains learn by the hello alone that somebody refuses."""
 
     def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
-        super().put(target, cells, word, 0 if number == REFUSED else number)
+        if word is None or word[0] != "refusal" or target in self.peers:
+            super().put(target, cells, word, number)
+
+
+class EndlessQuiet(Rank):
+    """Who waits for its puts does so for ever."""
+
+    def quiet(self) -> Steps:
+        yield Wait("quiet", IN_FLIGHT, lambda count: count == 0, "nothing")
 
 
 # ---------------------------------------------------------------- sums
@@ -268,69 +371,116 @@ class AsTheyCome(Rank):
     """Copies are added in the order in which they came."""
 
     def in_order(self, places: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        here = self.network.words[self.rank]
-        return sorted(places, key=lambda at: not self.is_mark(here.get(self.word("pushed", *at), (0, 0, ""))))
+        came = {at: self.network.memory[self.rank].get(self.place("pushed", *at)) for at in places}
+        return sorted(places, key=lambda at: came[at][0][1] if came[at] else (self.epoch + 1, 0))
 
 
 class SumsUnrounded(Rank):
     """A domain's sum crosses as it is."""
 
-    def send_list(self, target, area, key, total, row, batch, head=None) -> Steps:  # type: ignore[no-untyped-def]
-        def as_it_is(p: int) -> Steps:
-            found = yield from row(p)
-            if area == "rows" and isinstance(found[0], tuple) and found[0][0] == "rounded":
-                return (found[0][1], *found[1:])
-            return found
-
-        yield from super().send_list(target, area, key, total, as_it_is, batch, head)
+    def rounded(self, total: Any) -> Any:
+        return total
 
 
 class DroppedAreAwaited(Rank):
     """Sums are wanted of all copies, whether rows of them were kept or not."""
 
-    def asked(self, op: Operation, number: int, domain: int) -> list[tuple[int, tuple[int, ...]]]:
-        found = []
-        for t in self.of_round(number, len(self.routes[op.along].ids)):
-            named = self.shape.named(self.routes[op.along].ids[t])
-            if here := [r for r in named if r in self.shape.domains[domain]]:
-                found.append((t, tuple(named.index(r) for r in here)))
-        return found
+    def wanted(self, op: Operation, domain: int, token: int) -> tuple[int, ...]:
+        if token >= len(op.ids[self.rank]):
+            return ()
+        named = self.shape.named(self.routes[op.along].ids[token])
+        here = [r for r in named if r in self.shape.domains[domain]]
+        return tuple(self.number_there(domain, named.index(r)) for r in here)
 
 
 class CountedAnew(Rank):
     """Copies are numbered without those that were dropped, by their owner alone."""
 
-    def asked(self, op: Operation, number: int, domain: int) -> list[tuple[int, tuple[int, ...]]]:
-        found = []
-        for t in self.of_round(number, len(self.routes[op.along].ids)):
-            kept = kept_of(self, op.along, t)
-            if here := [r for r in kept if r in self.shape.domains[domain]]:
-                found.append((t, tuple(kept.index(r) for r in here)))
-        return found
+    def wanted(self, op: Operation, domain: int, token: int) -> tuple[int, ...]:
+        if token >= len(op.ids[self.rank]):
+            return ()
+        kept = kept_of(self, op.along, token)
+        here = [r for r in kept if r in self.shape.domains[domain]]
+        return tuple(self.number_there(domain, kept.index(r)) for r in here)
 
 
 # ---------------------------------------------------------------- failures
 
 
-class GoesOn(Rank):
-    """A rank that has given up goes on, with what happens to lie in memory, and marks that are as good as ever."""
+class IncompleteSums(Rank):
+    """A stager passes a sum on though one of its copies has not come."""
 
-    def go_on(self) -> None:
-        pass
-
-    def wait_for(self, rule: str, word: Word, ready: Callable[[Any], bool], until: str) -> Steps:
+    def wait_for(self, rule: str, word: Word, ready: Ready, peers: tuple[int, ...], until: str) -> Steps:
         try:
-            return (yield from super().wait_for(rule, word, ready, until))
+            return (yield from super().wait_for(rule, word, ready, peers, until))
         except Abandoned:
+            if rule != "pushed" or not self.failed:
+                raise
             return (0, 0, self.terms)
 
+
+class GoesOn(Rank):
+    """A rank that has given up begins the next operations. It puts nothing, and its flags are no marks; but it stores,
+    as long as it need not wait, into some areas: `into`."""
+
+    into: tuple[str, ...] = ()
+    given_up = 0  # in which epoch
+
+    def goes_on(self) -> bool:
+        self.given_up = self.given_up or self.epoch
+        return True
+
+    def tasks(self, op: Operation) -> list[Steps]:
+        return [self.as_far_as_it_comes(steps) for steps in super().tasks(op)]
+
+    def as_far_as_it_comes(self, steps: Steps) -> Steps:
+        try:
+            yield from steps
+        except (AttributeError, LookupError, TypeError):
+            if not self.given_up:
+                raise
+
     def read(self, rank: int, place: Place) -> Any:
-        if not self.failed:
-            return super().read(rank, place)
-        held = self.network.memory[rank].get(place)
-        if held is None or held[0] is None:
+        if self.given_up:
             raise Abandoned
-        return held[0][0]
+        return super().read(rank, place)
+
+    def store(self, rank: int, place: Place, value: Any) -> None:
+        if not self.given_up or place[0] in self.into:
+            super().store(rank, place, value)
+
+    def flag(self, rank: int, word: Word, number: Any) -> None:
+        if not self.given_up:
+            super().flag(rank, word, number)
+
+    def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
+        if not self.given_up:
+            super().put(target, cells, word, number)
+
+    def wait_for(self, rule: str, word: Word, ready: Ready, peers: tuple[int, ...], until: str) -> Steps:
+        if self.given_up:
+            raise Abandoned
+        return (yield from super().wait_for(rule, word, ready, peers, until))
+
+
+def goes_on(into: str) -> type[Rank]:
+    return type("GoesOn", (GoesOn,), {"into": (into,)})
+
+
+class PutsOn(GoesOn):
+    """It goes on with everything that it need not wait for."""
+
+    def store(self, rank: int, place: Place, value: Any) -> None:
+        Rank.store(self, rank, place, value)
+
+    def flag(self, rank: int, word: Word, number: Any) -> None:
+        Rank.flag(self, rank, word, number)
+
+    def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
+        if target not in self.peers:
+            Rank.put(self, target, cells, word, number)
+        elif word is not None and not cells:
+            self.flag(target, word, number)
 
 
 class TellsItsDomain(Rank):
@@ -364,35 +514,52 @@ def rank(kind: type[Rank], fault: str = "") -> Mutation:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    **{f"no wait: {name}": rank(impatient(name), "refuses" * (name == "quiet")) for name in WAITS},
+    **{f"no wait: {name}": rank(impatient(name), "refuses" * (name in ("quiet", "refusal"))) for name in WAITS},
     "signal beside its data": Mutation((SignalBesideData, Rank)),
     "ADD for SET": Mutation((Adds, Rank)),
     "no epoch": rank(WithoutEpoch),
     "epoch of one bit": rank(ShortEpoch),
-    "no terms in lists": rank(ListsWithoutTerms, "differs"),
+    "no terms in flags": rank(ListsWithoutTerms, "differs"),
     "terms that nobody reads": rank(TermsUnread, "differs"),
+    "terms are read at the end": rank(TermsAtTheEnd, "differs"),
+    "stager looks at the owner's terms": rank(StagerSuspectsTheOwner, "differs"),
+    "refusal is another operation": rank(RefusalIsAnotherOperation, "refuses"),
     "running count, set": rank(RunningCount),
     "running count, added": Mutation((AddsCounts, RunningCount)),
     "finish flag": rank(FinishFlag),
     "first batch for all": rank(FirstBatch),
+    "last batch for all": rank(LastBatch),
     "one word for all sources": rank(OneWordForAllSources),
-    "no signal for no rows": rank(NothingForNothing),
-    "no signal for nothing wanted": rank(NothingWanted),
-    "a signal that nobody waits for": rank(NotDrained),
+    "one word for all batches": rank(OneWordForAllBatches),
+    "told by the source": rank(RelaysAtOnce),
+    "no word for an empty batch": rank(NothingForNothing),
+    "no signal for an empty list": rank(NothingForNothingFew),
+    "no word for nothing wanted": rank(NothingWanted),
+    "a word that nobody waits for": rank(AnswersNobody),
+    "passes on before it asks": rank(PassesOnFirst),
+    "adds before it passes on": rank(AddsFirst),
     "one bank": rank(OneBank),
     "one bank of words": rank(OneBankOfWords),
-    "clear without banks": rank(OneClear),
+    "hello without banks": rank(OneHello),
     "send area without banks": rank(OneSendArea),
     "send area for all targets": rank(SharedSendArea),
     "ring without credits": rank(Ring),
-    "rounds without epochs": rank(RoundsAreNoEpochs),
-    "clear before the domain is": rank(ClearAtOnce),
+    "rows with gaps": rank(RowsAtTheirTokens),
+    "put from where pushed, with gaps": rank(Gaps),
+    "meets its domain and its rail alone": rank(MeetsItsRail),
     "refusal stays in its domain": rank(RefusalStaysHome, "refuses"),
+    "quiet for ever": rank(EndlessQuiet, "refused, and dies"),
     "sums in order of arrival": rank(AsTheyCome),
     "domain's sum not rounded": rank(SumsUnrounded),
     "waits for dropped copies": rank(DroppedAreAwaited),
     "dropped copies not counted": rank(CountedAnew),
-    "goes on after giving up": rank(GoesOn, "gives up"),
+    "incomplete sums cross": rank(IncompleteSums, "gives up"),
+    "goes on, and stores routes": rank(goes_on("told out"), "gives up"),
+    "goes on, and stores weights": rank(goes_on("weights"), "gives up"),
+    "goes on, and stores rows to be sent": rank(goes_on("rows out"), "gives up"),
+    "goes on, and asks": rank(goes_on("wanted out"), "gives up"),
+    "goes on, and pushes": rank(goes_on("pushed"), "gives up"),
+    "goes on, and puts": rank(PutsOn, "gives up"),
     "tells its domain alone": rank(TellsItsDomain, "gives up"),
     "tells its rail alone": rank(TellsItsRail, "gives up"),
     "told, and goes on waiting": rank(HearsAtTheNextCall, "gives up"),

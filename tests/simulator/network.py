@@ -31,6 +31,7 @@ class Wait(NamedTuple):
     word: Word
     ready: Callable[[Any], bool]
     until: str  # what gives it up: "failure", "refusal" (or a failure), "nothing"
+    peers: tuple[int, ...] = ()  # whose hellos are looked at meanwhile
 
 
 class Task:
@@ -101,6 +102,10 @@ class Network:
             raise Violation(f"in epoch {epoch} {place} of rank {rank} is read; it holds {first} and {second}")
         return first[0]
 
+    def is_of(self, rank: int, place: Place, epoch: int) -> bool:
+        """Whether anything was stored there in this epoch."""
+        return any(half is not None and half[1][0] == epoch for half in self.memory[rank].get(place, ()))
+
     def set(self, rank: int, word: Word, value: Any) -> None:
         self.words[rank][word] = value
         self.heard(rank, word, value)
@@ -120,7 +125,7 @@ class Network:
             self._turn(self.temper.of_piece(source, target), action)
 
         def lost() -> bool:
-            return (source, target) in self.cut or source in self.dead
+            return (source, target) in self.cut or source in self.dead or target in self.dead
 
         def take(here: Place, there: Place, half: int, stamp: Any) -> None:
             if lost():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .latency import Latency
 from .network import IN_FLIGHT, Abandoned, Network, Place, Steps, Violation, Wait, Word
-from .shape import ANOTHER, HEAD, REFUSED, Operation, Route, Shape
+from .shape import HEAD, REFUSED, Operation, Route, Shape
 from .throughput import Throughput
 
 
@@ -16,6 +16,7 @@ class Rank(Throughput, Latency):
         self.network, self.shape, self.rank, self.others = network, shape, rank, others
         self.domain, self.index = shape.domain_of[rank], shape.index_of[rank]
         self.peers = shape.domains[self.domain]  # of the NVLink domain, this rank included
+        self.everybody = tuple(range(shape.world_size))
         self.epoch = 0
         self.refused = False  # this operation, by anybody
         self.failed: str | None = None  # what has ended this communicator
@@ -27,72 +28,93 @@ class Rank(Throughput, Latency):
 
     def run(self, operations: list[Operation]) -> Steps:
         for op in operations:
-            if self.rank in op.differs:
-                op = op._replace(kind=ANOTHER[op.kind])
-            self.terms = op.kind
-            for tasks in self.rounds(op):
-                self.epoch += 1
-                yield self.network.spawn(self.rank, tasks)
-                if self.refused:  # its receivers have not waited for what was put
-                    yield from self.quiet()
-            if self.failed:
+            if self.failed and not self.goes_on():
                 return
-            self.results[op.number] = REFUSED if self.refused else self.result
+            self.terms = op.kind
+            if self.rank in op.differs:
+                self.terms = "another " + op.instead
+                op = op._replace(kind=op.instead)
+            self.epoch += 1
+            self.refused = self.is_there(self.word("refusal"), self.is_of_epoch)
+            tasks = [self.say_refusal()] if op.refused_by == self.rank else [self.say_hello(), *self.tasks(op)]
+            yield self.network.spawn(self.rank, tasks)
+            yield self.network.spawn(self.rank, [self.meet(peer) for peer in self.everybody])
+            if self.refused:  # its receivers have not waited for what was put
+                yield from self.quiet()
+            if not self.failed:
+                self.results[op.number] = self.why_refused() if self.refused else self.result
 
-    def rounds(self, op: Operation) -> Iterator[list[Steps]]:
-        """What runs side by side in each round of an operation. Each round has an epoch and a bank of its own."""
-        self.refused = False
-        if op.refused_by == self.rank:
-            yield [self.meet(op)]
-        elif op.kind == "few_dispatch":
-            yield [*self.few_dispatch(op), self.meet(op)]
-        elif op.kind == "few_combine":
-            yield [*self.few_combine(op), self.meet(op)]
-        else:
-            of_round = self.combine_round if op.kind == "combine" else self.dispatch_round
-            for number in range(self.shape.rounds):
-                yield [*of_round(op, number), self.meet(op)]
-                if self.refused or self.failed:
-                    return
+    def goes_on(self) -> bool:
+        """Whether a rank that has given up begins another operation: it would put nothing, and leave alone what is
+        being put."""
+        return False
+
+    def tasks(self, op: Operation) -> list[Steps]:
+        """What runs side by side."""
+        kinds = {
+            "few_dispatch": self.few_dispatch, "few_combine": self.few_combine, "combine": self.combine,
+            "dispatch": self.dispatch, "dispatch_planned": self.dispatch,
+        }  # fmt: skip
+        return kinds[op.kind](op)
 
     def quiet(self) -> Steps:
-        """Until all that this rank has put is there."""
-        yield Wait("quiet", IN_FLIGHT, lambda count: count == 0, "failure")
+        """Until all that this rank has put is there, or its deadline."""
+        yield Wait("quiet", IN_FLIGHT, lambda count: count == 0 or bool(self.failed), "failure")
 
-    def meet(self, op: Operation) -> Steps:
-        """Ends when all ranks have begun this epoch, and so have left the one before it."""
-        if op.refused_by == self.rank:
-            self.refuse()
-        for peer in self.peers:
-            self.flag(peer, self.word("hello", self.rank), REFUSED if self.refused else 0)
-        yield
-        yield from self.meet_domain()
-        for domain in range(len(self.shape.domains)):
-            if domain != self.domain:
-                rail = self.shape.stager(self.rank, domain)
-                self.put(rail, [], self.clear_word(self.domain), REFUSED if self.refused else 0)
-                yield
-        yield from self.meet_rails()
+    # ---------------------------------------------------------------- meeting
 
-    def meet_domain(self) -> Steps:
-        for peer in self.peers:
-            yield from self.heed("hello", self.word("hello", peer))
+    def say_hello(self, says: Any = 0) -> Steps:
+        for peer in self.everybody:
+            self.put(peer, [], self.hello_word(self.rank), says)
+            yield
 
-    def meet_rails(self) -> Steps:
-        for domain in range(len(self.shape.domains)):
-            if domain != self.domain:
-                yield from self.heed("clear", self.clear_word(domain))
+    def hello_word(self, rank: int) -> Word:
+        return self.word("hello", rank)
 
-    def clear_word(self, domain: int) -> Word:
-        return self.word("clear", domain)
+    def say_refusal(self) -> Steps:
+        """Instead of an operation: leaves the reason with everybody, and the word that says so; and hello."""
+        reason = self.place("reason", self.rank)
+        self.store(self.rank, reason, ("because", self.epoch, self.rank))
+        for peer in self.everybody:
+            self.put(peer, [(reason, reason)] * (peer != self.rank), self.word("refusal"), self.rank)
+            yield
+        yield from self.say_hello(REFUSED)
 
-    def heed(self, rule: str, word: Word) -> Steps:
-        """Until the word is of this epoch; then what it says."""
-        _, number, terms = yield from self.wait_for(rule, word, self.is_of_epoch, "failure")
-        if terms != self.terms:
-            self.give_up(f"rank {self.rank} is in {self.terms}, others in {terms}")
-        elif number == REFUSED:
-            self.refuse()
+    def why_refused(self) -> Any:
+        _, rank, _ = self.word_here(self.word("refusal"))
+        return REFUSED if self.read(self.rank, self.place("reason", rank)) == ("because", self.epoch, rank) else "?"
+
+    def meet(self, peer: int) -> Steps:
+        """Ends when that rank has begun this epoch, and so has left the one before it. Of one that refuses, when its
+        refusal is here, too."""
+        word = self.hello_word(peer)
+        _, says, terms = yield from self.wait_for("hello", word, self.is_of_epoch, (), "failure")
+        if says == REFUSED:
+            yield from self.wait_for("refusal", self.word("refusal"), self.is_of_epoch, (), "failure")
+        elif terms != self.terms and not self.refused:
+            self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
+
+    def look_at(self, peer: int) -> None:
+        """While something is awaited: a hello with other terms says that it will not come. That of a rank that refuses
+        says nothing: its refusal will."""
+        _, says, terms = self.word_here(self.hello_word(peer))
+        if self.is_there(self.hello_word(peer), self.is_of_epoch) and terms != self.terms:
+            if says != REFUSED and not self.refused:
+                self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
+
+    def hear(self, word: Word, value: Any) -> None:
+        """Of whatever is set in this rank's memory."""
+        if word[0] == "alarm":
+            self.fail(value)
+        elif isinstance(value, tuple) and value[0] < self.epoch - 1 and not self.failed:
+            raise Violation(f"in epoch {self.epoch} of rank {self.rank} {word} of epoch {value[0]} arrives")
+        elif word == self.word("refusal") and self.is_of_epoch(value):
+            self.refused = True
+            self.network.abandon(self.rank, "refusal")
+        elif word[0] == "hello":
+            for wait in list(self.network.waiting[self.rank].values()):
+                for peer in wait.peers:
+                    self.look_at(peer)
 
     # ---------------------------------------------------------------- marks and places
 
@@ -101,7 +123,8 @@ class Rank(Throughput, Latency):
         return self.epoch % 2
 
     def mark(self, number: Any) -> Any:
-        """The value of a word: epoch, what else it says, and the terms."""
+        """The value of a word: epoch, what else it says, and the terms. A kernel's word has room for a number or for
+        terms; who waits for a number does not look at the terms."""
         return (self.epoch, number, self.terms)
 
     def is_of_epoch(self, value: Any) -> bool:
@@ -119,16 +142,33 @@ class Rank(Throughput, Latency):
 
     # ---------------------------------------------------------------- memory
 
-    def wait(self, rule: str, word: Word, until: str = "refusal") -> Steps:
-        """Until the word, of this rank's memory, is a mark; returns its number."""
-        _, number, _ = yield from self.wait_for(rule, word, self.is_mark, until)
+    def wait(self, rule: str, word: Word, *peers: int) -> Steps:
+        """Until the word, of this rank's memory, is a mark; returns its number. The hellos of `peers` are looked at
+        meanwhile: those of whom it waits for."""
+        _, number, _ = yield from self.wait_for(rule, word, self.is_mark, peers, "refusal")
         return number
 
-    def wait_for(self, rule: str, word: Word, ready: Callable[[Any], bool], until: str) -> Steps:
-        """Returns the word's value."""
-        if self.failed or (self.refused and until == "refusal"):
-            raise Abandoned
-        return (yield Wait(rule, word, ready, until))
+    def wait_number(self, rule: str, word: Word, *peers: int) -> Steps:
+        """Likewise, of a word that carries a number in the place of terms."""
+        _, number, _ = yield from self.wait_for(rule, word, self.is_of_epoch, peers, "refusal")
+        return number
+
+    def wait_for(
+        self, rule: str, word: Word, ready: Callable[[Any], bool], peers: tuple[int, ...], until: str
+    ) -> Steps:
+        """Returns the word's value. What is there is taken, whatever else has happened."""
+        if not self.is_there(word, ready):
+            for peer in peers:
+                self.look_at(peer)
+            if self.failed or (self.refused and until == "refusal"):
+                raise Abandoned
+        return (yield Wait(rule, word, ready, until, peers))
+
+    def word_here(self, word: Word) -> Any:
+        return self.network.words[self.rank].get(word, (0, 0, ""))
+
+    def is_there(self, word: Word, ready: Callable[[Any], bool]) -> bool:
+        return word in self.network.words[self.rank] and ready(self.word_here(word))
 
     def read(self, rank: int, place: Place) -> Any:
         """Of this rank, or of one of its domain."""
@@ -138,21 +178,18 @@ class Rank(Throughput, Latency):
 
     def store(self, rank: int, place: Place, value: Any) -> None:
         """Likewise."""
-        self.go_on()
         if self.shape.domain_of[rank] != self.domain:
             raise Violation(f"rank {self.rank} cannot write memory of rank {rank}")
         self.network.store(rank, place, value, self.epoch)
 
     def flag(self, rank: int, word: Word, number: Any) -> None:
         """Sets a word of a rank of this domain, behind all that was stored."""
-        self.go_on()
         if self.shape.domain_of[rank] != self.domain:
             raise Violation(f"rank {self.rank} cannot set words of rank {rank}")
         self.network.set(rank, word, self.mark(number))
 
     def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
         """Rows to another rank, and behind them its word: by stores within the domain, else on the wire."""
-        self.go_on()
         if self.shape.domain_of[target] != self.domain:
             self.network.put(self.rank, target, cells, word, self.mark(number))
             return
@@ -193,24 +230,16 @@ class Rank(Throughput, Latency):
     def put_batch(self, target: int, cells: list[tuple[Place, Place]], batch: tuple[str, int, int], total: int) -> None:
         self.put(target, cells, self.word(*batch), total)
 
-    def wait_batch(self, rule: str, area: str, key: int, b: int, until: str = "refusal") -> Steps:
+    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
         """Until batch b of a list is here; returns how many rows the list has."""
-        return (yield from self.wait(rule, self.word(area, key, b), until))
+        return (yield from self.wait(rule, self.word(area, source, b), source))
 
     # ---------------------------------------------------------------- failures
 
-    def go_on(self) -> None:
-        """A rank that has given up does nothing any more: it stores, sets and puts nothing."""
-        if self.failed:
-            raise Abandoned
-
-    def refuse(self) -> None:
-        """This operation, here. Nobody waits for its rows any more; it ends when all ranks have begun it."""
-        self.refused = True
-        self.network.abandon(self.rank, "refusal")
-
     def give_up(self, cause: str) -> None:
-        """At a deadline."""
+        """At a deadline, say. Waits end; what is sent without waiting is sent still in this operation, and is right."""
+        if self.failed:
+            return
         self.fail(cause)
         for other in self.others:
             if other is not self:

@@ -51,11 +51,11 @@ def combined(shape: Shape, op: Operation, route: Operation) -> list[Any]:
             for rank in domain:
                 here = [y_of(op.number, rank, kept[source, token, k]) for k in sorted(where) if where[k] == rank]
                 if here:
-                    of_ranks.append(("rounded", total(here)))
+                    of_ranks.append(rounded(total(here)))
             if of_ranks:
-                of_domains.append(total(of_ranks) if source in domain else ("rounded", total(of_ranks)))
+                of_domains.append(total(of_ranks) if source in domain else rounded(total(of_ranks)))
         scalars = tuple((k, scalar_of(op.number, rank, kept[source, token, k])) for k, rank in sorted(where.items()))
-        return (("rounded", total(of_domains)) if of_domains else None), scalars
+        return (rounded(total(of_domains)) if of_domains else None), scalars
 
     return [
         tuple(token_of(source, token) for token in range(len(route.ids[source]))) for source in range(shape.world_size)
@@ -67,3 +67,7 @@ def total(values: list[Any]) -> Any:
     for value in values[1:]:
         result = ("+", result, value)
     return result
+
+
+def rounded(value: Any) -> Any:
+    return value if value[0] == "rounded" else ("rounded", value)

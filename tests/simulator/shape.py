@@ -11,13 +11,13 @@ Ids = tuple[tuple[int, ...], ...]
 HEAD = "head"
 """Where the head of a list lies: before its first row."""
 REFUSED = "refused"
-"""What a hello or a clear says if the rank, or one of the domain, refuses."""
+"""What a hello says of a rank that refuses."""
 
 ANOTHER = {
-    "dispatch": "few_dispatch", "few_dispatch": "dispatch", "combine": "few_combine",
-    "few_combine": "dispatch_planned", "dispatch_planned": "combine",
+    "dispatch": "few_dispatch", "few_dispatch": "dispatch", "combine": "dispatch_planned",
+    "few_combine": "few_dispatch", "dispatch_planned": "combine",
 }  # fmt: skip
-"""What a rank runs that differs from others."""
+"""What a rank runs that differs from others; or it is in the same one with other terms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Shape:
     experts: int  # of each rank
     top_k: int
     tokens: int  # of a rank, at most
-    round_tokens: int  # of them, in a round of the throughput protocol
-    batch: int  # rows of a put, throughput
+    batch: int  # consecutive tokens whose rows are one put, throughput
     few_batch: int  # rows of a put, latency
+    tiles: int = 1  # into which a rank cuts its route
+    blocks: int = 1  # of a combine, that add up what others have pushed
 
     @cached_property
     def world_size(self) -> int:
@@ -44,8 +45,13 @@ class Shape:
         return {rank: i for ranks in self.domains for i, rank in enumerate(ranks)}
 
     @property
-    def rounds(self) -> int:
-        return -(-self.tokens // self.round_tokens)
+    def batches(self) -> int:
+        return -(-self.tokens // self.batch)
+
+    def tile(self, number: int) -> range:
+        """Tokens of a tile."""
+        each = -(-self.tokens // self.tiles)
+        return range(number * each, min(self.tokens, (number + 1) * each))
 
     def stager(self, source: int, domain: int) -> int:
         """The rank of that domain which stands for `source` there: the one on its rail."""
@@ -69,6 +75,7 @@ class Operation(NamedTuple):
     along: int = -1  # number of the dispatch whose route is gone along
     refused_by: int = -1
     differs: tuple[int, ...] = ()  # ranks that run another one instead
+    instead: str = ""  # of which kind
 
 
 class Route(NamedTuple):
@@ -111,4 +118,5 @@ def add(one: Any, other: Any) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    return None if value is None else ("rounded", value)
+    """What is rounded already stays as it is."""
+    return value if value is None or value[0] == "rounded" else ("rounded", value)
