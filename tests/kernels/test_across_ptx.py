@@ -45,7 +45,7 @@ def test_over_nvlink(kernel: Any, arch: str) -> None:
 @needs_library
 def test_over_nvshmem() -> None:
     assert LIBRARY is not None
-    ptx = compiled_ptx(Pull(dataclasses.replace(LARGE, wire=wire.Nvshmem(LIBRARY)), True, False, True), "sm_90a")
+    ptx = compiled_ptx(Pull(dataclasses.replace(LARGE, wire=wire.Nvshmem(LIBRARY)), True, False, True), "sm_100a")
     assert "nvshmemi_device_state_d" in ptx  # which the library is told of before the kernel is launched
     declared = set(re.findall(r"^\.extern \.func .*?(\w+)\s*$", ptx, re.M))
     assert not {name for name in declared if "nvshmem" in name}, "a call that nothing defines"

@@ -27,8 +27,9 @@ ALWAYS = (
     "wire_nvshmem",
     "wire_adversary",
     "domains_nvshmem",
+    "across_two",
 )
-DRAWN = 3
+DRAWN = 2
 """How many of the other checks are run, others each time: together they take minutes. EP_OPS_ALL_CHECKS=1: all."""
 
 
