@@ -17,19 +17,8 @@ pytest.importorskip("greenlet", reason="needs greenlet, whose threads stand for 
 
 from emulator.main import CHECKS, main
 
-ALWAYS = (
-    "latency",
-    "latency_roles",
-    "latency_split",
-    "throughput",
-    "throughput_absent",
-    "death_few_dispatch",
-    "wire_nvshmem",
-    "wire_adversary",
-    "domains_nvshmem",
-    "across_two",
-)
-DRAWN = 2
+ALWAYS = ("latency", "throughput", "death_few_dispatch", "wire_nvshmem", "across_two")
+DRAWN = 3
 """How many of the other checks are run, others each time: together they take minutes. EP_OPS_ALL_CHECKS=1: all."""
 
 
