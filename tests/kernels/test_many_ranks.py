@@ -87,7 +87,8 @@ def kernels(made: Problem) -> list[Any]:
 
 @pytest.mark.parametrize(("world_size", "arch"), CASES)
 def test_kernels_fit(world_size: int, arch: str) -> None:
-    for kernel in kernels(problem(world_size)):
+    # Of the second Blackwell the kernels with the most shared memory: what differs there is how much there is.
+    for kernel in kernels(problem(world_size))[: 2 if arch == "sm_103a" else None]:
         made = built(kernel, arch)
         assert f".target {arch}" in made.ptx
         assert ".local" not in made.ptx, f"{kernel} uses local memory"
