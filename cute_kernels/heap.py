@@ -246,7 +246,7 @@ class Heap:
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
             # for all operations alike. A token-major dispatch has its ids in the place of the scalars, for peers to
             # read, and the backward of one its scalars in that of what is told. Where there are several domains a rank
-            # has both for the ranks of its rail, too, by [slot] (internode/places.py).
+            # has both for the ranks of its rail, too, by [slot] (places.py).
             scalars=d * t * p.weights_each * 4,
             rows=d * p.most_copies * t * p.row_bytes,
         )

@@ -73,8 +73,7 @@ def send_rows(
     while item < batches_of(ranks, args.max_tokens) * others and ranks.mark >= 0:
         batch = item // others
         slot = item - batch * others + 1
-        target = on_rail(ranks, slot)
-        domain, _ = place_of(ranks, target)
+        domain, _ = place_of(ranks, on_rail(ranks, slot))
         mask = needed(ranks, args.topk_idx, batch, args.tokens, domain)
         here = place_in(ranks, "rows_out", slot, batch)
         rows.fill(ranks, args, batch, mask, ranks.own + here)
@@ -176,8 +175,7 @@ def send_weights(ranks: sync.Ranks, warps: cutlass.Constexpr[int], tile: Int32, 
 
 @cute.jit
 def relay(
-    ranks: sync.Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool],
-    rows: cutlass.Constexpr[bool], max_tokens: Int32,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], max_tokens: Int32
 ) -> None:  # fmt: skip
     """By one block of a stager: passes each word on that comes from another domain, to all ranks of this one and to
     itself, behind what came with it. It ends when all have come; so this rank's operation does not end before them."""
@@ -185,9 +183,7 @@ def relay(
     tid, _, _ = arch.thread_idx()
     others = p.num_domains - 1
     domain, _ = place_of(ranks, ranks.rank)
-    batches = Int32(0)
-    if const_expr(rows):
-        batches = others * batches_of(ranks, max_tokens)
+    batches = others * batches_of(ranks, max_tokens)
     count = Int32(batches)
     if const_expr(weighted):
         count += others * p.tiles

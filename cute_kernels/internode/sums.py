@@ -185,7 +185,8 @@ def suspects(ranks: sync.Ranks, start: Int64, token: Int32) -> Boolean:
         peer = rank_at(ranks, domain, index)
         hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
         if hello != ranks.mark:
-            gone = sync.gives_up(ranks, start, "token", peer, token, hello)
+            if sync.gives_up(ranks, start, "token", peer, token, hello):
+                gone = Boolean(True)
         index += arch.WARP_SIZE
     return arch.vote_any_sync(gone)
 

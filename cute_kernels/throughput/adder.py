@@ -132,6 +132,7 @@ class Adding:
                 mark = mark | BEGINS
             if number & CLOSES != 0:
                 mark = mark | JOINS
+            # (Bits that lane 0's row brings to the extra one change nothing: all rows of this domain have joined.)
             number = number & (CLOSES - 1)
         source = base + Int64(number) * shape.row_bytes
         if const_expr(self.extra):

@@ -136,7 +136,7 @@ class Publish(Kernel):
         alone = self.problem.domain_ranks == 1 and self.format == ""
         senders = blocks - 1 if alone else cutlass.max((blocks - 2) * 2 // 3, 1)
         if block == 0:
-            relay(ranks, THREADS, self.weights, self.rows, args.max_tokens)
+            relay(ranks, THREADS, self.weights, args.max_tokens)
         elif block <= senders:
             row_bytes = (
                 Form(self.format, self.problem.hidden_size).staged_bytes if self.format else self.problem.row_bytes

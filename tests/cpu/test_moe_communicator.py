@@ -1,13 +1,10 @@
-"""MoECommunicator against a dense model: every mode, layout and format, on one and two ranks, eager and compiled; where
-placements have experts, what is counted, and what is refused."""
+"""MoECommunicator against a dense model: every mode, layout and format, on one and two ranks, eager and compiled; and
+what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
-import xml.etree.ElementTree
-from pathlib import Path
 from typing import Any
 
 import cases
@@ -16,12 +13,26 @@ import torch
 import torch.distributed as dist
 from calls import counted
 from graphs import captured_graphs
+from moe_cases import (
+    MODES,
+    MOST,
+    REPLICAS,
+    ROWS,
+    E,
+    H,
+    K,
+    communicator,
+    config,
+    dense,
+    drawn,
+    layer,
+    matrices,
+    on_ranks,
+)
 from ranks import run_ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from ep_ops import formats
 from ep_ops.formats import FORMATS, LAYOUTS
@@ -29,87 +40,9 @@ from ep_ops.moe import (
     DispatchHandle,
     DispatchOutput,
     MoECommunicator,
-    MoECommunicatorConfig,
     Quant,
-    Stats,
-    balanced,
-    moves,
-    plot_begun,
 )
-from ep_ops.moe.statistics import begun
-from ep_ops.nn import expert_lists, gather_rows, grouped_mm, reduce_rows
-from ep_ops.records import Operation
-
-E, H, K, MOST = 5, 128, 2, 12
-MODES = ("auto", "latency", "throughput")
-ROWS = ("grouped", "padded", "token_major")
-REPLICAS = (3, 0, 1, 2, 4, 3, 0, 3)
-"""Where experts lie unless a test says otherwise: three replicas of one, two of another."""
-
-
-def config(**more: Any) -> MoECommunicatorConfig:
-    given = dict(num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=MOST, dtype=torch.float32)
-    return MoECommunicatorConfig(**{**given, **more})
-
-
-def communicator(**more: Any) -> MoECommunicator:
-    return MoECommunicator(config(**more), device="cpu")
-
-
-@dataclasses.dataclass
-class Given:
-    """Of one rank: small numbers, which all formats but those with scales of fp32 hold exactly."""
-
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-
-
-def drawn(seed: int, rank: int, tokens: int, grad: bool = False) -> Given:
-    draw = torch.Generator().manual_seed(seed + 31 * rank)
-    x = torch.randint(-8, 9, (tokens, H), generator=draw).float()
-    ids = torch.rand(tokens, E, generator=draw).argsort(1)[:, :K]
-    ids[torch.rand(tokens, K, generator=draw) < 0.15] = -1
-    weights = torch.rand(tokens, K, generator=draw) + 0.1
-    return Given(x.requires_grad_(grad), ids, weights.requires_grad_(grad))
-
-
-def matrices(seed: int) -> Tensor:
-    """[E, H, H] of the logical experts, the same on all ranks."""
-    return torch.randn(E, H, H, generator=torch.Generator().manual_seed(seed)) / H**0.5
-
-
-def dense(given: Given, w: Tensor) -> Tensor:
-    out = torch.zeros(given.x.shape)
-    for expert in range(E):
-        out = out + (given.weights * (given.ids == expert)).sum(1, keepdim=True) * (given.x @ w[expert])
-    return out
-
-
-def computed(moe: MoECommunicator, output: DispatchOutput, w: Tensor) -> Tensor:
-    """What the local experts ``w`` [El, H, H] make of what has come."""
-    rows, form = output.x.flatten(0, -2), moe.config.quant.format
-    if rows.dtype == torch.float8_e4m3fn:
-        assert output.scales is not None
-        rows = formats.dequantise(rows, output.scales, formats.format_of(form), torch.float32)
-    if moe.config.layout == "padded":
-        live = torch.arange(output.x.shape[1]) < output.counts[:, None]
-        rows = torch.where(live[..., None], rows.view(output.x.shape), 0)
-        return torch.where(live[..., None], torch.bmm(rows, w), 0)  # gradients of slots that hold nothing are undefined
-    if moe.config.layout == "grouped":
-        return grouped_mm(rows, w, output.offs)
-    assert output.local_idx is not None
-    lists = expert_lists(output.local_idx, w.shape[0])
-    return reduce_rows(grouped_mm(gather_rows(rows, lists), w, lists.offs), lists, output.weights)
-
-
-def layer(moe: MoECommunicator, given: Given, w: Tensor, max_tokens: int | None = None) -> Tensor:
-    x, ids, weights = given.x, given.ids, given.weights
-    if moe.config.overlap:
-        output, handle = moe.dispatch_async(x, ids, weights, max_tokens=max_tokens).wait()
-        return moe.combine_async(computed(moe, output, w), handle).wait()
-    output, handle = moe.dispatch(x, ids, weights, max_tokens=max_tokens)
-    return moe.combine(computed(moe, output, w), handle)
+from ep_ops.nn import grouped_mm
 
 
 def ways() -> list[dict[str, Any]]:
@@ -130,11 +63,6 @@ def test_what_goes_together() -> None:
     for mode, rows, form in itertools.product(MODES, ROWS, ("", *FORMATS)):
         apart = mode == "latency" and (rows == "token_major" or "row" in form)
         assert (config(mode=mode, layout=rows, quant=Quant(form)).problem() is None) == (not apart)
-
-
-def on_ranks(ranks: int, function: Any, *args: Any) -> list[Any]:
-    """One rank is this process."""
-    return run_ranks(ranks, function, *args) if ranks > 1 else [function(*args)]
 
 
 def errors(seed: int, tokens: list[int]) -> list[tuple[dict[str, Any], float]]:
@@ -296,189 +224,6 @@ def test_modes_and_sizes() -> None:
                 else:
                     assert output.x.shape == shape, (layout, capacity, max_tokens)
                 assert handle.route.max_tokens == (max_tokens or MOST)
-
-
-# ---------------------------------------------------------------------- placement
-
-
-def test_replicas_take_turns() -> None:
-    """Straight from the definition, in loops; int32 and int64, and tokens of several dimensions."""
-    from ep_ops.moe.placement import ReplicaMap
-
-    seed = cases.fresh_seed()
-    ids = drawn(seed, 0, 70).ids
-    for rank, dtype in itertools.product((0, 1, 59, 71), (torch.int32, torch.int64)):
-        found = ReplicaMap(REPLICAS, E, 70, rank, torch.device("cpu"))
-        for placement in (REPLICAS, (0, 1, 2, 3, 4, 4, 4, 4)):
-            found.set(placement)
-            got = found.of(ids.to(dtype).view(7, 10, K))
-            assert got.dtype == torch.int32 and got.shape == (7, 10, K)
-            for token, own in enumerate(ids.tolist()):
-                for k, expert in enumerate(own):
-                    places = [place for place, there in enumerate(placement) if there == expert]
-                    wanted = places[(token + rank) % 60 % len(places)] if expert >= 0 else -1
-                    assert got.view(70, K)[token, k] == wanted
-        odd = torch.tensor([[-9, -2], [E, 99]], dtype=dtype)
-        assert found.of(odd).tolist() == [[-2, -2], [len(REPLICAS)] * 2]  # what no operator takes
-
-
-def test_balanced() -> None:
-    """No rank has much more than the mean; every expert is somewhere; weights stay where they may."""
-    draw = random.Random(cases.fresh_seed())
-    for _ in range(30):
-        ranks, each = draw.choice([1, 2, 4, 8]), draw.choice([4, 6, 9])
-        experts = ranks * each - draw.randint(ranks, 2 * ranks)
-        held = [each] * ranks
-        load = [draw.randint(50, 100) * (1 + 3 * (expert < 2)) for expert in range(experts)]
-        placement = balanced(load, held)
-        assert placement == balanced(load, held) and set(placement) == set(range(experts))
-        other = balanced(load[::-1], held, placement)
-        for rows, where in ((load, placement), (load[::-1], other)):
-            shares = [rows[expert] / where.count(expert) for expert in where]
-            by_rank = [sum(shares[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-            assert sum(by_rank) == pytest.approx(sum(load))
-            assert max(by_rank) * ranks <= 1.15 * sum(load)
-        near = [rows * draw.uniform(0.99, 1.01) for rows in load]
-        assert len(moves(placement, balanced(near, held, placement), held)) <= len(placement) // 2
-        weights = list(placement)
-        for move in moves(placement, other, held):
-            assert placement[move.source] == move.expert == other[move.place] != placement[move.place]
-            assert move.crosses == (move.source // each != move.place // each)
-            weights[move.place] = placement[move.source]
-        assert tuple(weights) == other
-    assert moves([1, 0, 1, 2], [0, 1, 1, 2], [2, 2]) == [(0, 1, 0, False), (1, 0, 1, False)]  # from the same rank
-    skewed = balanced([90, 1, 1, 1], [3, 3])
-    assert sorted(skewed).count(0) == 2 and 0 in skewed[:3] and 0 in skewed[3:]
-    assert sorted(balanced([5, 5], [3])) in ([0, 0, 1], [0, 1, 1])  # more replicas than ranks
-    with pytest.raises(ValueError, match="load has 4 logical experts; allowed: at most 3"):
-        balanced([1, 1, 1, 1], [2, 1])
-    with pytest.raises(ValueError, match="placements have 3 and 2 places"):
-        moves([0, 1, 2], [0, 1], [2, 1])
-
-
-# ---------------------------------------------------------------------- statistics
-
-
-def counts(seed: int, rows: str) -> tuple[Stats, list[Tensor], list[int]]:
-    rank = dist.get_rank()
-    capacity = {"grouped": 16, "padded": 3, "token_major": 9}[rows]
-    way = dict(layout=rows, alignment=1, capacity=capacity, placement=REPLICAS, statistics=True)
-    loads = []
-    with communicator(**way, quant=Quant("e4m3/32/mx")) as moe, torch.no_grad():
-        moe.reset_stats()
-        for turn, placement in enumerate((REPLICAS, REPLICAS, REPLICAS[::-1])):
-            moe.place(placement)
-            given = drawn(seed + turn, rank, MOST)
-            output, handle = moe.dispatch(given.x, given.ids, given.weights)
-            moe.combine(torch.zeros(handle.route.num_rows, H), handle)
-            loads.append(moe.load())
-        stats = moe.stats()
-        moe.reset_stats()
-        fresh = moe.stats()
-        assert fresh.dispatches == 0 and not any(t.any() for t in (*fresh[2:6], moe.load()))
-    return stats, loads, list(REPLICAS)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_stats(rows: str) -> None:
-    """Against loops over what ranks have asked for, over a change of the placement."""
-    seed = cases.fresh_seed()
-    found = run_ranks(2, counts, seed, rows)
-    kept, dropped = torch.zeros(2, E, dtype=torch.int64), torch.zeros(2, E, dtype=torch.int64)
-    copies = torch.zeros(2, 2, dtype=torch.int64)  # there, from
-    asked = torch.zeros(E, dtype=torch.int64)
-    for turn, placement in enumerate((REPLICAS, REPLICAS, REPLICAS[::-1])):
-        used, by_place = [0, 0], [0] * len(placement)
-        for source in range(2):
-            for token, ids in enumerate(drawn(seed + turn, source, MOST).ids.tolist()):
-                rest: dict[int, list[int]] = {0: [], 1: []}
-                for expert in ids:
-                    if expert >= 0:
-                        places = [place for place, there in enumerate(placement) if there == expert]
-                        place = places[(token + source) % 60 % len(places)]
-                        rest[place // 4].append(place)
-                        asked[expert] += 1
-                for there, named in rest.items():
-                    came = False
-                    for place in named:
-                        if rows == "token_major":
-                            fits = used[there] < 9
-                        else:
-                            fits = by_place[place] < (3 if rows == "padded" else 99)
-                        by_place[place] += 1
-                        came |= fits
-                        (kept if fits else dropped)[there, placement[place]] += 1
-                    used[there] += bool(named)
-                    copies[there, source] += came
-        assert torch.equal(found[0][1][turn], asked) and torch.equal(found[1][1][turn], asked)
-    for rank, (stats, _, _) in enumerate(found):
-        assert stats.rank == rank and stats.dispatches == 3
-        assert torch.equal(stats.rows + stats.dropped, kept[rank] + dropped[rank])
-        assert stats.dropped.any() and stats.operations == ()
-        if rows != "grouped":  # what is cut of segments that follow each other: tests/cpu/test_reference.py
-            assert torch.equal(stats.rows, kept[rank])
-            assert torch.equal(stats.received, copies[rank] * (H + H // 32))
-            assert torch.equal(stats.returned, copies[rank] * H * 4)
-        assert not stats.waits.any() and not stats.late.any()
-
-
-def test_what_is_made_in_inference_mode_goes_on_behind_it() -> None:
-    given = drawn(0, 0, MOST)
-    with torch.inference_mode():
-        moe = communicator(placement=REPLICAS, statistics=True)
-    with moe:
-        moe.place(REPLICAS[::-1])
-        moe.dispatch(given.x, given.ids)
-        assert int(moe.load().sum()) == int((given.ids >= 0).sum())
-
-
-def test_recomputed_dispatches_count_once() -> None:
-    given, w = drawn(0, 0, MOST, grad=True), matrices(0)
-    with communicator(statistics=True) as moe:
-        checkpoint(layer, moe, given, w, use_reentrant=False).sum().backward()
-        assert moe.stats().dispatches == 1 and int(moe.load().sum()) == int((given.ids >= 0).sum())
-
-
-def noted(number: int, begun: float) -> Operation:
-    return Operation(number, "dispatch", True, True, False, 8, "", begun, None)
-
-
-def test_a_straggler_shows(tmp_path: Path) -> None:
-    """Operations that all ranks have noted; rank 2 begins 30 us late in each."""
-    late = [2e-6, 0.0, 30e-6]
-    ops = [[noted(n, 100.0 + n + own) for n in range(5 + r, 9 + r)] for r, own in enumerate(late)]
-    numbers, times = begun([list(reversed(own)) for own in ops])
-    assert numbers == (7, 8)
-    zero = torch.zeros(1, dtype=torch.int64)
-    of_first, of_last = (Stats(rank, 1, zero, zero, zero, zero, numbers, times) for rank in (0, 2))
-    assert_close(of_first.late, torch.tensor(late, dtype=torch.float64), rtol=0, atol=1e-9)
-    assert_close(of_first.waits, torch.tensor([0, 0, 28e-6], dtype=torch.float64), rtol=0, atol=1e-9)
-    assert not of_last.waits.any()
-    text = plot_begun(of_first, tmp_path / "begun.svg").read_text(encoding="utf-8")
-    assert "latest on average: rank 2, 30.0 µs" in text
-    cells = [c for c in xml.etree.ElementTree.fromstring(text).iter() if "fill-opacity" in c.attrib]
-    assert [float(c.attrib["fill-opacity"]) for c in cells] == pytest.approx([1 / 15, 1 / 15, 0, 0, 1, 1], abs=2e-3)
-    none = of_first._replace(operations=(), begun=torch.zeros(3, 0))
-    with pytest.raises(ValueError, match="no operations that all ranks have noted"):
-        plot_begun(none, tmp_path / "none.svg")
-
-
-def test_ranges_have_names() -> None:
-    given, w = drawn(0, 0, MOST), matrices(0)
-    with communicator(overlap=True) as moe, profile(activities=[ProfilerActivity.CPU]) as seen:
-        layer(moe, given, w)
-        output, handle = moe.dispatch(given.x, given.ids)
-        moe.combine(output.x, handle)
-    names = {event.name for event in seen.events() or ()}
-    wanted = {"dispatch", "combine", "dispatch_async", "combine_async", "dispatch_wait", "combine_wait"}
-    assert {f"ep_ops.moe.{name}" for name in wanted} <= names
-    split = {f"ep::{operator}_{part}" for operator in ("dispatch", "combine") for part in ("start", "wait")}
-    assert split <= names
-    with communicator() as moe, profile(activities=[ProfilerActivity.CPU]) as seen:
-        finished = [moe.dispatch_async(given.x, given.ids), moe.dispatch_async(given.x, given.ids)]  # one by one
-        output, handle = finished[0].wait()
-        moe.combine_async(output.x, handle).wait()
-    assert not split & {event.name for event in seen.events() or ()}
 
 
 # ---------------------------------------------------------------------- refusals

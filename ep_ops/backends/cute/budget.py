@@ -63,9 +63,10 @@ SUM_HEADROOM = 1.3
 
 ACROSS_LEFT = 4
 """Multiprocessors that a combine leaves free where there are several NVLink domains: its blocks also put sums on the
-wire, and every one more made it faster (2 domains of one H200: 64 took 573 us, 96 527, 128 385)."""
+wire, and with more of them it was faster (2 domains of one H200: 60 took 1017 us, 96 527, 128 428)."""
 ACROSS_PUSHING = 3 / 8
-"""The share of its blocks that push there (of 128: 32 took 414 us, 48 385, 64 455)."""
+"""The share of its blocks that push there (of 128: 32 took 414 us, 48 385, 64 455; in domains of several
+ranks it has not been measured)."""
 
 
 @dataclass(frozen=True)
