@@ -16,6 +16,8 @@ from .heap import Problem
 
 RankSet = tuple[Int32, ...]
 """A set of ranks."""
+MOST_WORDS = 4
+"""Of a set that a warp has registers for beside a sum. Of more ranks it looks at what its lanes have, one by one."""
 
 
 def words_of(problem: Problem) -> int:
@@ -80,8 +82,17 @@ def copies_of(problem: cutlass.Constexpr[Problem], expert: Int32, row: Int32) ->
         holder = holder_of(problem, expert)
     same = arch.match_sync(0xFFFFFFFF, holder)
     kept = arch.vote_ballot_sync(row >= 0)
-    number = below(set_of(problem, holder, holder >= 0), cutlass.max(holder, 0))
-    expected = Int32(holder >= 0 and (same & arch.lanemask_lt()) == 0 and (same & kept) != 0)
+    opens = holder >= 0 and (same & arch.lanemask_lt()) == 0
+    number = Int32(0)
+    if const_expr(words_of(problem) <= MOST_WORDS):
+        number = below(set_of(problem, holder, holder >= 0), cutlass.max(holder, 0))
+    else:
+        opening = arch.vote_ballot_sync(opens)
+        for k in range_constexpr(problem.top_k):
+            theirs = arch.shuffle_sync(holder, k)
+            if (opening >> k) & 1 != 0 and theirs < holder:
+                number += 1
+    expected = Int32(opens and (same & kept) != 0)
     bit = Int32(0)
     if expected != 0:
         bit = Int32(1) << number

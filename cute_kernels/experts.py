@@ -7,18 +7,23 @@ from cutlass import Int32, const_expr, range_constexpr
 from .heap import Problem
 
 
-def experts_each(problem: Problem) -> int:
-    """How many experts every rank holds; 0 if some hold more than others."""
-    each = set(problem.experts_per_rank)
-    return each.pop() if len(each) == 1 else 0
+def spread(problem: Problem) -> tuple[int, int]:
+    """How many experts every rank holds, and how many ranks, the first ones, hold one more; twice 0 if that is not how
+    they are spread."""
+    each, more = divmod(problem.num_experts, problem.world_size)
+    even = tuple(each + (rank < more) for rank in range(problem.world_size))
+    return (each, more) if problem.experts_per_rank == even else (0, 0)
 
 
 @cute.jit
 def first_expert(problem: cutlass.Constexpr[Problem], rank: Int32) -> Int32:
     """Of a rank known at run time; num_experts for the rank behind the last."""
     first = Int32(0)
-    if const_expr(experts_each(problem) > 0):
-        first = rank * experts_each(problem)
+    each, more = spread(problem)
+    if const_expr(each + more > 0):
+        first = rank * each
+        if const_expr(more > 0):
+            first += cutlass.min(rank, more)
     else:
         for r in range_constexpr(1, problem.world_size + 1):
             if rank == r:
@@ -36,8 +41,15 @@ def local_experts(problem: cutlass.Constexpr[Problem], rank: Int32) -> tuple[Int
 def holder_of(problem: cutlass.Constexpr[Problem], expert: Int32) -> Int32:
     """The rank that holds an expert; some rank for ids that no expert has."""
     holder = Int32(0)
-    if const_expr(experts_each(problem) > 0):
-        holder = cutlass.min(cutlass.max(expert, 0) // experts_each(problem), problem.world_size - 1)
+    each, more = spread(problem)
+    if const_expr(each + more > 0):
+        given = cutlass.max(expert, 0)
+        if const_expr(each > 0):
+            holder = more + (given - more * (each + 1)) // each
+        if const_expr(more > 0):
+            if given < more * (each + 1):
+                holder = given // (each + 1)
+        holder = cutlass.min(holder, problem.world_size - 1)
     else:
         for r in range_constexpr(1, problem.world_size):
             if expert >= problem.first_expert[r]:

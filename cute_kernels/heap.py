@@ -11,8 +11,8 @@ from typing import Any
 
 MOST_RANKS = 72
 """The most ranks of an NVLink domain that kernels take: as many GPUs as map each other's memory today."""
-MOST_RANKS_ACROSS = 128
-"""The most ranks of several domains: as many as an alarm can name (`marks.ALARM_BITS`)."""
+MOST_RANKS_ACROSS = 1024
+"""The most ranks of several domains: as many as an alarm can name (`marks.RANK_BITS`)."""
 
 CHUNK_BYTES = 28 * 1024
 """The most bytes of a chunk of staged rows, unless `LEAST_CHUNK_TOKENS` rows are longer."""
@@ -57,9 +57,14 @@ BEGUN, MET, GAVE_UP = 1, 2, 3
 """Words of a note, behind the operation's mark: when the rank began it, when it had seen that all ranks have, and when
 a wait of it failed. All in ns of the device's clock; those of an earlier operation may still stand there."""
 NOTE_WORDS = 4
+WAIT_BITS, WAIT_UNIT = 31, 6
+"""A word for each rank, beside a note: the longest that a thread waited for that rank in the operation, in 2**WAIT_UNIT
+ns, in the lowest WAIT_BITS bits; above them how often the note's place has been used (epoch // NOTES), so that the
+greatest word is of the latest operation."""
 
-# Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them.
-EPOCH, FAILED, TICKET, REFUSED, LATE = 0, 1, 2, 3, 4  # the first two are read together
+# Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them, but for FAILED, and
+# look at EPOCH and ALIVE, when some thread of it has last looked why it waits, by the clock of its GPU.
+EPOCH, FAILED, TICKET, REFUSED, LATE, ALIVE = 0, 1, 2, 3, 4, 5  # the first two are read together
 CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 
@@ -70,7 +75,8 @@ class Problem:
 
     `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32". `domains`: the ranks
     of each NVLink domain, ascending, where there are several of them; `wire` is then what crosses from one to another
-    (internode/wire.py).
+    (internode/wire.py). `max_tokens` are those of a rank whose rows one operation moves; a route may be told of more,
+    `route_tokens`, whose rows then go in rounds, an operation each. 0: of as many.
     """
 
     world_size: int
@@ -81,6 +87,12 @@ class Problem:
     max_tokens: int
     domains: tuple[tuple[int, ...], ...] = ()
     wire: Any = None
+    route_tokens: int = 0
+
+    @property
+    def told_tokens(self) -> int:
+        """The most tokens of a rank that a route is told of."""
+        return self.route_tokens or self.max_tokens
 
     @property
     def num_domains(self) -> int:
@@ -102,6 +114,11 @@ class Problem:
         return -(-self.top_k // 4) * 4 if self.domains else self.top_k
 
     @property
+    def token_bytes(self) -> int:
+        """What a token's routing weights take, and behind them its ids."""
+        return 2 * self.weights_each * 4
+
+    @property
     def most_copies(self) -> int:
         """Of a token: it reaches no more ranks than it names experts."""
         return min(self.top_k, self.world_size)
@@ -115,7 +132,7 @@ class Problem:
     @property
     def tile_tokens(self) -> int:
         """The most tokens of a tile."""
-        return -(-self.max_tokens // self.tiles)
+        return -(-self.told_tokens // self.tiles)
 
     @property
     def told_ints(self) -> int:
@@ -189,11 +206,18 @@ class Problem:
         return tuple(first)
 
 
+WORDS_OF_RANKS = ("hello", "refused", "route")
+"""Sections of words that the wire sets, as many for each source rank; those of the rank's own domain are stored."""
+WORDS_OF_RAIL = ("batch", "wanted", "sum", "returned", "weighed")
+"""All others of every heap. Each put sets one word of its own, so whoever counts them knows how many puts have come."""
+WORDS_OF_FEW = ("told_routes", "told_lines")
+"""Those of the latency kernels, where the heap has them."""
+
 PURPOSES = {
     **dict.fromkeys(("told", "told_out", "kept", "weights", "weights_in", "wanted_in", "wanted_out"), "routes"),
     **dict.fromkeys(("scalars", "scalars_in"), "gradients of weights"),
     **dict.fromkeys(("rows", "rows_in", "rows_out"), "staged rows"),
-    **dict.fromkeys(("routes", "lines"), "marked lines"),  # of the latency kernels
+    **dict.fromkeys(("routes", "lines", "routes_out", "lines_out"), "marked lines"),  # of the latency kernels
 }
 """What buffers are for, as users are told; all others hold flags."""
 
@@ -214,7 +238,11 @@ class Heap:
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         self.tile_entries = p.tile_tokens * p.top_k
         self.told_bytes = p.told_ints * 4 + self.tile_entries * ENTRY_BYTES
-        self.wanted_bytes = -(-p.batch_tokens // 4) * 16
+        self.masks_bytes = -(-p.batch_tokens // 4) * 16
+        # What an owner asks for of a batch: a mask of copies for each token, and where gradients of weights of
+        # token-major rows come home the experts that it names.
+        self.wanted_bytes = self.masks_bytes + p.batch_tokens * p.weights_each * 4
+        self.weights_bytes = p.told_tokens * p.token_bytes
         self.nbytes = STATE_BYTES
         self.offset: dict[str, int] = {}
         self.distance: dict[str, int] = {}
@@ -229,24 +257,25 @@ class Heap:
             "chunk": w * self.chunks,
             "token": d * p.most_copies * t,
             "fetched": w,
-            "refusal": 1,  # set by any rank that refuses the operation, which leaves its reason with every rank
+            "refusal": 1,  # set by any rank of the domain that refuses the operation, after its reason (refusal.py)
             "alarm": 1,  # set once and for all by a rank that gives up (marks.Alarm); of one bank
         }
         self.take(
             **{name: 8 * count for name, count in flags.items()},
             reason=w * REASON_BYTES,
             notes=NOTES * NOTE_WORDS * 8,  # of one bank
+            waited=NOTES * w * 8,  # likewise
             # What each tile of each source rank tells this one: its counts, then its entries for experts here.
             told=w * p.tiles * self.told_bytes,
             # What the blocks of this rank tell each other where rows are dropped: entries and copies that are kept.
             kept=p.tiles * w * 8,
-            # Routing weights, which peers read here.
-            weights=t * p.weights_each * 4,
+            # Routing weights, which peers read here; in a token-major dispatch each token's, and behind them its ids.
+            weights=self.weights_bytes,
             # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token,
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
-            # for all operations alike. A token-major dispatch has its ids in the place of the scalars, for peers to
-            # read, and the backward of one its scalars in that of what is told. Where there are several domains a rank
-            # has both for the ranks of its rail, too, by [slot] (places.py).
+            # for all operations alike. The backward of a token-major dispatch has its scalars in the place of what is
+            # told. Where there are several domains a rank has both for the ranks of its rail, too, by [slot]
+            # (places.py).
             scalars=d * t * p.weights_each * 4,
             rows=d * p.most_copies * t * p.row_bytes,
         )
@@ -258,15 +287,17 @@ class Heap:
         passes on to those of its own domain, by [source rank]. Words and flags have 8 bytes each."""
         p, others, ranks = self.problem, self.problem.num_domains - 1, self.problem.world_size
         words = ("batch", "wanted", "sum", "returned")  # of each batch
-        rows, weights = self.batches * p.batch_tokens * p.row_bytes, p.max_tokens * p.weights_each * 4
+        by_rank = ("refused", "sent", "puts")  # see sync.settle
+        rows = self.batches * p.batch_tokens * p.row_bytes
         return {
             **{name: 8 * others * self.batches for name in words},
             "weighed": 8 * others * p.tiles,
+            **{name: 8 * ranks for name in by_rank},
             "relayed": 8 * ranks * self.batches,
             "relayed_weights": 8 * ranks * p.tiles,
             "told_out": ranks * p.tiles * self.told_bytes,
-            "weights_in": others * weights,
-            "scalars_in": others * weights,
+            "weights_in": others * self.weights_bytes,
+            "scalars_in": others * p.max_tokens * p.weights_each * 4,
             "wanted_in": others * self.batches * self.wanted_bytes,
             "wanted_out": others * self.batches * self.wanted_bytes,
             "rows_in": others * rows,

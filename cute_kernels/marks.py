@@ -15,7 +15,8 @@ KINDS = (
     "dispatch_tokens_backward",
 )  # fmt: skip
 """Kinds of operation; terms carry the index. `refused` is what a rank does instead of an operation that it refuses; its
-terms carry that rank where others have `max_tokens`."""
+terms carry that rank where others have `max_tokens`, and above it, of an operator that takes several operations, which
+of them it is."""
 
 SHIFT = 27
 """The lowest bit of the epoch in a mark: how many bits the terms have."""
@@ -27,6 +28,8 @@ TOKENS = 10
 """The lowest bit of `max_tokens` in a mark."""
 MOST_TOKENS = 1 << SHIFT - TOKENS
 """What `max_tokens` counts modulo."""
+RANK_BITS = 10
+"""Bits of a rank, wherever it is told."""
 _INDEX = {name: index for index, name in enumerate(KINDS)}
 
 
@@ -50,6 +53,16 @@ def pack(
     return _INDEX[kind] | flags | max_tokens % MOST_TOKENS << TOKENS
 
 
+def pack_refusal(rank: int, turn: int = 0) -> int:
+    """Terms of a rank that refuses; `turn`: of an operator that takes several operations, which of them it is."""
+    return pack("refused", turn << RANK_BITS | rank)
+
+
+def unpack_refusal(terms: Terms) -> tuple[int, int]:
+    """Rank and turn."""
+    return terms.max_tokens & (1 << RANK_BITS) - 1, terms.max_tokens >> RANK_BITS
+
+
 def unpack(mark: int) -> tuple[int, Terms]:
     """Epoch and terms of a mark, also of one that has the highest bit set; what is no kind or format, as in a word that
     carries a number in the place of terms, counts as none."""
@@ -70,7 +83,7 @@ class Alarm(NamedTuple):
     detail: int  # modulo 2**25: the token, of flags that have one
 
 
-ALARM_BITS = Alarm(reason=3, flag=4, rank=7, peer=7, detail=25)
+ALARM_BITS = Alarm(reason=3, flag=4, rank=RANK_BITS, peer=RANK_BITS, detail=25)
 """How wide each part is, from the lowest bit on."""
 
 

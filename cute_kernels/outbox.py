@@ -9,6 +9,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
+from .places import near_rank
 from .sync import Ranks
 
 
@@ -68,8 +69,8 @@ def close(outbox: Outbox, worker: Int32, count: Int32) -> None:
 
 @cute.jit
 def deliver(outbox: Outbox, ranks: Ranks, flag: cutlass.Constexpr[str], per_peer: cutlass.Constexpr[int]) -> None:
-    """By one warp: sets the flag of each code posted, `code % per_peer` at rank `code // per_peer`, until all workers
-    have closed."""
+    """By one warp: sets the flag of each code posted, `code % per_peer` at the rank of this NVLink domain with index
+    `code // per_peer`, until all workers have closed."""
     lane = arch.lane_idx()
     taken = Int32(0)
     more = Int32(1)
@@ -84,7 +85,7 @@ def deliver(outbox: Outbox, ranks: Ranks, flag: cutlass.Constexpr[str], per_peer
             arch.fence_acq_rel_sys()
             while taken < due:
                 code = outbox.queue[lane * Outbox.DEPTH + taken % Outbox.DEPTH]
-                heap = ranks.peer(code // per_peer)
+                heap = ranks.peer(near_rank(ranks, code // per_peer))
                 ptx.st_relaxed_sys(ranks.at(heap, flag) + Int64(code % per_peer) * 8, ranks.mark)
                 taken += 1
             if lane < outbox.workers:

@@ -40,10 +40,31 @@ def rank_at(ranks: Any, domain: Int32, index: Int32) -> Int32:
 
 
 @cute.jit
+def index_of(ranks: Any, rank: Int32) -> Int32:
+    """A rank's index in its domain."""
+    index = Int32(rank)
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        _, index = place_of(ranks, rank)
+    return index
+
+
+@cute.jit
+def near_rank(ranks: Any, index: Int32) -> Int32:
+    """The rank of this one's domain with an index."""
+    rank = Int32(index)
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        domain, _ = place_of(ranks, ranks.rank)
+        rank = rank_at(ranks, domain, index)
+    return rank
+
+
+@cute.jit
 def is_near(ranks: Any, rank: Int32) -> Boolean:
     """Whether a rank is in this one's domain, which maps its memory."""
     near = Boolean(True)
-    if const_expr(ranks.heap.problem.num_domains > 1):
+    if const_expr(ranks.heap.problem.num_domains > 1 and ranks.heap.problem.domain_ranks == 1):
+        near = rank == ranks.rank
+    elif const_expr(ranks.heap.problem.num_domains > 1):
         theirs, _ = place_of(ranks, rank)
         mine, _ = place_of(ranks, ranks.rank)
         near = theirs == mine
@@ -51,14 +72,15 @@ def is_near(ranks: Any, rank: Int32) -> Boolean:
 
 
 @cute.jit
+def neighbour(ranks: Any, step: Int32) -> Int32:
+    """The rank so many places further in this one's domain, around."""
+    return near_rank(ranks, (index_of(ranks, ranks.rank) + step) % ranks.heap.problem.domain_ranks)
+
+
+@cute.jit
 def stager_of(ranks: Any, rank: Int32) -> Int32:
     """The rank that stands for another one in this domain: that one itself, if it is in it."""
-    stager = Int32(rank)
-    if const_expr(ranks.heap.problem.num_domains > 1):
-        _, index = place_of(ranks, rank)
-        mine, _ = place_of(ranks, ranks.rank)
-        stager = rank_at(ranks, mine, index)
-    return stager
+    return near_rank(ranks, index_of(ranks, rank))
 
 
 @cute.jit

@@ -403,7 +403,7 @@ def weights_of(ranks: Ranks, source: Int32) -> Int64:
     if const_expr(p.num_domains > 1):
         slot = slot_of(ranks, source)
         if slot > 0:
-            at = ranks.at(Int64(0), "weights_in") + Int64((slot - 1) * p.max_tokens * p.weights_each) * 4
+            at = ranks.at(Int64(0), "weights_in") + Int64(slot - 1) * ranks.heap.weights_bytes
     return ranks.peer(stager_of(ranks, source)) + at
 
 

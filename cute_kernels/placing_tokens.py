@@ -16,6 +16,7 @@ from . import ptx
 from .arrivals import lists
 from .experts import holder_of, local_experts
 from .heap import CAPACITY, COPIES, TOLD_INTS, Problem
+from .placing import weights_of
 from .route import place_of_entries, place_of_told, tile_of
 from .segments import inclusive_sum
 from .sync import Ranks
@@ -258,6 +259,11 @@ def write_copies(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tab
         unit += threads // 32
 
 
+def place_of_token(problem: Problem, token: Int32, k: Int32) -> Int64:
+    """Of the weight of a token's k among its rank's; `weights_each` numbers further is the id."""
+    return Int64(token) * problem.token_bytes + Int64(k) * 4
+
+
 @cute.jit
 def write_place(
     ranks: Ranks, args: Any, place: Int32, ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool]
@@ -270,16 +276,15 @@ def write_place(
     entries = args.max_tokens * p.top_k
     if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
         source = asker // cutlass.max(entries, 1)
-        heap = ranks.peer(source)
-        at = Int64((asker - source * entries) // p.top_k * p.top_k + k) * 4
-        expert = ptx.ld_i32(ranks.at(heap, "scalars") + at)
+        at = weights_of(ranks, source) + place_of_token(p, (asker - source * entries) // p.top_k, k)
+        expert = ptx.ld_i32(at + p.weights_each * 4)
         first, end = local_experts(p, ranks.rank)
         local = Int32(-1)
         if expert >= first and expert < end:
             local = expert - first
         to = (Int64(row) * p.top_k + k) * 4
         if const_expr(weights):
-            weight = ptx.ld_f32(ranks.at(heap, "weights") + at)
+            weight = ptx.ld_f32(at)
             if local < 0:
                 weight = Float32(0.0)
             ptx.st_f32(args.recv_weights + to, weight)
@@ -296,7 +301,7 @@ def clear_places(
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     i = Int64(copies) * p.top_k + (tile * threads + tid)
-    while i < Int64(args.num_rows) * p.top_k:
+    while i < Int64(args.capacity) * p.top_k:
         if const_expr(ids):
             ptx.st_i32(args.recv_idx + i * 4, Int32(-1))
         if const_expr(weights):

@@ -149,6 +149,11 @@ def atom_claim(addr: Int64, value: Int64 | int = 1) -> Int64:
     )
 
 
+def red_max(addr: Int64, value: Int64) -> None:
+    """The larger one of a word and a value, without an answer to wait for."""
+    arch.inline_ptx("red.relaxed.gpu.global.max.u64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
 def atom_told_so(addr: Int64) -> None:
     """Sets a word of any rank that is 0 to 3, after what this thread wrote."""
     arch.inline_ptx(

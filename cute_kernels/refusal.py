@@ -1,7 +1,7 @@
 """What a rank does instead of an operation that its host refuses: tell all ranks why, and use up the number.
 
-To ranks of other NVLink domains the reason is put on the wire, behind which `refusal` is set, and hello may arrive
-before that: waits there know by its kind that a refusal is on its way (`sync.why_stop`).
+To ranks of other NVLink domains the reason is put on the wire, behind which a word of this rank is set, and hello may
+arrive before that: waits there know by its kind that a refusal is on its way (`sync.why_stop`).
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from cutlass.cute import arch
 
 from . import ptx, sync
 from .heap import EPOCH, REASON_BYTES, Heap
+from .latency.heap import LatencyHeap
 from .launch import Kernel, RankArgs
 from .places import is_near
 
@@ -32,6 +33,10 @@ class RefuseArgs(NamedTuple):
 class Refuse(Kernel):
     """One block: leaves the reason with every rank, sets `refusal` there, says hello, waits until all have begun."""
 
+    tokens: int = 0
+    """The bound of the latency kernels where they take calls across domains: what others put here is in places of
+    theirs, too."""
+
     NAME, Args = "ep_refuse", RefuseArgs
 
     @property
@@ -41,7 +46,8 @@ class Refuse(Kernel):
     @cute.kernel
     def kernel(self, args: RefuseArgs) -> None:
         world_size = self.problem.world_size
-        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        heap = LatencyHeap(self.problem, self.tokens) if self.tokens else Heap(self.problem)
+        ranks = sync.Ranks(heap, args.ranks)
         tid, _, _ = arch.thread_idx()
         i = tid
         while i < world_size * WORDS:
@@ -55,17 +61,22 @@ class Refuse(Kernel):
         arch.sync_threads()
         if const_expr(self.problem.num_domains > 1):
             self.tell_far(ranks)
-        if tid < world_size:
-            if is_near(ranks, Int32(tid)):
+        peer = Int32(tid)
+        while peer < world_size:
+            if is_near(ranks, peer):
                 # The refusal is released before the hello: whoever sees the hello sees the refusal.
-                ranks.signal("refusal", tid, Int32(0))
-            ranks.signal("hello", tid, ranks.rank)
-            sync.await_begun(ranks, tid)
+                ranks.signal("refusal", peer, Int32(0))
+            ranks.signal("hello", peer, ranks.rank)
+            peer += THREADS
+        peer = Int32(tid)
+        while peer < world_size:
+            sync.await_begun(ranks, peer)
+            peer += THREADS
         arch.sync_threads()
         if tid == 0:
+            sync.note_begun(ranks)
             if const_expr(self.problem.num_domains > 1):
                 sync.settle(ranks)
-            sync.note_begun(ranks)
             sync.note_met(ranks)
             ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
 
@@ -77,6 +88,6 @@ class Refuse(Kernel):
         rank = Int32(arch.make_warp_uniform(tid // 32))
         while rank < self.problem.world_size and ranks.mark >= 0:
             if not is_near(ranks, rank):
-                word = ranks.at(Int64(0), "refusal")
+                word = ranks.at(Int64(0), "refused") + Int64(ranks.rank) * 8
                 self.problem.wire.put_signal(ranks, rank, reason, reason, Int32(REASON_BYTES), word, ranks.mark)
             rank += THREADS // 32

@@ -34,7 +34,7 @@ any other. For an operation that is given up by a refusal the hellos of all rank
 Ranks of several NVLink domains (places.py) store only in their own one's memory, and tell others by puts on a wire
 (internode/wire.py), of which nothing is known but that a word comes behind the bytes of its own put. So across domains
 a flag that is set alone says nothing else; a rank that has given up puts nothing any more; and an operation that was
-refused ends when all that was put has arrived.
+refused ends at a rank when all that was put to it has arrived (`settle`).
 """
 
 import copy
@@ -47,13 +47,35 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
-from .heap import BEGUN, CLAIMS, EPOCH, FAILED, GAVE_UP, LATE, MET, NOTE_WORDS, NOTES, REFUSED, TICKET, Heap
+from .heap import (
+    ALIVE,
+    BEGUN,
+    CLAIMS,
+    EPOCH,
+    FAILED,
+    GAVE_UP,
+    LATE,
+    MET,
+    NOTE_WORDS,
+    NOTES,
+    REFUSED,
+    TICKET,
+    WAIT_BITS,
+    WAIT_UNIT,
+    WORDS_OF_FEW,
+    WORDS_OF_RAIL,
+    WORDS_OF_RANKS,
+    Heap,
+)
 from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, KINDS, SHIFT
-from .places import is_near
+from .places import is_near, place_of, rank_at
 
-FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch")
+FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch", "sent")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
+
+OWN_FLAGS = ("placed", "counted")
+"""Those that blocks of one rank set for each other."""
 
 REPORT_WORDS = 16
 """Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
@@ -171,17 +193,23 @@ def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: In
                     if arch.globaltimer() - start > cutlass.min(ranks.timeout_ns // 10, Int64(LONG_NS)):
                         if ptx.atom_claim(ranks.own + LATE * 8, ranks.mark) != ranks.mark:
                             write_report(ranks, 3, Int32(WAITING), Int32(FLAGS.index(flag)), peer, detail, seen)
+        if const_expr(flag not in OWN_FLAGS):
+            note_wait(ranks, peer, start)
         if seen != ranks.mark:
             fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
     return seen == ranks.mark
 
 
 @cute.jit
-def await_word(ranks: Ranks, addr: Int64, peer: Int32, detail: Int32) -> Int64:
+def await_word(
+    ranks: Ranks, addr: Int64, peer: Int32, detail: Int32, deadlines: cutlass.Constexpr[int] = 1
+) -> Int64:  # fmt: skip
     """By one thread: acquires a word of this operation, which carries a number where marks have terms: that number, or
-    -1 when it gave up. Ranks tell each other to by the alarm alone here (internode/operation.py)."""
+    -1 when it gave up. Ranks tell each other to by the alarm alone here. `deadlines`: 2, where `peer` may be waiting
+    for another rank, and then names it."""
     seen = ptx.ld_acquire_sys(addr)
     start = Int64(arch.globaltimer())
+    waited = (seen >> SHIFT) != (ranks.mark >> SHIFT)
     polls = Int32(0)
     reason, instead = Int32(0), Int64(0)
     while (seen >> SHIFT) != (ranks.mark >> SHIFT) and reason == 0:
@@ -189,16 +217,30 @@ def await_word(ranks: Ranks, addr: Int64, peer: Int32, detail: Int32) -> Int64:
         polls += 1
         if polls == POLLS_PER_CHECK:
             polls = Int32(0)
-            reason, instead = why_stop(ranks, start, peer)
+            reason, instead = why_stop(ranks, start + (deadlines - 1) * ranks.timeout_ns, peer)
             alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
             if alarm != 0:
                 reason = Int32(TOLD)
                 instead = alarm
     number = seen & ((1 << SHIFT) - 1)
+    if waited:
+        note_wait(ranks, peer, start)
     if (seen >> SHIFT) != (ranks.mark >> SHIFT):
         number = Int64(-1)
         fail(ranks, reason, "batch", peer, detail, seen if reason == TIMEOUT else instead)
     return number
+
+
+@cute.jit
+def note_wait(ranks: Ranks, peer: Int32, start: Int64) -> None:
+    """By one thread that has waited for `peer` since `start`: kept, for people who look who is waited for, if no other
+    wait for that rank in this operation was longer. Nothing is waited for here."""
+    lasted = cutlass.min((arch.globaltimer() - start) >> WAIT_UNIT, Int64((1 << WAIT_BITS) - 1))
+    place = (ranks.epoch & (NOTES - 1)) * ranks.world_size + peer
+    ptx.red_max(
+        ranks.own + ranks.heap.offset["waited"] + place * 8,
+        (ranks.epoch >> NOTES.bit_length() - 1 << WAIT_BITS) | lasted,
+    )
 
 
 @cute.jit
@@ -238,9 +280,12 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     if peer == ranks.rank:
         limit = 2 * ranks.timeout_ns
     heed_alarm(ranks)
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        ptx.st_relaxed_sys(ranks.own + ALIVE * 8, arch.globaltimer())
     if ptx.ld_acquire_sys(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
+    heed_refusals(ranks)
     # A rank that refuses says so before it says hello: whoever sees its hello sees this.
     refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
     if mark != ranks.mark and (mark >> SHIFT) == (ranks.mark >> SHIFT):
@@ -263,10 +308,57 @@ def heed_alarm(ranks: Ranks) -> None:
 
 
 @cute.jit
+def late_rank(ranks: Ranks, peer: Int32) -> Int32:
+    """By one thread whose wait for `peer` has reached its deadline: who is to be named.
+
+    A stager does not know which rank of its domain has the copy that it waits for, nor does a rank that waits for what
+    its stager relays know which of the two is late. So where `peer` itself is not silent, a rank of this one's domain
+    that is."""
+    found = Int32(peer)
+    if not is_silent(ranks, peer):
+        domain, _ = place_of(ranks, ranks.rank)
+        index = Int32(0)
+        while index < ranks.heap.problem.domain_ranks:
+            mate = rank_at(ranks, domain, index)
+            if is_silent(ranks, mate):
+                found = mate
+            index += 1
+    return found
+
+
+@cute.jit
+def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
+    """Whether a rank is another one of this one's domain, in the same operation, in which none of its threads has been
+    waiting lately: it is dead, or does not launch what is to come."""
+    found = Boolean(False)
+    if rank != ranks.rank:
+        if is_near(ranks, rank):
+            heap = ranks.peer(rank)
+            since = arch.globaltimer() - ptx.ld_relaxed_sys(heap + ALIVE * 8)
+            found = ptx.ld_relaxed_sys(heap + EPOCH * 8) == ranks.epoch and since > ranks.timeout_ns // 2
+    return found
+
+
+@cute.jit
+def heed_refusals(ranks: Ranks) -> None:
+    """By any thread: those of ranks of other NVLink domains set a word each; now the domain's own says so."""
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        rank = Int32(0)
+        while rank < ranks.world_size:
+            word = ranks.at(ranks.own, "refused") + Int64(rank) * 8
+            if (ptx.ld_relaxed_sys(word) >> SHIFT) == (ranks.mark >> SHIFT):
+                ptx.st_release_sys(ranks.at(ranks.own, "refusal"), ptx.ld_acquire_sys(word))
+            rank += 1
+
+
+@cute.jit
 def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
     """The first wait of this rank that fails says why, in the first record, or that another rank has told it to give
     up; one that a refusal ends says so in the third, where all of an operation's write the same (the rank that refuses
     is in the refusal's terms)."""
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        if reason == TIMEOUT:
+            peer = late_rank(ranks, peer)
     record = Int32(0)
     tell = reason == REFUSAL
     if tell:
@@ -281,19 +373,36 @@ def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32,
         write_report(ranks, record, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
 
 
-@cute.jit
 def await_begun(ranks: Ranks, peer: Int32) -> None:
     """By one thread: until `peer` has said hello in this operation, with whatever terms, or has not in time."""
-    address = ranks.at(ranks.own, "hello") + Int64(peer) * 8
+    await_said(ranks, "hello", peer)
+
+
+@cute.jit
+def await_said(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32) -> Int64:
+    """By one thread: until `peer` has set its word of that kind in this operation, whatever else it says; that word, or
+    0 if it has not in time. No refusal ends this."""
+    address = ranks.at(ranks.own, flag) + Int64(peer) * 8
     seen = ptx.ld_acquire_sys(address)
     start = arch.globaltimer()
     stop = Boolean(False)
     while (seen >> SHIFT) != (ranks.mark >> SHIFT) and not stop:
         seen = ptx.ld_acquire_sys(address)
-        heed_alarm(ranks)
-        if ptx.ld_u64(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
-            stop = Boolean(True)
-            fail(ranks, Int32(TIMEOUT), "hello", peer, Int32(0), seen)
+        stop = too_late(ranks, start, flag, peer, seen)
+    if stop:
+        seen = Int64(0)
+    return seen
+
+
+@cute.jit
+def too_late(ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, seen: Int64) -> Boolean:
+    """By one thread that has waited for `peer` since `start`, and that no refusal stops: whether it waits no longer."""
+    stop = Boolean(False)
+    heed_alarm(ranks)
+    if ptx.ld_acquire_sys(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
+        stop = Boolean(True)
+        fail(ranks, Int32(TIMEOUT), flag, peer, Int32(0), seen)
+    return stop
 
 
 @cute.jit
@@ -407,7 +516,13 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
 
 @cute.jit
 def note_begun(ranks: Ranks) -> None:
-    """By one thread: this rank has begun the operation."""
+    """By one thread: this rank has begun the operation. It has put nothing in the next one."""
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        heap, rank = ranks.heap, Int32(0)
+        while rank < ranks.world_size:
+            next_bank = heap.offset["puts"] + (1 - ranks.bank) * heap.distance["puts"]
+            ptx.st_u64(ranks.own + next_bank + Int64(rank) * 8, Int64(0))
+            rank += 1
     ptx.st_u64(note_of(ranks), ranks.mark)
     ptx.st_u64(note_of(ranks) + BEGUN * 8, arch.globaltimer())
 
@@ -472,10 +587,55 @@ def end_refused(ranks: Ranks) -> None:
 
 @cute.jit
 def settle(ranks: Ranks) -> None:
-    """By one thread: until what this rank has put has arrived. Where a rank is dead it never does: who has given up
-    does not wait."""
-    if ptx.ld_relaxed_sys(ranks.own + FAILED * 8) == 0:
-        ranks.heap.problem.wire.quiet(ranks)
+    """By one thread of a rank whose other threads put nothing any more in this operation: until all has arrived that
+    others have put to this one, who tell it how much that is. Puts that nobody waits for would else arrive in the
+    operation after the next, which uses the same places. A dead rank tells nothing, and is named at the deadline."""
+    if const_expr(ranks.heap.problem.wire.late):
+        rank = Int32(0)
+        while rank < ranks.world_size and ranks.mark >= 0:
+            if not is_near(ranks, rank):
+                count = ptx.ld_relaxed_sys(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
+                word = ranks.at(Int64(0), "sent") + Int64(ranks.rank) * 8
+                said = ((ranks.mark >> SHIFT) << SHIFT) | count
+                ranks.heap.problem.wire.put_value(ranks, rank, word, said)
+            rank += 1
+        expected = Int64(0)
+        rank = Int32(0)
+        while rank < ranks.world_size:
+            if not is_near(ranks, rank):
+                expected += await_said(ranks, "sent", rank) & ((1 << SHIFT) - 1)
+            rank += 1
+        start, stop = Int64(arch.globaltimer()), Boolean(False)
+        while Int64(words_come(ranks)) < expected and not stop:
+            stop = too_late(ranks, start, "sent", ranks.rank, expected)
+
+
+@cute.jit
+def words_come(ranks: Ranks) -> Int32:
+    """By one thread: how many words of this operation ranks of other domains have set here, `sent` not counted."""
+    p = ranks.heap.problem
+    count = Int32(0)
+    for name in WORDS_OF_RANKS:
+        each = ranks.heap.size[name] // (8 * p.world_size)
+        rank = Int32(0)
+        while rank < p.world_size:
+            if not is_near(ranks, rank):
+                count += words_set(ranks, name, rank * each, Int32(each))
+            rank += 1
+    for name in (*WORDS_OF_RAIL, *(few for few in WORDS_OF_FEW if few in ranks.heap.size)):
+        count += words_set(ranks, name, Int32(0), Int32(ranks.heap.size[name] // 8))
+    return count
+
+
+@cute.jit
+def words_set(ranks: Ranks, name: cutlass.Constexpr[str], first: Int32, words: Int32) -> Int32:
+    count = Int32(0)
+    i = Int32(first)
+    while i < first + words:
+        if (ptx.ld_acquire_sys(ranks.at(ranks.own, name) + Int64(i) * 8) >> SHIFT) == (ranks.mark >> SHIFT):
+            count += 1
+        i += 1
+    return count
 
 
 @cute.jit

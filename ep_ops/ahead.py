@@ -27,7 +27,7 @@ from ep_ops.version import __version__
 def config_of(
     ranks: int, num_experts: int, hidden_size: int, top_k: int, max_tokens: int, dtype: torch.dtype,
     experts_per_rank: Sequence[int] | None = None, latency_max_tokens: int | None = None,
-    *, domain_size: int | None = None, wire: str = "nvshmem",
+    *, domain_size: int | None = None, wire: str = "nvshmem", staging_bytes: int | None = None,
 ) -> Config:  # fmt: skip
     """Of a communicator, as far as kernels depend on it. `domain_size`: ranks of each NVLink domain, which follow each
     other (None: all are in one); `wire`: what crosses between them. ValueError, in the communicator's words, for what
@@ -36,6 +36,7 @@ def config_of(
     config = Config(
         "ahead", ranks, num_experts, hidden_size, top_k, max_tokens, dtype, experts, 16, "cute", "cuda", 1.0, None,
         None, latency_max_tokens, 0, True, __version__, domain_size=domain_size, wire=wire,
+        staging_bytes=staging_bytes,
     )  # fmt: skip
     problem = config.problem()
     if problem is None:

@@ -92,6 +92,50 @@ def cut(arrivals: Tensor, num_rows: int, fewer: int) -> Tensor:
     return torch.cat([copies[: fewer + 1].flatten(), owned[:fewer].flatten(), sources])
 
 
+def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: int, tokens: int) -> Tensor:
+    """The same lists for the ``tokens`` tokens of each rank from its ``first`` on alone, as a tensor of its own: a
+    route of so many tokens at most, whose rows have the places that they have in the whole. Does not wait for the
+    device, and reads nothing outside of the lists, whatever integers are in them.
+
+    ``max_tokens``: of the whole route. What is undefined there is undefined here.
+    """
+    num_rows = rows_of(arrivals.numel(), world_size)
+    copies, owned, sources = views(arrivals, num_rows)
+    out = torch.empty_like(arrivals)
+    new_copies, new_owned, new_sources = views(out, num_rows)
+    most_copies = min(top_k, world_size)
+    place = torch.arange(num_rows + 1, device=arrivals.device)
+    last = sources[-1:].long().clamp(0, num_rows)  # how many copies there are
+    count = copies[:, 0].index_select(0, last).long().clamp(0, num_rows)  # how many owned rows
+
+    def within(flat: Tensor, each: int, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of numbers (source, token, something of ``each``), the first ``number`` of which count: those of the tokens;
+        how many of them come before each, and before the end; and what they are called in the part."""
+        flat = flat.long()
+        source = flat // (max_tokens * each)
+        rest = flat - source * (max_tokens * each) - first * each
+        inside = (rest >= 0) & (rest < tokens * each) & (place[: flat.numel()] < number)
+        before = torch.cat([inside.new_zeros(1, dtype=torch.int64), inside.cumsum(0)])
+        return inside, before, (source * (tokens * each) + rest).int()
+
+    inside, before, askers = within(owned[:, 1], top_k, count)
+    _pick(new_owned, inside, before, torch.stack([owned[:, 0], askers], 1))
+    inside, of_copies, homes = within(copies[:, 1], most_copies, last)
+    begins = before[copies[:, 0].long().clamp(0, num_rows)].int()
+    # The pair behind the last copy says how many rows are owned.
+    inside, ends = inside[:num_rows], of_copies[num_rows]
+    _pick(new_copies[:num_rows], inside, of_copies[: num_rows + 1], torch.stack([begins, homes], 1)[:num_rows])
+    new_copies.index_copy_(0, ends[None], torch.stack([before[-1].int(), ends.int()])[None])
+    new_sources.copy_(of_copies[sources.long().clamp(0, num_rows)])
+    return out
+
+
+def _pick(out: Tensor, chosen: Tensor, before: Tensor, rows: Tensor) -> None:
+    """Writes the chosen rows to the front of ``out``, in their order; what comes behind them is undefined."""
+    place = torch.where(chosen, before[:-1], before[-1] + torch.arange(chosen.numel(), device=out.device) - before[:-1])
+    out.index_copy_(0, place, rows)
+
+
 def table(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int) -> Tensor:
     """The row here of (source rank, token, k), int32 [W, max_tokens, K], -1 where there is none.
 

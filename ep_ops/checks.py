@@ -101,7 +101,7 @@ def dispatch_tokens_start(m: Member, a: Any) -> None:
 
 def dispatch_tokens_dynamic(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_tokens_dynamic cannot take."""
-    _token_major(m, a)
+    _scales_of_copies(a)
     _same_sizes(m, a.num_local_experts, a.world_size)
     _bound(m, a.max_tokens)
     _tokens(m, a.topk_idx, a.max_tokens)
@@ -110,14 +110,13 @@ def dispatch_tokens_dynamic(m: Member, a: Any) -> None:
 
 def dispatch_tokens_planned(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_tokens_planned cannot take."""
-    _token_major(m, a)
+    _scales_of_copies(a)
     _num_rows(a.num_rows, _route(m, a))
     _of_tokens(m, a)
 
 
 def dispatch_tokens_backward(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_tokens_backward cannot take."""
-    _token_major(m, a)
     _gradients(m, a, _route(m, a), (m.top_k,))
 
 
@@ -174,15 +173,6 @@ def combine_backward(m: Member, a: Any) -> None:
         _rows(m, "y", a.y, rows, _AS_PLANNED)
     if a.recv_weights is not None:
         _row_weights(m, "recv_weights", a.recv_weights, (rows,))
-
-
-def across(m: Member, what: str) -> None:
-    """Refuse what no kernel takes from one NVLink domain to another."""
-    if m.config.backend == "cute" and len(m.config.domains) > 1:
-        raise ValueError(
-            f"{what}: backend 'cute' has no kernel for them across NVLink domains, of which communicator {m.name!r} has"
-            f" {len(m.config.domains)}; allowed: rows grouped by expert"
-        )
 
 
 def dispatch_backward_start(m: Member, a: Any) -> None:
@@ -332,13 +322,11 @@ def _route(comm: Member, a: Any) -> int:
     return rows
 
 
-def _token_major(comm: Member, a: Any) -> None:
-    """Layouts of scales that nobody takes with such rows, and such rows where kernels know none."""
-    across(comm, "token-major rows")
-    scales_as = getattr(a, "scales_as", "")
-    if scales_as in LAYOUTS and scales_as not in OF_TOKENS:
+def _scales_of_copies(a: Any) -> None:
+    """Layouts of scales that nobody takes with token-major rows."""
+    if a.scales_as in LAYOUTS and a.scales_as not in OF_TOKENS:
         allowed = ", ".join(map(repr, OF_TOKENS))
-        raise ValueError(f"scales_as is {scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
+        raise ValueError(f"scales_as is {a.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
 
 
 def _divides(comm: Member, argument: str, form: Format) -> None:

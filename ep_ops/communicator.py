@@ -59,7 +59,7 @@ class Communicator(Methods, TokenMajor):
         alignment: default for the rows that each expert's segment is padded to a multiple of, 1..1024.
         device: None: the current CUDA device if there is one, else the CPU.
         backend: "reference" (any device), "cute" (NVIDIA GPUs: at most 72 of one NVLink domain, which is a host, or
-            hosts that an NVLink fabric joins; at most 128 of several, see docs/domains.md for what they need), or
+            hosts that an NVLink fabric joins; at most 1024 of several, see docs/domains.md for what they need), or
             "auto": cute where it can run.
         timeout: seconds that a kernel waits for a peer before it gives up and reports; then all ranks give up, and all
             raise who waited for whom. Whoever waits for a tenth of it, or for a minute, is warned of the peer that is
@@ -70,15 +70,20 @@ class Communicator(Methods, TokenMajor):
             while.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels (same results to
             the bit; cute backend); 0: never; None: the backend's choice.
-        symmetric_rows: the most rows that :meth:`empty_rows` hands out; their memory is held (cute backend).
+        symmetric_rows: the most rows of a :meth:`combine_gathered`, and that :meth:`empty_rows` hands out; their memory
+            is held (cute backend).
         strict: the reference backend shows what a GPU would: rows that are undefined hold NaN, and
-            :meth:`combine_gathered` takes rows of :meth:`empty_rows` alone. False: zeros, any rows, and starts and
+            :meth:`combine_gathered` needs ``symmetric_rows``. False: zeros, any rows, and starts and
             waits in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
             ``torch.export``). The cute backend is always strict.
         domain_size: ranks of each NVLink domain, where domains are to be smaller than what is found: so many
             consecutive ranks of a found one. None: as they are found (GPUs: a host, or hosts that an NVLink fabric
             joins; CPUs: one domain). All domains must have as many ranks. Sums are defined by the domains
             (``ep_ops.backends.reference``).
+        staging_bytes: the most bytes of symmetric memory that the kernels may hold (cute backend; ``symmetric_rows``
+            are besides). Calls of more tokens than such memory moves at a time go in several rounds, at most 64: rows,
+            order and results are the same, to the bit. None: as many as all of ``max_tokens_per_rank`` take in one
+            round (:func:`ep_ops.memory_plan` says how many).
         overflow: what becomes of rows that find no place within ``capacity`` or ``slots``. "count": they are counted
             (``Dispatched.dropped``) and left out. "raise": besides, the next :meth:`check_errors` says how many, and of
             which experts; it then waits for the device.
@@ -105,6 +110,7 @@ class Communicator(Methods, TokenMajor):
         symmetric_rows: int = 0,
         strict: bool = True,
         domain_size: int | None = None,
+        staging_bytes: int | None = None,
         overflow: str = "count",
         name: str | None = None,
     ) -> None:
@@ -121,7 +127,7 @@ class Communicator(Methods, TokenMajor):
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
             combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
-            domain_size, wire(),
+            domain_size, wire(), staging_bytes,
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if not sequence:
@@ -154,6 +160,7 @@ class Communicator(Methods, TokenMajor):
         self.dispatch_sms = dispatch_sms
         self.combine_sms = combine_sms
         self.symmetric_rows = symmetric_rows
+        self.staging_bytes = staging_bytes
         self.strict = bool(strict)
         self.domains = resolved.domains  # the ranks of each NVLink domain
         self.rails = rails_of(resolved.domains)  # the ranks with the same index in each
@@ -198,8 +205,9 @@ class Communicator(Methods, TokenMajor):
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
 
-        Every call hands out the same memory, which may be written again as soon as a combine_gathered of it has been
-        called. Call it in eager code (CUDA graphs may be captured): a compiled graph would write somewhere else first.
+        Every call hands out the same memory, and every combine_gathered of other rows overwrites it. It may be written
+        again as soon as a combine_gathered of it has been called. Call it in eager code (CUDA graphs may be captured);
+        in compiled code combine_gathered takes the rows, and the compiler sees to where they are written.
         ValueError if there are not so many ``symmetric_rows``; ranks may ask for different numbers.
         """
         if self.destroyed:
@@ -306,7 +314,8 @@ class Communicator(Methods, TokenMajor):
             max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, alignment=self.alignment,
             device=self.device, backend=config.backend, timeout=self.timeout, dispatch_sms=self.dispatch_sms,
             combine_sms=self.combine_sms, latency_max_tokens=config.latency_max_tokens,
-            symmetric_rows=self.symmetric_rows, strict=self.strict, domain_size=domain_size, overflow=self.overflow,
+            symmetric_rows=self.symmetric_rows, strict=self.strict, domain_size=domain_size,
+            staging_bytes=self.staging_bytes, overflow=self.overflow,
             name=f"{self.name} of {len(ranks)}" if name is None else name,
         )  # fmt: skip
         left.expert_ids = ExpertIds.kept(self.experts_per_rank, ranks, self.expert_ids, self.device)

@@ -67,6 +67,7 @@ class Config:
     check: str = "0"  # EP_OPS_CHECK
     domain_size: int | None = None  # ranks of an NVLink domain; None: as they are found
     wire: str = "auto"  # EP_OPS_WIRE: by what kernels reach other NVLink domains; resolved where there are several
+    staging_bytes: int | None = None  # the most bytes of symmetric memory; None: no bound
     domains: tuple[tuple[int, ...], ...] = ()  # ranks of each NVLink domain, once they are known (topology.Domains)
 
     def problem(self) -> str | None:
@@ -123,6 +124,9 @@ class Config:
         value = self.domain_size
         if value is not None and (not is_int(value) or value < 1 or self.world_size % value):
             return f"domain_size is {value!r}; it must be None or an int that divides the {self.world_size} ranks"
+        value = self.staging_bytes
+        if value is not None and (not is_int(value) or value < 1):
+            return f"staging_bytes is {value!r}; it must be None or an int of at least 1"
         if self.check not in ("0", "1"):
             return f"EP_OPS_CHECK is {self.check!r} in the environment; it must be 0 or 1"
         if self.wire not in WIRES:

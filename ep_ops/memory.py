@@ -44,6 +44,7 @@ def memory_plan(
     latency_max_tokens: int | None = None,
     symmetric_rows: int = 0,
     domain_size: int | None = None,
+    staging_bytes: int | None = None,
     rank: int = 0,
 ) -> MemoryPlan:
     """Bytes that ``rank`` of such a communicator takes; nothing is allocated and no GPU is needed.
@@ -58,7 +59,7 @@ def memory_plan(
     config = Config(
         "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
         backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows, True, "",
-        domain_size=domain_size,
+        domain_size=domain_size, staging_bytes=staging_bytes,
     )  # fmt: skip
     problem = config.problem()
     if problem is None:

@@ -159,7 +159,7 @@ class Methods:
         Differentiable. (Of a token-major route :meth:`dispatch_tokens_planned` takes weights, this one x alone.)
         """
         if route.token_major:
-            self._refuse_weights("dispatch_planned", topk_weights)
+            self._refuse_weights("dispatch_planned", topk_weights, route)
         args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
         if scales is not None:
@@ -181,7 +181,7 @@ class Methods:
         gradient to the rows; empty: as it is. docs/formats.md says how accurate that is.
         """
         if route.token_major:
-            self._refuse_weights("combine", weights)
+            self._refuse_weights("combine", weights, route)
         y, weights = inputs.with_weights(self, y, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
@@ -193,6 +193,10 @@ class Methods:
         The owners fetch the rows where they are, all of them; :meth:`combine` first adds up those of a token on a rank.
         So this is for one row for each copy of a token: experts that are as many as ranks, or rows that are added up
         already. Ends when all ranks have fetched theirs. Differentiable.
+
+        Rows ``y`` that lie elsewhere are copied there first. Under ``torch.compile`` they are not where Inductor
+        generates the kernel that makes them, or has a product make them (``torch.mm``): that writes them there
+        (docs/throughput.md). ValueError for more rows than ``symmetric_rows``.
         """
         return _home(call("combine_gathered", y, *route[:6], route.max_tokens, self.name), route)
 
@@ -241,7 +245,7 @@ class Methods:
     ) -> StartedCombine:
         """Begins :meth:`combine` beside the current stream; see :meth:`dispatch_start`."""
         if route.token_major:
-            self._refuse_weights("combine_start", weights, flight)
+            self._refuse_weights("combine_start", weights, route, flight)
         y, weights = inputs.with_weights(self, y, weights)
         ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name, flight)
         return StartedCombine(ticket, y, weights, route, flight)
@@ -251,7 +255,7 @@ class Methods:
         ticket, y, weights, route, flight = started
         return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name, flight), route)
 
-    def _refuse_weights(self, operator: str, weights: Tensor | None, flight: int = 0) -> None:
+    def _refuse_weights(self, operator: str, weights: Tensor | None, route: Route, flight: int = 0) -> None:
         """Of rows of a token-major route."""
         if weights is not None:
             refuse(
@@ -259,7 +263,7 @@ class Methods:
                 "weights are given for the rows of a token-major route, which have one for each of their experts;"
                 " allowed: None (combines: weigh before, by ep_ops.nn.reduce_rows; dispatches:"
                 " dispatch_tokens_planned)",
-                flight,
+                flight, route.max_tokens,
             )  # fmt: skip
 
     def _sizes(

@@ -17,6 +17,8 @@ MAX_ALIGNMENT = 1024
 FLIGHTS = 2
 """How many split operations of a communicator may be under way at once: as many as staging has banks."""
 INT32_LIMIT = 2**31
+UNTOLD = INT32_LIMIT - 1
+"""In ``send_rows``: there is a row, and which one it is at its rank is not known here."""
 
 
 class Sizes(NamedTuple):
@@ -185,3 +187,4 @@ class Operation(NamedTuple):
     format: str  # what rows travelled as; empty: as they are
     begun: float
     met: float | None  # when it had seen that all ranks have begun it; None: it has not
+    waits: tuple[float, ...] = ()  # for each rank, the longest that a thread here waited for it in this operation

@@ -102,7 +102,7 @@ class TokenMajor:
         their scales where the format has some. Differentiable. ValueError for a route of rows grouped by expert."""
         if not route.token_major:
             reason = "route is of rows grouped by expert; allowed: that of a token-major dispatch"
-            refuse("dispatch_tokens_planned", self.backend, reason)
+            refuse("dispatch_tokens_planned", self.backend, reason, max_tokens=route.max_tokens)
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, route.batch)

@@ -11,8 +11,7 @@ from cutlass.cute import arch
 
 from cute_kernels import ptx, sync
 from cute_kernels.heap import Heap, Problem
-from cute_kernels.internode import operation
-from cute_kernels.internode.wire import LAST, RECORD_WORDS, Wire, batch_word, copy_by_warp
+from cute_kernels.internode.wire import LAST, batch_word, copy_by_warp
 from cute_kernels.launch import Kernel, RankArgs
 
 WARPS, MOST_BLOCKS = 2, 2
@@ -20,21 +19,28 @@ BATCH_ROWS = 3
 
 
 class BatchHeap(Heap):
-    """A rank's heap. By [warp]: a batch on its way out; by [rank][row]: rows that have come; by [rank][batch]: words.
-    Records are of one bank, and fewer than an operation's puts."""
+    """A rank's heap. By [warp]: a batch on its way out; by [rank][row]: rows that came; by [rank][batch]: words."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         ranks, rows = problem.world_size, problem.max_tokens
         self.batches = max(1, -(-rows // BATCH_ROWS))
-        self.depth = 4 * ranks
         self.take(
             outgoing=MOST_BLOCKS * WARPS * BATCH_ROWS * problem.row_bytes,
             incoming=ranks * rows * problem.row_bytes,
             words=ranks * self.batches * 8,
-            posted=8,
-            records=self.depth * RECORD_WORDS * 8,
         )
+
+
+def problem_of(world_size: int, hidden_size: int, dtype: str, max_tokens: int, wire: Any) -> Problem:
+    """Every rank is a domain of its own."""
+    domains = tuple((rank,) for rank in range(world_size))
+    return Problem(world_size, (1,) * world_size, 1, hidden_size, dtype, max_tokens, domains, wire)
+
+
+def depth_of(world_size: int) -> int:
+    """Of an adversary: fewer than an operation's puts."""
+    return 4 * world_size
 
 
 class BatchesArgs(NamedTuple):
@@ -53,8 +59,6 @@ class Batches(Kernel):
     """Warps deal the batches of all ranks among them, send theirs, each from one place, and then deal the senders. At
     most `MOST_BLOCKS` blocks."""
 
-    wire: Wire
-
     NAME, Args = "ep_test_batches", BatchesArgs
 
     @property
@@ -63,7 +67,7 @@ class Batches(Kernel):
 
     @cute.kernel
     def kernel(self, args: BatchesArgs) -> None:
-        wire = self.wire
+        wire = self.problem.wire
         problem, heap = self.problem, BatchHeap(self.problem)
         ranks = sync.Ranks(heap, args.ranks)
         world_size, batches = problem.world_size, heap.batches
@@ -74,7 +78,7 @@ class Batches(Kernel):
         warp = arch.make_warp_uniform(tid // 32)
         none = Int64(0)
         if block == 0:
-            operation.begin(wire, ranks, tid, 32 * WARPS)
+            sync.say_hello(ranks, tid, 32 * WARPS, False)
 
         item = Int32(warp * args.blocks + block)
         while item < world_size * batches:
@@ -119,4 +123,4 @@ class Batches(Kernel):
             if lane == 0:
                 ptx.st_i32(args.came + Int64(source) * 4, total)
             source += args.blocks * WARPS
-        operation.finish(wire, ranks, args.blocks)
+        sync.finish(ranks, args.blocks)

@@ -77,14 +77,21 @@ def expected_rows(copies: Copies, tokens: list[Tokens]) -> tuple[Tensor, Tensor]
     return x, weights
 
 
-def expected_sums(case: RouteCase, copies: list[Copies], y: list[Tensor]) -> list[Tensor]:
-    """What a combine of one row for each copy gives: sums over ranks ascending, rounded once."""
+def expected_sums(
+    case: RouteCase, copies: list[Copies], y: list[Tensor], domains: Sequence[Sequence[int]] = ()
+) -> list[Tensor]:
+    """What a combine of one row for each copy gives: sums over ranks ascending, rounded once; of several NVLink domains
+    (ordered by their lowest ranks) first those of each, rounded unless it is the owner's own."""
     wire = y[0].dtype
     exact = torch.float64 if wire == torch.float64 else torch.float32
     outs = [torch.zeros(idx.shape[0], y[0].shape[1], dtype=exact) for idx in case.topk_idx]
-    for rank, here in enumerate(copies):
-        for row, (source, token) in enumerate(here.rows):
-            outs[source][token] += y[rank][row].to(exact)
+    for members in domains or [range(len(copies))]:
+        parts = [torch.zeros_like(out) for out in outs]
+        for rank in members:
+            for row, (source, token) in enumerate(copies[rank].rows):
+                parts[source][token] += y[rank][row].to(exact)
+        for source, part in enumerate(parts):
+            outs[source] += part if source in members else part.to(wire).to(exact)
     return [out.to(wire) for out in outs]
 
 

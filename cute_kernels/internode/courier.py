@@ -8,14 +8,19 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..heap import EPOCH
+from ..heap import EPOCH, Heap
 from ..launch import Kernel, RankArgs
-from .wire import BYTES, HERE, RANK, THERE, VALUE, WORD, record_of
+from .wire import BYTES, HERE, LATEST, RANK, TAKEN, THERE, VALUE, WORD, mailbox_of, record_of
+
+ROUNDS = 12
+"""In how many looks at all records, behind the operation's end, the last ones are delivered."""
+PATIENCE = 4
+"""How many deadlines of a wait a courier stays at most: an operation that ends at all has ended by then."""
 
 
 class CourierArgs(NamedTuple):
     ranks: RankArgs
-    epoch: Int64  # of the operation that it serves
+    served: Int64  # address of the epoch of the operation that it serves
     seed: Int32
     blocks: Int32
 
@@ -23,10 +28,9 @@ class CourierArgs(NamedTuple):
 @dataclass(frozen=True)
 class Courier(Kernel):
     """Blocks of one warp, beside the kernels of one operation on the same rank, until that has ended and nothing is
-    left to deliver; one launch at a time. Each block has the records whose number leaves its own when it is divided by
-    the number of blocks."""
+    left to deliver, or until the next operation has begun, which has a courier of its own. Each block has the records
+    whose number leaves its own when it is divided by the number of blocks."""
 
-    heap: Any  # layout, with room for the records
     depth: int
 
     NAME, Args = "ep_courier", CourierArgs
@@ -37,33 +41,52 @@ class Courier(Kernel):
 
     @cute.kernel
     def kernel(self, args: CourierArgs) -> None:
-        ranks = sync.Ranks(self.heap, args.ranks)
+        ranks = sync.Ranks(Heap(self.problem), args.ranks)
         block, _, _ = arch.block_idx()
-        draw = Uint32(args.seed + block * 40503)
-        going = Int32(2)  # one more round when the operation has ended: all that it has posted is there
+        mailbox, served = mailbox_of(ranks), ptx.ld_u64(args.served)
+        draw = Uint32(args.seed + block * 40503 + Int32(served) * 7919)
+        start = Int64(arch.globaltimer())
+        going = Int32(ROUNDS)
         while going > 0:
-            ended = ptx.ld_acquire_gpu(ranks.own + EPOCH * 8) > args.epoch
-            if arch.vote_all_sync(ended):
+            if arch.vote_all_sync(ptx.ld_acquire_gpu(ranks.own + EPOCH * 8) > served):
                 going -= 1
+            followed = ptx.ld_acquire_gpu(mailbox + LATEST * 8) > served
+            if arch.vote_any_sync(followed or arch.globaltimer() - start > PATIENCE * ranks.timeout_ns):
+                going = Int32(0)
             record = Int32(block)
-            while record < self.depth:
+            while record < self.depth and going > 0:
                 draw = Uint32(draw * 1664525 + 1013904223)
-                state = arch.shuffle_sync(Int32(ptx.ld_acquire_gpu(record_of(ranks, record))), 0)
+                state = arch.shuffle_sync(Int32(ptx.ld_acquire_gpu(record_of(mailbox, record))), 0)
                 # What lane 0 acquired comes before what the others read.
                 arch.sync_warp()
-                if state & 1 != 0 and (going < 2 or (draw >> 29) == 0):
-                    deliver(ranks, record_of(ranks, record), Int64(state), draw)
+                if state & 1 != 0 and (going == 1 or (draw >> 29) == 0):
+                    deliver(ranks, record_of(mailbox, record), Int64(state), draw)
                 record += args.blocks
 
 
 @cute.jit
 def deliver(ranks: sync.Ranks, record: Int64, state: Int64, draw: Uint32) -> None:
-    """By a whole warp: the bytes from somewhere in the middle, around to there, then the word."""
+    """By a whole warp, unless another courier does: the bytes from somewhere in the middle, around to there, then the
+    word."""
+    before = Int64(0)
+    if arch.lane_idx() == 0:
+        before = ptx.atom_claim(record + TAKEN * 8, state)
+    if arch.shuffle_sync(Int32(before), 0) < Int32(state):
+        carry(ranks, record, draw)
+        # The stores of the whole warp come before lane 0's release.
+        arch.sync_warp()
+        if arch.lane_idx() == 0:
+            heap = ranks.peer(Int32(ptx.ld_u64(record + RANK * 8)))
+            ptx.st_release_sys(heap + ptx.ld_u64(record + WORD * 8), ptx.ld_u64(record + VALUE * 8))
+            ptx.st_release_gpu(record, state + 1)
+    arch.sync_warp()
+
+
+@cute.jit
+def carry(ranks: sync.Ranks, record: Int64, draw: Uint32) -> None:
     there, here = ptx.ld_u64(record + THERE * 8), ptx.ld_u64(record + HERE * 8)
-    nbytes = Int32(ptx.ld_u64(record + BYTES * 8))
-    word, value = ptx.ld_u64(record + WORD * 8), ptx.ld_u64(record + VALUE * 8)
+    vectors = Int32(ptx.ld_u64(record + BYTES * 8)) // 16
     heap = ranks.peer(Int32(ptx.ld_u64(record + RANK * 8)))
-    vectors = nbytes // 16
     i = Int32(arch.lane_idx())
     while i < vectors:
         if (draw >> (i & 15)) & 1 != 0:  # some lanes are later than others
@@ -71,9 +94,3 @@ def deliver(ranks: sync.Ranks, record: Int64, state: Int64, draw: Uint32) -> Non
         at = Int64((i + Int32(draw >> 8)) % vectors) * 16
         ptx.st_v4(heap + there + at, ptx.ld_v4(ranks.own + here + at))
         i += arch.WARP_SIZE
-    # The stores of the whole warp come before lane 0's release.
-    arch.sync_warp()
-    if arch.lane_idx() == 0:
-        ptx.st_release_sys(heap + word, value)
-        ptx.st_release_gpu(record, state + 1)
-    arch.sync_warp()

@@ -156,16 +156,18 @@ def needed(ranks: sync.Ranks, topk_idx: Int64, batch: Int32, tokens: Int32, doma
 
 
 @cute.jit
-def send_weights(ranks: sync.Ranks, warps: cutlass.Constexpr[int], tile: Int32, first: Int32, end: Int32) -> None:
+def send_weights(
+    ranks: sync.Ranks, warps: cutlass.Constexpr[int], each: cutlass.Constexpr[int], tile: Int32, first: Int32,
+    end: Int32,
+) -> None:  # fmt: skip
     """By one block, behind a barrier: the weights of its tile, tokens from `first` to `end`, from where it has put
-    them for its own domain, to the stagers of all others."""
+    them for its own domain, to the stagers of all others. `each`: bytes of a token's, and of what goes with them."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     slot = Int32(arch.make_warp_uniform(tid // 32)) + 1
-    each = p.weights_each * 4
     while slot < p.num_domains and ranks.mark >= 0:
         to = slot_there(ranks, slot)
-        there = ranks.at(Int64(0), "weights_in") + (Int64(to - 1) * p.max_tokens + first) * each
+        there = ranks.at(Int64(0), "weights_in") + Int64(to - 1) * ranks.heap.weights_bytes + Int64(first) * each
         here = ranks.at(Int64(0), "weights") + Int64(first) * each
         word = word_at(ranks, "weighed", to, tile, p.tiles)
         nbytes = cutlass.max(end - first, 0) * each
@@ -175,15 +177,19 @@ def send_weights(ranks: sync.Ranks, warps: cutlass.Constexpr[int], tile: Int32, 
 
 @cute.jit
 def relay(
-    ranks: sync.Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], max_tokens: Int32
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], rows: cutlass.Constexpr[bool],
+    weighted: cutlass.Constexpr[bool], max_tokens: Int32,
 ) -> None:  # fmt: skip
     """By one block of a stager: passes each word on that comes from another domain, to all ranks of this one and to
-    itself, behind what came with it. It ends when all have come; so this rank's operation does not end before them."""
+    itself, behind what came with it. It ends when all have come; so this rank's operation does not end before them.
+    `rows`, `weighted`: whether they come."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     others = p.num_domains - 1
     domain, _ = place_of(ranks, ranks.rank)
-    batches = others * batches_of(ranks, max_tokens)
+    batches = Int32(0)
+    if const_expr(rows):
+        batches = others * batches_of(ranks, max_tokens)
     count = Int32(batches)
     if const_expr(weighted):
         count += others * p.tiles

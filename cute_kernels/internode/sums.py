@@ -16,8 +16,9 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..copies import Copies, copies_of, lowest
+from ..experts import holder_of
 from ..heap import Problem
-from ..places import on_rail, place_of, rank_at, slot_of, slot_there
+from ..places import index_of, on_rail, place_of, rank_at, slot_of, slot_there
 from .sending import batches_of, copy_rows, place_in, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
@@ -42,9 +43,11 @@ def place_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32) ->
 
 @cute.jit
 def ask(
-    ranks: sync.Ranks, topk_idx: Int64, send_rows: Int64, tokens: Int32, max_tokens: Int32, first: Int32, step: Int32
-) -> None:
-    """By a warp, `first` of `step`: what this rank wants of its batches, from all other domains."""
+    ranks: sync.Ranks, ids: cutlass.Constexpr[bool], topk_idx: Int64, send_rows: Int64, tokens: Int32,
+    max_tokens: Int32, first: Int32, step: Int32,
+) -> None:  # fmt: skip
+    """By a warp, `first` of `step`: what this rank wants of its batches, from all other domains. `ids`: and which
+    experts its tokens name."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     batch = Int32(first)
@@ -61,33 +64,46 @@ def ask(
                 expert = ptx.ld_i32(topk_idx + at)
             copies = copies_of(p, expert, row)
             theirs = slot_of(ranks, cutlass.max(copies.holder, 0))
-            for slot in range_constexpr(1, p.num_domains):
+            slot = Int32(1)
+            while slot < p.num_domains:
                 bit = Int32(0)
                 if copies.expected != 0 and theirs == slot:
-                    bit = Int32(1) << number_there(p, Int32(slot), copies.number)
+                    bit = Int32(1) << number_there(p, slot, copies.number)
                 wanted = arch.warp_redux_sync(bit, "or")
+                place = ranks.own + here + (slot - 1) * slots
                 if lane == 0:
-                    ptx.st_i32(ranks.own + here + (slot - 1) * slots + Int64(i) * 4, wanted)
+                    ptx.st_i32(place + Int64(i) * 4, wanted)
+                if const_expr(ids):
+                    if lane < p.top_k:
+                        ptx.st_i32(place + place_of_id(ranks, i, lane), expert)
+                slot += 1
             i += 1
         arch.sync_warp()
-        for slot in range_constexpr(1, p.num_domains):
-            to = slot_there(ranks, Int32(slot))
+        slot = Int32(1)
+        while slot < p.num_domains:
+            to = slot_there(ranks, slot)
             there = ranks.at(Int64(0), "wanted_in") + Int64(to - 1) * slots + Int64(batch) * ranks.heap.wanted_bytes
             word = word_at(ranks, "wanted", to, batch, ranks.heap.batches)
             p.wire.put_signal(
-                ranks, on_rail(ranks, Int32(slot)), there, here + (slot - 1) * slots, Int32(ranks.heap.wanted_bytes),
-                word, word_of(ranks, 0),
+                ranks, on_rail(ranks, slot), there, here + (slot - 1) * slots,
+                Int32(ranks.heap.wanted_bytes if ids else ranks.heap.masks_bytes), word, word_of(ranks, 0),
             )  # fmt: skip
+            slot += 1
         batch += step
+
+
+def place_of_id(ranks: sync.Ranks, token: Int32, k: Int32) -> Int64:
+    """Among what is asked for a batch; `token` counts within it."""
+    return Int64(ranks.heap.masks_bytes) + Int64(token * ranks.heap.problem.weights_each + k) * 4
 
 
 @cute.jit
 def pass_sums(
     ranks: sync.Ranks, threads: cutlass.Constexpr[int], rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool],
-    max_tokens: Int32, first: Int32, step: Int32,
+    ids: cutlass.Constexpr[bool], max_tokens: Int32, first: Int32, step: Int32,
 ) -> None:  # fmt: skip
     """By a block of a stager, `first` of `step`: its batches of what owners of other domains ask for. `rows`: sums of
-    rows; `scalars`: those of the (token, k) in the batch."""
+    rows; `scalars`: those of the (token, k) in the batch; `ids`: which lie by rank."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     warp = Int32(arch.make_warp_uniform(tid // 32))
@@ -110,6 +126,8 @@ def pass_sums(
         if ptx.barrier_count(Int32(complete)) == threads and mask != 0:
             if const_expr(scalars):
                 if warp == 0:
+                    if const_expr(ids):
+                        pick_scalars(ranks, slot, batch)
                     put_scalars(ranks, owner, slot, batch)
             if const_expr(rows):
                 here = place_in(ranks, "rows_out", slot, batch)
@@ -244,6 +262,38 @@ def add_pushed(
         first += VECTORS * threads
 
 
+def place_of_copy_scalars(ranks: sync.Ranks, slot: Int32, holder: Int32, token: Int32) -> Int64:
+    """Offset of the `top_k` scalars of a token-major row, which `holder` holds, at the token's owner, or its stager.
+    The space is that of what a dispatch tells, in which there is room for as many of each rank."""
+    p = ranks.heap.problem
+    row = (slot * p.domain_ranks + index_of(ranks, holder)) * p.max_tokens + token
+    return ranks.at(Int64(0), "told") + Int64(row) * (p.weights_each * 4)
+
+
+@cute.jit
+def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
+    """By a whole warp: of each (token, k) of another domain's batch the scalar of the rank here that holds the expert.
+    Those of experts elsewhere, and of copies without a row, are left as they are."""
+    p = ranks.heap.problem
+    domain, _ = place_of(ranks, ranks.rank)
+    asked = Int64((slot - 1) * ranks.heap.batches + batch) * ranks.heap.wanted_bytes
+    asked += ranks.at(ranks.own, "wanted_in")
+    scalars = ranks.at(ranks.own, "scalars") + Int64(slot * p.max_tokens * p.weights_each) * 4
+    i = Int32(arch.lane_idx())
+    while i < p.batch_tokens * p.top_k:
+        of_batch = i // p.top_k
+        k = i - of_batch * p.top_k
+        token = batch * p.batch_tokens + of_batch
+        expert = ptx.ld_i32(asked + place_of_id(ranks, of_batch, k))
+        if expert >= 0 and expert < p.num_experts:
+            holder = holder_of(p, expert)
+            theirs, _ = place_of(ranks, holder)
+            if theirs == domain:
+                at = ranks.own + place_of_copy_scalars(ranks, slot, holder, token) + Int64(k) * 4
+                ptx.st_f32(scalars + Int64(token * p.weights_each + k) * 4, ptx.ld_f32(at))
+        i += arch.WARP_SIZE
+
+
 @cute.jit
 def put_scalars(ranks: sync.Ranks, owner: Int32, slot: Int32, batch: Int32) -> None:
     """By a whole warp: those of a batch of another domain's tokens, whether or not they are of experts here."""
@@ -286,9 +336,10 @@ def await_sums(
         key = domain * 64
         stager = on_rail(ranks, slot)
         if const_expr(scalars):
-            came = p.wire.wait(ranks, word_at(ranks, "returned", slot, batch, ranks.heap.batches), stager, token) >= 0
+            word = word_at(ranks, "returned", slot, batch, ranks.heap.batches)
+            came = p.wire.wait(ranks, word, stager, token, 2) >= 0
         if const_expr(rows):
-            mask = p.wire.wait(ranks, word_at(ranks, "sum", slot, batch, ranks.heap.batches), stager, token)
+            mask = p.wire.wait(ranks, word_at(ranks, "sum", slot, batch, ranks.heap.batches), stager, token, 2)
             came = came and mask >= 0
             row = row_in(Int32(mask), token - batch * p.batch_tokens)
             number = ((slot - 1) * ranks.heap.batches + batch) * p.batch_tokens + row + FAR

@@ -19,7 +19,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -46,7 +46,12 @@ NVSHMEM_SIGNAL_SET, NVSHMEM_CMP_EQ = 9, 0
 @dataclass(frozen=True)
 class Wire:
     """Whatever moves the bytes. `there` and `word` are offsets in the heap of `rank`, `here` one in this rank's; all of
-    them and `nbytes` are multiples of 16, but words of 8."""
+    them and `nbytes` are multiples of 16, but words of 8.
+
+    `late`: puts arrive at times of their own, and not before whatever is released after them. Those are counted, for
+    each rank that they go to (`sync.settle`)."""
+
+    late: ClassVar[bool] = True
 
     def put_signal(
         self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
@@ -69,20 +74,25 @@ class Wire:
         """By a whole warp."""
         raise NotImplementedError
 
-    def quiet(self, ranks: Ranks) -> None:
-        """By one thread of a rank whose other threads put nothing any more: until all its puts have arrived."""
-        raise NotImplementedError
-
     def arrived(self, ranks: Ranks, word: Int64) -> None:
         """By one thread that has acquired what stands in this rank's `word`: whatever else it takes to see what came
         with it."""
 
-    def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32) -> Int64:
+    def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32, deadlines: int = 1) -> Int64:
         """By one thread: until `peer` has set this rank's `word` in this operation; what it carries beside the epoch,
-        or -1 when the wait was given up. `detail`: which of the peer's batches it is of, for the report."""
-        found = await_word(ranks, ranks.own + word, peer, detail)
+        or -1 when the wait was given up. `detail`: which of the peer's batches it is of, for the report. `deadlines`:
+        as of `await_word`."""
+        found = await_word(ranks, ranks.own + word, peer, detail, deadlines)
         self.arrived(ranks, word)
         return found
+
+
+@cute.jit
+def count_put(ranks: Ranks, rank: Int32, number: Int32) -> None:
+    """By thread 0 of those that put something to `rank`."""
+    if const_expr(ranks.heap.problem.num_domains > 1):
+        if number == 0:
+            ptx.atom_inc(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
 
 
 def batch_word(ranks: Ranks, rows: Int32, last: Int32) -> Int64:
@@ -96,6 +106,8 @@ def batch_word(ranks: Ranks, rows: Int32, last: Int32) -> Int64:
 @dataclass(frozen=True)
 class Nvlink(Wire):
     """Stores into memory that this rank maps."""
+
+    late = False
 
     def put_signal(
         self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
@@ -118,9 +130,6 @@ class Nvlink(Wire):
     def flush(self, ranks: Ranks) -> None:
         """Stores have read their source."""
 
-    def quiet(self, ranks: Ranks) -> None:
-        """They arrive before what is released after them."""
-
 
 @cute.jit
 def copy_by_warp(there: Int64, here: Int64, nbytes: Int32) -> None:
@@ -139,11 +148,12 @@ def copy_by_block(threads: cutlass.Constexpr[int], there: Int64, here: Int64, nb
     tid, _, _ = arch.thread_idx()
     at = Int32(tid * 16)
     while at < nbytes:
-        # Behind the end the last vector is copied once more.
-        places = [cutlass.min(at + i * (threads * 16), nbytes - 16) for i in range(VECTORS)]
-        words = [ptx.ld_v4(here + place) for place in places]
+        # Behind the end the last vector is read once more.
+        places = [at + i * (threads * 16) for i in range(VECTORS)]
+        words = [ptx.ld_v4(here + cutlass.min(place, nbytes - 16)) for place in places]
         for i in cutlass.range_constexpr(VECTORS):
-            ptx.st_v4(there + places[i], words[i])
+            if places[i] < nbytes:
+                ptx.st_v4(there + places[i], words[i])
         at += VECTORS * threads * 16
 
 
@@ -181,6 +191,7 @@ class Nvshmem(Wire):
         # What reads the source is no thread of this GPU: each lane's stores come before the put.
         arch.fence_acq_rel_sys()
         arch.sync_warp()
+        count_put(ranks, rank, Int32(arch.lane_idx()))
         calls.put_signal(
             ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
             Int32(NVSHMEM_SIGNAL_SET), rank,
@@ -192,19 +203,18 @@ class Nvshmem(Wire):
     ) -> None:  # fmt: skip
         arch.fence_acq_rel_sys()
         arch.sync_threads()
+        count_put(ranks, rank, Int32(arch.thread_idx()[0]))
         _calls(self.library).put_signal_by_block(
             ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
             Int32(NVSHMEM_SIGNAL_SET), rank,
         )  # fmt: skip
 
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
+        count_put(ranks, rank, Int32(0))
         _calls(self.library).put(ranks.own + word, Uint64(value), rank)
 
     def flush(self, ranks: Ranks) -> None:
         _calls(self.library).flush()
-
-    def quiet(self, ranks: Ranks) -> None:
-        _calls(self.library).quiet()
 
     def arrived(self, ranks: Ranks, word: Int64) -> None:
         # Where a network writes data and words by different ways, this is what makes the data visible.
@@ -220,7 +230,6 @@ class _Calls:
     put: Any
     test: Any
     flush: Any
-    quiet: Any
 
 
 @functools.lru_cache
@@ -248,10 +257,7 @@ def _calls(library: str) -> _Calls:
     @cute.extern(name="nvshmemx_flush_warp", source=source, inline=False)
     def flush() -> None: ...
 
-    @cute.extern(name="nvshmem_quiet", source=source, inline=False)
-    def quiet() -> None: ...
-
-    return _Calls(put_signal, put_signal_by_block, put, test, flush, quiet)
+    return _Calls(put_signal, put_signal_by_block, put, test, flush)
 
 
 def find_library() -> str | None:
@@ -268,16 +274,27 @@ def find_library() -> str | None:
 
 # ---------------------------------------------------------------------- an adversary, for tests
 
-STATE, THERE, HERE, BYTES, WORD, VALUE, RANK = range(7)
+STATE, THERE, HERE, BYTES, WORD, VALUE, RANK, TAKEN = range(8)
 RECORD_WORDS = 8
 """Words (8 bytes each) of what is left for a courier. The state is twice as large as the number of puts that were left
-there and delivered, and one more while one is to be delivered; behind it are the arguments of that put."""
+there and delivered, and one more while one is to be delivered; behind it are the arguments of that put, and the state
+in which a courier took it last."""
+POSTED, LATEST = 0, 1
+"""Words of a mailbox before its records: how many puts were left there, and the epoch of the last operation that has a
+courier of its own."""
+HEADER_WORDS = 8
+
+
+def mailbox_bytes(depth: int) -> int:
+    return 8 * (HEADER_WORDS + depth * RECORD_WORDS)
 
 
 @dataclass(frozen=True)
 class Adversary(Wire):
     """Delivers nothing: leaves every put with the sender, for a courier (courier.py) that is as late, and as little in
-    order, as a wire may be. The heap has sections `posted` and `records`, with room for `depth` puts."""
+    order, as a wire may be. Ranks map each other's memory. A mailbox has room for `depth` puts; its address is the last
+    word of the table of heaps. Where that is 0 puts are stores: so kernels can be run without couriers, in order to
+    load them, which may have to wait for those that run."""
 
     depth: int
 
@@ -290,34 +307,46 @@ class Adversary(Wire):
         self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
         value: Int64,
     ) -> None:  # fmt: skip
-        post_by_block(self.depth, ranks, (there, here, Int64(nbytes), word, value, Int64(rank)))
+        post_by_block(self.depth, threads, ranks, (there, here, Int64(nbytes), word, value, Int64(rank)))
 
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
         none = Int64(0)
         post(self.depth, ranks, (none, none, none, word, value, Int64(rank)))
 
     def flush(self, ranks: Ranks) -> None:
-        await_delivered(self.depth, ranks, Int32(arch.lane_idx()), arch.WARP_SIZE)
+        await_delivered(self.depth, ranks)
 
-    def quiet(self, ranks: Ranks) -> None:
-        await_delivered(self.depth, ranks, Int32(0), 1)
+
+def mailbox_of(ranks: Ranks) -> Int64:
+    """Behind the addresses of heaps and the places of ranks (places.py)."""
+    return ptx.ld_constant(ranks.peers + Int64(3 * ranks.world_size) * 8)
 
 
 @cute.jit
 def post(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
-    """By one thread: leaves a record, when all that were left there before have been delivered."""
-    ticket = ptx.atom_inc(ranks.own + ranks.heap.offset["posted"])
-    record = record_of(ranks, ticket % depth)
-    before = Int64(ticket // depth) * 2
-    while ptx.ld_acquire_gpu(record) != before:
-        pass
-    for i in cutlass.range_constexpr(len(words)):
-        ptx.st_u64(record + (THERE + i) * 8, words[i])
-    ptx.st_release_gpu(record, before + 1)
+    """By one thread: leaves a record, when all that were left there before have been delivered. Without a mailbox the
+    word is set, behind bytes that others have copied."""
+    mailbox = mailbox_of(ranks)
+    _, _, _, word, value, rank = words
+    count_put(ranks, Int32(rank), Int32(0))
+    if mailbox == 0:
+        ptx.st_release_sys(ranks.peer(Int32(rank)) + word, value)
+    else:
+        ticket = ptx.atom_inc(mailbox + POSTED * 8)
+        record = record_of(mailbox, ticket % depth)
+        before = Int64(ticket // depth) * 2
+        while ptx.ld_acquire_gpu(record) != before:
+            pass
+        for i in cutlass.range_constexpr(len(words)):
+            ptx.st_u64(record + (THERE + i) * 8, words[i])
+        ptx.st_release_gpu(record, before + 1)
 
 
 @cute.jit
 def post_by_warp(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
+    there, here, nbytes, _, _, rank = words
+    if mailbox_of(ranks) == 0:
+        copy_by_warp(ranks.peer(Int32(rank)) + there, ranks.own + here, Int32(nbytes))
     # The stores of the whole warp come before lane 0's release.
     arch.sync_warp()
     if arch.lane_idx() == 0:
@@ -325,8 +354,13 @@ def post_by_warp(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> Non
 
 
 @cute.jit
-def post_by_block(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
+def post_by_block(
+    depth: cutlass.Constexpr[int], threads: cutlass.Constexpr[int], ranks: Ranks, words: Any
+) -> None:  # fmt: skip
     tid, _, _ = arch.thread_idx()
+    there, here, nbytes, _, _, rank = words
+    if mailbox_of(ranks) == 0:
+        copy_by_block(threads, ranks.peer(Int32(rank)) + there, ranks.own + here, Int32(nbytes))
     # The stores of the whole block come before its first thread's release.
     arch.sync_threads()
     if tid == 0:
@@ -334,19 +368,18 @@ def post_by_block(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> No
 
 
 @cute.jit
-def await_delivered(depth: cutlass.Constexpr[int], ranks: Ranks, first: Int32, threads: cutlass.Constexpr[int]) -> None:
-    """By `threads` threads of a warp, `first` 0, 1, ...: until each record has been delivered."""
-    if const_expr(threads > 1):
-        # No lane looks before lane 0 has left the warp's last one.
-        arch.sync_warp()
-    i = Int32(first)
-    while i < depth:
-        while ptx.ld_acquire_gpu(record_of(ranks, i)) & 1 != 0:
+def await_delivered(depth: cutlass.Constexpr[int], ranks: Ranks) -> None:
+    """By a whole warp: until each record has been delivered."""
+    # No lane looks before lane 0 has left the warp's last one.
+    arch.sync_warp()
+    mailbox = mailbox_of(ranks)
+    i = Int32(arch.lane_idx())
+    while i < depth and mailbox != 0:
+        while ptx.ld_acquire_gpu(record_of(mailbox, i)) & 1 != 0:
             pass
-        i += threads
-    if const_expr(threads > 1):
-        arch.sync_warp()
+        i += arch.WARP_SIZE
+    arch.sync_warp()
 
 
-def record_of(ranks: Ranks, index: Int32) -> Int64:
-    return ranks.own + ranks.heap.offset["records"] + Int64(index) * (RECORD_WORDS * 8)
+def record_of(mailbox: Int64, index: Int32) -> Int64:
+    return mailbox + HEADER_WORDS * 8 + Int64(index) * (RECORD_WORDS * 8)

@@ -9,6 +9,9 @@ fit on the device at once.
 
 **Complete when it ends.** The kernel has seen every line that the route says must come. Ranks without rows for this
 one are heard by their hello flag, which the rule of two banks asks for (sync.py).
+
+Ranks of other NVLink domains get their sums by puts, first of all, a block a copy (far.py); owners add up in the tree
+over domains (docs/domains.md).
 """
 
 import math
@@ -17,15 +20,17 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..arrivals import Copy, Lists, guarded, lists, token_of
-from ..copies import below, lowest, set_of
+from ..copies import below, copies_of, lowest, set_of
 from ..experts import holder_of
 from ..heap import Problem
 from ..launch import Kernel, RankArgs
+from ..places import is_near
+from .far import Order, await_far, end, have_put, order_of, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
 from .packets import (
     THREADS,
@@ -144,7 +149,10 @@ class Combine(Kernel):
         if const_expr(self.send):
             if bid == blocks - 1 and warp == WARPS - 1:
                 sync.say_hello(ranks, lane, 32, False)
-            if const_expr(p.world_size > 1):
+            if const_expr(p.num_domains > 1):
+                if bid < args.senders:
+                    self.put_sums(ranks, args, Share(bid, args.senders, warp, lane))
+            if const_expr(p.domain_ranks > 1):
                 if bid < args.senders:
                     self.push(ranks, args, peers, Share(bid, args.senders, warp, lane))
 
@@ -156,9 +164,16 @@ class Combine(Kernel):
             else:
                 arch.barrier(barrier_id=1, number_of_threads=THREADS)
                 if lane == 0:
-                    open_next_epoch(ranks)
+                    if const_expr(p.num_domains > 1):
+                        have_put(ranks)
+                    else:
+                        open_next_epoch(ranks)
                 if bid == blocks - 1:
                     sync.meet_all(ranks, lane)
+                    if const_expr(p.num_domains > 1):
+                        arch.sync_warp()
+                        if lane == 0:
+                            end(ranks)
                     if lane == 0:
                         sync.note_met(ranks)
                     arch.sync_warp()
@@ -182,18 +197,12 @@ class Combine(Kernel):
         item = share.first
         last = Int32(-1)  # row of all that this lane meets
         while item < items:
-            total = ptx.ld_i32(at.sources + p.world_size * 4)
-            mine = item + lane * share.step
-            index = place_of(p, ranks.rank, args.max_tokens, mine // count)
-            copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
-            listed = mine < items and index < args.num_rows
-            if listed:
-                copy = copy_at(p, at, index, args.max_tokens)
-            near = self.rows_near(args, arch.shuffle_sync(index, 0))
-            if not listed or index >= total:
-                copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
-            found = self.find(ranks, args, copy)
-            left = Int32(arch.vote_ballot_sync(found.rows > 0))
+            found, near = self.look_up(ranks, args, item + lane * share.step, count)
+            goes = found.rows > 0
+            if const_expr(p.num_domains > 1):
+                if goes:
+                    goes = is_near(ranks, found.owner)
+            left = Int32(arch.vote_ballot_sync(goes))
             row = row_at(at, near, found, left)
             while left != 0:
                 i = lowest(left)
@@ -212,6 +221,58 @@ class Combine(Kernel):
             item += 32 * share.step
         # Told behind the loop: nothing is to be slow in it.
         tell_bad_row(ranks, last, args.num_rows)
+
+    @cute.jit
+    def put_sums(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+        """Likewise of copies from other domains, a whole block each, which puts all packets at once."""
+        lane = share.lane
+        at = lists(args.arrivals, args.num_rows)
+        item = Int32(share.block)
+        last = Int32(-1)
+        while item < args.max_tokens * self.problem.world_size:
+            found, near = self.look_up(ranks, args, item + lane * share.blocks, 1)
+            goes = found.rows > 0
+            if goes:
+                goes = not is_near(ranks, found.owner)
+            left = Int32(arch.vote_ballot_sync(goes))
+            row = row_at(at, near, found, left)
+            while left != 0:
+                i = lowest(left)
+                left = left & (left - 1)
+                ahead = row_at(at, near, found, left)
+                owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
+                last = cutlass.max(last, row)
+                if row >= args.num_rows:
+                    row = Int32(-1)
+                place = Int64(owner * self.tokens + line % self.tokens) * ranks.heap.row_stride
+                packet = Int32(share.warp)
+                while packet < self.row_packets:
+                    words = seal(self.sum_rows(args, row, packet, lane, BATCH), lane, ranks.mark)
+                    store_far(ranks, "lines_out", place + packet * PACKET_BYTES + lane * 16, words)
+                    packet += WARPS
+                put_far(ranks, "lines", owner, line, place, Int32(self.row_packets))
+                row = ahead
+            item += 32 * share.blocks
+        tell_bad_row(ranks, last, args.num_rows)
+
+    @cute.jit
+    def look_up(
+        self, ranks: sync.Ranks, args: CombineArgs, item: Int32, each: cutlass.Constexpr[int]
+    ) -> tuple[Found, Near]:
+        """By a whole warp: the copy of a lane's `item`, of which there are `each` for a copy, and rows about where
+        those of lane 0 should lie."""
+        p = self.problem
+        at = lists(args.arrivals, args.num_rows)
+        total = ptx.ld_i32(at.sources + p.world_size * 4)
+        index = place_of(p, ranks.rank, args.max_tokens, item // each)
+        copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
+        listed = item < args.max_tokens * (p.world_size * each) and index < args.num_rows
+        if listed:
+            copy = copy_at(p, at, index, args.max_tokens)
+        near = self.rows_near(args, arch.shuffle_sync(index, 0))
+        if not listed or index >= total:
+            copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
+        return self.find(ranks, args, copy), near
 
     @cute.jit
     def find(self, ranks: sync.Ranks, args: CombineArgs, copy: Copy) -> Found:
@@ -285,8 +346,11 @@ class Combine(Kernel):
         while item < args.tokens * count:
             token = item // count
             packet = item - token * count
-            named = self.named(ranks, args, token, lane)
-            row = named.row
+            if const_expr(p.num_domains > 1):
+                row, order = self.ordered(ranks, args, token)
+            else:
+                named = self.named(ranks, args, token, lane)
+                row = named.row
             last = cutlass.max(last, row)
             if row >= args.num_rows:
                 row = Int32(-1)
@@ -298,7 +362,9 @@ class Combine(Kernel):
             )
             for i in range_constexpr(self.values):
                 acc[i] = Float32(0.0)
-            if const_expr(p.most_copies <= COPIES):
+            if const_expr(p.num_domains > 1):
+                self.add_tree(now, order, (own, acc), token, address)
+            elif const_expr(p.most_copies <= COPIES):
                 self.add_copies(now, args, named, (own, acc), token, address, Int32(0))
             else:
                 first = Int32(0)
@@ -400,6 +466,90 @@ class Combine(Kernel):
                 values = ptx.unpack([words[4 * u + i] for i in range(4)], p.dtype)
                 for i in range_constexpr(self.values):
                     acc[i] = ptx.add_rn(acc[i], values[i])
+
+    @cute.jit
+    def ordered(self, ranks: sync.Ranks, args: CombineArgs, token: Int32) -> tuple[Int32, Order]:
+        """By a whole warp: a lane's row of a token, if it is here, and its copies in the order of addition."""
+        p = self.problem
+        lane = Int32(arch.lane_idx())
+        row, expert = Int32(-1), Int32(-1)
+        if lane < p.top_k:
+            at = Int64(token * p.top_k + lane) * 4
+            row = ptx.ld_i32(args.send_rows + at)
+            expert = ptx.ld_i32(args.topk_idx + at)
+        copies = copies_of(p, expert, row)
+        if copies.holder != ranks.rank:
+            row = Int32(-1)
+        return row, order_of(ranks, copies)
+
+    @cute.jit
+    def add_tree(self, ranks: sync.Ranks, order: Order, sums: Any, token: Int32, address: Int64) -> None:
+        """`add_copies` over several domains: the words of copies from other ones are awaited first."""
+        own, acc = sums
+        p = self.problem
+        lane = Int32(arch.lane_idx())
+        complete = Boolean(True)
+        if lane < order.copies:
+            if not is_near(ranks, order.holder):
+                complete = await_far(ranks, "lines", order.number * self.tokens + token, order.holder, token)
+        # What each lane acquired comes before what the others read.
+        arch.sync_warp()
+        count = order.copies
+        if not arch.vote_all_sync(complete):
+            count = Int32(0)
+        together = min(COPIES, p.most_copies)
+        step = self.tokens * ranks.heap.row_stride
+        words = cute.make_rmem_tensor((4 * together,), Uint32)
+        part = cute.make_rmem_tensor((self.values,), Float32)
+        for i in range_constexpr(self.values):
+            part[i] = Float32(0.0)
+        first = Int32(0)
+        while first < count:
+            waiting = Int32(0)
+            for u in range_constexpr(together):
+                if first + u < count:
+                    if (order.own >> (first + u)) & 1 != 0:
+                        for i in range_constexpr(4):
+                            words[4 * u + i] = own[i]
+                    else:
+                        waiting = waiting | (1 << u)
+            polls = Int32(0)
+            start = Int64(0)
+            while waiting != 0:
+                for u in range_constexpr(together):
+                    if (waiting >> u) & 1 != 0:
+                        got = ld_line(address + Int64(arch.shuffle_sync(order.number, first + u)) * step)
+                        for i in range_constexpr(4):
+                            words[4 * u + i] = got[i]
+                missing = Int32(0)
+                for u in range_constexpr(together):
+                    if (waiting >> u) & 1 != 0:
+                        if not arrived(words[4 * u + 2], words[4 * u + 3], lane_of(), ranks.mark):
+                            missing = missing | (1 << u)
+                waiting = missing
+                polls += 1
+                if polls == sync.POLLS_PER_CHECK and waiting != 0:
+                    polls = Int32(0)
+                    if start == 0:
+                        start = Int64(arch.globaltimer())
+                    peer = arch.shuffle_sync(order.holder, first + lowest(waiting))
+                    if sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0)):
+                        waiting = Int32(0)
+                        count = Int32(0)
+            for u in range_constexpr(together):
+                if first + u < count:
+                    values = ptx.unpack([words[4 * u + i] for i in range(4)], p.dtype)
+                    for i in range_constexpr(self.values):
+                        part[i] = ptx.add_rn(part[i], values[i])
+                    if (order.last >> (first + u)) & 1 != 0:
+                        if (order.rounded >> (first + u)) & 1 != 0:
+                            rounded = ptx.unpack(ptx.pack([part[i] for i in range(self.values)], p.dtype), p.dtype)
+                            for i in range_constexpr(self.values):
+                                part[i] = rounded[i]
+                        for i in range_constexpr(self.values):
+                            acc[i] = ptx.add_rn(acc[i], part[i])
+                            part[i] = Float32(0.0)
+            first += together
 
 
 def rows_of_copies(problem: Problem, copies: int) -> int:

@@ -10,6 +10,9 @@ blocks fit on the device at once.
 
 **Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
 ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
+
+Ranks of other NVLink domains get their packets by puts, first of all, one a route and one a row (far.py); there the
+last block meets all ranks, too.
 """
 
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
@@ -25,7 +28,9 @@ from ..copies import lowest, set_of
 from ..delivery import Arrived, Delivery
 from ..experts import first_expert, holder_of, local_experts
 from ..launch import Kernel, RankArgs
+from ..places import is_near
 from ..swizzled import Begins
+from .far import await_far, end, far_rank, have_put, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
 from .lists import own_weights, write_lists
 from .packets import (
@@ -47,6 +52,7 @@ from .packets import (
 )
 from .place import (
     Tables,
+    asked_expert,
     clear_counts,
     keep_route,
     kept_rows,
@@ -145,7 +151,10 @@ class Dispatch(Kernel):
 
         if const_expr(self.send):
             if bid < senders:
-                if const_expr(p.world_size > 1):
+                if const_expr(p.num_domains > 1):
+                    self.put_routes(ranks, args, Share(senders - 1 - bid, senders, warp, lane))
+                    self.put_rows(ranks, args, Share(bid, senders, warp, lane))
+                if const_expr(p.domain_ranks > 1):
                     self.push_route(ranks, args, peers, Share(senders - 1 - bid, senders, warp, lane))
                     self.push_rows(ranks, args, peers, Share(bid, senders, warp, lane))
             if bid == blocks - 1 and warp == WARPS - 1:
@@ -165,7 +174,10 @@ class Dispatch(Kernel):
             hold_epoch(ranks)
             arch.sync_threads()
             if warp == WARPS - 1 and lane == 0:
-                open_next_epoch(ranks)
+                if const_expr(p.num_domains > 1):
+                    have_put(ranks)
+                else:
+                    open_next_epoch(ranks)
             if bid >= first_receiver:
                 place_entries(p, tables, args.max_tokens * p.top_k, low, high)
                 # Blocks that take rows: all but one or two.
@@ -173,6 +185,12 @@ class Dispatch(Kernel):
                 if bid == blocks - 1:
                     write_segments(p, tables, args)
                     self.write_send_rows(tables, args)
+                    if const_expr(p.num_domains > 1):
+                        if warp == 0:
+                            sync.meet_all(ranks, lane)
+                            arch.sync_warp()
+                            if lane == 0:
+                                end(ranks)
                     if tid == 0:
                         sync.note_met(ranks)
                 if bid - first_receiver < takers:
@@ -185,6 +203,53 @@ class Dispatch(Kernel):
                     write_lists(p, tables, args)
 
     @cute.jit
+    def put_routes(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+        """This rank's route, to each rank of another domain by a block."""
+        p = self.problem
+        lane = share.lane
+        total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
+        item = Int32(share.block)
+        while item < p.world_size - 1:
+            rank = (ranks.rank + 1 + item) % p.world_size
+            if not is_near(ranks, rank):
+                at = Int64(rank) * (ranks.heap.route_packets * PACKET_BYTES)
+                packet = Int32(share.warp)
+                while packet < total:
+                    words = seal(own_route_words(ranks, args, packet, lane, True), lane, ranks.mark)
+                    store_far(ranks, "routes_out", at + packet * PACKET_BYTES + lane * 16, words)
+                    packet += WARPS
+                put_far(ranks, "routes", rank, ranks.rank, at, total)
+            item += share.blocks
+
+    @cute.jit
+    def put_rows(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+        """Each row once to every rank of another domain that holds one of its experts, a row and rank a block."""
+        p = self.problem
+        lane = share.lane
+        count = self.row_packets
+        item = Int32(share.block)
+        while item < args.tokens * min(p.top_k, p.world_size - p.domain_ranks):
+            number = item // args.tokens
+            token = item - number * args.tokens
+            expert = Int32(-1)
+            if lane < p.top_k:
+                expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + lane) * 4)
+            names = expert >= 0 and expert < p.num_experts
+            holder = Int32(0)
+            if names:
+                holder = Int32(holder_of(p, expert))
+            rank = far_rank(p, set_of(p, holder, names and not is_near(ranks, holder)), number)
+            if rank >= 0:
+                at = Int64(rank * self.tokens + token) * ranks.heap.row_stride
+                packet = Int32(share.warp)
+                while packet < count:
+                    words = seal(self.row_words(ranks, args, token, packet, lane), lane, ranks.mark)
+                    store_far(ranks, "lines_out", at + packet * PACKET_BYTES + lane * 16, words)
+                    packet += WARPS
+                put_far(ranks, "lines", rank, ranks.rank * self.tokens + token, at, Int32(count))
+            item += share.blocks
+
+    @cute.jit
     def push_route(self, ranks: sync.Ranks, args: DispatchArgs, peers: Peers, share: Share) -> None:
         """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
         p = self.problem
@@ -193,11 +258,16 @@ class Dispatch(Kernel):
         total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
         while packet < total:
             now = sync.again(ranks)
-            words = seal(own_route_words(ranks, args, packet, lane, True), lane, now.mark)
+            words = seal(own_route_words(ranks, args, packet, lane, p.num_domains == 1), lane, now.mark)
             at = Int64(ranks.rank * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
             peer = (ranks.rank + 1) % p.world_size
             while peer != ranks.rank:
-                st_line(now.at(heap_of(peers, peer), "routes") + at, words)
+                if const_expr(p.num_domains == 1):
+                    st_line(now.at(heap_of(peers, peer), "routes") + at, words)
+                else:
+                    heap = heap_of(peers, peer)
+                    if is_near(ranks, peer):
+                        st_line(now.at(heap, "routes") + at, words)
                 peer = (peer + 1) % p.world_size
             packet += share.step
 
@@ -218,7 +288,11 @@ class Dispatch(Kernel):
             now = sync.again(ranks)
             words = seal(words, lane, now.mark)
             holder = holder_of(p, expert)
-            wanted = set_of(p, holder, expert >= 0 and expert < p.num_experts and holder != ranks.rank)
+            others = expert >= 0 and expert < p.num_experts and holder != ranks.rank
+            if const_expr(p.num_domains > 1):
+                if others:
+                    others = is_near(ranks, holder)
+            wanted = set_of(p, holder, others)
             at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
             for i in range_constexpr(len(wanted)):
                 # Higher ranks first: not all ranks begin with the same one.
@@ -252,8 +326,11 @@ class Dispatch(Kernel):
 
     @cute.jit
     def gather_routes(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, warp: Int32, lane: Int32) -> None:
-        """The routes of all ranks into shared memory. What does not come in time names no experts."""
+        """The routes of all ranks into shared memory. What does not come in time names no experts. The last block
+        notes for whom it waits."""
         p = self.problem
+        bid, _, _ = arch.block_idx()
+        blocks, _, _ = arch.grid_dim()
         count = packets(ROUTE_HEADER_BYTES + 2 * (args.max_tokens * p.top_k))
         item = warp
         while item < count * p.world_size:
@@ -264,9 +341,15 @@ class Dispatch(Kernel):
                 own = own_route_words(ranks, args, packet, lane, p.world_size == 1)
                 w0, w1, w2, w3 = seal(own, lane, Int64(0))
             else:
+                if const_expr(p.num_domains > 1):
+                    if not is_near(ranks, source):
+                        if lane == 0:
+                            await_far(ranks, "routes", source, source, Int32(0))
+                        # What lane 0 acquired comes before what the others read.
+                        arch.sync_warp()
                 at = Int64(source * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
                 w0, w1, w2, w3 = receive_packet(
-                    ranks, ranks.at(ranks.own, "routes") + at, "route", source, Int32(0), lane
+                    ranks, ranks.at(ranks.own, "routes") + at, "route", source, bid == blocks - 1, lane
                 )
             keep_route(tables, source, packet, (w0, w1, w2, w3), lane)
             item += WARPS
@@ -353,6 +436,8 @@ class Dispatch(Kernel):
                             words[4 * u + i] = own[i]
                     else:
                         waiting = waiting | (1 << u)
+            if const_expr(p.num_domains > 1):
+                self.await_rows(ranks, tables, args, item + lane * step, Int32(total))
             polls = Int32(0)
             start = Int64(0)
             while waiting != 0:
@@ -399,6 +484,28 @@ class Dispatch(Kernel):
                         row = Int64(arch.shuffle_sync(rows[u], k))
                         store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
             item += BATCH * step
+
+    @cute.jit
+    def await_rows(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, item: Int32, total: Int32) -> None:
+        """By a whole warp: until those of its next packets have come that belong to rows from other domains, kept or
+        dropped. Each lane has its own `item`, the first ones those of the batch."""
+        p = self.problem
+        lane = Int32(arch.lane_idx())
+        count = self.row_packets
+        token = item // (p.world_size * count)
+        source = (item // count) % p.world_size
+        comes = Boolean(False)
+        if lane < BATCH and item < total:
+            if not is_near(ranks, source):
+                first, end = local_experts(p, ranks.rank)
+                for k in range_constexpr(p.top_k):
+                    entries = args.max_tokens * p.top_k
+                    if asked_expert(tables, source, token * p.top_k + k, entries, first, end) >= 0:
+                        comes = Boolean(True)
+        if comes:
+            await_far(ranks, "lines", source * self.tokens + token, source, token)
+        # What these lanes acquired comes before what the others read.
+        arch.sync_warp()
 
     @cute.jit
     def store_weights(

@@ -1,4 +1,4 @@
-"""Symmetric memory of the latency kernels: marked lines, and nothing else ever.
+"""Symmetric memory of the latency kernels: marked lines, and nothing else ever; across NVLink domains words, too.
 
 What travels is cut into packets: 480 bytes of payload in four 128-byte lines, each of which ends with the 8-byte mark
 of the operation. A line with the current mark is a line that has arrived, because a line's place never holds anything
@@ -76,6 +76,10 @@ class LatencyHeap(Heap):
 
     A route's address is [bank][source rank]. A row's is [bank][source rank][token] in a dispatch, in a combine
     [bank][copy of the token][token], which is no more: in each operation a place has one writer at most.
+
+    Across NVLink domains each such place has a word (`told_routes`, `told_lines`), and what goes to other domains is
+    put together in a send area (far.py): a route by [bank][rank that it goes to], a row by [bank][rank that it goes
+    to][its owner's token].
     """
 
     def __init__(self, p: Problem, tokens: int) -> None:
@@ -85,6 +89,14 @@ class LatencyHeap(Heap):
         # Rows in a format need no more packets, unless they are so short that weights do (quantised.py).
         self.row_stride = max(packets(p.row_bytes + self.weight_bytes), -(-p.top_k // 4)) * PACKET_BYTES
         self.route_packets = route_packets(p, tokens)
-        self.take(
-            routes=p.world_size * self.route_packets * PACKET_BYTES, lines=p.world_size * tokens * self.row_stride
-        )
+        lines = {
+            "routes": p.world_size * self.route_packets * PACKET_BYTES,
+            "lines": p.world_size * tokens * self.row_stride,
+        }
+        self.take(**lines)
+        if p.num_domains > 1:
+            self.take(
+                **{f"{name}_out": size for name, size in lines.items()},
+                told_routes=8 * p.world_size,
+                told_lines=8 * p.world_size * tokens,
+            )

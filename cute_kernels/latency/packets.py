@@ -18,7 +18,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..heap import EPOCH, TICKET
 from ..marks import SHIFT
-from ..sync import POLLS_PER_CHECK, Ranks, await_begun, warp_gives_up
+from ..sync import POLLS_PER_CHECK, Ranks, await_begun, note_wait, warp_gives_up
 from .heap import WARPS
 
 THREADS = 32 * WARPS
@@ -115,9 +115,10 @@ def store_payload(
 
 @cute.jit
 def receive_packet(
-    ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, lane: Int32
+    ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: Int32, noted: Boolean, lane: Int32
 ) -> Words:
-    """By the whole warp: the packet at `addr`, once it has arrived; all ones if it does not."""
+    """By the whole warp: the packet at `addr`, once it has arrived; all ones if it does not. `noted`: how long it took
+    is noted (by few warps, for nothing is to be slow here)."""
     words = cute.make_rmem_tensor((4,), Uint32)
     polls = Int32(0)
     start = Int64(0)
@@ -129,6 +130,9 @@ def receive_packet(
         if arrived(words[2], words[3], lane, ranks.mark):
             waiting = Int32(0)
         else:
+            if noted:
+                if start == 0:
+                    start = Int64(arch.globaltimer())
             polls += 1
             if polls == POLLS_PER_CHECK:
                 polls = Int32(0)
@@ -137,13 +141,16 @@ def receive_packet(
                 # The mark that was read last, at lane 7, for lane 0 to report.
                 low = Int64(arch.shuffle_sync(words[2], 7)) & 0xFFFFFFFF
                 seen = (Int64(arch.shuffle_sync(words[3], 7)) << 32) | low
-                if warp_gives_up(ranks, start, flag, peer, detail, seen):
+                if warp_gives_up(ranks, start, flag, peer, Int32(0), seen):
                     waiting = Int32(0)
                     for i in range_constexpr(4):
                         words[i] = Uint32(0xFFFFFFFF)
                     # The packet would have been the sign that the peer has begun: see latency/dispatch.py.
                     if lane == 0:
                         await_begun(ranks, peer)
+    if noted:
+        if start != 0 and lane == 0:
+            note_wait(ranks, peer, start)
     return words[0], words[1], words[2], words[3]
 
 

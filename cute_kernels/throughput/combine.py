@@ -25,10 +25,10 @@ from .. import ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import copies_of
 from ..heap import SEND, Heap
-from ..internode.sums import ask, await_sums, number_there, pass_sums
+from ..internode.sums import ask, await_sums, number_there, pass_sums, place_of_copy_scalars
 from ..launch import Kernel, RankArgs
 from ..outbox import close, deliver, new_outbox, post
-from ..places import slot_of, stager_of
+from ..places import index_of, slot_of, stager_of
 from ..placing import place_of_weight
 from ..rows import Ring, RingShape, Slices, init_ring_barriers, zero_row
 from .adder import Adding, Notes, Rows, add_items
@@ -180,8 +180,9 @@ class Combine(Kernel):
         tid, _, _ = arch.thread_idx()
         warps = WARPS + 1
         first = Int32(arch.make_warp_uniform(tid // 32)) * blocks + block
-        ask(ranks, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)
-        pass_sums(ranks, 32 * warps, self.rows, self.scalars, args.max_tokens, block, blocks)
+        ids = self.token_major
+        ask(ranks, ids, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)
+        pass_sums(ranks, 32 * warps, self.rows, self.scalars, ids, args.max_tokens, block, blocks)
 
     @cute.jit
     def scout_push(self, context: Any, item: Int32) -> Copy:
@@ -230,9 +231,9 @@ class Combine(Kernel):
             lane = arch.lane_idx()
             if first >= 0 and lane < p.top_k:
                 scalar = ptx.ld_f32(args.row_scalars + (Int64(first) * p.top_k + lane) * 4)
-                ptx.st_f32(self.place_of_scalars(ranks, heap, ranks.rank, token) + lane * 4, scalar)
+                ptx.st_f32(heap + place_of_copy_scalars(ranks, slot, ranks.rank, token) + Int64(lane) * 4, scalar)
         held = arch.vote_ballot_sync(row >= 0)
-        return held, row, weight, place, stager * (p.num_domains * p.most_copies * p.max_tokens) + at
+        return held, row, weight, place, index_of(ranks, owner) * (p.num_domains * p.most_copies * p.max_tokens) + at
 
     @cute.jit
     def scout_sum(self, context: Any, token: Int32) -> Int32:
@@ -283,10 +284,9 @@ class Combine(Kernel):
             if lane < p.top_k:
                 value = Float32(0.0)
                 if const_expr(self.token_major):
-                    if copy.holder >= 0 and (held >> copy.number) & 1 != 0:
-                        value = ptx.ld_f32(self.place_of_scalars(ranks, ranks.own, copy.holder, token) + lane * 4)
-                elif row >= 0:
-                    value = ptx.ld_f32(self.place_of_returned(ranks, copy.holder) + place_of_weight(p, entry))
+                    row = ((copy.mask >> copy.number) & 1) * Int32(copy.holder >= 0 and complete) - 1
+                if row >= 0:
+                    value = ptx.ld_f32(self.place_of_returned(ranks, copy.holder, token, lane))
                 ptx.st_f32(args.out_scalars + at, value)
         place = args.out + Int64(token) * p.row_bytes
         rows = held
@@ -301,18 +301,15 @@ class Combine(Kernel):
         return rows, number, Float32(1.0), place, token
 
     @cute.jit
-    def place_of_returned(self, ranks: sync.Ranks, holder: Int32) -> Int64:
-        """Where scalars lie that a rank returns to this one: those of other NVLink domains came over the wire."""
+    def place_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:
+        """Where the scalar lies that a rank returns to this one: those of other NVLink domains came over the wire."""
         p = self.problem
-        at = ranks.at(ranks.own, "scalars")
+        among = place_of_weight(p, token * p.top_k + k)
+        at = ranks.at(ranks.own, "scalars") + among
+        if const_expr(self.token_major):
+            at = ranks.own + place_of_copy_scalars(ranks, Int32(0), holder, token) + Int64(k) * 4
         if const_expr(p.num_domains > 1):
             slot = slot_of(ranks, holder)
             if slot > 0:
-                at = ranks.at(ranks.own, "scalars_in") + Int64((slot - 1) * p.max_tokens * p.weights_each) * 4
+                at = ranks.at(ranks.own, "scalars_in") + Int64((slot - 1) * p.max_tokens * p.weights_each) * 4 + among
         return at
-
-    def place_of_scalars(self, ranks: sync.Ranks, heap: Int64, source: Int32, token: Int32) -> Int64:
-        """Where those of a token-major row lie at the token's owner; `source` holds the row. The space is that of
-        what a dispatch tells, in which there is room for as many of each rank."""
-        p = self.problem
-        return ranks.at(heap, "told") + Int64(source * p.max_tokens + token) * (4 * p.top_k)

@@ -80,6 +80,11 @@ class Publish(Kernel):
     given: bool = False
 
     @property
+    def told_bytes(self) -> int:
+        """What peers read of each token besides its row: its weights, if there are any."""
+        return self.problem.weights_each * 4 if self.weights else 0
+
+    @property
     def tile_blocks(self) -> int:
         """Blocks before the staging ones."""
         return self.problem.tiles if self.route or self.weights else 0
@@ -110,11 +115,13 @@ class Publish(Kernel):
         smem = cutlass.memory.SmemAllocator()
         if bid < self.tile_blocks:
             self.do_tile(ranks, smem, bid, args)
+        elif const_expr(self.problem.num_domains > 1 and (self.rows or self.told_bytes > 0)):
+            if bid == self.tile_blocks:
+                relay(ranks, THREADS, self.rows, self.told_bytes > 0, args.max_tokens)
+            elif const_expr(self.rows):
+                self.do_rows_across(ranks, smem, bid - self.tile_blocks - 1, blocks - self.tile_blocks - 1, args)
         elif const_expr(self.rows):
-            if const_expr(self.problem.num_domains > 1):
-                self.do_rows_across(ranks, smem, bid - self.tile_blocks, blocks - self.tile_blocks, args)
-            else:
-                self.do_rows(ranks, smem, bid - self.tile_blocks, blocks - self.tile_blocks, args)
+            self.do_rows(ranks, smem, bid - self.tile_blocks, blocks - self.tile_blocks, args)
         if const_expr(self.ends_operation):
             sync.finish(ranks, blocks)
 
@@ -134,16 +141,14 @@ class Publish(Kernel):
         """The same for those of other domains, too."""
         # Rows in a format are fetched from staging by the rank itself, too.
         alone = self.problem.domain_ranks == 1 and self.format == ""
-        senders = blocks - 1 if alone else cutlass.max((blocks - 2) * 2 // 3, 1)
-        if block == 0:
-            relay(ranks, THREADS, self.weights, args.max_tokens)
-        elif block <= senders:
+        senders = blocks if alone else cutlass.max((blocks - 1) * 2 // 3, 1)
+        if block < senders:
             row_bytes = (
                 Form(self.format, self.problem.hidden_size).staged_bytes if self.format else self.problem.row_bytes
             )
-            send_rows(ranks, THREADS, Rows(self.fill_batch, row_bytes), args, block - 1, senders)
+            send_rows(ranks, THREADS, Rows(self.fill_batch, row_bytes), args, block, senders)
         elif const_expr(not alone):
-            self.do_rows(ranks, smem, block - senders - 1, blocks - senders - 1, args)
+            self.do_rows(ranks, smem, block - senders, blocks - senders, args)
 
     @cute.jit
     def fill_batch(self, ranks: sync.Ranks, args: PublishArgs, batch: Int32, mask: Int32, to: Int64) -> None:
@@ -169,21 +174,15 @@ class Publish(Kernel):
         failed = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:
             failed[0] = 0
+        counters: Any = None
         if const_expr(self.route):
             table = smem.allocate_tensor(Int32, cute.make_layout(p.table_ints))
-            total = smem.allocate_tensor(Int32, cute.make_layout(p.counters))
+            counters = Counters(table, smem.allocate_tensor(Int32, cute.make_layout(p.counters)))
             tables = new_tables(p, smem, table)
-            publish_tile(ranks, Counters(table, total), THREADS, tile, args)
+            publish_tile(ranks, counters, THREADS, tile, args)
         if const_expr(self.weights):
             self.tell_weights(ranks, tile, args)
-        if const_expr(p.num_domains > 1):
-            # All of the block's stores come before its puts.
-            arch.sync_threads()
-            if const_expr(self.route):
-                send_tile(ranks, Counters(table, total), THREADS // 32, tile)
-            if const_expr(self.weights):
-                first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-                send_weights(ranks, THREADS // 32, tile, first, end)
+        self.send_told(ranks, counters, tile, args)
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
             place_tile(ranks, THREADS, ok, tile, tables, args)
@@ -198,7 +197,7 @@ class Publish(Kernel):
 
     @cute.jit
     def tell_weights(self, ranks: sync.Ranks, tile: Int32, args: Any) -> None:
-        """One block: puts the tile's weights where peers read them."""
+        """One block: puts what there is of each token of the tile where peers read it."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
         first, end = tile_of(p, tile, args.max_tokens, args.tokens)
@@ -208,9 +207,27 @@ class Publish(Kernel):
             if ranks.mark < 0:
                 end = first
         while j < end * p.top_k:
-            weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
-            ptx.st_f32(ranks.at(ranks.own, "weights") + place_of_weight(p, j), weight)
+            self.tell_weight(ranks, j, args)
             j += THREADS
+
+    @cute.jit
+    def tell_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
+        """Of a (token, k), as a flat index."""
+        weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
+        ptx.st_f32(ranks.at(ranks.own, "weights") + place_of_weight(self.problem, j), weight)
+
+    @cute.jit
+    def send_told(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
+        """One block: what it has told of its tile goes to other NVLink domains."""
+        p = self.problem
+        if const_expr(p.num_domains > 1):
+            # All of the block's stores come before its puts.
+            arch.sync_threads()
+            if const_expr(self.route):
+                send_tile(ranks, counters, THREADS // 32, tile)
+            if const_expr(self.told_bytes > 0):
+                first, end = tile_of(p, tile, args.max_tokens, args.tokens)
+                send_weights(ranks, THREADS // 32, self.told_bytes, tile, first, end)
 
     @cute.jit
     def meet(self, ranks: sync.Ranks, tile: Int32, failed: Any) -> Int32:
@@ -248,7 +265,7 @@ class Publish(Kernel):
                 come = ranks.wait("route", index, source, tile)
             if const_expr(self.route):
                 p.wire.arrived(ranks, ranks.at(Int64(0), "route") + Int64(index) * 8)
-            if const_expr(self.weights):
+            if const_expr(self.told_bytes > 0):
                 if not near and come:
                     flag = ranks.at(ranks.own, "relayed_weights") + Int64(index) * 8
                     come = sync.await_word(ranks, flag, source, tile) >= 0

@@ -1,6 +1,7 @@
 """The publish kernel of a token-major dispatch (publish.py), which also writes local ids and weights [R, K].
 
 Each rank holds its ids, and its weights, where peers read them: a rank that has a copy looks at all K of its token.
+To other NVLink domains they go as weights do; so there is something to relay where no rows travel, too.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..launch import RankArgs
-from ..placing_tokens import finish_copies, new_copy_tables, place_copies, place_copy_weights
-from ..route import Counters, publish_tile, tile_of
+from ..placing_tokens import finish_copies, new_copy_tables, place_copies, place_copy_weights, place_of_token
+from ..route import Counters, publish_tile
 from .publish import THREADS, Publish
 
 
@@ -34,8 +35,8 @@ class PublishTokensArgs(NamedTuple):
     recv_idx: Int64
     tokens: Int32
     max_tokens: Int32
-    capacity: Int32  # rows of the receive buffer
-    num_rows: Int32  # as many
+    capacity: Int32  # rows of the receive buffer; along a known route those that are cleared behind the last copy
+    num_rows: Int32  # of the receive buffer
     alignment: Int32  # 1
     slots: Int32  # 0
     blocks: Int32
@@ -48,6 +49,20 @@ class PublishTokens(Publish):
     NAME: ClassVar[str] = "ep_publish_tokens"
     Args: ClassVar[Any] = PublishTokensArgs
 
+    @property
+    def told_bytes(self) -> int:
+        return self.problem.token_bytes
+
+    @cute.jit
+    def tell_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
+        """And the id."""
+        p = self.problem
+        token = j // p.top_k
+        place = ranks.at(ranks.own, "weights") + place_of_token(p, token, j - token * p.top_k)
+        if const_expr(self.weights):
+            ptx.st_f32(place, ptx.ld_f32(args.topk_weights + Int64(j) * 4))
+        ptx.st_i32(place + p.weights_each * 4, ptx.ld_i32(args.topk_idx + Int64(j) * 4))
+
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: Any) -> None:
         p = self.problem
@@ -55,19 +70,14 @@ class PublishTokens(Publish):
         failed = smem.allocate_tensor(Int32, cute.make_layout(1))
         if tid == 0:
             failed[0] = 0
+        counters: Any = None
         if const_expr(self.route):
             table = smem.allocate_tensor(Int32, cute.make_layout(p.table_ints))
-            total = smem.allocate_tensor(Int32, cute.make_layout(p.counters))
+            counters = Counters(table, smem.allocate_tensor(Int32, cute.make_layout(p.counters)))
             tables = new_copy_tables(p, smem)
-            publish_tile(ranks, Counters(table, total), THREADS, tile, args, True)
-        first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-        j = first * p.top_k + tid
-        while j < end * p.top_k:
-            expert = ptx.ld_i32(args.topk_idx + Int64(j) * 4)
-            ptx.st_i32(ranks.at(ranks.own, "scalars") + Int64(j) * 4, expert)
-            j += THREADS
-        if const_expr(self.weights):
-            self.tell_weights(ranks, tile, args)
+            publish_tile(ranks, counters, THREADS, tile, args, True)
+        self.tell_weights(ranks, tile, args)
+        self.send_told(ranks, counters, tile, args)
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
             place_copies(ranks, THREADS, ok, tile, tables, args)

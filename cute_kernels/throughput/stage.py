@@ -16,6 +16,7 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..heap import CHUNK_BYTES, Problem
+from ..places import neighbour
 from ..rows import Ring, RingShape, init_ring_barriers
 
 MOST_WARPS = 16
@@ -88,8 +89,8 @@ def announce(
 
     Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
     through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found. There
-    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found. `own`: this rank
-    fetches its own rows from staging, too.
+    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found. Peers are those of this
+    rank's NVLink domain. `own`: this rank fetches its own rows from staging, too.
     """
     problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -130,9 +131,8 @@ def announce(
                 at = arch.shuffle_sync(group, w) + lane
                 if (arch.shuffle_sync(theirs, w) >> lane) & 1 != 0:
                     r = Int32(1)
-                    while r < problem.world_size:
-                        peer = (ranks.rank + r) % problem.world_size
-                        flags = ranks.at(ranks.peer(peer), "chunk") + first * 8
+                    while r < problem.domain_ranks:
+                        flags = ranks.at(ranks.peer(neighbour(ranks, r)), "chunk") + first * 8
                         ptx.st_relaxed_sys(flags + Int64(at) * 8, ranks.mark)
                         r += 1
             done = done | theirs
@@ -142,6 +142,5 @@ def announce(
         side = warps - side
         announced += found
     nearest = 0 if own else 1
-    if tid >= nearest and tid < problem.world_size:
-        peer = (ranks.rank + tid) % problem.world_size
-        ranks.signal("staged", peer, ranks.rank)
+    if tid >= nearest and tid < problem.domain_ranks:
+        ranks.signal("staged", neighbour(ranks, tid), ranks.rank)

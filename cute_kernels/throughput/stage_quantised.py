@@ -1,7 +1,8 @@
 """Staging in a format: x becomes codes and scales on its way to where all ranks, this one too, fetch its rows.
 
-A warp does a chunk: it reads a row as its lanes can hold it, finds the scales among them, and stores the codes, and the
-scales behind. How chunks are marked and announced: stage.py.
+A team of warps does a chunk, part of a row by part of a row: the fewer chunks are begun at a time, the sooner the first
+ones are there to be fetched. A warp reads a part as its lanes can hold it, finds the scales among them, and stores the
+codes, and the scales behind the row's last code. How chunks are marked and announced: stage.py.
 """
 
 from typing import Any
@@ -18,6 +19,15 @@ from ..quantise import INFINITE, encode, largest, numbers_of, of_group, scale_of
 
 AHEAD = 4
 """How many times 16 bytes a lane loads before it looks at the first."""
+TEAM = 8
+"""Warps that do a chunk together. A block has 15 barriers for its teams."""
+
+
+def parts_of(form: Form, given: bool, dtype: str) -> int:
+    """How many parts a row has: what the lanes of a warp load at a time, or the row if it is read twice."""
+    if form.whole_row and not given:
+        return 1
+    return -(-form.hidden_size // (32 * AHEAD * (16 if given else numbers_of(dtype))))
 
 
 @cute.jit
@@ -27,22 +37,31 @@ def stage_quantised(
 ) -> None:  # fmt: skip
     """By block `copier` of `copiers`. `given`: x and its scales are quantised already."""
     problem = ranks.heap.problem
+    parts = parts_of(form, given, problem.dtype)
+    team = min(TEAM, threads // 32)
     tid, _, _ = arch.thread_idx()
     warp, lane = arch.make_warp_uniform(tid // 32), arch.lane_idx()
+    member, mine = warp % team, warp // team
     staging = ranks.at(ranks.own, "rows")
     marks = ranks.at(ranks.own, "chunk") + Int64(ranks.rank * ranks.heap.chunks) * 8
-    chunk = warp * copiers + copier
+    chunk = mine * copiers + copier
     while chunk * problem.chunk_tokens < args.tokens:
-        token = chunk * problem.chunk_tokens
-        end = cutlass.min(token + problem.chunk_tokens, args.tokens)
-        while token < end:
-            quantise_row(form, given, ranks, args, token, staging + Int64(token) * form.staged_bytes)
-            token += 1
-        # All lanes' stores come before the mark.
-        arch.sync_warp()
-        if lane == 0:
+        first = chunk * problem.chunk_tokens
+        items = (cutlass.min(first + problem.chunk_tokens, args.tokens) - first) * parts
+        item = Int32(member)
+        while item < items:
+            token = first + item // parts
+            row = staging + Int64(token) * form.staged_bytes
+            quantise_part(form, given, ranks, args, token, row, item % parts)
+            item += team
+        # All of the team's stores come before the mark.
+        if const_expr(team > 1):
+            arch.barrier(barrier_id=1 + mine, number_of_threads=32 * team)
+        else:
+            arch.sync_warp()
+        if member == 0 and lane == 0:
             ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.mark)
-        chunk += threads // 32 * copiers
+        chunk += threads // 32 // team * copiers
 
 
 @cute.jit
@@ -51,23 +70,39 @@ def quantise_row(
     row: Int64,
 ) -> None:  # fmt: skip
     """By a warp: a token's row and its scales, into the place at `row`."""
+    part = Int32(0)
+    while part < parts_of(form, given, ranks.heap.problem.dtype):
+        quantise_part(form, given, ranks, args, token, row, part)
+        part += 1
+
+
+@cute.jit
+def quantise_part(
+    form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], ranks: sync.Ranks, args: Any, token: Int32,
+    row: Int64, part: Int32,
+) -> None:  # fmt: skip
+    """By a warp: a part of a row, and its scales."""
     problem = ranks.heap.problem
     if const_expr(given):
-        copy_row(form, ranks, args, token, row)
+        copy_part(form, ranks, args, token, row, part)
     elif const_expr(form.whole_row):
         quantise_whole(form, problem, args.x + Int64(token) * problem.row_bytes, row)
     else:
-        quantise_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row)
+        quantise_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row, part)
 
 
 @cute.jit
 def load(x: Int64, first: Int32, vectors: cutlass.Constexpr[int], words: Any) -> None:
     """A lane's next vectors of 16 bytes; behind the end of the row the last one again."""
     for u in range_constexpr(AHEAD):
-        vector = cutlass.min(first + u * 32 + arch.lane_idx(), vectors - 1)
-        got = ptx.ld_v4(x + Int64(vector) * 16)
-        for i in range_constexpr(4):
-            words[4 * u + i] = got[i]
+        load_one(x, first + u * 32 + arch.lane_idx(), vectors, words, u)
+
+
+@cute.jit
+def load_one(x: Int64, vector: Int32, vectors: cutlass.Constexpr[int], words: Any, u: cutlass.Constexpr[int]) -> None:
+    got = ptx.ld_v4(x + Int64(cutlass.min(vector, vectors - 1)) * 16)
+    for i in range_constexpr(4):
+        words[4 * u + i] = got[i]
 
 
 @cute.jit
@@ -79,34 +114,40 @@ def store_codes(row: Int64, vector: Int32, codes: Any) -> None:
 
 
 @cute.jit
-def quantise_blocks(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64) -> None:
-    """By a warp: a row of blocks that are no longer than its lanes together."""
+def quantise_blocks(
+    form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64, part: Int32
+) -> None:
+    """By a warp: a part of a row of blocks that are no longer than its lanes together. A lane has several vectors of a
+    block, as few other lanes away from each other as fill 32 bytes, so that a scale is found once for all of them."""
     dtype, lane = problem.dtype, arch.lane_idx()
     numbers = numbers_of(dtype)
-    vectors, lanes = problem.hidden_size // numbers, form.block // numbers  # of a row; that hold a block
+    vectors, length = problem.hidden_size // numbers, form.block // numbers  # of a row; of a block
+    each = min(AHEAD, length // 2)  # a lane's of a block
+    lanes = length // each  # that hold a block
     words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
-    first = Int32(0)
-    while first < vectors:
-        load(x, first, vectors, words)
-        for u in range_constexpr(AHEAD):
-            vector = first + u * 32 + lane
-            amax = of_group(largest(words, 4 * u, 4, dtype), lanes)
-            stored, inverse = scale_of(form.kind, amax)
-            codes = encode([words[4 * u + i] for i in range(4)], inverse, dtype)
+    first = part * (32 * AHEAD) + (lane // lanes) * length + lane % lanes
+    for u in range_constexpr(AHEAD):
+        load_one(x, first + u // each * (32 * each) + u % each * lanes, vectors, words, u)
+    for run in range_constexpr(AHEAD // each):
+        begin = first + run * (32 * each)
+        amax = of_group(largest(words, 4 * each * run, 4 * each, dtype), lanes)
+        stored, inverse = scale_of(form.kind, amax)
+        for u in range_constexpr(each):
+            codes = encode([words[4 * (run * each + u) + i] for i in range(4)], inverse, dtype)
+            vector = begin + u * lanes
             if vector < vectors:
                 store_codes(row, vector, codes)
-            if const_expr(form.in_bytes):
-                # Four neighbouring blocks' exponents make a word.
-                word = stored << (8 * ((lane // lanes) & 3))
-                if vector >= vectors:
-                    word = Int32(0)
-                word = word | arch.shuffle_sync_bfly(word, lanes)
-                word = word | arch.shuffle_sync_bfly(word, 2 * lanes)
-                stored = word
-            holds = 4 * lanes if form.in_bytes else lanes
-            if lane % holds == 0 and vector < vectors:
-                ptx.st_i32(row + problem.hidden_size + Int64(vector // holds) * 4, stored)
-        first += 32 * AHEAD
+        if const_expr(form.in_bytes):
+            # Four neighbouring blocks' exponents make a word.
+            word = stored << (8 * ((lane // lanes) & 3))
+            if begin >= vectors:
+                word = Int32(0)
+            word = word | arch.shuffle_sync_bfly(word, lanes)
+            word = word | arch.shuffle_sync_bfly(word, 2 * lanes)
+            stored = word
+        holds = 4 if form.in_bytes else 1  # scales of a word
+        if lane % (holds * lanes) == 0 and begin < vectors:
+            ptx.st_i32(row + problem.hidden_size + Int64(begin // (holds * length)) * 4, stored)
 
 
 @cute.jit
@@ -135,17 +176,23 @@ def quantise_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Pro
 
 
 @cute.jit
-def copy_row(form: cutlass.Constexpr[Form], ranks: sync.Ranks, args: Any, token: Int32, row: Int64) -> None:
-    """By a warp: a row that is quantised already."""
-    hidden, lane = form.hidden_size, arch.lane_idx()
-    at = lane * 16
-    while at < hidden:
-        ptx.st_v4(row + at, ptx.ld_v4(args.x + Int64(token) * hidden + at))
-        at += 32 * 16
-    i = Int32(lane)
-    while i < form.scale_words:
-        ptx.st_i32(row + hidden + Int64(i) * 4, given_word(form, ranks, args.scales, token, i))
-        i += 32
+def copy_part(
+    form: cutlass.Constexpr[Form], ranks: sync.Ranks, args: Any, token: Int32, row: Int64, part: Int32
+) -> None:
+    """By a warp: a part of a row that is quantised already; the first brings the scales."""
+    vectors, lane = form.hidden_size // 16, arch.lane_idx()
+    words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
+    first = part * (32 * AHEAD)
+    load(args.x + Int64(token) * form.hidden_size, first, vectors, words)
+    for u in range_constexpr(AHEAD):
+        vector = first + u * 32 + lane
+        if vector < vectors:
+            ptx.st_v4(row + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])
+    if part == 0:
+        i = Int32(lane)
+        while i < form.scale_words:
+            ptx.st_i32(row + form.hidden_size + Int64(i) * 4, given_word(form, ranks, args.scales, token, i))
+            i += 32
 
 
 @cute.jit

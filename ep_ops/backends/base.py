@@ -6,7 +6,7 @@ W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -120,10 +120,11 @@ class Backend(Protocol):
         self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> Tensor: ...
 
-    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
+    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """This rank does not run ``operator``, which its peers do: that operation ends on all ranks, and the others
         raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured), nor where peers do
-        not run it either (a wait whose start has run it, a start in a ``flight`` that is taken)."""
+        not run it either (a wait whose start has run it, a start in a ``flight`` that is taken). ``max_tokens``: what
+        the operator was called with, anything where it has none."""
 
     # ------------------------------------------------------------------ the rest
 

@@ -129,10 +129,10 @@ class CheckedBackend:
             )
         return got
 
-    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
+    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """The others wait for this rank in both backends."""
         try:
-            self._backend.refuse(operator, reason, flight)
+            self._backend.refuse(operator, reason, flight, max_tokens)
         finally:
             self._leave(operator, reason)
 

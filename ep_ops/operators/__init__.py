@@ -1,13 +1,13 @@
 """The ``ep`` operators. Importing this registers them all; it needs no GPU and no process group.
 
 One idea a file: what there is (table), how gradients flow (gradients), how PyTorch learns of them (register), in which
-order compiled graphs run them (ordering), how methods call them (eager). Their meaning is in
-``ep_ops.backends.reference``.
+order compiled graphs run them (ordering), where these write rows that are gathered (gathered), how methods call them
+(eager). Their meaning is in ``ep_ops.backends.reference``.
 """
 
 from __future__ import annotations
 
-from . import register  # noqa: F401  registers
+from . import gathered, register  # noqa: F401  register
 from .checkpoint import SAVE_FOR_CHECKPOINT
 from .table import OPERATORS, Operator
 

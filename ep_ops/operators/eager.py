@@ -57,11 +57,12 @@ def call(name: str, *args: Any) -> Any:
     return IMPLEMENTATIONS[name](*args)
 
 
-def refuse(name: str, backend: Backend, reason: str, flight: int = 0) -> NoReturn:
-    """ValueError of a method that does not call the operator, which the other ranks do: they are told."""
+def refuse(name: str, backend: Backend, reason: str, flight: int = 0, max_tokens: int = 0) -> NoReturn:
+    """ValueError of a method that does not call the operator, which the other ranks do, for so many tokens: they are
+    told."""
     if not _is_compiling():
         with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
-            backend.refuse(name, reason, flight)
+            backend.refuse(name, reason, flight, max_tokens)
     raise ValueError(reason)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import table
+from . import gathered, table
 
 TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
 
@@ -39,7 +39,7 @@ _POSITION = "ep_position"  # in the meta of a graph's node: place in the program
 _BETWEEN = "ep_between"  # likewise: the tickets of the operations between whose start and wait it stands
 _installed = False
 _starts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-_sequences: weakref.WeakKeyDictionary[Any, list[tuple[int, str, str]]] = weakref.WeakKeyDictionary()
+_sequences: weakref.WeakKeyDictionary[Any, list[tuple[float, str, str]]] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
@@ -73,6 +73,7 @@ def _warn(why: str) -> None:
 def _install() -> None:
     from torch._inductor import config, decomposition, lowering
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.virtualized import V
 
     class Pass(CustomGraphPass):
         """``run``, after the passes that are there already (``earlier``)."""
@@ -89,10 +90,13 @@ def _install() -> None:
         def uuid(self) -> Any:
             """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none."""
             others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
-            return None if None in others else (f"ep_ops.{self.run.__name__} 5", *others)
+            return None if None in others else (f"ep_ops.{self.run.__name__} 6", *others)
 
     for op in OPERATORS:
-        lowering.lowerings[op] = _in_sequence(op, lowering.fallback_handler(op))
+        default = lowering.fallback_handler(op)
+        if op is torch.ops.ep.combine_gathered.default:
+            default = gathered.lowering(default, lambda kernel: _place(V.graph, kernel, before=0.5))
+        lowering.lowerings[op] = _in_sequence(op, default)
     decomposition.decompositions[_CAT] = _keep_empty(decomposition.decompositions[_CAT])
     config.joint_custom_pre_pass = Pass(_number, config.joint_custom_pre_pass)
     config.post_grad_custom_pre_pass = Pass(_restore_split, config.post_grad_custom_pre_pass)
@@ -180,15 +184,18 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
     return lower
 
 
-def _place(graph: Any, kernel: Any) -> None:
-    """Make the kernel wait for the one before it in the program, and the one after it wait for the kernel."""
+def _place(graph: Any, kernel: Any, before: float = 0) -> None:
+    """Make the kernel wait for the one before it in the program, and the one after it wait for the kernel. It stands
+    ``before`` the operator that is being lowered."""
     sequence = _sequences.setdefault(graph, [])
     # Only graphs for inference have their nodes moved; in backward graphs, recomputed nodes have an older number.
     position = graph.current_node.meta.get(_POSITION) if graph.is_inference else None
+    if position is not None:
+        position -= before
     place = len(sequence) if position is None else bisect.bisect(sequence, (position,))
     sequence.insert(place, (place if position is None else position, kernel.get_operation_name(), kernel.get_name()))
-    for (_, _, before), (_, after, _) in zip(sequence[:-1], sequence[1:], strict=True):
-        graph.additional_buffer_deps[after].add(before)
+    for (_, _, earlier), (_, later, _) in zip(sequence[:-1], sequence[1:], strict=True):
+        graph.additional_buffer_deps[later].add(earlier)
 
 
 def _keep_between(graph: Any, ticket: str, between: list[Any], wait: Any) -> None:

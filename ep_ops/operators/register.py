@@ -35,7 +35,7 @@ def _implementation(op: Operator) -> Callable[..., Any]:
             check(comm, a)
         except (TypeError, ValueError) as error:
             with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
-                comm.backend.refuse(name, str(error), getattr(a, "flight", 0))
+                comm.backend.refuse(name, str(error), getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
             raise
         return run(comm.backend, a)
 

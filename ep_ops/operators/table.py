@@ -203,7 +203,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_gathered",
         f"(Tensor y, {_ROUTE}, {_ALONG}) -> Tensor out",
-        "combine without weights, of rows written to `Communicator.empty_rows`: owners fetch them from there",
+        "combine without weights, of rows in `Communicator.empty_rows`, or copied there: owners fetch them",
         checks.combine_gathered,
         lambda backend, a: backend.combine_gathered(a.y, route_of(a.y, a[1:8])),
         meta_kernels.combine,

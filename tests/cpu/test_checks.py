@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,20 +117,6 @@ def test_good_input_passes(comm: ep_ops.Communicator, name: str) -> None:
     for optional in OPTIONAL:
         if optional in arguments:
             check(comm, name, arguments | {optional: None})
-
-
-@pytest.mark.parametrize("name", [name for name in CHECKS if "tokens" in name and "backward_wait" not in name])
-def test_what_stays_within_an_nvlink_domain(comm: ep_ops.Communicator, name: str) -> None:
-    """As long as there are several, and kernels would have to do it."""
-    true_config = comm.config
-    try:
-        for backend, domains in (("cute", ((0,),)), ("reference", ((0,), (1,)))):
-            comm.config = dataclasses.replace(true_config, backend=backend, domains=domains)
-            check(comm, name, good(name))
-        comm.config = dataclasses.replace(true_config, backend="cute", domains=((0,), (1,)))
-        refused(comm, name, ValueError, "backend 'cute' has no kernel for them across NVLink domains, of which")
-    finally:
-        comm.config = true_config
 
 
 GROUPED = [name for name in those_with("capacity") if "slots" in CHECKS[name].arguments._fields]

@@ -247,6 +247,36 @@ def test_planned_bytes_are_those_of_the_results(dtype: torch.dtype) -> None:
         }
 
 
+def test_bounded_staging() -> None:
+    """Memory keeps the bound, in as few rounds as it takes; one that cannot be kept is refused with what can."""
+    sizes = dict(
+        world_size=16, num_experts=64, hidden_size=1024, top_k=4, max_tokens_per_rank=1000, domain_size=2,
+        latency_max_tokens=0,
+    )  # fmt: skip
+
+    def held(bound: int | None) -> int:
+        plan = ep_ops.memory_plan(staging_bytes=bound, **sizes)
+        return sum(nbytes for purpose, nbytes in plan.items() if purpose.startswith("symmetric"))
+
+    whole = held(None)
+    assert held(whole + 4096) == whole, "guards apart"
+    before = whole
+    for part in (2, 3, 8):
+        bound = whole // part
+        assert bound * 0.5 < held(bound) <= bound < before
+        before = held(bound)
+    with pytest.raises(
+        ValueError, match="staging_bytes is 1000; in 64 rounds of 16 tokens backend 'cute' holds"
+    ) as told:
+        held(1000)
+    (least,) = re.findall(r"holds (\d+) bytes", str(told.value))
+    assert held(int(least)) <= int(least) < whole / 8
+    with pytest.raises(ValueError, match="allowed: at least as many"):
+        held(int(least) - 1)
+    with pytest.raises(ValueError, match="staging_bytes is 0; it must be None or an int of at least 1"):
+        held(0)
+
+
 def test_memory_plan_of_uneven_experts() -> None:
     sizes = {key: SIZES[key] for key in ("num_experts", "hidden_size", "top_k", "max_tokens_per_rank")}
     plans = [
@@ -343,15 +373,15 @@ def test_as_many_ranks_as_map_each_others_memory() -> None:
 
 
 def test_as_many_ranks_as_an_alarm_can_name() -> None:
-    """Across NVLink domains, whose ranks hold what other domains put here, and no marked lines."""
+    """Across NVLink domains, whose ranks hold what other domains put here."""
     sizes: dict[str, Any] = dict(num_experts=128, hidden_size=64, top_k=2, max_tokens_per_rank=8, backend="cute")
     near, across = (ep_ops.memory_plan(world_size=64, domain_size=size, **sizes) for size in (64, 32))
-    for purpose in ("flags", "routes", "gradients of weights", "staged rows"):
+    for purpose in ("flags", "routes", "gradients of weights", "staged rows", "marked lines"):
         assert across[f"symmetric: {purpose}"] > near[f"symmetric: {purpose}"]
-    assert "symmetric: marked lines" in near and "symmetric: marked lines" not in across
-    assert ep_ops.memory_plan(world_size=128, domain_size=64, **sizes)
-    with pytest.raises(ValueError, match="world_size is 130; backend 'cute' takes at most 128 ranks"):
-        ep_ops.memory_plan(world_size=130, domain_size=65, **{**sizes, "num_experts": 130})
+    sizes["num_experts"] = 1088
+    assert ep_ops.memory_plan(world_size=1024, domain_size=64, **sizes)
+    with pytest.raises(ValueError, match="world_size is 1088; backend 'cute' takes at most 1024 ranks"):
+        ep_ops.memory_plan(world_size=1088, domain_size=64, **sizes)
 
 
 def test_a_wire_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

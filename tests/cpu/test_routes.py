@@ -52,6 +52,30 @@ def with_garbage(lists: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", cases.CASE_NAMES)
+def test_parts_of_a_route(name):
+    """The lists of some tokens are those of a route of these alone, but that rows keep their places."""
+    world_size, seed = 3, cases.fresh_seed()
+    case, draw = route_cases(world_size, seed)[name], torch.Generator().manual_seed(seed)
+    bound = max(1, case.max_tokens)
+    each = int(torch.randint(1, bound + 1, (), generator=draw))
+    for plan in expected_plan(case):
+        lists, rows = with_garbage(plan.arrivals, world_size), arrivals.rows_of(plan.arrivals.numel(), world_size)
+        homes = arrivals.defined(plan.arrivals, world_size).copies[:, 1]
+        numbers = torch.zeros(world_size, case.max_tokens, dtype=torch.int64)
+        most = min(case.top_k, world_size)
+        numbers.view(-1)[homes[homes >= 0].long() // most] = homes[homes >= 0].long() % most
+        for first in range(0, case.max_tokens, each):
+            here = slice(first, first + each)
+            want = arrivals.pack(plan.table[:, here], rows, numbers[:, here])
+            tokens = plan.table[:, here].shape[1]
+            got = arrivals.part(lists, world_size, case.max_tokens, case.top_k, first, tokens)
+            pairs = zip(arrivals.defined(got, world_size), arrivals.defined(want, world_size), strict=True)
+            assert all(torch.equal(mine, theirs) for mine, theirs in pairs), (seed, first, tokens)
+        lists.random_(-(2**31), 2**31 - 1, generator=draw)
+        arrivals.part(lists, world_size, bound, case.top_k, 0, each)  # reads nothing outside of them
+
+
+@pytest.mark.parametrize("name", cases.CASE_NAMES)
 def test_only_what_is_defined_is_compared(name):
     world_size = 3
     case = route_cases(world_size, cases.fresh_seed())[name]
@@ -239,7 +263,7 @@ REFUSALS = {
     "num_rows": "num_rows is -1",
     "rows": "y has shape (5, 8); allowed: [28 (as many rows as arrivals was planned for), hidden_size 8]",
     "max_tokens": "max_tokens is 6; allowed: 0..max_tokens_per_rank 5",
-    "gathered": "y does not lie in symmetric memory",
+    "gathered": "y lies in symmetric memory, and not at its beginning",
     "start": "x has shape (3, 8); allowed: [4 (rows as topk_idx has), hidden_size 8]",
 }
 
@@ -258,7 +282,7 @@ def check_refusal(kind: str) -> str:
             "num_rows": lambda: comm.dispatch_planned(x, sent.route._replace(num_rows=-1) if wrong else sent.route),
             "rows": lambda: comm.combine(sent.x[:5] if wrong else sent.x, sent.route),
             "max_tokens": lambda: comm.combine(sent.x, sent.route._replace(max_tokens=6) if wrong else sent.route),
-            "gathered": lambda: comm.combine_gathered(sent.x if wrong else y, sent.route),
+            "gathered": lambda: comm.combine_gathered(comm.empty_rows(len(y) + 1)[1:] if wrong else y, sent.route),
             "start": lambda: comm.dispatch_wait(comm.dispatch_start(x[:3] if wrong else x, topk_idx)),
         }
         with pytest.raises((TypeError, ValueError)) as raised:

@@ -53,7 +53,7 @@ def test_every_rule_is_needed(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "no wait: copies arrived", "no wait: quiet", "running count, set", "running count, added", "finish flag",
+        "no wait: come", "running count, set", "running count, added", "finish flag",
         "last batch for all", "told by the source", "a word that nobody waits for", "hello without banks",
         "meets its domain and its rail alone", "send area without banks",
     ],

@@ -31,19 +31,20 @@ class Exchange:
     """`kind` of wire: "nvlink", "nvshmem" or "adversary"."""
 
     def __init__(self, draw: random.Random, world_size: int, kind: str, max_tokens: int = 8) -> None:
-        from batches import Batches, BatchHeap
+        from batches import Batches, BatchHeap, depth_of, problem_of
 
-        from cute_kernels.heap import Problem
         from cute_kernels.internode import wire
         from cute_kernels.internode.courier import Courier
 
         self.draw, self.max_tokens = draw, max_tokens
-        problem = Problem(world_size, (1,) * world_size, 1, HIDDEN, "fp32", max_tokens)
+        depth = depth_of(world_size)
+        made = {"nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": wire.Adversary(depth)}
+        problem = problem_of(world_size, HIDDEN, "fp32", max_tokens, made[kind])
         heap = BatchHeap(problem)
-        made = {"nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": wire.Adversary(heap.depth)}
-        self.kernel = Batches(problem, made[kind])
-        self.courier = Courier(problem, heap, heap.depth) if kind == "adversary" else None
-        self.ranks = Ranks(heap, draw, mapped=kind != "nvshmem")
+        self.kernel = Batches(problem)
+        depth = depth if kind == "adversary" else 0
+        self.courier = Courier(problem, depth) if depth else None
+        self.ranks = Ranks(heap, draw, mapped=kind != "nvshmem", depth=depth)
         self.noise = torch.Generator().manual_seed(draw.getrandbits(31))
         self.steps: list[Step] = []
 
@@ -68,8 +69,7 @@ class Exchange:
         )  # fmt: skip
         made = [Launch(self.kernel, numbered(self.kernel.Args, **values))]
         if self.courier is not None:
-            values = dict(ranks=args, epoch=len(self.steps), seed=self.draw.getrandbits(30), blocks=COURIERS)
-            made.append(Launch(self.courier, numbered(self.courier.Args, **values)))
+            made.append(self.ranks.courier(rank, self.courier, len(self.steps), COURIERS))
         return made
 
     def check(self, rank: int, number: int = -1) -> None:

@@ -1,7 +1,8 @@
-"""Checks of the combine over domains, on rows of bf16: where sums are rounded shows."""
+"""Checks of the combine of few tokens over domains, on rows of bf16: where sums are rounded shows."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from .batches import COURIERS
 from .ranks import Ranks, numbered, same
-from .routes import Shape, drawn
+from .routes import Shape, drawn, wire_of
 from .threads import Launch, run
 
 HIDDEN = 24
-DEPTH = 24
 
 
 def words(rows: Tensor) -> Tensor:
@@ -29,24 +29,19 @@ def noise(rows: int, draw: torch.Generator) -> Tensor:
     return (spread * torch.randn(rows, HIDDEN, generator=draw)).bfloat16()
 
 
-def combine(draw: random.Random, shape: Shape, kind: str, domains: tuple[tuple[int, ...], ...], times: int = 3) -> None:
+def combine(draw: random.Random, shape: Shape, times: int = 3) -> None:
     """Several operations of different routes, one behind the other."""
     from cute_kernels import marks
     from cute_kernels.heap import Problem
-    from cute_kernels.internode import wire
-    from cute_kernels.internode.combine import Combine
     from cute_kernels.internode.courier import Courier
+    from cute_kernels.latency.combine import Combine
 
-    world_size = len(shape.experts)
-    problem = Problem(world_size, shape.experts, shape.top_k, HIDDEN, "bf16", shape.max_tokens)
-    made = {"nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": wire.Adversary(DEPTH)}[kind]
-    kernels = [
-        Combine(problem, made, shape.max_tokens, weighted, added) for weighted, added in ((1, 1), (1, 0), (0, 0))
-    ]
+    world_size, made = len(shape.experts), wire_of(shape)
+    problem = Problem(world_size, shape.experts, shape.top_k, HIDDEN, "bf16", shape.max_tokens, shape.domains, made)
+    kernels = [Combine(problem, shape.max_tokens, weighted) for weighted in (True, False)]
     heap = kernels[0].heap
-    courier = Courier(problem, heap, DEPTH)
-    ranks = Ranks(heap, draw, mapped=kind != "nvshmem")
-    of = torch.tensor([next(d for d, members in enumerate(domains) if r in members) for r in range(world_size)])
+    depth = made.depth if shape.wire == "adversary" else 0
+    ranks = Ranks(heap, draw, mapped=shape.wire != "nvshmem", depth=depth)
     generator = torch.Generator().manual_seed(draw.getrandbits(31))
     launches: list[Launch] = []
     before: dict[Any, int] = {}
@@ -62,10 +57,7 @@ def combine(draw: random.Random, shape: Shape, kind: str, domains: tuple[tuple[i
         plans = expected_plan(case)
         y = [noise(rows, generator) for rows in case.capacity]
         weights = [torch.randn(rows, generator=generator) for rows in case.capacity]
-        residual = [noise(idx.shape[0], generator) for idx in case.topk_idx]
-        wants = expected_combine(
-            case, plans, y, weights if kernel.weighted else None, residual if kernel.added else None, domains
-        )
+        wants = expected_combine(case, plans, y, weights if kernel.weighted else None, None, shape.domains)
         put = ranks.memory.put
         for rank, (plan, want) in enumerate(zip(plans, wants, strict=True)):
             args = ranks.args(rank, marks.pack("combine", case.max_tokens, few=True))
@@ -74,12 +66,13 @@ def combine(draw: random.Random, shape: Shape, kind: str, domains: tuple[tuple[i
             launch(
                 rank, kernel, ranks=args, y=put(words(y[rank]), "y"), recv_weights=put(weights[rank], "weights"),
                 topk_idx=put(case.topk_idx[rank], "topk_idx"), send_rows=put(plan.send_rows, "send_rows"),
-                arrivals=put(plan.arrivals, "arrivals"), domains=put(of.int(), "domains"),
-                residual=put(words(residual[rank]), "residual"), out=out, tokens=want.shape[0],
-                max_tokens=case.max_tokens, num_rows=case.capacity[rank], blocks=2,
+                arrivals=put(plan.arrivals, "arrivals"), out=out, tokens=want.shape[0],
+                max_tokens=case.max_tokens, num_rows=case.capacity[rank], senders=2, first_receiver=0, blocks=2,
             )  # fmt: skip
-            if kind == "adversary":
-                launch((rank, 1), courier, ranks=args, epoch=number, seed=draw.getrandbits(30), blocks=COURIERS)
+            if depth:
+                one = ranks.courier(rank, Courier(problem, depth), number, COURIERS)
+                launches.append(dataclasses.replace(one, after=before.get((rank, 1))))
+                before[rank, 1] = len(launches) - 1
     run(launches, draw)
     for rank in range(world_size):
         assert not any(reason for reason, _ in ranks.reported(rank)), f"rank {rank} reports something"
@@ -88,7 +81,11 @@ def combine(draw: random.Random, shape: Shape, kind: str, domains: tuple[tuple[i
 
 
 CHECKS = {
-    "domains_nvlink": lambda draw: combine(draw, Shape((2,) * 6, 6, 3), "nvlink", ((0, 5), (1, 4), (2, 3))),
-    "domains_nvshmem": lambda draw: combine(draw, Shape((3, 0, 2, 2), 5, 4, share=0.5), "nvshmem", ((0, 1), (2, 3)), 6),
-    "domains_adversary": lambda draw: combine(draw, Shape((2, 2, 2), 4, 3), "adversary", ((0,), (1,), (2,))),
-}  # fmt: skip
+    "domains_nvlink": lambda draw: combine(
+        draw, Shape((2,) * 6, 6, 3, domains=((0, 5), (1, 4), (2, 3)), wire="nvlink")
+    ),
+    "domains_nvshmem": lambda draw: combine(
+        draw, Shape((3, 0, 2, 2), 5, 4, share=0.5, domains=((0, 1), (2, 3)), wire="nvshmem"), 4
+    ),
+    "domains_adversary": lambda draw: combine(draw, Shape((2,) * 4, 4, 3, domains=((0, 1), (2, 3)), wire="adversary")),
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Steps(throughput.Steps):
             first = len(launches)
             make: Any = Publish if known and not weighted else PublishTokens
             publish = make(self.problem, not known, staged, weighted, False, form, given)
-            blocks = publish.tile_blocks + throughput.STAGING * staged
+            blocks = publish.tile_blocks + self.staging * staged
             launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
             how = (False, not known, False, form, layout)
             pull = Pull(self.problem, weighted, *how)
@@ -117,7 +118,8 @@ class Steps(throughput.Steps):
         launches = []
         for rank in range(self.ranks.world_size):
             self.renew(rank)
-            launches.append(self.launch(rank, publish, terms, blocks=throughput.TILES, recv_weights=0))
+            blocks = throughput.TILES + bool(self.shape.domains)  # one relays
+            launches.append(self.launch(rank, publish, terms, blocks=blocks, recv_weights=0))
         self.ranks.run(launches)
         self.check_plan()
 
@@ -158,13 +160,17 @@ class Steps(throughput.Steps):
         if rows:
             self.check_sums(self.of("out"))
         if scalars:
-            grads = expected_weight_grads(self.truth.case, self.truth.copies, self.truth.weights)
-            for rank, want in enumerate(grads):
-                got = self.ranks.floats(self.at[rank]["out_scalars"], *want.shape)
-                same(got, want, f"gradients of the weights of rank {rank}")
+            self.check_weight_grads()
+
+    def check_weight_grads(self) -> None:
+        grads = expected_weight_grads(self.truth.case, self.truth.copies, self.truth.weights)
+        for rank, want in enumerate(grads):
+            got = self.ranks.floats(self.at[rank]["out_scalars"], *want.shape)
+            same(got, want, f"gradients of the weights of rank {rank}")
 
     def check_sums(self, out: list[int]) -> None:
-        for rank, want in enumerate(expected_sums(self.truth.case, self.truth.copies, self.truth.y)):
+        wants = expected_sums(self.truth.case, self.truth.copies, self.truth.y, self.shape.domains)
+        for rank, want in enumerate(wants):
             same(self.ranks.floats(out[rank], *want.shape), want, f"sums of rank {rank}")
 
     def gathered(self) -> None:
@@ -202,6 +208,20 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2) -> None:
     on.backward(rows=True, scalars=False)
     on.backward(rows=False, scalars=True)
     on.dispatch(known=False, weighted=False)
+
+
+def across(shape: Shape, draw: random.Random) -> None:
+    """Where there are several NVLink domains; half of it, drawn, along a second route."""
+    on = Steps(shape, draw)
+    on.inputs()
+    on.dispatch(known=False, weighted=draw.random() < 0.7)
+    on.dispatch(known=True)
+    on.backward(rows=True, scalars=True)
+    on.inputs()
+    on.plan()
+    on.dispatch(known=True, weighted=draw.random() < 0.5)
+    on.backward(rows=False, scalars=True)
+    on.backward(rows=True, scalars=False)
 
 
 def few(shape: Shape, draw: random.Random) -> None:
@@ -242,12 +262,16 @@ def formatted(shape: Shape, draw: random.Random, call: formats.Call) -> None:
     on.dispatch(known=True, call=call)
 
 
-CHECKS = {
+CHECKS: dict[str, Callable[[random.Random], None]] = {
     "tokens": lambda draw: steps(Shape((3, 0, 5), 5, 4), draw),
     "tokens_dropping": lambda draw: steps(Shape((2, 3), 4, 7, share=draw.choice((0.0, 0.3, 0.6))), draw, joining=3),
     "tokens_skewed": lambda draw: steps(Shape((1, 4, 2), 6, 5, hidden=36, skewed=True, share=0.8), draw),
     "tokens_one_rank": lambda draw: steps(Shape((4,), 3, 5, share=draw.choice((0.5, 1.0))), draw, joining=0),
     "tokens_few": lambda draw: few(Shape((3, 2), 4, 4, share=draw.choice((0.5, 1.0))), draw),
+    "tokens_across": lambda draw: across(
+        Shape((2, 0, 3, 2), 3, 3, domains=((0, 3), (1, 2)), wire="nvshmem", share=draw.choice((0.5, 1.0))), draw
+    ),
+    "tokens_across_alone": lambda draw: across(Shape((3, 4), 5, 4, domains=((0,), (1,)), wire="nvlink"), draw),
     "tokens_columns": lambda draw: formatted(
         Shape((2, 3), 3, 4, hidden=256, share=0.7), draw,
         formats.Call("e4m3/128/pow2", "columns", draw.random() < 0.5, zeros=False),

@@ -10,11 +10,11 @@ from . import machine
 from .latency import Blocks, Pair
 from .ranks import Ranks
 from .routes import Shape
-from .threads import Launch, run
+from .threads import TICK, Launch, run
 from .throughput import Steps, begun
 
-TIMEOUT = 200
-"""In rounds of the scheduler: longer than ranks that live wait for each other."""
+TIMEOUT = 200 * TICK
+"""Nanoseconds, longer than ranks that live wait for each other."""
 
 Build = Callable[[list[Launch], int], None]
 """Appends a rank's launches of an operation."""
@@ -37,7 +37,28 @@ def throughput(shape: Shape, draw: random.Random, kind: str) -> None:
         else:
             on.truth.check_rows(on.ranks, on.of("recv_x"), on.of("recv_weights"), only=rank)
 
-    die(on.ranks, draw, combine if kind == "combine" else dispatch, combine, check, machine.clock - since)
+    die(on.ranks, draw, combine if kind == "combine" else dispatch, combine, check, (machine.clock - since) // TICK)
+
+
+def refused(shape: Shape, draw: random.Random) -> None:
+    """In an operation that another one refuses: nobody waits for ever for what was put, or for what the dead put."""
+    on: Steps = begun(shape, draw)
+    since = machine.clock
+    on.dispatch(known=False)
+    lasted = machine.clock - since
+    on.inputs()
+    refuses = draw.randrange(on.ranks.world_size)
+
+    def build(launches: list[Launch], rank: int) -> None:
+        if rank == refuses:
+            launches.append(on.launch_refusal(rank))
+        else:
+            on.launch_dispatch(launches, rank, False)
+
+    def then(launches: list[Launch], rank: int) -> None:
+        on.launch_dispatch(launches, rank, False)
+
+    die(on.ranks, draw, build, then, lambda rank: None, lasted)
 
 
 def few(shape: Shape, draw: random.Random, kind: str, dispatch: Blocks, combine: Blocks) -> None:
@@ -46,7 +67,7 @@ def few(shape: Shape, draw: random.Random, kind: str, dispatch: Blocks, combine:
     since = machine.clock
     on.inputs()
     on.run("dispatch", True, False)
-    lasted = machine.clock - since
+    lasted = (machine.clock - since) // TICK
 
     def of(kind: str) -> Build:
         return lambda launches, rank: launches.append(on.launches(kind, True, (True, True))[rank])
@@ -95,6 +116,14 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "death_dispatch": lambda draw: throughput(Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw, "dispatch"),
     "death_known": lambda draw: throughput(Shape((3, 1, 2), 3, 3, alignment=4), draw, "known"),
     "death_combine": lambda draw: throughput(Shape((3, 1, 2), 3, 3, alignment=4), draw, "combine"),
+    "death_across": lambda draw: throughput(
+        Shape((1, 2, 0, 1), 2, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw, draw.choice(("dispatch", "combine"))
+    ),
+    "death_refused": lambda draw: refused(Shape((2, 2), 2, 2, domains=((0,), (1,)), wire="nvshmem"), draw),
     "death_few_dispatch": lambda draw: few(Shape((3, 0, 5), 3, 3, 64), draw, "dispatch", (1, 1, 4), (1, 1, 3)),
     "death_few_combine": lambda draw: few(Shape((2, 2, 1), 3, 3, 64), draw, "combine", (1, 1, 4), (1, 1, 3)),
+    "death_few_across": lambda draw: few(
+        Shape((2, 2, 1), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem"),
+        draw, draw.choice(["dispatch", "combine"]), (1, 1, 4), (1, 0, 3),
+    ),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import quantised
@@ -275,13 +276,62 @@ def places(draw: random.Random) -> None:
         assert all(lie <= at and at + 512 * (words - 1) + 4 <= lie + want.numel() for at in kernel.found.values())
 
 
+class Parts:
+    """One warp that quantises rows, part by part, the last one first."""
+
+    options: ClassVar[dict[str, Any]] = {"block": (32, 1, 1)}
+
+    def __init__(self, form: Any, dtype: str, x: int, rows: list[int]) -> None:
+        self.form, self.x, self.rows = form, x, rows
+        self.problem = SimpleNamespace(
+            hidden_size=form.hidden_size, dtype=dtype, row_bytes=form.hidden_size * (4 if dtype == "fp32" else 2)
+        )
+
+    def kernel(self, _: Any) -> None:
+        from cute_kernels.throughput.stage_quantised import parts_of, quantise_part
+
+        ranks: Any = SimpleNamespace(heap=SimpleNamespace(problem=self.problem))
+        args = SimpleNamespace(x=Int64(self.x))
+        for token, row in enumerate(self.rows):
+            for part in reversed(range(parts_of(self.form, False, self.problem.dtype))):
+                quantise_part(self.form, False, ranks, args, Int32(token), Int64(row), Int32(part))
+
+
+def parts(draw: random.Random) -> None:
+    """Rows of several parts, the last of them not whole, of two dtypes: every code and every scale of a row, where it
+    is staged, and nothing behind them."""
+    from cute_kernels.formats import Form
+
+    for name in ("128/pow2", "128/fp32", "32/mx", "row/fp32"):
+        for dtype, hidden in (("bf16", 1120), ("fp32", 608)) if name == "32/mx" else (("bf16", 1152), ("fp32", 640)):
+            form, memory = Form(f"e4m3/{name}", hidden), machine.new_memory(1 << 18)
+            x = torch.randn(2, hidden, generator=torch.Generator().manual_seed(draw.getrandbits(32)))
+            x[0] *= 10.0 ** torch.linspace(-6, 6, hidden)
+            x[1, draw.randrange(hidden)] = draw.choice([math.inf, math.nan, 3e38])
+            x = x.bfloat16() if dtype == "bf16" else x
+            given = memory.put(x.view(torch.int32), "x")
+            rows = [memory.take(form.staged_bytes + 16, "row") for _ in x]
+            run([Launch(Parts(form, dtype, given, rows), One())], draw)
+            codes, scales = quantised.quantised(x.float(), name)
+            for row, want, its in zip(rows, codes, scales.tolist(), strict=True):
+                there = memory.tensor(row, (form.staged_bytes + 16,), torch.uint8)
+                assert torch.equal(there[:hidden], want.view(torch.uint8)), f"codes of {name}, {dtype}"
+                if form.in_bytes:
+                    stored = [quantised.byte_of(scale) if scale == scale else 255 for scale in its]
+                    exact = torch.tensor(stored + [0] * (-len(its) % 4), dtype=torch.uint8)
+                else:
+                    exact = torch.tensor(its).float().view(torch.uint8)
+                assert torch.equal(there[hidden : hidden + exact.numel()], exact), f"scales of {name}, {dtype}"
+                untouched(there[hidden + exact.numel() :], f"row of {name}, {dtype}")
+
+
 def swizzled(draw: random.Random) -> str:
     return f"swizzled/{draw.choice(['torch', 'quack', 'flashinfer'])}"
 
 
 CHECKS = {
     "formats_columns": lambda draw: many(
-        Shape((2, 3), 3, 4, hidden=256, alignment=4, slots=(0, 8)), draw, Call("e4m3/128/pow2", "columns", False)
+        Shape((2, 3), 3, 4, hidden=640, alignment=4, slots=(0, 8)), draw, Call("e4m3/128/pow2", "columns", False)
     ),
     "formats_packed": lambda draw: many(
         Shape((3, 0, 2), 3, 3, hidden=128, slots=(0, 5), share=0.5), draw, Call("e4m3/128/pow2", "packed", False), False
@@ -314,6 +364,7 @@ CHECKS = {
     "formats_one_rank": lambda draw: many(
         Shape((4,), 2, 3, hidden=128, alignment=2), draw, Call("e4m3/128/fp32", "columns", False)
     ),
+    "formats_parts": parts,
     "formats_places": lambda draw: [places(draw) for _ in range(3)],
     "formats_swizzled": lambda draw: many(
         Shape((3, 0, 4), 4, 3, hidden=160, alignment=draw.choice([1, 4]), slots=(0, 0, 8)), draw,
@@ -334,6 +385,10 @@ CHECKS = {
     "formats_few_wire": lambda draw: few(
         Shape((2, 2), 2, 4, hidden=512, alignment=2), draw,
         Call(draw.choice(["e4m3/128/fp32", "e4m3/32/mx"]), "", False),
+    ),
+    "formats_few_across": lambda draw: few(
+        Shape((2, 3), 3, 4, hidden=512, alignment=4, domains=((0,), (1,)), wire="nvshmem"), draw,
+        Call("e4m3/128/pow2", draw.choice(["rows", "columns", ""]), False),
     ),
     "formats_few_one_rank": lambda draw: few(
         Shape((4,), 3, 3, hidden=256, slots=(0, 6)), draw, Call("e4m3/128/fp32", "columns", False), blocks=(0, 0, 3)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from . import machine
 from .ranks import Ranks, numbered
-from .routes import Shape, Truth, drawn
+from .routes import DEPTH, Shape, Truth, drawn, untell, wire_of
 from .threads import Launch, run
 
 Blocks = tuple[int, int, int]
@@ -23,16 +24,21 @@ class Pair:
         self.shape, self.draw = shape, draw
         self.dispatch_blocks, self.combine_blocks = dispatch, combine
         bound = shape.max_tokens + draw.randint(0, 2)
-        problem = Problem(len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound + 3)
+        problem = Problem(
+            len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound + 3, shape.domains,
+            wire_of(shape),
+        )  # fmt: skip
         self.heap = LatencyHeap(problem, bound)
-        self.ranks = Ranks(self.heap, draw)
+        depth = DEPTH * (shape.wire == "adversary")
+        self.ranks = Ranks(self.heap, draw, mapped=shape.wire != "nvshmem", depth=depth)
+        machine.networks[-1].late = 0.03
         self.variant: tuple[Any, ...] = ()  # of dispatch kernels
         self.given: list[dict[str, int]] = [{}] * len(shape.experts)  # of each rank, in place of what is usual
 
     def inputs(self) -> None:
         """A new route."""
         case, ranks = drawn(self.shape, self.draw), self.ranks
-        self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31))
+        self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31), self.shape.domains)
         self.at: list[dict[str, int]] = []
         for rank, rows in enumerate(case.capacity):
             tokens, held = self.truth.tokens[rank], case.experts_per_rank[rank]
@@ -87,15 +93,21 @@ class Pair:
 
 
 def pair(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks, split: bool = False,
-         weighted: bool = True, times: int = 2) -> None:  # fmt: skip
-    """Dispatches, checks everything that came, combines other rows and checks the sums."""
-    both = Pair(shape, draw, dispatch, combine)
+         weighted: bool = True, times: int = 2, late: bool = False) -> None:  # fmt: skip
+    """Dispatches, checks everything that came, combines other rows and checks the sums. `late`: one rank is."""
+    pair_of(Pair(shape, draw, dispatch, combine), times, split, weighted, late)
+
+
+def pair_of(both: Pair, times: int, split: bool, weighted: bool, late: bool = False) -> None:
     for _ in range(times):
+        both.ranks.late = both.draw.randrange(both.ranks.world_size) if late else None
         both.inputs()
         both.run("dispatch", weighted, split)
         both.truth.check_plan(both.ranks, both.at)
         weights = [at["recv_weights"] for at in both.at] if weighted else None
         both.truth.check_rows(both.ranks, [at["recv_x"] for at in both.at], weights)
+        if both.draw.random() < 0.5:
+            untell(both.ranks, both.truth.case, both.at)
         both.run("combine", weighted, split)
         both.truth.check_combined(both.ranks, [at["out"] for at in both.at], weighted)
 
@@ -116,3 +128,30 @@ def garbage(shape: Shape, draw: random.Random, times: int) -> None:
                     lists[i] = draw.randint(-3, numbers)
             lists[-1] = draw.choice([rows, 5, 2**31 - 1, -1, rows // 2])
         run(both.launches("combine", True, (True, False)), draw)  # it may report what it found
+
+
+def refused(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks) -> None:
+    """A rank refuses an operation: all others say so, and the operations behind it are as ever."""
+    from cute_kernels import marks, sync
+    from cute_kernels.heap import REASON_BYTES
+    from cute_kernels.refusal import Refuse
+
+    both = Pair(shape, draw, dispatch, combine)
+    ranks = both.ranks
+    text = ranks.memory.take(REASON_BYTES, "text", 65)
+    for kind in ("dispatch", "combine"):
+        both.inputs()
+        both.run("dispatch", True, False)
+        if kind == "dispatch":
+            both.inputs()
+        usual, sync.POLLS_PER_CHECK = sync.POLLS_PER_CHECK, 8
+        launches = both.launches(kind, True, (True, True))
+        args = numbered(Refuse.Args, ranks=ranks.args(1, marks.pack("refused", 1)), text=text, blocks=1)
+        launches[1] = Launch(Refuse(both.heap.problem, both.heap.tokens), args)
+        run(launches, draw)
+        sync.POLLS_PER_CHECK = usual
+        ranks.operations += 1
+        told = [ranks.reported(rank) for rank in range(ranks.world_size)]
+        assert all(said[0] == (0, 0) for said in told), told
+        assert all(said[1][0] == sync.REFUSAL for rank, said in enumerate(told) if rank != 1), told
+    pair_of(both, 1, False, True)

@@ -9,7 +9,7 @@ from .memory import GlobalMemory
 
 draw = random.Random()
 clock = 0
-"""Rounds of the scheduler: nanoseconds to kernels."""
+"""Nanoseconds to kernels; it advances with each round of the scheduler."""
 networks: list[Any] = []
 """The network between the heaps in this memory, if there is one."""
 _memories: list[GlobalMemory] = []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import batches, combine, copies, deaths, dsl, formats, latency, machine, swiglu, throughput
+from . import batches, combine, copies, deaths, dsl, formats, latency, machine, rounds, swiglu, throughput
 from .routes import Shape
 
 CHECKS: dict[str, Callable[[random.Random], None]] = {
@@ -28,7 +28,23 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "latency_34_ranks": lambda draw: latency.pair(
         Shape((2,) * 34, 6, 1, 32), draw, (1, 0, 2), (1, 0, 1), times=1
     ),
+    "latency_waits": lambda draw: latency.pair(
+        Shape((2,) * 3, 3, 2, 64), draw, (1, 0, 2), (1, 0, 2), times=3, late=True
+    ),
     "latency_garbage": lambda draw: latency.garbage(Shape((4,) * 3, 5, 3, 64, share=0.5), draw, 2),
+    "latency_across": lambda draw: latency.pair(
+        Shape((3, 4), 5, 4, 128, domains=((0,), (1,)), wire="nvshmem"), draw, (2, 0, 3), (2, 0, 2)
+    ),
+    "latency_across_pairs": lambda draw: latency.pair(
+        Shape((3, 0, 2, 2), 3, 4, 128, alignment=2, share=0.4, domains=((0, 2), (1, 3)), wire="nvshmem"),
+        draw, (2, 1, 4), (1, 1, 3),
+    ),
+    "latency_across_three": lambda draw: latency.pair(
+        Shape((2,) * 3, 3, 5, 64, domains=((0,), (1,), (2,)), wire="nvlink"), draw, (1, 0, 2), (1, 0, 2), split=True
+    ),
+    "latency_across_refused": lambda draw: latency.refused(
+        Shape((3, 2, 2), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem"), draw, (1, 1, 3), (1, 0, 2)
+    ),
     "throughput": lambda draw: throughput.steps(Shape((3, 0, 5), 5, 4, alignment=4, share=0.5), draw, known=False),
     "throughput_skewed": lambda draw: throughput.steps(
         Shape((4, 3), 7, 6, hidden=36, alignment=4, skewed=True), draw, joining=3
@@ -46,14 +62,27 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((3, 1, 2), 3, 3, alignment=4), draw, warned=False, known=True
     ),
     "throughput_four_ranks": lambda draw: throughput.steps(Shape((2,) * 4, 2, 3, alignment=2), draw, known=False),
+    "throughput_waits": lambda draw: throughput.steps(Shape((2,) * 3, 2, 3, alignment=2), draw, late=True),
     "across_two": lambda draw: throughput.across(
         Shape((3, 4), 7, 4, hidden=36, alignment=4, domains=((0,), (1,)), wire="nvshmem"), draw
     ),
     "across_pairs": lambda draw: throughput.across(
         Shape((2, 0, 3, 2), 3, 5, alignment=2, domains=((0, 3), (1, 2)), wire="nvshmem"), draw, known=False
     ),
-    "across_three": lambda draw: throughput.across(
+    "across_three": lambda draw: throughput.of_many_ranks(
         Shape((2,) * 3, 3, 5, domains=((0,), (1,), (2,)), wire="nvlink"), draw
+    ),
+    "across_small": lambda draw: throughput.across(
+        Shape((2, 2), 4, 3, domains=((0,), (1,)), wire="nvshmem"), draw, known=False
+    ),
+    "across_pairs_small": lambda draw: throughput.across(
+        Shape((1, 2, 1, 2), 3, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw, known=False
+    ),
+    "across_refused_small": lambda draw: throughput.refused(
+        Shape((2, 2), 2, 2, domains=((0,), (1,)), wire="nvshmem"), draw
+    ),
+    "across_adversary": lambda draw: throughput.across(
+        Shape((2, 3), 4, 4, alignment=2, domains=((0,), (1,)), wire="adversary"), draw
     ),
     "across_refused": lambda draw: throughput.refused(
         Shape((3, 0, 2, 2), 3, 3, slots=(0, 2, 3), share=0.4, domains=((0, 2), (1, 3)), wire="nvshmem"), draw
@@ -66,6 +95,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     **deaths.CHECKS,
     **batches.CHECKS,
     **combine.CHECKS,
+    **rounds.CHECKS,
     **swiglu.CHECKS,
 }  # fmt: skip
 

@@ -23,14 +23,19 @@ class Put:
     pieces: list[tuple[int, int, int]]
     word: int
     value: int
+    late: bool  # it moves more seldom than others
 
 
 class Network:
-    """Between heaps of so many bytes at these addresses; there is one for each memory."""
+    """Between heaps of so many bytes at these addresses; there is one for each memory. `late`: which part of all puts
+    is so late that kernels which do not wait for them end before."""
+
+    late = 0.0
 
     def __init__(self, heaps: list[int], nbytes: int) -> None:
         self.heaps, self.nbytes = heaps, nbytes
         self.puts: list[Put] = []
+        self.rate = machine.draw.choice((1.0, 0.3, 0.05))  # how often it moves anything: ranks may be far ahead of it
 
     def rank_of(self, address: int) -> int:
         """Whose heap it lies in."""
@@ -46,7 +51,7 @@ class Network:
             size = min(nbytes - at, 4 * machine.draw.randint(1, 24))
             pieces.append((here + at, there + away + at, size))
             at += size
-        self.puts.append(Put(warp, pieces, word + away, value))
+        self.puts.append(Put(warp, pieces, word + away, value, machine.draw.random() < self.late))
 
     def unread(self, warp: Any) -> bool:
         """Whether something that the warp has put has not left."""
@@ -55,9 +60,11 @@ class Network:
     def step(self, draw: random.Random) -> bool:
         """Moves some pieces and words; returns whether there was anything to move."""
         busy = bool(self.puts)
-        for _ in range(draw.randint(0, 2 + len(self.puts) // 4)):
+        for _ in range(draw.randint(0, 2 + len(self.puts) // 4) * (draw.random() < self.rate)):
             if self.puts:
-                self.move(draw.choice(self.puts), draw)
+                put = draw.choice(self.puts)
+                if not put.late or draw.random() < 0.05:
+                    self.move(put, draw)
         return busy
 
     def move(self, put: Put, draw: random.Random) -> None:
@@ -119,19 +126,12 @@ def flush_warp() -> None:
         look_again()
 
 
-def quiet() -> None:
-    """Until all that any rank has put has arrived, which is more than is promised."""
-    while network().puts:
-        look_again()
-
-
 CALLS: dict[str, Callable[..., Any]] = {
     "nvshmemx_putmem_signal_nbi_warp": put_signal_warp,
     "nvshmemx_putmem_signal_nbi_block": put_signal_block,
     "nvshmem_uint64_p": put_word,
     "nvshmem_uint64_test": test_word,
     "nvshmemx_flush_warp": flush_warp,
-    "nvshmem_quiet": quiet,
 }
 """By the names that kernels ask for."""
 

@@ -104,6 +104,10 @@ def atom_inc(addr: Any) -> Int32:
 atom_inc_acq_rel = atom_inc
 
 
+def red_max(addr: Any, value: Any) -> None:
+    memory().store_long(addr, max(int(memory().load_long(addr)), int(value)))
+
+
 def atom_told_so(addr: Any) -> None:
     if memory().load_long(addr) == 0:
         memory().store_long(addr, 3)
@@ -163,6 +167,12 @@ def as_float(bits: Any) -> Any:
 
 def as_int(value: Any) -> Int32:
     return Int32(int(word_of(value)))
+
+
+def largest_of_halves(words: Sequence[Any], dtype: str) -> Int32:
+    assert dtype == "bf16"
+    halves = [half for word in words for half in (int(word) & 0x7FFF, int(word) >> 16 & 0x7FFF)]
+    return Int32(max(halves) << 16)
 
 
 def encode(values: Sequence[Any], by: Any) -> Uint32:

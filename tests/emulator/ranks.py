@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from . import machine
 from .network import Network
-from .threads import Launch, run
+from .threads import TICK, Launch, run
 
+BEHIND = 600
+"""Rounds that the rank that is late begins its operations behind the others."""
 REPORT_WORDS = 128
 TENSOR_BYTES = 1 << 26
 """Room for the tensors of all operations of a check."""
@@ -19,29 +22,34 @@ TENSOR_BYTES = 1 << 26
 
 class Ranks:
     """`heap` is the layout of each rank's symmetric memory, which lasts for all operations; their tensors are new.
-    Unless they are `mapped`, ranks know of no address of another one's, but for those of their NVLink domain."""
+    Unless they are `mapped`, ranks know of no address of another one's, but for those of their NVLink domain. `depth`:
+    of the mailbox that each has where an adversary is the wire."""
 
-    def __init__(self, heap: Any, draw: random.Random, mapped: bool = True) -> None:
+    def __init__(self, heap: Any, draw: random.Random, mapped: bool = True, depth: int = 0) -> None:
         self.heap, self.draw = heap, draw
         self.world_size = world = heap.problem.world_size
-        self.memory = machine.new_memory(world * (heap.nbytes + 512) + TENSOR_BYTES)
+        self.memory = machine.new_memory((world + 1) * (heap.nbytes + 512) + TENSOR_BYTES)
+        self.memory.end = heap.nbytes  # what would be the heap of a rank that is not mapped is nobody's
         self.heaps = [self.memory.take(heap.nbytes, f"heap of rank {rank}", 0) for rank in range(world)]
         machine.networks.append(Network(self.heaps, heap.nbytes))
-        self.tables = [self.new_table(rank, mapped) for rank in range(world)]
+        self.tables = [self.new_table(rank, mapped, depth) for rank in range(world)]
         for rank in range(world):
             self.memory.store_long(self.epoch_of(rank), 1)
         self.reports = [self.memory.take(4 * REPORT_WORDS, "report", 0) for _ in range(world)]
         self.operations = 0
+        self.late: int | None = None
         self.timeout_ns = 1 << 40
+        self.depth = depth if heap.problem.wire is not None else 0
 
-    def new_table(self, rank: int, mapped: bool) -> int:
+    def new_table(self, rank: int, mapped: bool, depth: int) -> int:
         """What a rank knows of where others are."""
+        from cute_kernels.internode.wire import mailbox_bytes
         from cute_kernels.places import place_words
 
         domains = self.heap.problem.domains or (range(self.world_size),)
         near = next(members for members in domains if rank in members) if self.heap.problem.domains else [rank]
         known = [heap if mapped or peer in near else 0 for peer, heap in enumerate(self.heaps)]
-        words = [*known, *place_words(domains)]
+        words = [*known, *place_words(domains), self.memory.take(mailbox_bytes(depth), "mailbox", 0) if depth else 0]
         table = self.memory.take(8 * len(words), "table of heaps")
         for number, word in enumerate(words):
             self.memory.store_long(table + 8 * number, word)
@@ -59,16 +67,36 @@ class Ranks:
         return numbered(RankArgs, peers=self.tables[rank], own=self.heaps[rank], rank=rank, report=self.reports[rank],
                         timeout_ns=self.timeout_ns, terms=terms)  # fmt: skip
 
+    def courier(self, rank: int, kernel: Any, epoch: int, blocks: int) -> Launch:
+        """The courier of a rank's operation."""
+        served = self.memory.take(8, "served")
+        self.memory.store_long(served, epoch)
+        values = dict(ranks=self.args(rank, 0), served=served, seed=self.draw.getrandbits(30), blocks=blocks)
+        return Launch(kernel, numbered(kernel.Args, **values))
+
+    def couriers(self) -> list[Launch]:
+        """Of an operation, where the operators' wire is an adversary."""
+        from cute_kernels.internode.courier import Courier
+
+        if not self.depth:
+            return []
+        kernel = Courier(self.heap.problem, self.depth)
+        return [self.courier(rank, kernel, 1 + self.operations, 2) for rank in range(self.world_size)]
+
     def run(self, launches: list[Launch], ends: bool = True) -> None:
-        """One operation of all ranks, or the half of it that does not end it; no rank may report anything."""
-        run(launches, self.draw)
+        """One operation of all ranks, or the half of it that does not end it; no rank may report anything. Where it
+        ends no put is under way."""
+        delayed = [self.delayed(launch) for launch in launches]
+        run([*delayed, *self.couriers()] if ends else delayed, self.draw)
         self.operations += ends
+        assert not ends or not any(network.puts for network in machine.networks), "a put that nobody has waited for"
         for rank in range(self.world_size):
             assert not self.view(self.reports[rank], REPORT_WORDS).any(), f"rank {rank} reports something"
             epoch = self.memory.load_long(self.epoch_of(rank))
             assert epoch == 1 + self.operations, f"rank {rank} is in epoch {epoch} after {self.operations} operations"
             if ends:
                 self.check_note(rank)
+                self.check_waits(rank)
 
     def check_note(self, rank: int) -> None:
         """Of the last operation: it has begun, and then met all."""
@@ -78,6 +106,28 @@ class Ranks:
         at = self.heaps[rank] + self.heap.offset["notes"] + self.operations % NOTES * NOTE_WORDS * 8
         mark, begun, met = (self.memory.load_long(at + 8 * word) for word in (0, BEGUN, MET))
         assert unpack(mark)[0] == self.operations and 0 < begun < met, f"rank {rank} notes {mark:x}, {begun}, {met}"
+
+    def delayed(self, launch: Launch) -> Launch:
+        """What the rank that is late launches, if there is one."""
+        late = launch.after is None and launch.args.ranks.rank == self.late
+        return dataclasses.replace(launch, behind=BEHIND) if late else launch
+
+    def check_waits(self, rank: int) -> None:
+        """Of the last operation: for the rank that was late the others waited longest, and it for nobody so long."""
+        from cute_kernels.heap import NOTE_WORDS, NOTES
+        from ep_ops.backends.cute import history
+
+        parts = (self.view(self.heaps[rank] + self.heap.offset[name], 2 * NOTES * words).numpy().tobytes()
+                 for name, words in (("notes", NOTE_WORDS), ("waited", self.world_size)))  # fmt: skip
+        last = history.operations(*parts)[0]
+        assert last.number == self.operations and last.waits[rank] < 1, last
+        if self.late is not None:
+            others = [wait if other != rank else 0.0 for other, wait in enumerate(last.waits)]
+            long = BEHIND * TICK * 1e-9 / 2
+            if rank == self.late:
+                assert max(others) < long, f"rank {rank}, which is late, waits {others} in {last}"
+            else:
+                assert others.index(max(others)) == self.late and max(others) > long, f"rank {rank} waits {others}"
 
     def reported(self, rank: int, clear: bool = True) -> list[tuple[int, int]]:
         """Reason and peer of a rank's first and third records, (0, 0) where nothing is reported; then clears them. (A

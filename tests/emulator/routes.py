@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from cases import RouteCase, expected_arrivals, expected_combine, expected_dispatch, expected_plan, random_tokens
 from torch import Tensor
 
 from .ranks import Ranks, same
+
+DEPTH = 20
+"""How many puts an adversary may hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +33,15 @@ class Shape:
     skewed: bool = False
     domains: tuple[tuple[int, ...], ...] = ()
     wire: str = ""
+
+
+def wire_of(shape: Shape) -> Any:
+    from cute_kernels.internode import wire
+
+    made = {
+        "": None, "nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": wire.Adversary(DEPTH),
+    }  # fmt: skip
+    return made[shape.wire]
 
 
 def drawn(shape: Shape, draw: random.Random) -> RouteCase:
@@ -55,6 +68,15 @@ def drawn(shape: Shape, draw: random.Random) -> RouteCase:
     return RouteCase(
         "drawn", shape.experts, shape.max_tokens, shape.alignment, tuple(idx), tuple(capacity), tuple(slots)
     )
+
+
+def untell(ranks: Ranks, case: RouteCase, at: Sequence[dict[str, int]]) -> None:
+    """Makes `send_rows` that of a route of places: of rows at other ranks, that they are there and no more."""
+    ends = torch.tensor(case.experts_per_rank).cumsum(0)
+    for rank, idx in enumerate(case.topk_idx):
+        holder = torch.searchsorted(ends, idx.flatten(), right=True)
+        rows = ranks.view(at[rank]["send_rows"], idx.numel())
+        rows[(rows >= 0) & (holder != rank)] = 2**31 - 1
 
 
 class Truth:

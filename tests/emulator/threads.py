@@ -103,12 +103,13 @@ def collective(combine: Callable[[list[tuple[Any, ...]]], list[Any]]) -> Callabl
 @dataclasses.dataclass
 class Launch:
     """A kernel on one rank. `after`: index of the launch that it depends on. `late`: the most rounds that blocks but
-    the first start later than that allows."""
+    the first start later than that allows. `behind`: rounds that all of them start later."""
 
     kernel: Any
     args: Any
     after: int | None = None
     late: int = 0
+    behind: int = 0
 
 
 def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list[Thread]]:
@@ -117,7 +118,9 @@ def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list
     count = kernel.options["block"][0]
     warps = []
     for index in range(int(args.blocks)):
-        block = Block(index, int(args.blocks), count, after, draw.randint(0, launch.late) if index else 0)
+        block = Block(
+            index, int(args.blocks), count, after, launch.behind + (draw.randint(0, launch.late) if index else 0)
+        )
         threads = [Thread(lambda: kernel.kernel(args), block, i) for i in range(count)]
         warps += [threads[i : i + WARP] for i in range(0, count, WARP)]
     return warps
@@ -157,6 +160,10 @@ def turn(warp: list[Thread]) -> bool:
     return moved
 
 
+TICK = 64
+"""Nanoseconds of a round."""
+
+
 def run(launches: list[Launch], draw: random.Random, dying: Sequence[int] = (), after: int = 0) -> None:
     """All launches at once, until every thread has ended. An exception of a thread ends it, with its traceback. Threads
     of launches that are `dying` (by index) stop for ever after so many rounds."""
@@ -172,7 +179,7 @@ def run(launches: list[Launch], draw: random.Random, dying: Sequence[int] = (), 
         if doomed and after == 0:
             warps = [warp for warp in warps if id(warp[0]) not in doomed]
         after -= 1
-        machine.clock += 1
+        machine.clock += TICK
         draw.shuffle(warps)
         moved = any([network.step(draw) for network in machine.networks])
         for warp in warps:
@@ -180,7 +187,7 @@ def run(launches: list[Launch], draw: random.Random, dying: Sequence[int] = (), 
             if not warp[0].began and block.after and not block.may_start():
                 continue
             if block.late > 0:
-                block.late -= 1
+                block.late -= warp[0].index == 0
                 moved = True
                 continue
             moved |= turn(warp)

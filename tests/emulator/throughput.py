@@ -9,20 +9,13 @@ from cases import expected_weight_grads
 
 from .dsl import TILES
 from .ranks import Ranks, numbered, same
-from .routes import Shape, Truth, drawn
-from .threads import Launch, run
+from .routes import DEPTH, Shape, Truth, drawn, untell, wire_of
+from .threads import TICK, Launch, run
 
 STAGING = 2
 """Blocks that stage x behind those of the tiles."""
 LATE = 40
 """The most rounds that a dependent kernel's blocks start late."""
-
-
-def wire_of(shape: Shape) -> Any:
-    from cute_kernels.internode import wire
-
-    made = {"": None, "nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library")}
-    return made[shape.wire]
 
 
 class Steps:
@@ -36,7 +29,9 @@ class Steps:
         self.problem = Problem(
             len(shape.experts), shape.experts, shape.top_k, shape.hidden, "fp32", bound, shape.domains, wire_of(shape)
         )
-        self.ranks = Ranks(Heap(self.problem), draw, mapped=shape.wire != "nvshmem")
+        self.ranks = Ranks(
+            Heap(self.problem), draw, mapped=shape.wire != "nvshmem", depth=DEPTH * (shape.wire == "adversary")
+        )
         self.staging = 5 if shape.domains else STAGING
         self.staged = len(shape.experts) > 1  # a single rank reads its own x where it is
 
@@ -110,24 +105,30 @@ class Steps:
     def without(self, rank: int, refuses: bool, known: bool = False) -> list[list[tuple[int, int]]]:
         """A dispatch in which a rank does not take part, or that it refuses: what the ranks report. Nobody hangs, or
         reads what nobody wrote (the memory looks at that)."""
-        from cute_kernels import marks, sync
-        from cute_kernels.heap import REASON_BYTES
-        from cute_kernels.refusal import Refuse
+        from cute_kernels import sync
 
         usual = sync.POLLS_PER_CHECK
-        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 1 << 40 if refuses else 200
+        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 1 << 40 if refuses else 200 * TICK
         launches: list[Launch] = []
         for other in range(self.ranks.world_size):
             if other != rank:
                 self.launch_dispatch(launches, other, known)
         if refuses:
-            text = self.ranks.memory.take(REASON_BYTES, "text", 65)
-            args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack("refused", rank)), text=text, blocks=1)
-            launches.append(Launch(Refuse(self.problem), args))
+            launches.append(self.launch_refusal(rank))
         run(launches, self.draw)
         sync.POLLS_PER_CHECK, self.ranks.timeout_ns = usual, 1 << 40
         self.ranks.operations += 1
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
+
+    def launch_refusal(self, rank: int) -> Launch:
+        """What a rank runs in the place of an operation."""
+        from cute_kernels import marks
+        from cute_kernels.heap import REASON_BYTES
+        from cute_kernels.refusal import Refuse
+
+        text = self.ranks.memory.take(REASON_BYTES, "text", 65)
+        args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack("refused", rank)), text=text, blocks=1)
+        return Launch(Refuse(self.problem), args)
 
     def disagreeing(self, rank: int) -> list[list[tuple[int, int]]]:
         """A combine on one rank, a dispatch on all others: what the ranks report, long before a deadline."""
@@ -178,7 +179,7 @@ class Steps:
         from cute_kernels import sync
 
         usual = sync.POLLS_PER_CHECK
-        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 200
+        sync.POLLS_PER_CHECK, self.ranks.timeout_ns = 8, 200 * TICK
         launches = [self.launch_combine(other) for other in range(self.ranks.world_size)]
         run(launches, self.draw)
         sync.POLLS_PER_CHECK, self.ranks.timeout_ns = usual, 1 << 40
@@ -258,18 +259,23 @@ class Steps:
             assert (got - grad_weights).abs().le(1e-3).all(), f"gradients of the weights of rank {rank}"
 
 
-def steps(shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, known: bool = True) -> None:
-    """Everything along one route, then along the next."""
+def steps(
+    shape: Shape, draw: random.Random, joining: int = 2, times: int = 1, known: bool = True, late: bool = False
+) -> None:
+    """Everything along one route, then along the next. `late`: one rank is."""
     on = Steps(shape, draw, joining)
     for _ in range(times):
+        on.ranks.late = draw.randrange(len(shape.experts)) if late else None
         on.inputs()
         on.dispatch(known=False)
+        on.gathered()
+        if draw.random() < 0.5:
+            untell(on.ranks, on.truth.case, on.at)
         if known:
             on.dispatch(known=True)
         on.combine(rows=True, weighted=True, scalars=False, residual=True)
         on.combine(rows=True, weighted=False, scalars=True, residual=False)
         on.combine(rows=False, weighted=False, scalars=True, residual=False)
-        on.gathered()
         on.scaled_backward()
 
 
@@ -285,6 +291,14 @@ def across(shape: Shape, draw: random.Random, times: int = 1, known: bool = True
         on.combine(rows=True, weighted=True, scalars=False, residual=True)
         on.combine(rows=True, weighted=False, scalars=True, residual=False)
         on.combine(rows=False, weighted=False, scalars=True, residual=False)
+
+
+def of_many_ranks(shape: Shape, draw: random.Random) -> None:
+    """As kernels do it that have no registers for sets of so many ranks."""
+    from cute_kernels import copies
+
+    copies.MOST_WORDS = 0
+    across(shape, draw)
 
 
 def begun(shape: Shape, draw: random.Random, known: bool = False) -> Steps:

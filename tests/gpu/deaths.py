@@ -1,7 +1,8 @@
 """One rank of test_deaths.py, started by hand: ranks die one after the other, the others go on without them.
 
 Every round has a victim, a kind of kernel, a way to run it (`WAYS`) and a moment; all ranks draw the same from the
-seed. Survivors look at every result until they are told, shrink, and look again.
+seed. Survivors look at every result until they are told, shrink, and look again. Where there are several NVLink
+domains, which must have equally many ranks, some that live leave with the one that died.
 """
 
 from __future__ import annotations
@@ -100,43 +101,80 @@ class Rank:
         assert torch.equal(got, expected), f"{int((got != expected).sum())} of {got.numel()} numbers are wrong"
 
 
-def main(rank: int, world_size: int, left: int, port: int, seed: int, out: str) -> None:
+def who_stays(comm: ep_ops.Communicator, victim: int, draw: random.Random) -> list[int]:
+    """Some ranks of a communicator that has lost one: all others of one domain; else the victim's domain goes, or one
+    rank of each of them."""
+    ranks, domain = range(comm.world_size), next(domain for domain in comm.domains if victim in domain)
+    if len(comm.domains) == 1:
+        return [rank for rank in ranks if rank != victim]
+    if len(domain) == 1 or draw.random() < 0.5:
+        return [rank for rank in ranks if rank not in domain]
+    gone = [victim if victim in members else draw.choice(members) for members in comm.domains]
+    return [rank for rank in ranks if rank not in gone]
+
+
+def shrunk(comm: ep_ops.Communicator, stay: list[int], name: str) -> ep_ops.Communicator:
+    """Of ranks `stay`; over NVSHMEM of those of this rank's domain, when a larger group has been refused."""
+
+    def group_of(ranks: list[int]) -> Any:
+        return dist.new_group([comm.members[rank] for rank in ranks], use_local_synchronization=True)
+
+    near = [rank for rank in stay if rank in next(domain for domain in comm.domains if comm.rank in domain)]
+    if comm.config.wire != "nvshmem" or near == stay:
+        return comm.shrink(group_of(stay), name=name)
+    try:
+        comm.shrink(group_of(stay))
+    except ValueError as error:
+        assert "reaches other NVLink domains through NVSHMEM" in str(error), error
+    else:
+        raise AssertionError("NVSHMEM has gone on with some ranks of several domains")
+    return comm.shrink(group_of(near), name=name)
+
+
+def main(rank: int, world_size: int, left: int, port: int, seed: int, size: int, out: str) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     draw = random.Random(seed)
-    alive = list(range(world_size))
     sizes = dict(num_experts=EXPERTS * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=MANY)
-    comm = ep_ops.Communicator(**sizes, latency_max_tokens=FEW, backend="cute", timeout=TIMEOUT, name="deaths")
+    comm = ep_ops.Communicator(
+        **sizes, latency_max_tokens=FEW, backend="cute", timeout=TIMEOUT, name="deaths", domain_size=size
+    )
+    assert len(comm.domains) == world_size // size
     # A process compiles its first function in seconds, which are not all the same; peers wait for TIMEOUT.
     torch.compile(torch.sin, fullgraph=True, backend="aot_eager")(torch.zeros(1, device="cuda"))
     dist.barrier()
     told: list[dict[str, Any]] = []
-    for number in range(world_size - left):
+    number = 0
+    while comm.world_size > left:
         bound, way = (MANY, FEW)[number % 2], WAYS[number // 2 % 3]
-        victim, moment, after = draw.choice(alive), draw.choice(MOMENTS), draw.uniform(1e-5, 4e-3)
+        victim, moment, after = draw.randrange(comm.world_size), draw.choice(MOMENTS), draw.uniform(1e-5, 4e-3)
         comm.warmup()
         mine = Rank(comm, bound, way, rank, world_size)
         for i in range(STEPS):
             mine.step(number * 1000 + i)
         dist.barrier(comm.group)
-        index, start, text = comm.members.index(victim), time.monotonic(), ""
+        start, text = time.monotonic(), ""
         for i in range(STEPS, STEPS + 50):
             start = time.monotonic()
             try:
-                mine.step(number * 1000 + i, moment if rank == victim else "", after)
+                mine.step(number * 1000 + i, moment if comm.rank == victim else "", after)
             except RuntimeError as error:
                 text = str(error)
                 break
         told.append(dict(
-            victim=victim, moment=moment, few=bound == FEW, way=way, steps=i - STEPS,
-            seconds=time.monotonic() - start, named=f"for rank {index} " in text, text=text,
+            victim=victim, moment=moment, few=bound == FEW, way=way, steps=i - STEPS, domains=comm.domains,
+            seconds=time.monotonic() - start, named=f"for rank {victim} " in text, text=text,
         ))  # fmt: skip
         with open(out, "w") as file:
             json.dump(told, file)
-        alive.remove(victim)
-        group = dist.new_group(alive, use_local_synchronization=True)
-        comm = comm.shrink(group, name=f"deaths {number}")
+        stay = who_stays(comm, victim, draw)
+        if comm.rank not in stay:
+            comm.destroy()
+            print("left", flush=True)
+            os._exit(0)
+        comm = shrunk(comm, stay, f"deaths {number}")
+        number += 1
     mine = Rank(comm, MANY, "eager", rank, world_size)
     for i in range(STEPS):
         mine.step(10**6 + i)
@@ -145,4 +183,4 @@ def main(rank: int, world_size: int, left: int, port: int, seed: int, out: str) 
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:6]), sys.argv[6])
+    main(*map(int, sys.argv[1:7]), sys.argv[7])

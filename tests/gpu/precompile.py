@@ -126,24 +126,29 @@ def of_many(world_size: int, seed: int) -> list[Any]:
 
 def of_domains(world_size: int, seed: int) -> list[Any]:
     """What test_domains launches on so many ranks; the longest to compile first."""
+    import adversary
     import test_domains
     import torch
 
     from ep_ops import ahead
     from ep_ops.backends import no_device_library
-    from ep_ops.backends.cute import all_kernels
 
+    adversary.install(setattr)
     lacking = no_device_library()
     given = test_domains.config(world_size)
     sizes = (given["num_experts"], given["hidden_size"], given["top_k"], given["max_tokens_per_rank"])
     found: list[Any] = []
     for size, wire in test_domains.overs(world_size):
-        if wire == "nvlink" or lacking is None:
-            made = ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, domain_size=size, wire=wire)
-            found += all_kernels(made)
+        if wire != "nvshmem" or lacking is None:
+            more = (torch.bfloat16, None, test_domains.TOKENS)
+            made = ahead.config_of(world_size, *sizes, *more, domain_size=size, wire=wire)
+            found += adversary.kernels_of(made)
+            half = {"staging_bytes": test_domains.half_of_the_memory(world_size, size)}
+            made = ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, domain_size=size, wire=wire, **half)
+            found += adversary.kernels_of(made)
             sizes_of_format = (sizes[0], test_domains.FORMAT_HIDDEN, *sizes[2:])
-            made = ahead.config_of(world_size, *sizes_of_format, torch.bfloat16, None, 0, domain_size=size, wire=wire)
-            found += [k for k in all_kernels(made, test_domains.FORMATS) if getattr(k, "format", "")]
+            made = ahead.config_of(world_size, *sizes_of_format, *more, domain_size=size, wire=wire)
+            found += [k for k in adversary.kernels_of(made, test_domains.FORMATS) if getattr(k, "format", "")]
     return sorted(found, key=lambda kernel: not kernel.linked)
 
 

@@ -1,4 +1,5 @@
-"""Kernels across NVLink domains that are declared, over both wires, to the bits of the reference backend.
+"""Kernels across NVLink domains that are declared, over all wires, to the bits of the reference backend: stores,
+NVSHMEM, and an adversary that delivers late, in pieces and in any order (adversary.py).
 
 `torchrun --nproc-per-node 4 -m pytest tests/gpu/test_domains.py`; the wire `nvshmem` needs an extra (docs/domains.md).
 Ranks may share a GPU. `tests/gpu/precompile.py domains4` compiles the kernels before, on all cores.
@@ -9,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import adversary
 import cases
 import pytest
 import torch
@@ -23,11 +25,14 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import backends
+from ep_ops.backends.cute.memory import round_tokens
 from ep_ops.symmetric import nvshmem
 
 HIDDEN, TOP_K, TOKENS = 1032, 3, 200
 """Rows of an odd number of vectors, several batches of them."""
 STEPS = int(os.environ.get("EP_OPS_TEST_STEPS", fewer(300, 8)))
+SOAK = int(os.environ.get("EP_OPS_TEST_SOAK", 500 if SHARING < 3 else 20))
+FEW = 9
 ROUTES = ("random", "all_to_one_rank", "no_tokens_on_last_rank", "over_capacity", "nothing_to_last_rank", "padded")
 """Routes that one communicator can take."""
 
@@ -35,6 +40,7 @@ FORMAT_HIDDEN = 1152
 FORMATS = (("e4m3/128/pow2", "columns"), ("wire:e4m3/32/mx", ""))
 """Of rows, with the layout of their scales."""
 
+Formats = Sequence[tuple[str, str]]
 Over = tuple[int, str]
 """Ranks of each domain, and the wire between them."""
 
@@ -42,7 +48,7 @@ Over = tuple[int, str]
 def overs(world_size: int) -> list[Over]:
     """All that there are for so many ranks."""
     sizes = [size for size in range(1, world_size) if world_size % size == 0]
-    return [(size, wire) for size in sizes for wire in ("nvlink", "nvshmem")]
+    return [(size, wire) for size in sizes for wire in ("nvlink", "nvshmem", "adversary")]
 
 
 def config(world_size: int) -> dict[str, Any]:
@@ -50,13 +56,21 @@ def config(world_size: int) -> dict[str, Any]:
     return dict(num_experts=4 * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
 
 
+def half_of_the_memory(world_size: int, size: int) -> int:
+    """Bytes of symmetric memory in which calls of TOKENS go in rounds."""
+    plan = ep_ops.memory_plan(world_size=world_size, domain_size=size, latency_max_tokens=0, **config(world_size))
+    return sum(nbytes for purpose, nbytes in plan.items() if purpose.startswith("symmetric")) // 2
+
+
 Make = Callable[..., ep_ops.Communicator]
+in_rounds = pytest.mark.parametrize("half", [False, True], ids=["whole", "rounds"])
+"""Whether a communicator has half of the memory."""
 
 
 @pytest.fixture(params=overs(int(os.environ.get("WORLD_SIZE", 1))), ids=lambda over: f"{over[0]}-{over[1]}")
 def make(request, monkeypatch) -> Make:
-    """make(backend, name, **more): a communicator of domains of so many ranks, over that wire. Skips on all ranks
-    alike, which were started in one environment."""
+    """make(backend, name, half, formats=(), **more): a communicator of domains of so many ranks, over that wire, which
+    will send rows in these formats, if any are named, and no others. Skips on all ranks alike."""
     size, wire = request.param
     if wire == "nvshmem":
         if why := nvshmem.problem() or backends.no_device_library():
@@ -64,11 +78,26 @@ def make(request, monkeypatch) -> Make:
         if SHARING > 1:
             os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     monkeypatch.setenv("EP_OPS_WIRE", wire)
+    if wire == "adversary":
+        adversary.install(monkeypatch.setattr)
 
-    def made(backend: str, name: str, **more: Any) -> ep_ops.Communicator:
+    def made(backend: str, name: str, half: bool = False, formats: Formats = (), **more: Any) -> ep_ops.Communicator:
+        if half and more.get("latency_max_tokens"):
+            pytest.skip("latency kernels take what they take at a time")
+        if half and backend == "cute":
+            more["staging_bytes"] = half_of_the_memory(ranks()[1], size)
         comm = make_comm(backend, f"domains {name}", domain_size=size, **{**config(ranks()[1]), **more})
         assert comm.backend.name == backend and len(comm.domains) == comm.world_size // size
         assert backend == "reference" or comm.config.wire == wire
+        assert backend == "reference" or not half or round_tokens(comm.config) < TOKENS
+        if backend == "cute" and wire == "adversary":
+            if not formats:
+                comm.warmup()
+            for format, layout in formats:
+                x = torch.empty(0, comm.hidden_size, dtype=comm.dtype, device="cuda")
+                idx = torch.empty(0, TOP_K, dtype=torch.int32, device="cuda")
+                send(comm, x, idx, idx.float(), format, layout)
+            adversary.wake(comm)
         return comm
 
     return made
@@ -77,15 +106,21 @@ def make(request, monkeypatch) -> Make:
 # ---------------------------------------------------------------------- every operator
 
 
+@pytest.fixture(params=[0, TOKENS], ids=["throughput", "latency"])
+def few(request) -> int:
+    """The bound of the latency kernels: none of the calls here, or all that they take."""
+    return request.param
+
+
 @contextlib.contextmanager
 def both(make: Make, **more: Any) -> Iterator[tuple[ep_ops.Communicator, ep_ops.Communicator]]:
     with make("cute", "both", **more) as comm, make("reference", "both", **more) as ref:
         yield comm, ref
 
 
-def check(make: Make, together: Any, call: Call, seed: int) -> None:
+def check(make: Make, few: int, together: Any, call: Call, seed: int, half: bool = False) -> None:
     given = inputs(seed, call.topk_idx.shape[0], HIDDEN, TOP_K, call.capacity, torch.bfloat16)
-    with both(make, alignment=call.alignment) as (comm, ref):
+    with both(make, half=half, alignment=call.alignment, latency_max_tokens=few) as (comm, ref):
         got = run_all(comm, call, *given)
         torch.cuda.synchronize()
         comm.check_errors()
@@ -95,11 +130,11 @@ def check(make: Make, together: Any, call: Call, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_every_operator(name, make, seed, together):
+def test_every_operator(name, make, few, seed, together):
     rank, world_size = ranks()
     case = cases.route_cases(world_size, seed)[name]
     call = Call(case.topk_idx[rank].cuda(), case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens)
-    check(make, together, call, seed)
+    check(make, few, together, call, seed)
 
 
 def drawn(seed: int, step: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +150,7 @@ def drawn(seed: int, step: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("tokens", ["many", "unequal", "none", "nowhere"])
-def test_tokens(tokens, make, seed, together):
+def test_tokens(tokens, make, few, seed, together):
     """As many as there may be, another number on each rank, none at all, and none that names an expert."""
     rank, world_size = ranks()
     count = {"many": TOKENS, "unequal": TOKENS * (rank + 1) // world_size - rank, "none": 0, "nowhere": 50}[tokens]
@@ -123,7 +158,14 @@ def test_tokens(tokens, make, seed, together):
     if tokens == "nowhere":
         idx.fill_(-1)
     capacity = (TOKENS * world_size * TOP_K + 4 * 16) // 16 * 16
-    check(make, together, Call(idx, capacity, 16, 0, TOKENS), seed)
+    check(make, few, together, Call(idx, capacity, 16, 0, TOKENS), seed)
+
+
+def test_rounds(make, seed, together):
+    """All operators, of more tokens than the memory takes at a time; no tokens of some ranks in some rounds."""
+    rank, world_size = ranks()
+    idx = drawn(seed, 4, TOKENS - 150 * (rank % 2))[1]
+    check(make, 0, together, Call(idx, world_size * TOKENS // 16 * 16, 16, 0, TOKENS), seed, half=True)
 
 
 def test_gathered(make, seed, together):
@@ -184,18 +226,23 @@ def wrong_gradients(
     return wrong(grads[0], added(comm, rows, idx)) + (~near).sum()
 
 
-def test_steps(make, seed, together):
-    """Back to back, without a host synchronisation; tokens and their bound change from step to step."""
+def test_steps(make, few, seed, together):
+    """Back to back, without a host synchronisation, some of them in two halves; tokens and their bound change from step
+    to step."""
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     host = torch.Generator().manual_seed(seed + ranks()[0])
-    with make("cute", "steps") as comm:
+    with make("cute", "steps", latency_max_tokens=few) as comm:
         for step in range(STEPS):
-            bound = 9 if step % 3 == 2 else TOKENS
+            bound = FEW if step % 3 == 2 else TOKENS
             x, idx, scale = drawn(seed, step, int(torch.randint(0, bound + 1, (), generator=host)))
             weights = scale if step % 2 else None
             residual = x.flip(0) if step % 7 == 3 else None
-            sent = comm.dispatch(x, idx, weights, max_tokens=bound)
-            out = comm.combine(sent.x, sent.route, sent.weights, residual=residual)
+            if step % 4 == 1 and residual is None:
+                sent = comm.dispatch_wait(comm.dispatch_start(x, idx, weights, max_tokens=bound))
+                out = comm.combine_wait(comm.combine_start(sent.x, sent.route, sent.weights))
+            else:
+                sent = comm.dispatch(x, idx, weights, max_tokens=bound)
+                out = comm.combine(sent.x, sent.route, sent.weights, residual=residual)
             bad += wrong(out, expected(comm, x, idx, weights, residual)) + sent.dropped.sum()
             if step % 5 == 0:
                 again, _ = comm.dispatch_planned(x, sent.route)
@@ -212,10 +259,11 @@ def test_steps(make, seed, together):
             assert int(bad) == 0
 
 
-def test_captured(make, seed, together):
+@in_rounds
+def test_captured(half, make, few, seed, together):
     """One graph of a forward and a backward pass, replayed on other inputs than were captured."""
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    with make("cute", "captured") as comm:
+    with make("cute", "captured", half, latency_max_tokens=few) as comm:
         comm.warmup()
         x, idx, weights = drawn(seed, 0, TOKENS)
 
@@ -237,6 +285,43 @@ def test_captured(make, seed, together):
             graph.replay()
             bad += wrong(out, expected(comm, x, idx, weights))
             bad += wrong_gradients(comm, tuple(grads), x, idx, weights, x)
+        torch.cuda.synchronize()
+        comm.check_errors()
+        with together():
+            assert int(bad) == 0
+        del graph
+
+
+def test_soak(make, seed, together):
+    """Steps of a graph that draws its tokens itself, so that no host is waited for: forward and backward of many,
+    forward of few. Each time other experts are named, by more or less of them, mostly by low or by high ids."""
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.manual_seed(seed + ranks()[0])
+    with make("cute", "soak") as comm:
+
+        def step(bound: int, backward: bool) -> None:
+            x = torch.randn(bound, HIDDEN, device="cuda").bfloat16().requires_grad_()
+            lean = torch.linspace(-1, 1, comm.num_experts, device="cuda") * torch.randn((), device="cuda")
+            chosen = (torch.rand(bound, comm.num_experts, device="cuda") + lean).argsort(1)[:, :TOP_K].int()
+            named = torch.rand(chosen.shape, device="cuda") < 2 * torch.rand((), device="cuda")
+            idx, weights = torch.where(named, chosen, -1), torch.rand(chosen.shape, device="cuda").requires_grad_()
+            sent = comm.dispatch(x, idx, weights, max_tokens=bound)
+            out = comm.combine(sent.x, sent.route, sent.weights)
+            bad.add_(wrong(out.detach(), expected(comm, x.detach(), idx, weights.detach())))
+            if backward:
+                grads = torch.autograd.grad(out, (x, weights), x.detach())
+                bad.add_(wrong_gradients(comm, grads, x.detach(), idx, weights.detach(), x.detach()))
+
+        comm.warmup()
+        step(TOKENS, True)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step(TOKENS, True)
+            step(FEW, False)
+        for _ in range(SOAK // 2):
+            graph.replay()
         torch.cuda.synchronize()
         comm.check_errors()
         with together():
@@ -280,9 +365,10 @@ def test_checked(make, seed, together, monkeypatch):
 # ---------------------------------------------------------------------- failures
 
 
-def test_what_one_rank_refuses(make, seed, together):
-    """All are told, and go on."""
-    with make("cute", "refused") as comm:
+@in_rounds
+def test_what_one_rank_refuses(half, make, few, seed, together):
+    """All are told, once, and go on."""
+    with make("cute", "refused", half, latency_max_tokens=few) as comm:
         x, idx, weights = drawn(seed, 1, 50)
         for _ in range(2):
             with together():
@@ -294,6 +380,7 @@ def test_what_one_rank_refuses(make, seed, together):
                     torch.cuda.synchronize()
                     with pytest.raises(ValueError, match="refused by rank 0: x has dtype"):
                         comm.check_errors()
+                    comm.check_errors()
             sent = comm.dispatch(x, idx, weights)
             out = comm.combine(sent.x, sent.route, sent.weights)
             torch.cuda.synchronize()
@@ -302,40 +389,128 @@ def test_what_one_rank_refuses(make, seed, together):
                 assert int(wrong(out, expected(comm, x, idx, weights))) == 0
 
 
-def test_what_no_kernel_takes(make, seed, together):
-    """Is refused before anything is sent."""
-    with make("cute", "untaken") as comm:
-        x, idx, _ = drawn(seed, 1, 8)
-        with together():
-            with pytest.raises(ValueError, match="has no kernel for them across NVLink domains"):
-                comm.dispatch_tokens(x, idx)
+# ---------------------------------------------------------------------- token-major rows
+
+
+@in_rounds
+def test_token_major(half, make, seed, monkeypatch):
+    """All dispatches, with and without weights and drops, their gradients, and what runs along their routes; the
+    checking mode raises the first difference from the reference."""
+    monkeypatch.setenv("EP_OPS_CHECK", "1")
+    world_size = ranks()[1]
+    with make("cute", "tokens", half) as comm:
+        for turn, share in enumerate((1.0, 0.5, 0.0)):
+            x, idx, weights = drawn(seed, turn, 0 if turn == 1 and comm.rank == world_size - 1 else TOKENS - 7 * turn)
+            idx[::5, 1] = idx[::5, 0]
+            capacity = int(world_size * TOKENS * share)
+            sent = comm.dispatch_tokens(x, idx, weights, capacity=capacity)
+            plain = comm.dispatch_tokens(x, idx, capacity=capacity)
+            comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, capacity=capacity))
+            exact = comm.dispatch_tokens_dynamic(x, idx, weights)
+            for got in (sent, plain, exact):
+                along = (*got.route.tensors, *got.route.ints, comm.name)
+                comm.dispatch_tokens_planned(x, got.route, weights)
+                comm.dispatch_tokens_planned(x, got.route)
+                comm.dispatch_planned(x, got.route)
+                y = torch.randn(got.x.shape, device="cuda").bfloat16()
+                row_weights = torch.randn(got.local_idx.shape, device="cuda")
+                torch.ops.ep.dispatch_tokens_backward(y, row_weights, *along)
+                torch.ops.ep.dispatch_tokens_backward(y, None, *along)
+                torch.ops.ep.dispatch_tokens_backward(None, row_weights, *along)
+                comm.combine(y, got.route)
+                comm.combine_wait(comm.combine_start(y, got.route))
+                comm.combine(y, got.route, residual=x)
         torch.cuda.synchronize()
-        with contextlib.suppress(ValueError):  # every rank was told by the others, too
-            comm.check_errors()
+        comm.check_errors()
+
+
+def token_layer(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+    """An expert doubles a row: a rank's rows times the sum of their weights."""
+    sent = comm.dispatch_tokens(x, idx, weights, max_tokens=TOKENS)
+    held = torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1]
+    y = torch.where(held[:, None], sent.x.float() * 2 * sent.weights.sum(1, keepdim=True), 0).bfloat16()
+    return comm.combine(y, sent.route, residual=x)
+
+
+@few_processes
+def test_token_major_compiled(make, seed, together):
+    """Values and gradients: compiled ones beside eager ones, eager ones beside the reference's."""
+    with both(make) as (comm, ref):
+        got, want, true = (
+            step_of(run, of, seed)
+            for run, of in ((torch.compile(token_layer, fullgraph=True), comm), (token_layer, comm), (token_layer, ref))
+        )
+        torch.cuda.synchronize()
+        comm.check_errors()
+        with together():
+            for one, other, right in zip(got, want, true, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * float(other.abs().max()))
+                torch.testing.assert_close(other, right, rtol=0, atol=0)
+        torch.compiler.reset()
+
+
+def test_token_major_captured(make, seed, together):
+    """Replays bring what is there then, along the route that is asked for then."""
+    with make("cute", "tokens_captured") as comm:
+        comm.warmup()
+        x, idx, weights = drawn(seed, 0, TOKENS)
+
+        def step() -> tuple[Tensor, ...]:
+            sent = comm.dispatch_tokens(x, idx, weights)
+            held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
+            rows = torch.where(held, sent.x, 0)
+            return rows, sent.weights, sent.local_idx, sent.route.send_rows, comm.combine(rows, sent.route)
+
+        step()
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = step()
+        for turn in range(1, 4):
+            for kept, fresh in zip((x, idx, weights), drawn(seed, turn, TOKENS), strict=True):
+                kept.copy_(fresh)
+            for tensor in captured:
+                tensor.fill_(77)
+            graph.replay()
+            eager = step()
+            torch.cuda.synchronize()
+            with together():
+                for number, (mine, theirs) in enumerate(zip(captured, eager, strict=True)):
+                    assert torch.equal(mine, theirs), (turn, number)
+        comm.check_errors()
+        del graph
+
+
+def send(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor, format: str, layout: str) -> None:
+    """Rows in a format, along a new route and along the same."""
+    sent = comm.dispatch(x, idx, weights, format=format, scales_as=layout)
+    comm.dispatch_planned(x, sent.route, weights, format=format, scales_as=layout)
 
 
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way[0])
-def test_formats(way, make, seed, monkeypatch):
+def test_formats(way, make, few, seed, monkeypatch):
     """Rows that are quantised on the way; the checking mode raises the first difference from the reference."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     name, layout = way
-    with make("cute", "formats", hidden_size=FORMAT_HIDDEN) as comm:
+    with make("cute", "formats", [way], hidden_size=FORMAT_HIDDEN, latency_max_tokens=few) as comm:
         for step, tokens in enumerate((TOKENS, 3 + comm.rank, 0)):
             idx = drawn(seed, step, tokens)[1]
             x = torch.randn(tokens, FORMAT_HIDDEN, device="cuda").mul(10.0 ** (step - 2)).bfloat16()
             weights = torch.rand(idx.shape, device="cuda")
-            sent = comm.dispatch(x, idx, weights, format=name, scales_as=layout)
-            comm.dispatch_planned(x, sent.route, weights, format=name, scales_as=layout)
+            send(comm, x, idx, weights, name, layout)
+            sent = comm.dispatch_tokens(x, idx, weights, format=name, scales_as=layout)
+            comm.dispatch_tokens_planned(x, sent.route, weights, format=name, scales_as=layout)
             torch.cuda.synchronize()
             comm.check_errors()
 
 
-def test_absent_rank(make, seed, together):
+def test_absent_rank(make, few, seed, together):
     """A rank that does not come is named by all, within the deadline, in its own domain and in others; destroy does not
     hang."""
     seconds = 2.0 * SHARING
     x, idx, _ = drawn(seed, 1, 30)
-    comm = make("cute", "absent", timeout=seconds)
+    comm = make("cute", "absent", timeout=seconds, latency_max_tokens=few)
     comm.warmup()
     absent = comm.world_size - 1
     torch.cuda.synchronize()

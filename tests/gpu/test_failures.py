@@ -183,18 +183,19 @@ def test_refusals_reach_everybody(kind, few, together):
     """What one rank refuses ends on all of them at once; they are told why, and go on."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         pytest.skip("needs several ranks")
-    config = {**CONFIG, "latency_max_tokens": few, "symmetric_rows": 1024 * dist.get_world_size()}
+    config = {**CONFIG, "latency_max_tokens": few, "symmetric_rows": 1024 * dist.get_world_size() + 1}
     with ep_ops.Communicator(timeout=60.0, **config) as comm:
         comm.warmup()
         x, idx = inputs(comm.rank)
         sent = comm.dispatch(x, idx)
         y = comm.empty_rows(sent.x.shape[0]).copy_(sent.x)
+        off = comm.empty_rows(sent.x.shape[0] + 1)[1:]
         wrong = comm.rank == 0  # which has experts, however many ranks there are
         calls = {
             "dispatch": lambda: comm.dispatch(x[1:] if wrong else x, idx),
             "combine": lambda: comm.combine(sent.x.float() if wrong else sent.x, sent.route),
             "planned": lambda: comm.dispatch_planned(x, sent.route._replace(num_rows=-1) if wrong else sent.route),
-            "gathered": lambda: comm.combine_gathered(sent.x if wrong else y, sent.route),
+            "gathered": lambda: comm.combine_gathered(off if wrong else y, sent.route),
             "start": lambda: comm.dispatch_wait(comm.dispatch_start(x[1:] if wrong else x, idx)),
             "wait": lambda: comm.combine_wait(
                 comm.combine_start(sent.x, sent.route)._replace(weights=x[0] if wrong else None)
@@ -202,7 +203,7 @@ def test_refusals_reach_everybody(kind, few, together):
         }
         texts = {
             "dispatch": "x has shape", "combine": "y has dtype", "planned": "num_rows is -1",
-            "gathered": "y does not lie", "start": "x has shape", "wait": "recv_weights has dtype",
+            "gathered": "y lies in symmetric memory", "start": "x has shape", "wait": "recv_weights has dtype",
         }  # fmt: skip
         for _ in range(3):
             refusal = None

@@ -14,7 +14,7 @@ from operators import ranks
 from sharing import SHARING, few_processes
 from torch import Tensor
 
-from ep_ops.moe import DispatchHandle, MoECommunicator, MoECommunicatorConfig, Quant, plot_begun
+from ep_ops.moe import DispatchHandle, MoECommunicator, MoECommunicatorConfig, Quant, plot_begun, plot_waits
 from ep_ops.nn import expert_lists, gather_rows, of_rows, reduce_rows
 
 TOKENS, TOP_K, HIDDEN, EACH = 24, 3, 1152, 4
@@ -161,15 +161,17 @@ def test_placement_changes_between_replays(mode: str, layout: str, seed: int, to
             assert torch.equal(counted, load) and stats.dispatches == len(turns)
             assert stats.received.sum() == stats.returned.sum() > 0 and not stats.dropped.any()
             assert 1 < len(stats.operations) <= 16 and stats.begun.shape == (world_size, len(stats.operations))
-            assert (stats.begun >= 0).all() and (stats.begun.amin(0) == 0).all() and (stats.waits >= 0).all()
+            assert (stats.begun >= 0).all() and (stats.begun.amin(0) == 0).all()
+            assert stats.waits.shape == (world_size, *stats.begun.shape) and (stats.waits >= 0).all()
             assert "latest on average: rank" in plot_begun(stats, tmp_path / "begun.svg").read_text(encoding="utf-8")
         moe.check_errors()
 
 
-def test_a_late_rank_shows(seed: int, together: Any) -> None:
-    """One that is busy with something else before each of its operations."""
+@pytest.mark.parametrize("mode", ["throughput", "latency"])
+def test_a_late_rank_shows(mode: str, seed: int, together: Any, tmp_path: Path) -> None:
+    """One that is busy with something else before each of its operations: it begins late, and is waited for."""
     rank, world_size = ranks()
-    with torch.no_grad(), made(world_size, statistics=True) as moe:
+    with torch.no_grad(), made(world_size, mode, statistics=True) as moe:
         moe.warmup()
         x, ids, weights = drawn(seed, rank, world_size, TOKENS)
         slowest = world_size - 1
@@ -185,7 +187,14 @@ def test_a_late_rank_shows(seed: int, together: Any) -> None:
         with together():
             if world_size > 1 and SHARING == 1:
                 assert int(stats.late.argmax()) == slowest and stats.late[slowest] > 2e-4
-                assert rank == slowest or stats.waits[slowest] > 2e-4
+                # Every other rank has waited for it most, and it for nobody so long.
+                own = (stats.waits.mean(2) * (1 - torch.eye(world_size))).tolist()
+                for waiting, for_others in enumerate(own):
+                    longest = max(range(world_size), key=for_others.__getitem__)
+                    assert waiting == slowest or longest == slowest and for_others[slowest] > 2e-4, own
+                assert int(stats.awaited.argmax()) == slowest and max(own[slowest]) < stats.awaited[slowest], own
+                text = plot_waits(stats, tmp_path / "waits.svg").read_text(encoding="utf-8")
+                assert f"waited for most: rank {slowest}" in text
         moe.check_errors()
 
 

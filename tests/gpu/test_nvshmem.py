@@ -1,4 +1,5 @@
-"""NVSHMEM between processes, which may share one GPU: its symmetric memory, and batches of rows over every wire.
+"""NVSHMEM between processes, which may share one GPU: its symmetric memory, and batches of rows and the latency kernels
+over every wire.
 
 `torchrun --nproc-per-node 4 -m pytest tests/gpu/test_nvshmem.py`, with the extra nvshmem-cu12 or nvshmem-cu13.
 """
@@ -6,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import symmetric
+from ep_ops.config import consecutive_domains
 from ep_ops.symmetric import nvshmem
 
 MAX_TOKENS, HIDDEN = 40, 512
@@ -102,43 +104,52 @@ class Sent(NamedTuple):
 
 
 class Wired:
-    """A kernel on this rank, in NVSHMEM's memory, over a wire of a kind."""
+    """Kernels on this rank, in NVSHMEM's memory, over a wire of a kind."""
 
-    def __init__(self, kind: str, device: torch.device, heap: Any, kernel: Any, terms: int) -> None:
+    def __init__(self, kind: str, device: torch.device, heap: Any, kernels: Sequence[Any]) -> None:
         from cute_kernels import sync
         from cute_kernels.heap import EPOCH, STATE_BYTES
         from cute_kernels.internode.courier import Courier
+        from cute_kernels.internode.wire import mailbox_bytes
+        from cute_kernels.places import place_words
 
         self.rank, self.world_size = ranks()
         self.memory = symmetric.allocate(heap.nbytes, dist.group.WORLD, device, over_domains=True)
+        adversary = kind == "adversary"
+        depth = heap.problem.wire.depth if adversary else 0
+        self.mailbox = torch.zeros(mailbox_bytes(depth), dtype=torch.uint8, device=device)
+        words = [*self.memory.addresses, *place_words(heap.problem.domains), self.mailbox.data_ptr()]
+        self.table = torch.tensor(words, dtype=torch.int64, device=device)
+        self.served = torch.arange(1 + 2 * STEPS, dtype=torch.int64, device=device)
         if kind != "nvshmem" and 0 in self.memory.addresses:
             pytest.skip("needs ranks that map each other's memory")
         self.memory.local[:STATE_BYTES].view(torch.int64)[EPOCH] = 1
         self.report = torch.zeros(4 * sync.REPORT_WORDS, dtype=torch.int64, pin_memory=True)
         self.side, self.epoch = torch.cuda.Stream(device), 0
         self.ranks = (
-            self.memory.table.data_ptr(), self.memory.addresses[self.rank], self.rank, self.report.data_ptr(),
-            int(20e9 * SHARING), terms,
+            self.table.data_ptr(), self.memory.addresses[self.rank], self.rank, self.report.data_ptr(),
+            int(20e9 * SHARING),
         )  # fmt: skip
         properties = torch.cuda.get_device_properties(device)
         arch = f"sm_{properties.major}{properties.minor}a"
-        self.run = loaded(kernel, arch)
-        adversary = kind == "adversary"
-        self.courier = loaded(Courier(heap.problem, heap, kernel.wire.depth), arch) if adversary else None
-        if (
-            self.courier is not None
-        ):  # of an operation that has ended: loading it while a kernel waits for it would hang
-            self.courier(*self.ranks, 0, 0, 2, self.side.cuda_stream)
+        self.run = {kernel: loaded(kernel, arch) for kernel in kernels}
+        self.courier = loaded(Courier(heap.problem, depth), arch) if adversary else None
+        if self.courier is not None:  # of an operation that has ended: loaded while a kernel waits for it it would hang
+            self.courier(*self.ranks, 0, self.served.data_ptr(), 0, 2, self.side.cuda_stream)
         torch.cuda.synchronize()
         dist.barrier()
 
-    def launch(self, seed: int, tensors: tuple[Tensor, ...], *numbers: int) -> None:
-        """One operation."""
+    def launch(self, kernel: Any, terms: int, seed: int, **values: Any) -> None:
+        """One operation; arguments that are not given are 0."""
         self.epoch += 1
-        addresses = (tensor.data_ptr() for tensor in tensors)
-        self.run(*self.ranks, *addresses, *numbers, torch.cuda.current_stream().cuda_stream)
+        given = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in values.items()}
+        fields = kernel.Args._fields[1:]
+        assert set(given) <= set(fields)
+        stream = torch.cuda.current_stream().cuda_stream
+        self.run[kernel](*self.ranks, terms, *(given.get(name, 0) for name in fields), stream)
         if self.courier is not None:
-            self.courier(*self.ranks, self.epoch, seed % 2**30, 2, self.side.cuda_stream)
+            served = self.served.data_ptr() + 8 * self.epoch
+            self.courier(*self.ranks, terms, served, seed % 2**30, 2, self.side.cuda_stream)
 
     def close(self) -> None:
         torch.cuda.synchronize()
@@ -163,22 +174,20 @@ class Batched(Wired):
     """The kernel of tests/batches.py."""
 
     def __init__(self, kind: str, device: torch.device) -> None:
-        from batches import Batches, BatchHeap
+        from batches import Batches, BatchHeap, depth_of, problem_of
 
         from cute_kernels import marks
-        from cute_kernels.heap import Problem
 
         world_size = ranks()[1]
-        problem = Problem(world_size, (1,) * world_size, 1, HIDDEN, "bf16", MAX_TOKENS)
-        heap = BatchHeap(problem)
-        kernel = Batches(problem, wire_of(kind, heap.depth))
-        super().__init__(kind, device, heap, kernel, marks.pack("dispatch", MAX_TOKENS))
+        problem = problem_of(world_size, HIDDEN, "bf16", MAX_TOKENS, wire_of(kind, depth_of(world_size)))
+        self.kernel, self.terms = Batches(problem), marks.pack("dispatch", MAX_TOKENS)
+        super().__init__(kind, device, BatchHeap(problem), [self.kernel])
 
     def step(self, x: Tensor, counts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Launches; out [W, max_tokens, H] and came [W]."""
         out = torch.full((self.world_size, MAX_TOKENS, HIDDEN), torch.nan, dtype=x.dtype, device=x.device)
         came = torch.full((self.world_size,), -1, dtype=torch.int32, device=x.device)
-        self.launch(seed, (x, counts, out, came), 2)
+        self.launch(self.kernel, self.terms, seed, x=x, counts=counts, out=out, came=came, blocks=2)
         return out, came
 
     def given(self, sent: Sent) -> tuple[Tensor, Tensor]:
@@ -234,48 +243,80 @@ def test_captured(kind, device, seed, together):
     wired.close()
 
 
+class Few(Wired):
+    """The latency kernels."""
+
+    def __init__(self, kind: str, device: torch.device, domain_size: int, tokens: int, top_k: int) -> None:
+        from cute_kernels import marks
+        from cute_kernels.heap import Problem
+        from cute_kernels.latency.combine import Combine
+        from cute_kernels.latency.dispatch import Dispatch
+
+        world_size = ranks()[1]
+        problem = Problem(
+            world_size, (4,) * world_size, top_k, HIDDEN, "bf16", tokens,
+            consecutive_domains(world_size, domain_size), wire_of(kind, 4 * world_size),
+        )  # fmt: skip
+        self.tokens, self.rows = tokens, world_size * tokens * top_k
+        self.kernels = Dispatch(problem, tokens, True), Combine(problem, tokens, True)
+        self.terms = [
+            marks.pack("dispatch", tokens, scalars=True, few=True), marks.pack("combine", tokens, few=True)
+        ]  # fmt: skip
+        super().__init__(kind, device, self.kernels[0].heap, self.kernels)
+
+    def pair(self, x: Tensor, idx: Tensor, weights: Tensor, y: Tensor, seed: int) -> dict[str, Tensor]:
+        """Launches both; what comes of them, by name."""
+        ints = dict(send_rows=idx.numel(), arrivals=4 * self.rows + self.world_size + 3, offs=4, counts=4, dropped=4)
+        out = {name: torch.full((size,), -2, dtype=torch.int32, device=x.device) for name, size in ints.items()}
+        out["send_rows"] = out["send_rows"].view_as(idx)
+        out["recv_x"] = torch.full((self.rows, HIDDEN), torch.nan, dtype=x.dtype, device=x.device)
+        out["recv_weights"] = torch.full((self.rows,), torch.nan, device=x.device)
+        sizes = dict(tokens=idx.shape[0], max_tokens=self.tokens, senders=2, first_receiver=1, blocks=4)
+        self.launch(
+            self.kernels[0], self.terms[0], seed, x=x, topk_idx=idx, topk_weights=weights, capacity=self.rows,
+            alignment=1, **sizes, **out,
+        )  # fmt: skip
+        out["out"] = torch.full_like(x, torch.nan)
+        route = {name: out[name] for name in ("send_rows", "arrivals", "recv_weights", "out")}
+        self.launch(self.kernels[1], self.terms[1], seed + 1, y=y, topk_idx=idx, num_rows=self.rows, **sizes, **route)
+        return out
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("domain_size", (1, 2, 4))
-def test_combine(domain_size, kind, device, seed, together):
-    """The bits of the reference backend, on domains that are declared."""
-    from cute_kernels import marks
-    from cute_kernels.heap import Problem
-    from cute_kernels.internode.combine import Combine
-
+def test_few_tokens(domain_size, kind, device, seed, together):
+    """Dispatch and combine, step behind step: the bits of the reference backend, on domains that are declared."""
     rank, world_size = ranks()
-    if world_size % domain_size:
-        pytest.skip(f"needs a multiple of {domain_size} ranks")
+    if world_size % domain_size or world_size == domain_size:
+        pytest.skip(f"needs several domains of {domain_size} ranks")
     experts, top_k, tokens = 4 * world_size, 6, 20
-    problem = Problem(world_size, (4,) * world_size, top_k, HIDDEN, "bf16", tokens)
-    kernel = Combine(problem, wire_of(kind, 4 * world_size), tokens, True, True)
-    wired = Wired(kind, device, kernel.heap, kernel, marks.pack("combine", tokens, few=True))
+    wired = Few(kind, device, domain_size, tokens, top_k)
     draw = torch.Generator().manual_seed(seed + rank)
-    steps: list[tuple[tuple[Tensor, ...], Tensor, Tensor]] = []
+    steps: list[tuple[tuple[Tensor, ...], ep_ops.Dispatched, Tensor]] = []
     with ep_ops.Communicator(
         num_experts=experts, hidden_size=HIDDEN, top_k=top_k, max_tokens_per_rank=tokens, device=device,
         backend="reference", domain_size=domain_size,
     ) as comm:  # fmt: skip
-        of = [next(d for d, members in enumerate(comm.domains) if r in members) for r in range(world_size)]
-        domains = torch.tensor(of, dtype=torch.int32, device=device)
         for _ in range(fewer(20, 4)):
             count = int(torch.randint(0, tokens + 1, (), generator=draw))
             idx = torch.randint(-1, experts, (count, top_k), generator=draw).int().to(device)
-            route, _ = comm.plan(idx)
-            spread = torch.randn(route.num_rows, 1, generator=draw).mul(2).exp()
-            y = (spread * torch.randn(route.num_rows, HIDDEN, generator=draw)).bfloat16().to(device)
-            weights = torch.randn(route.num_rows, generator=draw).to(device)
-            residual = torch.randn(count, HIDDEN, generator=draw).bfloat16().to(device)
-            want = comm.combine(y, route, weights, residual=residual)
-            given = (y, weights, idx, route.send_rows, route.arrivals, domains, residual)
-            steps.append((given, torch.full_like(residual, torch.nan), want))
+            x = torch.randn(count, HIDDEN, generator=draw).bfloat16().to(device)
+            weights = torch.randn(count, top_k, generator=draw).to(device)
+            spread = torch.randn(wired.rows, 1, generator=draw).mul(2).exp()
+            y = (spread * torch.randn(wired.rows, HIDDEN, generator=draw)).bfloat16().to(device)
+            sent = comm.dispatch(x, idx, weights, capacity=wired.rows, alignment=1)
+            want = comm.combine(y, sent.route, sent.weights)
+            steps.append(((x, idx, weights, y), sent, want))
     torch.cuda.synchronize()
     dist.barrier()
     with together():
-        for number, (given, out, _) in enumerate(steps):
-            count, rows = out.shape[0], given[0].shape[0]
-            wired.launch(seed + number, (*given, out), count, tokens, rows, 4)
+        got = [wired.pair(*given, seed + 2 * number) for number, (given, *_) in enumerate(steps)]
         torch.cuda.synchronize()
         assert not wired.report.any(), wired.report.tolist()
-        for _, out, want in steps:
-            assert torch.equal(out, want)
+        for mine, (_, sent, want) in zip(got, steps, strict=True):
+            held = int(sent.route.offs[-1])
+            assert torch.equal(mine["offs"], sent.route.offs) and torch.equal(mine["send_rows"], sent.route.send_rows)
+            assert torch.equal(mine["recv_x"][:held], sent.x[:held])
+            assert torch.equal(mine["recv_weights"][:held], sent.weights[:held])
+            assert torch.equal(mine["out"], want)
     wired.close()

@@ -1,12 +1,14 @@
 """What stands between start and wait of a split operation runs beside it: seen on the profiler's timeline.
 
-The device has all of a step before it begins (a sleep in front), so that the order of events is the device's own and
-not the host's. What is asked for is order, never speed: a product runs while rows are being sent, and of few tokens the
-kernel that receives begins when the one that sends has ended. `pytest -s` shows the timeline.
+The device has all of a step before it begins: it sleeps in front, on all ranks for as long as the slowest host takes to
+call the step (`seen`). So the order of events is the device's own and not the host's. What is asked for is order, never
+speed: a product runs while rows are being sent, and of few tokens the kernel that receives begins when the one that
+sends has ended. `pytest -s` shows the timeline.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ pytestmark = own_gpu
 TOKENS, HIDDEN = 256, 7168  # as much as these kernels send
 PRODUCTS = 4  # between start and wait; each reads 100 MB of weights
 STEPS = 8
+DOUBLINGS = 8  # of the sleep in front of a step, at most
 SHARE = 0.1
 """The least share of a start's time for which products must run beside it: more than an accident."""
 
@@ -64,6 +67,40 @@ def timeline(run: Callable[[], None]) -> list[Kernel]:
         torch.cuda.synchronize()
     events = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
     return sorted(Kernel(event.time_range.start, event.time_range.end, event.name) for event in events)
+
+
+def seen(steps: Callable[[int, int], bool]) -> list[Kernel]:
+    """The timeline of `steps(number, delay)`. Each step sleeps for so many cycles, and `steps` says whether the host
+    had called all of each one by then. The sleep is doubled until it had, on all ranks."""
+    delay = DELAY
+    for _ in range(DOUBLINGS):
+        ahead: list[bool] = []
+        kernels = timeline(functools.partial(_note, ahead, steps, delay))
+        if dist.is_initialized():
+            said: list[bool] = [False] * dist.get_world_size()
+            dist.all_gather_object(said, ahead[0])
+            ahead = said
+        if all(ahead):
+            return kernels
+        delay *= 2
+    raise AssertionError(f"the host of rank {ahead.index(False)} takes longer for a step than {delay // 2} cycles")
+
+
+def _note(ahead: list[bool], steps: Callable[[int, int], bool], delay: int) -> None:
+    ahead.append(steps(STEPS, delay))
+
+
+class Sleep:
+    """Puts the device to sleep; `lasts` says whether it sleeps still."""
+
+    def __init__(self, cycles: int) -> None:
+        torch.cuda._sleep(cycles)
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    @property
+    def lasts(self) -> bool:
+        return not self._end.query()
 
 
 def operations(kernels: list[Kernel], name: str) -> list[Operation]:
@@ -161,21 +198,24 @@ def test_products_run_while_rows_are_sent(how, comms, seed, together):
     }
     run = runs[how]()
 
-    def steps(number: int) -> None:
+    def steps(number: int, delay: int = DELAY) -> bool:
         """On fresh data, each checked against the whole operators."""
+        ahead = True
         for _ in range(number):
             for tensor, fresh in zip(given, oracle.draw(), strict=True):
                 tensor.copy_(fresh)
-            torch.cuda._sleep(DELAY)
+            sleep = Sleep(delay)
             out, beside = run(*given)
+            ahead = sleep.lasts and ahead
             rows = slow.dispatch(*given, max_tokens=TOKENS)
             oracle.wrong += (out != slow.combine(rows.x, rows.route, rows.weights)).sum()
             oracle.wrong += (~torch.isclose(beside, shared(shared(given[0])), rtol=0.1, atol=0.1)).sum()
+        return ahead
 
     with torch.no_grad():
         steps(4)  # the first ones compile, warm up, capture
         oracle.verdict(fast, together)
-        kernels = timeline(lambda: steps(STEPS))
+        kernels = seen(steps)
     oracle.verdict(fast, together)
     torch._dynamo.reset()
     if rank == 0:
@@ -249,19 +289,22 @@ def test_products_run_beside_many_tokens(how, comms, seed, together):
     }
     run = runs[how]()
 
-    def steps(number: int) -> None:
+    def steps(number: int, delay: int = DELAY) -> bool:
+        ahead = True
         for _ in range(number):
             for tensor, fresh in zip(given, oracle.draw(), strict=True):
                 tensor.copy_(fresh)
-            torch.cuda._sleep(DELAY)
+            sleep = Sleep(delay)
             out, _ = run(*given)
+            ahead = sleep.lasts and ahead
             rows = slow.dispatch(*given, max_tokens=MANY)
             oracle.wrong += (out != slow.combine(rows.x, rows.route, rows.weights)).sum()
+        return ahead
 
     with torch.no_grad():
         steps(4)
         oracle.verdict(fast, together)
-        kernels = timeline(lambda: steps(STEPS))
+        kernels = seen(steps)
     oracle.verdict(fast, together)
     torch._dynamo.reset()
     with together():
@@ -296,14 +339,18 @@ def test_products_run_beside_gradients(how, comms, seed, together):
 
     run = step if how == "eager" else torch.compile(step, fullgraph=True)
 
-    def steps(number: int) -> None:
+    def steps(number: int, delay: int = DELAY) -> bool:
+        ahead = True
         for _ in range(number):
             x, idx, weights = oracle.draw()
-            torch.cuda._sleep(DELAY)
-            run(x.requires_grad_(), idx, weights.requires_grad_()).backward(torch.ones_like(x))
+            grad = torch.ones_like(x)
+            sleep = Sleep(delay)
+            run(x.requires_grad_(), idx, weights.requires_grad_()).backward(grad)
+            ahead = sleep.lasts and ahead
+        return ahead
 
     steps(4)
-    kernels = timeline(lambda: steps(STEPS))
+    kernels = seen(steps)
     oracle.verdict(fast, together)
     torch._dynamo.reset()
     with together():

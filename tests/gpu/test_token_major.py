@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import formats
-from ep_ops.nn import expert_lists, gather_rows, reduce_rows
+from ep_ops.nn import expert_lists, gather_mm, places_route, reduce_rows, weights_of_places
 
 WAYS = [("e4m3/128/pow2", "rows"), ("e4m3/128/fp32", "columns"), ("e4m3/32/mx", "rows"), ("e4m3/row/fp32", "rows"),
         ("wire:e4m3/128/pow2", "")]  # fmt: skip
@@ -61,11 +61,12 @@ def noise(seed: int, like: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("few", [0, FEW], ids=["throughput", "latency"])
 @pytest.mark.parametrize(("dtype", "uneven"), CASES)
-def test_every_operator(dtype, uneven, few, seed, monkeypatch):
-    """All dispatches, with and without weights and drops, their gradients, and what runs along their routes; the
-    checking mode raises the first difference. With `few` the latency kernels combine."""
+def test_every_operator(dtype, uneven, few, seed, together, monkeypatch):
+    """All dispatches, with and without weights and drops, their gradients, and what runs along their routes, those of
+    places too; the checking mode raises the first difference. With `few` the latency kernels combine."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     rank, world_size = ranks()
+    unequal = torch.zeros((), dtype=torch.int64, device="cuda")
     most, bound = (few, few) if few else (TOKENS, BOUND)
     with make_comm("cute", "tokens", latency_max_tokens=few, **config(world_size, dtype, uneven)) as comm:
         comm.warmup()
@@ -91,8 +92,21 @@ def test_every_operator(dtype, uneven, few, seed, monkeypatch):
                 comm.combine(y, got.route)
                 comm.combine_wait(comm.combine_start(y, got.route))
                 comm.combine(y, got.route, residual=x)
+                lists = expert_lists(got.local_idx, comm.num_local_experts, alignment=1 + 15 * (turn % 2))
+                places = places_route(comm, got.route, lists)
+                z = noise(seed + 2, y.new_empty(places.num_rows, HIDDEN))
+                given = z, places, weights_of_places(row_weights, lists)
+                fused = comm.combine(*given)
+                unequal += (fused != comm.combine(reduce_rows(z, lists, row_weights), got.route)).sum()
+                comm.combine_wait(comm.combine_start(*given))
+                comm.combine(*given, residual=x)
+                along = (*places.tensors, places.num_rows, *places.ints, comm.name)
+                torch.ops.ep.combine_backward(x, z, given[2], *along)
+                torch.ops.ep.dispatch_planned(x, None, *along)
         torch.cuda.synchronize()
         comm.check_errors()
+        with together():
+            assert int(unequal) == 0
 
 
 @pytest.mark.parametrize(("name", "layout"), WAYS)
@@ -178,9 +192,8 @@ def test_layer(seed, together):
         def layer(where: ep_ops.Communicator, x: Tensor, weights: Tensor, matrices: Tensor) -> Tensor:
             sent = where.dispatch_tokens(x, idx, weights, max_tokens=BOUND)
             lists = expert_lists(sent.local_idx, comm.num_local_experts, alignment=16)
-            rows = gather_rows(sent.x, lists)
-            y = torch._grouped_mm(rows, matrices, offs=lists.offs)
-            return where.combine(reduce_rows(y, lists, sent.weights), sent.route, residual=x)
+            y, places = gather_mm(sent.x, matrices, lists), places_route(where, sent.route, lists)
+            return where.combine(y, places, weights_of_places(sent.weights, lists), residual=x)
 
         def step(run: Any, where: ep_ops.Communicator) -> tuple[Tensor, ...]:
             leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, matrices.bfloat16())]

@@ -1,4 +1,4 @@
-"""Throughput kernels across NVLink domains compile without a GPU, for wires of both kinds."""
+"""Kernels across NVLink domains compile without a GPU, for wires of both kinds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from test_linked import LIBRARY, needs_library
-from test_ptx import compiled_ptx
+from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
+from cute_kernels.latency import combine as latency_combine
+from cute_kernels.latency import dispatch as latency_dispatch
 from cute_kernels.throughput.combine import Combine
-from cute_kernels.throughput.publish import Publish
+from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.config import consecutive_domains
 
 DOMAINS = consecutive_domains(16, 8)
 LARGE = Problem(16, (16,) * 16, 8, 7168, "bf16", 4096, DOMAINS, wire.Nvlink())
+LARGEST = dataclasses.replace(
+    LARGE, world_size=512, experts_per_rank=(2,) * 88 + (1,) * 424, domains=consecutive_domains(512, 8)
+)
+"""One expert more on some ranks."""
+FEW = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096, consecutive_domains(4, 2), wire.Nvlink())
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +40,12 @@ def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "arch"),
-    [(Publish(LARGE, True, True, True, False), "sm_90a"), (Combine(LARGE, True, True, False, True), "sm_100a")],
-    ids=["publish", "combine"],
+    [
+        (PublishTokens(LARGEST, True, True, True, False), "sm_90a"),
+        (Combine(LARGE, True, True, False, True), "sm_100a"),
+        (Combine(LARGEST, True, False, True, False, True), "sm_90a"),
+    ],
+    ids=["publish", "combine", "scalars"],
 )
 def test_over_nvlink(kernel: Any, arch: str) -> None:
     ptx = compiled_ptx(kernel, arch)
@@ -43,19 +54,40 @@ def test_over_nvlink(kernel: Any, arch: str) -> None:
 
 
 @needs_library
-def test_over_nvshmem() -> None:
-    assert LIBRARY is not None
-    ptx = compiled_ptx(Pull(dataclasses.replace(LARGE, wire=wire.Nvshmem(LIBRARY)), True, False, True), "sm_100a")
+@pytest.mark.parametrize(
+    ("kind", "problem", "variant", "arch"),
+    [(Pull, LARGE, (True, False, True), "sm_100a"), (latency_combine.Combine, FEW, (128, True), "sm_90a")],
+    ids=["pull", "few"],
+)
+def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> None:
+    ptx = compiled_ptx(kind(dataclasses.replace(problem, wire=wire.Nvshmem(str(LIBRARY))), *variant), arch)
     assert "nvshmemi_device_state_d" in ptx  # which the library is told of before the kernel is launched
     declared = set(re.findall(r"^\.extern \.func .*?(\w+)\s*$", ptx, re.M))
     assert not {name for name in declared if "nvshmem" in name}, "a call that nothing defines"
 
 
+@needs_assembler
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [(latency_dispatch.Dispatch(FEW, 128, True), "sm_90a"), (latency_combine.Combine(FEW, 128, True), "sm_100a")],
+    ids=["dispatch", "combine"],
+)
+def test_few_tokens(kernel: Any, arch: str, tmp_path: Path) -> None:
+    """Lines are stored at peers of the domain and in the send area. Two blocks fit on a multiprocessor."""
+    ptx = compiled_ptx(kernel, arch)
+    routes = 2 * isinstance(kernel, latency_dispatch.Dispatch)
+    assert count(ptx, "st.volatile.global.v4.b32") >= 2 + routes
+    assert "fma.rn.f32" not in ptx, "products and sums are rounded one by one"
+    account = assembled(ptx, arch, tmp_path)
+    spilled, registers = re.search(r"(\d+) bytes spill stores", account), re.search(r"Used (\d+) registers", account)
+    assert spilled and int(spilled[1]) <= 256, account
+    assert registers and int(registers[1]) <= 64, account
+
+
 def test_which_there_are() -> None:
-    """Each kernel is of the domains and their wire; token-major and gathering ones are not among them."""
+    """Each kernel is of the domains and their wire; those that gather are not among them."""
     kernels = kernels_of(LARGE)
     kinds = {type(kernel).__name__ for kernel in kernels}
-    assert kinds == {"Publish", "Pull", "Combine", "PullScaled"}
+    assert kinds == {"Publish", "PublishTokens", "Pull", "Combine", "PullScaled"}
     assert len(kernels) == len(set(kernels)) < len(kernels_of(dataclasses.replace(LARGE, domains=(), wire=None)))
-    assert not any(getattr(kernel, "token_major", False) for kernel in kernels)
     assert {kernel.problem for kernel in kernels} == {LARGE}

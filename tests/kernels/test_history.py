@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_kernels import marks
-from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES
+from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS
 from cute_kernels.sync import TOLD_SO
 from ep_ops.backends.cute import history
 from ep_ops.backends.cute.backend import CuteBackend
@@ -39,7 +39,18 @@ def test_the_last_comes_first() -> None:
         (33, "dispatch", 8.0, None), (32, "combine", 7.0, None), (31, "dispatch", 5.0, 6.0)
     ]  # fmt: skip
     assert found[0].scalars and found[0].few and found[0].rows and found[0].max_tokens == 64 and not found[1].scalars
-    assert history.operations(noted()) == []
+    assert history.operations(noted()) == [] and found[0].waits == ()
+
+
+def test_waits_of_an_operation_that_is_over_do_not_count() -> None:
+    """In units of 64 ns, of 3 ranks; operation 18 has left some where 34 has its own."""
+    words = [0] * 3 * NOTES
+    words[6:9] = [1 << WAIT_BITS | 7000, 2 << WAIT_BITS | 5, 2 << WAIT_BITS]  # in the place of 2, 18, 34
+    words[3] = 2 << WAIT_BITS | (1 << WAIT_BITS) - 1
+    found = history.operations(
+        noted((34, "dispatch", 9, 0, 0), (33, "plan", 8, 0, 0)), struct.pack(f"<{len(words)}q", *words)
+    )
+    assert [one.waits for one in found] == [(0.0, 5 * 64e-9, 0.0), (pytest.approx(137.4, abs=0.1), 0.0, 0.0)]
 
 
 def test_what_people_read() -> None:

@@ -11,18 +11,23 @@ from launches import Recorder, allocate_on_cpu
 
 from cute_kernels import marks
 from cute_kernels.heap import Problem
+from cute_kernels.internode.wire import Nvlink
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 from ep_ops.backends.cute import latency
 from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.config import consecutive_domains
 from ep_ops.records import Route, Sizes
 
 SMS = 132
 
 
-@pytest.fixture(params=[1, 4])
+@pytest.fixture(params=[(1, 1), (4, 4), (4, 2)], ids=["alone", "one_domain", "two_domains"])
 def recorder(request) -> Recorder:
-    return Recorder(Problem(request.param, (8,) * request.param, 4, 64, "bf16", 512), SMS)
+    ranks, size = request.param
+    domains = consecutive_domains(ranks, size) if size < ranks else ()
+    wire = Nvlink() if domains else None
+    return Recorder(Problem(ranks, (8,) * ranks, 4, 64, "bf16", 512, domains, wire), SMS)
 
 
 @pytest.fixture
@@ -64,4 +69,14 @@ def test_launches(path, recorder, max_tokens: int, weighted: bool) -> None:
 def test_a_rank_alone_wastes_no_block(path, recorder) -> None:
     if recorder.problem.world_size > 1:
         pytest.skip("not alone")
-    assert path._dispatch_deal(8, True, True) == path._combine_deal(True, True) == (0, 0, SMS)
+    assert path._dispatch_deal(8, True, True) == path._combine_deal(8, True, True) == (0, 0, SMS)
+
+
+def test_puts_find_a_block_each(path, recorder) -> None:
+    """As far as there are so many; blocks that send need not receive, too, unless all do."""
+    far = recorder.problem.world_size - recorder.problem.domain_ranks
+    for tokens in (1, 8, 20, 40, 256):
+        deals = (path._dispatch_deal(tokens, True, True), path._combine_deal(tokens, True, True))
+        for puts, (senders, first, blocks) in zip((far + far * tokens, far * tokens), deals, strict=True):
+            assert blocks == SMS and senders >= min(puts, SMS) * (far > 0)
+            assert first == senders or (senders, first) == (SMS, 0)

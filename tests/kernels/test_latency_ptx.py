@@ -98,6 +98,8 @@ def test_split_operations(kernel) -> None:
     assert "ld.volatile.global.v4.b32" not in start and "atom.relaxed.gpu.global.add" not in start
     wait = compiled_ptx(kernel(LARGE, 256, True, False, True), "sm_90a")
     assert "st.volatile.global.v4.b32" not in wait and count(wait, "atom.relaxed.gpu.global.add.u32") == 1
+    # What only sends has no wait to note.
+    assert "red.relaxed.gpu.global.max" not in start and count(wait, "red.relaxed.gpu.global.max.u64") == 1
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

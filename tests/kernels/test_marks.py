@@ -10,6 +10,7 @@ pytest.importorskip("cutlass")
 
 from cute_kernels import marks, sync
 from cute_kernels.formats import FORMATS
+from cute_kernels.heap import MOST_RANKS_ACROSS
 from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.report import Report
 
@@ -73,7 +74,7 @@ def test_timeout():
 
 def test_told():
     """By another rank, which has left what it waited for."""
-    parts = marks.Alarm(sync.TIMEOUT, sync.FLAGS.index("token"), 71, 3, 2**25 - 1)
+    parts = marks.Alarm(sync.TIMEOUT, sync.FLAGS.index("token"), MOST_RANKS_ACROSS - 1, 3, 2**25 - 1)
     word = shift = 0
     for part, bits in zip(parts, marks.ALARM_BITS, strict=True):
         word, shift = word | part << shift, shift + bits
@@ -83,7 +84,7 @@ def test_told():
     made._words = [1, sync.TOLD, 0, 0, 0, 0, mark(7, "combine", 64) | -(1 << 63), 0] + [0] * 56
     assert made.told()
     assert made.failed() == (
-        "rank 0, in ep::combine (operation 7 of this communicator), was told that rank 71 waited 2 s for rank 3"
+        "rank 0, in ep::combine (operation 7 of this communicator), was told that rank 1023 waited 2 s for rank 3"
         " (token flag, token 33554431)"
     )
 
@@ -91,7 +92,8 @@ def test_told():
 def test_told_before_anything_was_begun():
     """The host writes the record that no kernel has."""
     made = object.__new__(Report)
-    made._timeout, made._heard = 2.0, lambda epoch: (sync.TIMEOUT | 3 << 7 | 1 << 14, ())
+    told = sync.TIMEOUT | 3 << 7 | 1 << 7 + marks.RANK_BITS
+    made._timeout, made._heard = 2.0, lambda epoch: (told, ())
     made._words = [0] * 64
     made.tell(1, 9)
     assert made.pending() and made.told()
@@ -107,12 +109,12 @@ def test_told_of_ranks_that_disagree():
     begun = [mark(7, "dispatch", 64), mark(7, "dispatch", 32) | -(1 << 63), mark(7, "dispatch", 64)]
     alike = [mark(6, "combine", 64)] * 3
     for at, marked in ((7, begun), (6, alike)):  # in the operation in which this rank is told, or in the next one
-        made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 14, begun if epoch == 7 else alike)
+        made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 7 + marks.RANK_BITS, begun if epoch == 7 else alike)
         made._words = [1, sync.TOLD, 0, 0, 0, 0, marked[0], 0] + [0] * 56
         assert str(made.failed()).endswith(
             "was told that rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
         ), at
-    made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 14, alike)
+    made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 7 + marks.RANK_BITS, alike)
     assert str(made.failed()).endswith("all ranks must call the same operators with the same arguments")
 
 
@@ -161,7 +163,7 @@ def test_refusal():
     made = object.__new__(Report)
     made._told = 0
     for epoch in (7, 8):
-        own, refusal = mark(epoch, "dispatch", 64), epoch << marks.SHIFT | marks.pack("refused", 3)
+        own, refusal = mark(epoch, "dispatch", 64), epoch << marks.SHIFT | marks.pack_refusal(3)
         record = [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal]
         made._words = [0] * 32 + record + [0] * 8
         assert made.pending()
@@ -169,3 +171,17 @@ def test_refusal():
         assert made.refusal() is None and not made.pending()
         made._words[32:40] = record
         assert made.refusal() is None and not made.pending()
+
+
+def test_refusal_in_rounds():
+    """Of an operation that takes several epochs the host is told once, whichever it sees."""
+    made = object.__new__(Report)
+    made._told = 0
+    most = MOST_RANKS_ACROSS - 1
+    for first, seen in ((7, (7, 8, 71)), (72, (74, 72))):
+        for number, epoch in enumerate(seen):
+            own = mark(epoch, "combine", 64)
+            refusal = epoch << marks.SHIFT | marks.pack_refusal(most, epoch - first)
+            made._words = [0] * 32 + [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal] + [0] * 8
+            told = (most, epoch, f"ep::combine (operation {epoch})")
+            assert made.refusal() == (None if number else told)

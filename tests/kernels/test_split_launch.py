@@ -100,13 +100,13 @@ def backend(device: Device) -> Any:
     made._flights = streams.Flights(torch.device("cpu"), 2)
     made._config, made._order = SimpleNamespace(name="ep"), Order("ep")
     made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)
-    made._latency_tokens, made._rank, made._device = 64, 0, torch.device("cpu")
+    made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
     results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), Traffic.of((2, 2), 2, 128, 1)
     made._launcher = here = Launches(device)
     made.side = side = Launches(device, made._flights.side.raw)
     made.latency, made._latency_beside = (LatencyPath(launcher, results, 64) for launcher in (here, side))  # type: ignore
     made.throughput = ThroughputPath(here, results, Budget(20, 30), traffic)  # type: ignore[arg-type]
-    made._beside = ThroughputPath(side, results, Budget(20, 30), traffic, beside=True)  # type: ignore[arg-type]
+    made._beside = ThroughputPath(side, results, Budget(20, 30), traffic, side=object())  # type: ignore[arg-type]
     device.take()
     return made
 
@@ -246,6 +246,19 @@ def test_refusals(backend: Any, device: Device) -> None:
     device.take()
     backend.refuse("dispatch_wait", "why", 0)
     assert device.take() == [("waits for", "caller", 2), refuse], "in the place of what receives"
+
+
+def test_refusals_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
+    """As many operations as the peers' kernels make of it; the route is one that is told before rows move."""
+    refuse = ("launches", "caller", "Refuse")
+    most = PROBLEM.max_tokens
+    for operator, max_tokens, turns in (
+        ("dispatch", 3 * most, 4), ("dispatch", most, 1), ("dispatch_planned", 3 * most, 3), ("combine", most + 1, 2),
+        ("plan", 3 * most, 1), ("dispatch_start", 2 * most, 3), ("combine_backward", 2 * most, 2),
+        ("dispatch", "many", 1),
+    ):  # fmt: skip
+        backend.refuse(operator, "why", 0, max_tokens)
+        assert device.take() == [refuse] * turns, (operator, max_tokens)
 
 
 def test_a_start_that_fails(backend: Any, device: Device) -> None:

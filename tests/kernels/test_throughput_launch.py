@@ -19,6 +19,7 @@ from cute_kernels import jit, marks
 from cute_kernels.heap import Problem
 from cute_kernels.internode.wire import Nvlink, Nvshmem
 from cute_kernels.launch import RankArgs, gather, names
+from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
@@ -124,6 +125,40 @@ def test_launches(beyond: tuple[int, int], recorder: Recorder, monkeypatch: pyte
             assert given["zeros"] == (not marks.unpack(terms)[1].kind.startswith("dispatch_tokens")), "of padding"
 
 
+def test_rounds(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of a route is told of all tokens, once; rows go by as many as the memory takes at a time."""
+    recorder.problem = dataclasses.replace(PROBLEM, max_tokens=32, route_tokens=512)
+    path = path_of(recorder, Budget(20, 30), monkeypatch)
+    x, weights = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(70, 4)
+    idx = torch.zeros(70, 4, dtype=torch.int32)
+    recv_x, recv_weights, *placed = path.dispatch(x, weights, idx, Sizes(480, 16, 0, 100))
+    plan, *moving = recorder.launched
+    assert plan[0] == Publish(recorder.problem, True, False, False, True) and plan[2]["tokens"] == 70
+    assert [type(kernel) for kernel, *_ in moving] == [Publish, Pull] * 4
+    assert [given["tokens"] for kernel, _, given in moving if isinstance(kernel, Publish)] == [32, 32, 6, 0]
+    pulls = [given for kernel, _, given in moving if isinstance(kernel, Pull)]
+    assert [given["max_tokens"] for given in pulls] == [32, 32, 32, 4]
+    assert [given["zeros"] for given in pulls] == [1, 0, 0, 0], "padding is cleared once"
+    assert len({id(given["recv_x"]) for given in pulls}) == 1 and pulls[0]["recv_x"] is recv_x
+    assert pulls[1]["x"].data_ptr() == x[32:].data_ptr() and pulls[1]["arrivals"] is not placed[1]
+
+    route = Route(idx, *placed[:4], 16, 480, 100)
+    first = len(recorder.launched)
+    out = path.combine(recv_x, recv_weights, route, x)
+    path.dispatch_backward(recv_x, recv_weights, route)
+    path.combine_backward(x, recv_x, recv_weights, route)
+    adding = [given for kernel, _, given in recorder.launched[first:] if isinstance(kernel, Combine)]
+    assert [given["tokens"] for given in adding] == 2 * [32, 32, 6, 0]
+    assert adding[1]["out"].data_ptr() == out[32:].data_ptr()
+    assert adding[2]["residual"].data_ptr() == x[64:].data_ptr() and adding[1]["y"] is recv_x
+    assert len(recorder.launched) == first + 4 + 4 + 8
+    # Ranks that passed other bounds find out, whichever round they are in.
+    assert {marks.unpack(terms)[1].max_tokens for _, terms, _ in recorder.launched} == {100}
+    recorder.launched.clear()
+    path.dispatch(x[:9], None, idx[:9], Sizes(480, 16, 0, 32))
+    assert [type(kernel) for kernel, *_ in recorder.launched] == [Publish, Pull], "of few enough there is one round"
+
+
 def test_blocks_that_join(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels of an operation are told of the same blocks; there are as many as the budget allows, no more."""
     path = path_of(recorder, Budget(20, 30, 22, 24, beyond=(66, 99)), monkeypatch)
@@ -159,7 +194,7 @@ def test_beside_computation(recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
     """Nobody joins, and few multiprocessors stage; a budget is followed."""
     budget = Budget(20, 30, 22, 24, beyond=(66, 99))
     whole = path_of(recorder, budget, monkeypatch)
-    path = ThroughputPath(recorder, whole._outputs, budget, whole._traffic, beside=True)  # type: ignore[arg-type]
+    path = ThroughputPath(recorder, whole._outputs, budget, whole._traffic, side=object())  # type: ignore[arg-type]
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     for asked, (dispatch, combine) in (((None, None), (20, 30)), ((8, 12), (8, 12))):
         recorder.launched.clear()
@@ -170,7 +205,8 @@ def test_beside_computation(recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
             path.dispatch_backward(recv_x, recv_weights, route)
             path.along("combine_backward", x, None, route)
         publish, pull, add, add_back, publish_back, pull_back = (given for _, _, given in recorder.launched)
-        assert publish["blocks"] == PROBLEM.tiles + 1 + STAGING_BLOCKS and publish_back["blocks"] == 1 + STAGING_BLOCKS
+        staging = 1 + min(STAGING_BLOCKS, dispatch)
+        assert publish["blocks"] == PROBLEM.tiles + staging and publish_back["blocks"] == staging
         assert pull["blocks"] == pull["dealt"] == pull_back["blocks"] == dispatch
         assert pull["joining"] == pull_back["joining"] == 0
         assert add["blocks"] == add["dealt"] == add_back["blocks"] == combine
@@ -296,14 +332,24 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
         made.combine_backward(x, recv_x, row_weights, route)
     made.dispatch_backward(None, recv_weights, route)
     made.plan(idx, sizes)
+    for weights in (None, torch.zeros(7, 4)):
+        recv_x, recv_weights, *placed = made.dispatch_tokens(x, weights, idx, Sizes(48, 1, 0, 1))
+        along = Route(idx, *placed[:4], 1, 48, 1)
+        made.dispatch_tokens_planned(x, weights, along)
+    made.dispatch_tokens_backward(recv_x, recv_weights, along)
+    made.dispatch_tokens_backward(None, recv_weights, along)
+    made.throughput.plan_tokens(idx, Sizes(48, 1, 0, 1))
+    assert recorder.launched[-1][2]["blocks"] == problem.tiles + 1, "ids are relayed"
     assert {kernel for kernel, _, _ in recorder.launched} == set(kernels_of(problem))
     made.combine_gathered(held.view(torch.bfloat16).view(48, 64), route)
     kernel, terms, given = recorder.launched[-1]
     assert type(kernel).__name__ == "Combine" and marks.unpack(terms)[1].kind == "combine"
     assert given["y"].data_ptr() == held.data_ptr() and given["recv_weights"] is given["residual"] is None
-    monkeypatch.setattr(made, "refuse", lambda operator, reason: None)
-    with pytest.raises(ValueError, match="y does not lie in symmetric memory"):
-        made.combine_gathered(recv_x, route)
+    monkeypatch.setattr(made, "refuse", lambda *why, **more: None)
+    made.combine_gathered(recv_x, route)
+    assert recorder.launched[-1][2]["y"] is recv_x
+    with pytest.raises(ValueError, match="y lies in symmetric memory, and not at its beginning"):
+        made.combine_gathered(held.view(torch.bfloat16).view(48, 64)[4:], route)
 
 
 @pytest.mark.parametrize("beyond", [(0, 0), (66, 99)], ids=["fixed", "joining"])

@@ -10,15 +10,13 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from batches import Batches, BatchHeap
-from test_ptx import ARCHS, assert_no_spills, compiled_ptx, count, needs_assembler
+from batches import Batches, depth_of, problem_of
+from test_ptx import ARCHS, compiled_ptx, count
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
-from cute_kernels.internode.combine import Combine
 from cute_kernels.internode.courier import Courier
 
-PROBLEM = Problem(4, (2,) * 4, 2, 64, "bf16", 10)
 LIBRARY = wire.find_library()
 needs_library = pytest.mark.skipif(
     LIBRARY is None, reason="needs NVSHMEM's device library: nvidia-nvshmem-cu12 or cu13"
@@ -30,12 +28,16 @@ def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def problem(made: wire.Wire) -> Problem:
+    return problem_of(4, 64, "bf16", 10, made)
+
+
 def kernels() -> dict[str, Any]:
-    heap = BatchHeap(PROBLEM)
+    adversary = problem(wire.Adversary(depth_of(4)))
     return {
-        "nvlink": Batches(PROBLEM, wire.Nvlink()),
-        "adversary": Batches(PROBLEM, wire.Adversary(heap.depth)),
-        "courier": Courier(PROBLEM, heap, heap.depth),
+        "nvlink": Batches(problem(wire.Nvlink())),
+        "adversary": Batches(adversary),
+        "courier": Courier(adversary, depth_of(4)),
     }
 
 
@@ -51,37 +53,11 @@ def test_without_nvshmem(name: str, arch: str) -> None:
 @needs_library
 @pytest.mark.parametrize("arch", ARCHS[:1])
 def test_nvshmem(arch: str) -> None:
-    ptx = compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch)
+    ptx = compiled_ptx(Batches(problem(wire.Nvshmem(LIBRARY))), arch)
     assert "nvshmemi_device_state_d" in ptx  # which the library is told of before the kernel is launched
     declared = set(re.findall(r"^\.extern \.func .*?(\w+)\s*$", ptx, re.M))
     assert not {name for name in declared if "nvshmem" in name}, "a call that nothing defines"
     assert count(ptx, "st.release.gpu.global.b64") == 0
-
-
-@needs_library
-@needs_assembler
-@pytest.mark.parametrize("arch", ARCHS[:1])
-def test_nvshmem_assembles(arch: str, tmp_path: Path) -> None:
-    assert_no_spills(compiled_ptx(Batches(PROBLEM, wire.Nvshmem(LIBRARY)), arch), arch, tmp_path)
-
-
-@pytest.mark.parametrize(("ranks", "arch"), [(16, "sm_90a"), (16, "sm_100a"), (576, "sm_90a")])
-def test_combine(ranks: int, arch: str) -> None:
-    """8 domains of 72 ranks are as one."""
-    problem = Problem(ranks, (2,) * ranks, 8, 7168, "bf16", 128)
-    ptx = compiled_ptx(Combine(problem, wire.Nvlink(), 128, True, True), arch)
-    # 16 bytes of numbers are rounded on the expert's rank, between domains, and at the end; loops are unrolled.
-    assert count(ptx, "cvt.rn.bf16x2.f32") % (3 * 4) == 0 < count(ptx, "cvt.rn.bf16x2.f32")
-    assert count(ptx, "fma.rn.f32") == 0, "products and sums are rounded one by one"
-
-
-@needs_library
-@needs_assembler
-def test_combine_over_nvshmem(tmp_path: Path) -> None:
-    """For Blackwell a kernel of tests/kernels/test_across_ptx.py is linked with it."""
-    problem = Problem(16, (16,) * 16, 8, 7168, "bf16", 128)
-    ptx = compiled_ptx(Combine(problem, wire.Nvshmem(LIBRARY), 128, True, True), "sm_90a")
-    assert_no_spills(ptx, "sm_90a", tmp_path)
 
 
 @pytest.mark.parametrize(("version", "taken"), [("3.7.2", True), ("3.10.0", True), ("3.4.5", False), (None, True)])

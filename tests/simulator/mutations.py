@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .cases import Mutant
-from .network import IN_FLIGHT, Abandoned, Network, Place, Steps, Wait, Word
+from .network import Abandoned, Network, Place, Steps, Wait, Word, come_in
 from .placing import kept_of
 from .rank import Rank
 from .shape import REFUSED, Operation
@@ -15,8 +15,8 @@ Ready = Callable[[Any], bool]
 
 WAITS = (
     "hello", "refusal", "route told", "weights arrived", "weights told", "staged", "rows arrived", "rows told",
-    "wanted", "pushed", "sums arrived", "scalars arrived", "head arrived", "copies arrived", "few sums arrived",
-    "quiet",
+    "wanted", "pushed", "sums arrived", "scalars arrived", "few route arrived", "few row arrived", "few sum arrived",
+    "sent", "come",
 )  # fmt: skip
 """All that there are."""
 
@@ -32,9 +32,9 @@ def impatient(name: str) -> type[Rank]:
             epoch, number, _ = self.word_here(word)
             return epoch, number, self.terms
 
-        def quiet(self) -> Steps:
-            if name != "quiet":
-                yield from super().quiet()
+        def wait_come(self, expected: int) -> Steps:
+            if name != "come":
+                yield from super().wait_come(expected)
 
     return Impatient
 
@@ -72,8 +72,8 @@ class ShortEpoch(Rank):
         return value[0] % 2 == self.epoch % 2
 
 
-class ListsWithoutTerms(Rank):
-    """Words of lists say in which epoch they were set, and not in which operation."""
+class WordsWithoutTerms(Rank):
+    """Words, those of few tokens too, say in which epoch they were set, and not in which operation."""
 
     def is_mark(self, value: Any) -> bool:
         return self.is_of_epoch(value)
@@ -117,54 +117,58 @@ class RefusalIsAnotherOperation(Rank):
 
 
 class RunningCount(Rank):
-    """A list has one word, which counts the batches that were sent."""
+    """Rows of few tokens have one word for each source, which counts those that were sent."""
 
-    def put_batch(self, target: int, cells: list[tuple[Place, Place]], batch: tuple[str, int, int], total: int) -> None:
-        area, key, b = batch
-        self.put(target, cells, self.word(area, key), (total, b + 1))
+    def put_copy(self, target: int, cells: list[Any], token: int, number: tuple[int, int]) -> None:
+        self.put(target, cells, self.word("counted", self.rank), number[0] + 1)
 
-    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
-        word = self.word(area, source)
-        ready = lambda v: self.is_mark(v) and v[1][1] > b  # noqa: E731
-        _, (total, _), _ = yield from self.wait_for(rule, word, ready, (source,), "refusal")
-        return total
+    def await_copy(self, source: int, token: int, number: int) -> Steps:
+        ready = lambda v: self.is_mark(v) and v[1] > number  # noqa: E731
+        yield from self.wait_for("few row arrived", self.word("counted", source), ready, (source,), "refusal")
 
 
 class AddsCounts(Network):
-    """With a `RunningCount` of which each batch adds one, where it is delivered."""
+    """With a `RunningCount` of which each row adds one, where it is delivered."""
 
     def deliver(self, target: int, word: Word, value: Any) -> None:
-        if isinstance(value[1], tuple):
-            epoch, number, _ = self.words[target].get(word, (0, (0, 0), ""))
-            value = (value[0], (value[1][0], (number[1] if epoch == value[0] else 0) + 1), value[2])
+        if word[0] == "counted":
+            epoch, number, _ = self.words[target].get(word, (0, 0, ""))
+            value = (value[0], (number if epoch == value[0] else 0) + 1, value[2])
         super().deliver(target, word, value)
 
 
 class FinishFlag(Rank):
-    """The batches of a list have no words; a put of nothing says that all were sent."""
+    """Rows of few tokens have no words; a put of nothing says that all were sent."""
 
-    def put_batch(self, target: int, cells: list[tuple[Place, Place]], batch: tuple[str, int, int], total: int) -> None:
-        area, key, b = batch
-        self.put(target, cells, None, total)
-        if (b + 1) * self.shape.few_batch >= total:
-            self.put(target, [], self.word(area, key), total)
+    def put_copy(self, target: int, cells: list[Any], token: int, number: tuple[int, int]) -> None:
+        self.put(target, cells, None, 0)
+        if number[0] + 1 == number[1]:
+            self.put(target, [], self.word("counted", self.rank), 0)
 
-    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
-        return (yield from self.wait(rule, self.word(area, source), source))
+    def await_copy(self, source: int, token: int, number: int) -> Steps:
+        yield from self.wait("few row arrived", self.word("counted", source), source)
 
 
-class FirstBatch(Rank):
-    """When the first batch of a list is here, the others are taken to be."""
+class FirstRow(Rank):
+    """When the first row of a source is here, the others are taken to be."""
 
-    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
-        return (yield from super().wait_batch(rule, area, source, b)) if b == 0 else 0
+    def await_copy(self, source: int, token: int, number: int) -> Steps:
+        if number == 0:
+            yield from super().await_copy(source, token, number)
+
+
+class KeptAlone(Rank):
+    """Rows that are dropped are not awaited."""
+
+    def awaits(self, kept: bool) -> bool:
+        return kept
 
 
 class OneWordForAllSources(Rank):
     """Words of batches are not told apart by who sends."""
 
     def word(self, kind: str, *index: Any) -> Word:
-        several = ("batch", "relayed", "sum", "copies")
+        several = ("batch", "relayed", "sum", "lines")
         return (kind, self.bank, index[-1]) if kind in several else super().word(kind, *index)
 
 
@@ -206,14 +210,6 @@ class NothingForNothing(Rank):
     def put_batch_of(self, words: str, domain: int, b: int, mask: int) -> None:
         if mask:
             super().put_batch_of(words, domain, b, mask)
-
-
-class NothingForNothingFew(Rank):
-    """Lists without rows are not sent."""
-
-    def send_list(self, target, area, key, total, row, batch, head=None) -> Steps:  # type: ignore[no-untyped-def]
-        if total:
-            yield from super().send_list(target, area, key, total, row, batch, head)
 
 
 class NothingWanted(Rank):
@@ -357,11 +353,15 @@ class RefusalStaysHome(Rank):
             super().put(target, cells, word, number)
 
 
-class EndlessQuiet(Rank):
-    """Who waits for its puts does so for ever."""
+class EndlessSettling(Rank):
+    """Who waits for what was put to it does so for ever."""
 
-    def quiet(self) -> Steps:
-        yield Wait("quiet", IN_FLIGHT, lambda count: count == 0, "nothing")
+    def wait_for(self, rule: str, word: Word, ready: Ready, peers: tuple[int, ...], until: str) -> Steps:
+        until = "nothing" if rule == "sent" else until
+        return (yield from super().wait_for(rule, word, ready, peers, until))
+
+    def wait_come(self, expected: int) -> Steps:
+        yield Wait("come", come_in(self.epoch), lambda count: count >= expected, "nothing")
 
 
 # ---------------------------------------------------------------- sums
@@ -514,12 +514,12 @@ def rank(kind: type[Rank], fault: str = "") -> Mutation:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    **{f"no wait: {name}": rank(impatient(name), "refuses" * (name in ("quiet", "refusal"))) for name in WAITS},
+    **{f"no wait: {name}": rank(impatient(name), "refuses" * (name in ("sent", "come", "refusal"))) for name in WAITS},
     "signal beside its data": Mutation((SignalBesideData, Rank)),
     "ADD for SET": Mutation((Adds, Rank)),
     "no epoch": rank(WithoutEpoch),
     "epoch of one bit": rank(ShortEpoch),
-    "no terms in flags": rank(ListsWithoutTerms, "differs"),
+    "no terms in flags": rank(WordsWithoutTerms, "differs"),
     "terms that nobody reads": rank(TermsUnread, "differs"),
     "terms are read at the end": rank(TermsAtTheEnd, "differs"),
     "stager looks at the owner's terms": rank(StagerSuspectsTheOwner, "differs"),
@@ -527,13 +527,13 @@ MUTATIONS: dict[str, Mutation] = {
     "running count, set": rank(RunningCount),
     "running count, added": Mutation((AddsCounts, RunningCount)),
     "finish flag": rank(FinishFlag),
-    "first batch for all": rank(FirstBatch),
+    "first row for all": rank(FirstRow),
+    "dropped rows of few tokens not awaited": rank(KeptAlone),
     "last batch for all": rank(LastBatch),
     "one word for all sources": rank(OneWordForAllSources),
     "one word for all batches": rank(OneWordForAllBatches),
     "told by the source": rank(RelaysAtOnce),
     "no word for an empty batch": rank(NothingForNothing),
-    "no signal for an empty list": rank(NothingForNothingFew),
     "no word for nothing wanted": rank(NothingWanted),
     "a word that nobody waits for": rank(AnswersNobody),
     "passes on before it asks": rank(PassesOnFirst),
@@ -548,7 +548,7 @@ MUTATIONS: dict[str, Mutation] = {
     "put from where pushed, with gaps": rank(Gaps),
     "meets its domain and its rail alone": rank(MeetsItsRail),
     "refusal stays in its domain": rank(RefusalStaysHome, "refuses"),
-    "quiet for ever": rank(EndlessQuiet, "refused, and dies"),
+    "settles for ever": rank(EndlessSettling, "refused, and dies"),
     "sums in order of arrival": rank(AsTheyCome),
     "domain's sum not rounded": rank(SumsUnrounded),
     "waits for dropped copies": rank(DroppedAreAwaited),
@@ -557,6 +557,7 @@ MUTATIONS: dict[str, Mutation] = {
     "goes on, and stores routes": rank(goes_on("told out"), "gives up"),
     "goes on, and stores weights": rank(goes_on("weights"), "gives up"),
     "goes on, and stores rows to be sent": rank(goes_on("rows out"), "gives up"),
+    "goes on, and stores few rows to be sent": rank(goes_on("lines out"), "gives up"),
     "goes on, and asks": rank(goes_on("wanted out"), "gives up"),
     "goes on, and pushes": rank(goes_on("pushed"), "gives up"),
     "goes on, and puts": rank(PutsOn, "gives up"),

@@ -12,8 +12,10 @@ Place = tuple[Any, ...]
 Word = tuple[Any, ...]
 Steps = Generator[Any, Any, Any]
 
-IN_FLIGHT: Word = ("in flight",)
-"""How many of a rank's puts have not been delivered."""
+
+def come_in(epoch: int) -> Word:
+    """How many words of an epoch the wire has set at a rank. (Kernels look at all that it may set.)"""
+    return ("come", epoch)
 
 
 class Violation(AssertionError):
@@ -81,7 +83,7 @@ class Network:
         self.draw = random.Random(seed)
         self.temper = self.kind_of_temper(self.draw, world_size)
         self.memory: list[dict[Place, list[Any]]] = [{} for _ in range(world_size)]
-        self.words: list[dict[Word, Any]] = [{IN_FLIGHT: 0} for _ in range(world_size)]
+        self.words: list[dict[Word, Any]] = [{} for _ in range(world_size)]
         self.waiting: list[dict[Task, Wait]] = [{} for _ in range(world_size)]
         self.dead: set[int] = set()
         self.cut: set[tuple[int, int]] = set()  # links that deliver nothing any more
@@ -145,12 +147,9 @@ class Network:
                 turn(signal)
 
         def signal() -> None:
-            if not lost():
-                if word is not None:
-                    self.deliver(target, word, value)
-                self._in_flight(source, -1)
+            if not lost() and word is not None:
+                self.deliver(target, word, value)
 
-        self._in_flight(source, 1)
         if not halves or not self.signal_after_data:
             turn(signal)
         for here, there, half in halves:
@@ -158,10 +157,11 @@ class Network:
             turn(lambda here=here, there=there, half=half, stamp=stamp: take(here, there, half, stamp))
 
     def deliver(self, target: int, word: Word, value: Any) -> None:
+        """Sets a word that the wire brings, and counts those of its epoch; nobody counts alarms and counts."""
         self.set(target, word, value)
-
-    def _in_flight(self, rank: int, change: int) -> None:
-        self.set(rank, IN_FLIGHT, self.words[rank][IN_FLIGHT] + change)
+        if word[0] not in ("alarm", "sent"):
+            come = come_in(value[0])
+            self.set(target, come, self.words[target].get(come, 0) + 1)
 
     # ---------------------------------------------------------------- turns
 

@@ -1,4 +1,4 @@
-"""One rank: its marks and banks, how it sends lists, how operations begin and end, and what becomes of failures."""
+"""One rank: its marks and banks, how operations begin and end, and what becomes of failures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .latency import Latency
-from .network import IN_FLIGHT, Abandoned, Network, Place, Steps, Violation, Wait, Word
-from .shape import HEAD, REFUSED, Operation, Route, Shape
+from .network import Abandoned, Network, Place, Steps, Violation, Wait, Word, come_in
+from .shape import REFUSED, Operation, Route, Shape
 from .throughput import Throughput
 
 
@@ -35,12 +35,13 @@ class Rank(Throughput, Latency):
                 self.terms = "another " + op.instead
                 op = op._replace(kind=op.instead)
             self.epoch += 1
-            self.refused = self.is_there(self.word("refusal"), self.is_of_epoch)
+            self.puts = dict.fromkeys(self.everybody, 0)  # of this epoch, over the wire
+            self.refused = any(self.is_there(self.word("refusal", peer), self.is_of_epoch) for peer in self.everybody)
             tasks = [self.say_refusal()] if op.refused_by == self.rank else [self.say_hello(), *self.tasks(op)]
             yield self.network.spawn(self.rank, tasks)
             yield self.network.spawn(self.rank, [self.meet(peer) for peer in self.everybody])
             if self.refused:  # its receivers have not waited for what was put
-                yield from self.quiet()
+                yield from self.settle()
             if not self.failed:
                 self.results[op.number] = self.why_refused() if self.refused else self.result
 
@@ -57,9 +58,21 @@ class Rank(Throughput, Latency):
         }  # fmt: skip
         return kinds[op.kind](op)
 
-    def quiet(self) -> Steps:
-        """Until all that this rank has put is there, or its deadline."""
-        yield Wait("quiet", IN_FLIGHT, lambda count: count == 0 or bool(self.failed), "failure")
+    def settle(self) -> Steps:
+        """Until all has come that was put to this rank in this epoch, or its deadline. Senders say how much that is."""
+        far = [rank for rank in self.everybody if rank not in self.peers]
+        for rank in far:
+            self.network.put(self.rank, rank, [], self.word("sent", self.rank), self.mark(self.puts[rank]))
+        expected = 0
+        for rank in far:
+            _, count, _ = yield from self.wait_for("sent", self.word("sent", rank), self.is_of_epoch, (), "failure")
+            expected += count
+        if far:
+            yield from self.wait_come(expected)
+
+    def wait_come(self, expected: int) -> Steps:
+        if not self.failed:
+            yield Wait("come", come_in(self.epoch), lambda count: count >= expected, "failure")
 
     # ---------------------------------------------------------------- meeting
 
@@ -76,12 +89,12 @@ class Rank(Throughput, Latency):
         reason = self.place("reason", self.rank)
         self.store(self.rank, reason, ("because", self.epoch, self.rank))
         for peer in self.everybody:
-            self.put(peer, [(reason, reason)] * (peer != self.rank), self.word("refusal"), self.rank)
+            self.put(peer, [(reason, reason)] * (peer != self.rank), self.word("refusal", self.rank), 0)
             yield
         yield from self.say_hello(REFUSED)
 
     def why_refused(self) -> Any:
-        _, rank, _ = self.word_here(self.word("refusal"))
+        rank = next(r for r in self.everybody if self.is_there(self.word("refusal", r), self.is_of_epoch))
         return REFUSED if self.read(self.rank, self.place("reason", rank)) == ("because", self.epoch, rank) else "?"
 
     def meet(self, peer: int) -> Steps:
@@ -90,7 +103,7 @@ class Rank(Throughput, Latency):
         word = self.hello_word(peer)
         _, says, terms = yield from self.wait_for("hello", word, self.is_of_epoch, (), "failure")
         if says == REFUSED:
-            yield from self.wait_for("refusal", self.word("refusal"), self.is_of_epoch, (), "failure")
+            yield from self.wait_for("refusal", self.word("refusal", peer), self.is_of_epoch, (), "failure")
         elif terms != self.terms and not self.refused:
             self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
 
@@ -108,7 +121,7 @@ class Rank(Throughput, Latency):
             self.fail(value)
         elif isinstance(value, tuple) and value[0] < self.epoch - 1 and not self.failed:
             raise Violation(f"in epoch {self.epoch} of rank {self.rank} {word} of epoch {value[0]} arrives")
-        elif word == self.word("refusal") and self.is_of_epoch(value):
+        elif word[:2] == self.word("refusal") and self.is_of_epoch(value):
             self.refused = True
             self.network.abandon(self.rank, "refusal")
         elif word[0] == "hello":
@@ -191,48 +204,13 @@ class Rank(Throughput, Latency):
     def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
         """Rows to another rank, and behind them its word: by stores within the domain, else on the wire."""
         if self.shape.domain_of[target] != self.domain:
+            self.puts[target] += 1
             self.network.put(self.rank, target, cells, word, self.mark(number))
             return
         for here, there in cells:
             self.store(target, there, self.read(self.rank, here))
         if word is not None:
             self.flag(target, word, number)
-
-    # ---------------------------------------------------------------- lists
-
-    def send_list(
-        self,
-        target: int,
-        area: str,
-        key: int,
-        total: int,
-        row: Callable[[int], Steps] | None,
-        batch: int,
-        head: Any = None,
-    ) -> Steps:
-        """``total`` rows to the places (area, key, 0 ...) of another rank, each batch in one put that sets the batch's
-        own word to the mark with ``total``. There is one batch at least; the head, if any, lies in the first one."""
-        for b in range(max(1, -(-total // batch))):
-            places: list[Any] = [HEAD] if head is not None and b == 0 else []
-            places += range(b * batch, min(total, (b + 1) * batch))
-            cells = []
-            for p in places:
-                value = head if p == HEAD else (yield from row(p))  # type: ignore[misc]
-                here = self.sent_place(area, target, p)
-                self.store(self.rank, here, value)
-                cells.append((here, self.place(area, key, p)))
-            self.put_batch(target, cells, (area, key, b), total)
-            yield
-
-    def sent_place(self, area: str, target: int, p: Any) -> Place:
-        return self.place("sent " + area, target, p)
-
-    def put_batch(self, target: int, cells: list[tuple[Place, Place]], batch: tuple[str, int, int], total: int) -> None:
-        self.put(target, cells, self.word(*batch), total)
-
-    def wait_batch(self, rule: str, area: str, source: int, b: int) -> Steps:
-        """Until batch b of a list is here; returns how many rows the list has."""
-        return (yield from self.wait(rule, self.word(area, source, b), source))
 
     # ---------------------------------------------------------------- failures
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 Ids = tuple[tuple[int, ...], ...]
 
-HEAD = "head"
-"""Where the head of a list lies: before its first row."""
 REFUSED = "refused"
 """What a hello says of a rank that refuses."""
 
@@ -27,7 +25,6 @@ class Shape:
     top_k: int
     tokens: int  # of a rank, at most
     batch: int  # consecutive tokens whose rows are one put, throughput
-    few_batch: int  # rows of a put, latency
     tiles: int = 1  # into which a rank cuts its route
     blocks: int = 1  # of a combine, that add up what others have pushed
 

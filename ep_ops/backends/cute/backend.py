@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_kernels import marks
 from cute_kernels.alarm import Alarm
-from cute_kernels.heap import EPOCH, NOTES, REASON_BYTES, REFUSED, STATE_BYTES
+from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.rows import Slices
 from cute_kernels.sync import TOLD_SO
@@ -21,6 +21,7 @@ from cute_kernels.sync import TOLD_SO
 from ... import arrivals, symmetric
 from ...config import Config, Member
 from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
+from .. import gathered
 from ..base import Blank, DispatchTensors, Formats
 from ..split import Order, parts_of, ticket
 from . import history, latency, throughput, watch
@@ -53,7 +54,7 @@ def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
         found += throughput.kernels_of_format(problem, how)
         if tokens and how.latency:
             found += latency.kernels_of_format(problem, tokens, how)
-    return [*dict.fromkeys(found), Refuse(problem), Alarm(problem)]
+    return [*dict.fromkeys(found), Refuse(problem, tokens if problem.domains else 0), Alarm(problem)]
 
 
 class CuteBackend:
@@ -97,7 +98,7 @@ class CuteBackend:
         self.throughput = ThroughputPath(self._launcher, outputs, self.budget, traffic)
         # The same on the communicator's own stream.
         self._latency_beside = latency.LatencyPath(self._side_launcher, outputs, max(0, self._latency_tokens))
-        self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, beside=True)
+        self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = Order(config.name)
         self._once = threading.Lock()
         self._seen_failed = self._raised = False
@@ -185,17 +186,16 @@ class CuteBackend:
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         self._begin()
-        problem, rows = None, self._rows
-        if rows is None:
-            problem = f"communicator {self._config.name!r} has no rows in symmetric memory: symmetric_rows is 0"
-        elif y.numel() and y.data_ptr() != rows.local.data_ptr():
-            problem = "y does not lie in symmetric memory; pass the tensor that empty_rows returned"
+        rows, most = self._rows, self._config.symmetric_rows
+        problem = gathered.problem(y, None if rows is None else rows.local, most, self._config.name)
         if problem is not None or rows is None:
-            self.refuse("combine_gathered", str(problem))
+            self.refuse("combine_gathered", str(problem), max_tokens=route.max_tokens if self._across else 0)
             raise ValueError(problem)
         if self._across:
             return self.throughput.combine(y, None, route, None)
-        return self.throughput.combine_gathered(y, route, rows.table, self._config.symmetric_rows)
+        if gathered.elsewhere(y, rows.local):
+            self.empty_rows(y.shape[0]).copy_(y)
+        return self.throughput.combine_gathered(y, route, rows.table, most)
 
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
@@ -297,8 +297,9 @@ class CuteBackend:
         self.check_errors()  # the operation has been ended in any case
         return results
 
-    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
-        """The others are told by a kernel, in the place of those that the operator would have launched.
+    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
+        """The others are told by a kernel, in the place of those that the operator would have launched: where it takes
+        several rounds, which are operations of their own, by one for each.
 
         While a CUDA graph is captured, and where the communicator has failed already, nothing is said: the others wait
         until the deadline.
@@ -317,7 +318,17 @@ class CuteBackend:
         self._flights.follow()
         text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
         told = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
-        self._launcher.get(Refuse)(marks.pack("refused", self._rank), text=told, blocks=1)
+        few = max(0, self._latency_tokens) if self._across else 0
+        for turn in range(self._turns(whole, max_tokens) if part != "wait" else 1):
+            self._launcher.get(Refuse, few)(marks.pack_refusal(self._rank, turn), text=told, blocks=1)
+
+    def _turns(self, operator: str, max_tokens: Any) -> int:
+        """How many operations of the kernels an operator takes. What is no number of tokens at all counts as a few: the
+        others, who passed another one, find out that they disagree."""
+        rounds = self.throughput.rounds(max_tokens) if isinstance(max_tokens, int) else 1
+        if rounds == 1 or operator in ("plan", "dispatch_dynamic", "dispatch_tokens_dynamic"):
+            return 1
+        return rounds + (operator in ("dispatch", "dispatch_tokens"))  # the route is told before
 
     def empty_rows(self, num_rows: int) -> Tensor:
         config = self._config
@@ -344,10 +355,13 @@ class CuteBackend:
         topk_idx = torch.empty(0, config.top_k, dtype=torch.int32, device=self._device)
         weights = torch.empty(0, config.top_k, dtype=torch.float32, device=self._device)
         rows = config.alignment
-        few, many = (Sizes(rows, rows, 0, bound) for bound in (1, config.max_tokens_per_rank))
+        # Latency kernels, throughput kernels, those that go in rounds.
+        bounds = sorted({1, self._problem.max_tokens, config.max_tokens_per_rank})
+        every = [Sizes(rows, rows, 0, bound) for bound in bounds]
+        few = every[0]
         self.plan(topk_idx, few)
         for given in (None, weights):
-            for sizes in (few, many):  # latency kernels, throughput kernels
+            for sizes in every:
                 recv_x, recv_weights, *placed = self.dispatch(x, given, topk_idx, sizes)
                 route = _route(topk_idx, placed, rows, sizes)
                 row_weights = None if given is None else recv_weights
@@ -363,8 +377,8 @@ class CuteBackend:
             self.combine_backward(x, recv_x, row_weights, route)
             self.combine_backward(x, None, row_weights, route)
         self.dispatch_backward(None, recv_weights, route)
-        if not self._across:
-            self._warm_tokens(x, weights, topk_idx, many)
+        for sizes in every[1:] or every:
+            self._warm_tokens(x, weights, topk_idx, sizes)
         if config.symmetric_rows:
             self.combine_gathered(self.empty_rows(0), route)
         torch.cuda.synchronize(self._device)
@@ -426,8 +440,11 @@ class CuteBackend:
         return lines
 
     def last_operations(self, rank: int) -> list[Operation]:
-        first = heap_of(self._config).offset["notes"]
-        return history.operations(self.memory.read(rank, first, history.NOTE_BYTES * NOTES))
+        heap = heap_of(self._config)
+        notes, waited = (
+            self.memory.read(rank, heap.offset[name], heap.size[name]) for name in ("notes", "waited")
+        )  # fmt: skip
+        return history.operations(notes, waited)
 
     def _reason(self, peer: int, epoch: int) -> str:
         """What a rank that refused has left here."""

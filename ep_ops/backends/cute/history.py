@@ -7,26 +7,34 @@ from collections.abc import Iterable
 from datetime import datetime
 
 from cute_kernels import marks
-from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES
+from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS, WAIT_UNIT
 
 from ...records import Operation
 
-NOTE_BYTES = 8 * NOTE_WORDS
 TOLD = 3
 """Of how many operations of a rank an error tells."""
 
 
-def operations(memory: bytes) -> list[Operation]:
-    """Of a rank's notes (`NOTES` of them), the last one first."""
+def operations(memory: bytes, waited: bytes = b"") -> list[Operation]:
+    """Of a rank's notes (`NOTES` of them) and of what it has waited, the last one first."""
     found = []
-    for words in struct.iter_unpack(f"<{NOTE_WORDS}q", memory[: NOTES * NOTE_BYTES]):
+    words_of = struct.unpack(f"<{len(waited) // 8}q", waited)
+    ranks = len(words_of) // NOTES
+    for words in struct.iter_unpack(f"<{NOTE_WORDS}q", memory):
         mark, begun, met = words[0], words[BEGUN], words[MET]
         if mark == 0:
             continue
         number, terms = marks.unpack(mark)
         seen = met >= begun > words[GAVE_UP]
-        found.append(Operation(number, *terms, begun * 1e-9, met * 1e-9 if seen else None))
+        use, place = divmod(number, NOTES)
+        waits = tuple(_seconds(word, use) for word in words_of[place * ranks : (place + 1) * ranks])
+        found.append(Operation(number, *terms, begun * 1e-9, met * 1e-9 if seen else None, waits))
     return sorted(found, reverse=True)
+
+
+def _seconds(word: int, use: int) -> float:
+    """Of a word of the note's `use`; an older one tells of an operation that is over."""
+    return ((word & (1 << WAIT_BITS) - 1) << WAIT_UNIT) * 1e-9 if word >> WAIT_BITS == use else 0.0
 
 
 def told(rank: int, noted: Iterable[Operation]) -> str:

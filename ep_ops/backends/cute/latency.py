@@ -57,7 +57,10 @@ class LatencyPath:
         self.tokens = tokens
         self._kernel, self._outputs = launcher.get, outputs
         self._multiprocessors = launcher.multiprocessors
-        self._alone = launcher.problem.world_size == 1
+        problem = launcher.problem
+        self._alone = problem.world_size == 1
+        self._far = problem.world_size - problem.domain_ranks
+        self._far_rows = min(problem.top_k, self._far)  # of a token
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
@@ -67,14 +70,24 @@ class LatencyPath:
         senders = 0 if self._alone else sms * 3 // 10 if max_tokens < FEW_TOKENS else sms * 2 // 11
         if not receive:  # leaves the rest to what runs beside it
             return senders, 0, max(senders, 1)
-        return self.deal or (senders, senders if send else 0, sms)
+        return self.deal or self._with_puts(senders, self._far + self._far_rows * max_tokens, send)
 
-    def _combine_deal(self, send: bool, receive: bool) -> Deal:
+    def _with_puts(self, senders: int, puts: int, send: bool) -> Deal:
+        """A block makes one put to another NVLink domain after the other, each of which it waits for: as many blocks
+        send as there are puts. Where that were more than half of all, all do, before they receive."""
+        sms = self._multiprocessors
+        if self._far:
+            senders = max(senders, puts)
+        if senders > max(sms // 2, 1):
+            return sms, 0, sms
+        return senders, senders if send else 0, sms
+
+    def _combine_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
         sms = self._multiprocessors
         senders = 0 if self._alone else sms // 2
         if not receive:  # leaves the rest to what runs beside it
             return senders, 0, max(senders, 1)
-        return self.deal or (senders, senders if send else 0, sms)
+        return self.deal or self._with_puts(senders, self._far * max_tokens, send)
 
     def dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
@@ -132,8 +145,8 @@ class LatencyPath:
     def _launch_combine(
         self, part: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None
     ) -> None:
-        senders, first_receiver, blocks = self._combine_deal(*part)
         max_tokens = route.max_tokens
+        senders, first_receiver, blocks = self._combine_deal(max_tokens, *part)
         self._kernel(Combine, self.tokens, recv_weights is not None, *part)(
             marks.pack("combine", max_tokens, few=True),
             y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -13,6 +14,8 @@ from ...config import Config
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
+MOST_ROUNDS = 64
+"""The most rounds of an operation: with one more, in which the route is told, as many as a refusal counts."""
 DEFAULT_TOKENS = 256
 """The largest `max_tokens` of calls that run on the latency kernels, if the communicator does not say otherwise."""
 
@@ -32,6 +35,13 @@ def problem_with(config: Config) -> str | None:
             f"num_experts is {config.num_experts}, at most {problem.local_experts} a rank; on {config.world_size} ranks"
             f" backend 'cute' needs {problem.placing_bytes} bytes of shared memory to place rows;"
             f" allowed: at most {SHARED_BYTES - 1024}"
+        )
+    if config.staging_bytes is not None and round_tokens(config) is None:
+        least = _in_rounds_of(config, least_round(config))
+        held = _heap_of(config, least).nbytes
+        return (
+            f"staging_bytes is {config.staging_bytes}; in {MOST_ROUNDS} rounds of {least.max_tokens} tokens"
+            f" backend 'cute' holds {held} bytes of symmetric memory; allowed: at least as many"
         )
     return None
 
@@ -58,29 +68,51 @@ def problem_of(config: Config) -> Problem:
 
 def sizes_of(config: Config) -> Problem:
     """The same without what crosses between NVLink domains."""
+    tokens = config.max_tokens_per_rank if config.staging_bytes is None else round_tokens(config)
+    return _in_rounds_of(config, tokens or least_round(config))
+
+
+@functools.cache
+def round_tokens(config: Config) -> int | None:
+    """The most tokens of a round, in as few rounds as keep the symmetric memory within `staging_bytes`. None: so many
+    rounds are not allowed."""
+    for rounds in range(1, MOST_ROUNDS + 1):
+        tokens = -(-config.max_tokens_per_rank // rounds)
+        if _heap_of(config, _in_rounds_of(config, tokens)).nbytes <= (config.staging_bytes or 0):
+            return tokens
+    return None
+
+
+def least_round(config: Config) -> int:
+    """The fewest tokens of a round."""
+    return -(-config.max_tokens_per_rank // MOST_ROUNDS)
+
+
+def _in_rounds_of(config: Config, tokens: int) -> Problem:
     return Problem(
         world_size=config.world_size,
         experts_per_rank=config.experts_per_rank,
         top_k=config.top_k,
         hidden_size=config.hidden_size,
         dtype=DTYPES[config.dtype],
-        max_tokens=config.max_tokens_per_rank,
+        max_tokens=tokens,
         domains=config.domains if across(config) else (),
+        route_tokens=config.max_tokens_per_rank if tokens < config.max_tokens_per_rank else 0,
     )
 
 
 def token_bound(config: Config, problem: Problem) -> int:
-    """The largest `max_tokens` of a call that runs on the latency kernels; the same on every rank, 0: none. There are
-    none across NVLink domains."""
-    if problem.domains:
-        return 0
+    """The largest `max_tokens` of a call that runs on the latency kernels; the same on every rank, 0: none."""
     asked = DEFAULT_TOKENS if config.latency_max_tokens is None else config.latency_max_tokens
     return min(asked, most_tokens(problem))
 
 
 def heap_of(config: Config) -> Heap:
     """The symmetric memory of a rank."""
-    problem = sizes_of(config)
+    return _heap_of(config, sizes_of(config))
+
+
+def _heap_of(config: Config, problem: Problem) -> Heap:
     tokens = token_bound(config, problem)
     return LatencyHeap(problem, tokens) if tokens else Heap(problem)
 

@@ -26,7 +26,7 @@ class Report:
         self._num_experts = num_experts
         self._timeout = timeout
         self._heard = heard
-        self._told = 0  # epoch of the last refusal
+        self._told = 0  # epoch of the last refusal, of its first turn
         self._memory = torch.zeros(_ALL, dtype=torch.int64, pin_memory=True)
         self.address = self._memory.data_ptr()
         self._words = (ctypes.c_int64 * _ALL).from_address(self.address)
@@ -141,10 +141,11 @@ class Report:
         own, refusal = words[2 * _WORDS + 6 : 2 * _WORDS + 8]
         words[2 * _WORDS] = 0
         epoch, terms = marks.unpack(own)
-        if epoch == self._told:  # by another warp of the same operation, since the host looked
+        rank, turn = marks.unpack_refusal(marks.unpack(refusal)[1])
+        if epoch - turn == self._told:  # by another warp, or in a later turn, since the host looked
             return None
-        self._told = epoch
-        return marks.unpack(refusal)[1].max_tokens, epoch, f"ep::{terms.kind} (operation {epoch})"
+        self._told = epoch - turn
+        return rank, epoch, f"ep::{terms.kind} (operation {epoch})"
 
 
 def _disagreement(own: marks.Terms, other: marks.Terms) -> str:

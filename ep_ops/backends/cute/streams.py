@@ -18,6 +18,7 @@ between. So a second start receives first what the operation under way is sent, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,11 @@ class Side:
             self.stream.wait_event(self._fork)
             self.forked = True
         return self.stream.cuda_stream
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """What torch does within is on the stream, too: between kernels of an operation, or before its first."""
+        self.raw(self._device.index)
+        return torch.cuda.stream(self.stream)
 
     def ended(self, event: torch.cuda.Event) -> None:
         """``event``: when all that the operation has launched has ended. The next kernel is another one's first."""

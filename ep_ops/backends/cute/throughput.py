@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 
+from ... import arrivals
 from ...formats import OF_TOKENS
 from ...records import Delivery, Placed, Route, Sizes
 from ..base import DispatchTensors
@@ -24,7 +26,8 @@ from .budget import Traffic
 from .launcher import Launcher
 from .outputs import Outputs
 from .residency import MARGIN, row_blocks
-from .sent import Sent, given_scales, sent, with_scales
+from .sent import AS_IT_IS, Sent, given_scales, sent, with_scales
+from .streams import Side
 
 STAGING_BLOCKS = 16
 """Multiprocessors that the budget of a dispatch leaves to staging and announcing. Fewer have not been tried, but for a
@@ -38,15 +41,13 @@ def kernels_of(problem: Problem) -> list[Any]:
     publish = [(True, rows_too, weights, False) for weights in (False, True)]
     publish += [(True, False, False, True)]
     publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
-    across = bool(problem.domains)  # where rows are not token-major, and copied before they are combined
     combine: list[tuple[bool, ...]] = []
     combine += [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
     # With the gradients of weights, one for each row or `top_k`.
-    majors = (False,) if across else (False, True)
-    combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in majors]
+    combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in (False, True)]
     variants: dict[Any, Sequence[tuple[Any, ...]]] = {
         Publish: publish,
-        PublishTokens: [v for v in publish if v[0] or v[2]] if not across else [],
+        PublishTokens: [v for v in publish if v[0] or v[2]],
         Pull: [
             (weights, alone and not placed and not weights, placed, joins)
             for weights in (False, True)
@@ -54,7 +55,7 @@ def kernels_of(problem: Problem) -> list[Any]:
         ],
         Combine: combine,
         PullScaled: [(alone,)],
-        Gather: [()] if not across else [],
+        Gather: [] if problem.domains else [()],  # rows of other domains are copied
     }
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
@@ -70,21 +71,33 @@ def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
             Publish(problem, route, True, weights, False, how.format, g) for route in (False, True) for g in given
         ]
         found += [Pull(problem, weights, False, placed, joins, how.format, how.layout) for placed, joins in parts]
-    if how.layout in ("", *OF_TOKENS) and not problem.domains:
+    if how.layout in ("", *OF_TOKENS):
         tokens = [(True, False), (True, True), (False, True)]  # along a known route without weights there is no need
         found += [PublishTokens(problem, route, True, w, False, how.format, g) for route, w in tokens for g in given]
     return found
 
 
+_ALL = slice(None)
+
+Some = TypeVar("Some", Tensor, Tensor | None)
+
+
+def _of(tensor: Some, tokens: slice) -> Some:
+    """Of a round's tokens."""
+    return tensor if tensor is None or tokens is _ALL else tensor[tokens]
+
+
 class ThroughputPath:
-    """Operators for any number of tokens."""
+    """Operators for any number of tokens. Those of more than the memory takes at a time go in rounds, each of which is
+    an operation of the kernels: one moves the rows of some tokens of each rank, along a part of the route. Where the
+    route is not known another one before them tells it, of all tokens."""
 
     def __init__(
-        self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: Traffic, beside: bool = False
+        self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: Traffic, side: Side | None = None
     ) -> None:
-        """`beside`: they run beside computation, to which they leave what they can do without: no blocks join, and few
-        multiprocessors stage."""
-        self._kernel, self._beside = launcher.get, beside
+        """`side`: the stream that they run on, beside computation, to which they leave what they can do without: no
+        blocks join, and few multiprocessors stage."""
+        self._kernel, self._side = launcher.get, side
         self._problem, self._all_blocks = launcher.problem, launcher.multiprocessors
         self._outputs, self._budget, self._traffic = outputs, budget, traffic
 
@@ -92,14 +105,7 @@ class ThroughputPath:
         """With room for `num_rows` in the lists, if that is not the capacity."""
         num_rows = sizes.capacity if num_rows is None else num_rows
         placed = self._outputs.placed(topk_idx, num_rows)
-        variant = (True, False, False, True)
-        self._kernel(Publish, *variant)(
-            marks.pack("plan", sizes.max_tokens, rows=False),
-            topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
-            counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
-            capacity=sizes.capacity, num_rows=num_rows, alignment=sizes.alignment, slots=sizes.slots,
-            blocks=self._publish_blocks(variant, 0),
-        )  # fmt: skip
+        self._plan(marks.pack("plan", sizes.max_tokens, rows=False), topk_idx, placed, sizes, num_rows)
         return placed
 
     def plan_tokens(self, topk_idx: Tensor, sizes: Sizes) -> tuple[Placed, Tensor]:
@@ -107,15 +113,53 @@ class ThroughputPath:
         be."""
         placed = self._outputs.placed(topk_idx, sizes.capacity)
         recv_idx = self._outputs.ids(sizes.capacity)
-        variant = (True, False, False, True)
-        self._kernel(PublishTokens, *variant)(
-            marks.pack("dispatch_tokens_dynamic", sizes.max_tokens, rows=False),
-            topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
-            counts=placed.counts, dropped=placed.dropped, recv_idx=recv_idx, tokens=topk_idx.shape[0],
-            max_tokens=sizes.max_tokens, capacity=sizes.capacity, num_rows=sizes.capacity, alignment=1, slots=0,
-            blocks=self._publish_blocks(variant, 0),
-        )  # fmt: skip
+        terms = marks.pack("dispatch_tokens_dynamic", sizes.max_tokens, rows=False)
+        self._plan(terms, topk_idx, placed, sizes, sizes.capacity, recv_idx)
         return placed, recv_idx
+
+    def _plan(
+        self, terms: int, topk_idx: Tensor, placed: Placed, sizes: Sizes, num_rows: int, recv_idx: Tensor | None = None
+    ) -> None:
+        """Tells and places a route, and nothing else; of token-major rows, whose local ids go to `recv_idx`."""
+        variant = (True, False, False, True)
+        blocks, ids = self._publish_blocks(variant, 0), {}
+        if recv_idx is not None:
+            ids = {"recv_idx": recv_idx}
+            blocks += bool(self._problem.domains)  # they are relayed
+        self._kernel(Publish if recv_idx is None else PublishTokens, *variant)(
+            terms,
+            topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
+            counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
+            capacity=sizes.capacity, num_rows=num_rows, alignment=sizes.alignment, slots=sizes.slots, blocks=blocks,
+            **ids,
+        )  # fmt: skip
+
+    def rounds(self, max_tokens: int) -> int:
+        """In how many the rows of so many tokens go."""
+        return max(1, -(-max_tokens // self._problem.max_tokens))
+
+    def _parts(self, route: Route) -> Iterator[tuple[slice, Route]]:
+        """Each round: which of this rank's tokens it moves, and the route of these of all ranks. Their rows have the
+        places that they have in the whole."""
+        each, most = self._problem.max_tokens, route.max_tokens
+        if most <= each:
+            yield _ALL, route
+            return
+        world_size, top_k = self._problem.world_size, self._problem.top_k
+        for first in range(0, most, each):
+            tokens, here = min(each, most - first), slice(first, first + each)
+            with self._on_stream():
+                lists = arrivals.part(route.arrivals, world_size, most, top_k, first, tokens)
+            yield (
+                here,
+                route._replace(
+                    topk_idx=route.topk_idx[here], send_rows=route.send_rows[here], arrivals=lists, max_tokens=tokens
+                ),
+            )
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Where torch does something between kernels."""
+        return contextlib.nullcontext() if self._side is None else self._side.entered()
 
     def dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
@@ -130,6 +174,12 @@ class ThroughputPath:
         ids = {"recv_idx": out[7]} if token_major else {}
         capacity, alignment, slots, max_tokens = sizes
         terms = marks.pack("dispatch_tokens" if token_major else "dispatch", max_tokens, weighted, format=how.format)
+        if self.rounds(max_tokens) > 1:
+            placed = Placed(*out[2:7])
+            self._plan(terms, topk_idx, placed, sizes, capacity, ids.get("recv_idx"))
+            route = Route(topk_idx, *placed[:4], alignment, capacity, max_tokens, None, slots, token_major)
+            self._along(terms, x, topk_weights, route, delivery, (recv_x, recv_weights, recv_scales))
+            return with_scales(out, recv_scales, delivery)
         variant = (True, self._stages(how), weighted, False, how.format, how.given)
         self._kernel(PublishTokens if token_major else Publish, *variant)(
             terms,
@@ -154,7 +204,7 @@ class ThroughputPath:
 
     @property
     def _beyond(self) -> tuple[int, int]:
-        return (0, 0) if self._beside else self._budget.beyond
+        return (0, 0) if self._side else self._budget.beyond
 
     def _pulling(self, how: Sent) -> int:
         """SMs that fetch rows. In a format these are short, and have scales to be stored besides: without a budget that
@@ -171,33 +221,65 @@ class ThroughputPath:
         token_major: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Dispatch along a known route, as an operation of that kind."""
-        how = sent(delivery)
-        weighted, pulling = topk_weights is not None, self._pulling(how)
+        how, weighted = sent(delivery), topk_weights is not None
         recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows, how, token_major)
         recv_scales = self._outputs.scales(how, route.num_rows, route.slots)
-        max_tokens = route.max_tokens
-        terms = marks.pack(kind, max_tokens, weighted, format=how.format)
-        published = self._publish_along(terms, pulling, x, topk_weights, recv_weights, route, delivery, token_major)
-        joining = max(0, self._beyond[0] - pulling)
-        self._kernel(Pull, weighted, not published, False, False, how.format, how.layout)(
-            terms,
-            x=x, arrivals=route.arrivals, offs=route.offs, counts=route.counts, recv_x=recv_x,
-            recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=max_tokens, alignment=route.alignment,
-            num_rows=route.num_rows, slots=route.slots, zeros=int(how.zeros and not token_major), dealt=pulling,
-            expected=self._traffic.expected(x.shape[0], token_major=token_major), joining=joining,
-            blocks=pulling + joining,
-        )  # fmt: skip
+        terms = marks.pack(kind, route.max_tokens, weighted, format=how.format)
+        route = route._replace(token_major=token_major)
+        self._along(terms, x, topk_weights, route, delivery, (recv_x, recv_weights, recv_scales))
         return with_scales((recv_x, recv_weights), recv_scales, delivery)
 
+    def _along(
+        self, terms: int, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None,
+        received: tuple[Tensor, Tensor, Tensor | None],
+    ) -> None:  # fmt: skip
+        """Rows, weights and scales of a known route, into the tensors `received`; its `token_major` says of which kind
+        they are."""
+        how, scales = sent(delivery), given_scales(delivery)
+        weighted, pulling = topk_weights is not None, self._pulling(how)
+        recv_x, recv_weights, recv_scales = received
+        joining = max(0, self._beyond[0] - pulling)
+        whole = self.rounds(route.max_tokens) == 1
+        if not whole and weighted and route.token_major:
+            with self._on_stream():
+                recv_weights.zero_()  # a round does not know what lies behind the last copy
+        zeros = int(how.zeros and not route.token_major)
+        for here, part in self._parts(route):
+            of_x = _of(x, here)
+            published = self._publish_along(
+                terms,
+                pulling,
+                of_x,
+                _of(topk_weights, here),
+                recv_weights,
+                part,
+                how,
+                _of(scales, here),
+                cleared=whole,
+            )
+            self._kernel(Pull, weighted, not published, False, False, how.format, how.layout)(
+                terms,
+                x=of_x, arrivals=part.arrivals, offs=part.offs, counts=part.counts, recv_x=recv_x,
+                recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=part.max_tokens,
+                alignment=part.alignment, num_rows=part.num_rows, slots=part.slots, zeros=zeros, dealt=pulling,
+                expected=self._traffic.expected(of_x.shape[0], token_major=part.token_major), joining=joining,
+                blocks=pulling + joining,
+            )  # fmt: skip
+            zeros = 0  # padding is that of all rounds
+
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
-        tokens, max_tokens, blocks = route.topk_idx.shape[0], route.max_tokens, self._budget.combine
-        out = self._outputs.tokens(y, tokens)
-        self._kernel(Combine, True, recv_weights is not None, False, residual is not None)(
-            marks.pack("combine", max_tokens),
-            y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-            arrivals=route.arrivals, residual=residual, out=out, tokens=tokens, max_tokens=max_tokens,
-            num_rows=route.num_rows, **self._pushing(blocks, tokens, True),
-        )  # fmt: skip
+        blocks = self._budget.combine
+        out = self._outputs.tokens(y, route.topk_idx.shape[0])
+        launch = self._kernel(Combine, True, recv_weights is not None, False, residual is not None)
+        terms = marks.pack("combine", route.max_tokens)
+        for here, part in self._parts(route):
+            tokens = part.topk_idx.shape[0]
+            launch(
+                terms,
+                y=y, recv_weights=recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
+                arrivals=part.arrivals, residual=_of(residual, here), out=_of(out, here), tokens=tokens,
+                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(blocks, tokens, True),
+            )  # fmt: skip
         return out
 
     def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
@@ -219,13 +301,17 @@ class ThroughputPath:
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
         grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
-        max_tokens = route.max_tokens
-        self._kernel(Combine, rows, False, scalars, False, scalars and token_major)(
-            marks.pack(kind, max_tokens, scalars, rows),
-            y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=topk_idx, send_rows=route.send_rows,
-            arrivals=route.arrivals, out=grad_x, out_scalars=grad_weights, tokens=topk_idx.shape[0],
-            max_tokens=max_tokens, num_rows=route.num_rows, **self._pushing(blocks, topk_idx.shape[0], rows),
-        )  # fmt: skip
+        launch = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
+        terms = marks.pack(kind, route.max_tokens, scalars, rows)
+        for here, part in self._parts(route):
+            tokens = part.topk_idx.shape[0]
+            launch(
+                terms,
+                y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
+                arrivals=part.arrivals, out=_of(grad_x, here) if rows else grad_x,
+                out_scalars=_of(grad_weights, here) if scalars else grad_weights, tokens=tokens,
+                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(blocks, tokens, rows),
+            )  # fmt: skip
         return grad_x, grad_weights
 
     def combine_backward(
@@ -235,14 +321,16 @@ class ThroughputPath:
         grad_y, grad_weights = self._outputs.rows(grad_out, True, route.num_rows)
         blocks = self._budget.scaled
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
-        published = self._publish_along(terms, blocks, grad_out, None, None, route)
-        # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
-        self._kernel(PullScaled, not published)(
-            terms,
-            grad_out=grad_out, y=grad_y if y is None else y, recv_weights=recv_weights, arrivals=route.arrivals,
-            offs=route.offs, counts=route.counts, grad_y=grad_y, grad_weights=grad_weights,
-            max_tokens=route.max_tokens, alignment=route.alignment, num_rows=route.num_rows, blocks=blocks,
-        )  # fmt: skip
+        for here, part in self._parts(route):
+            of_out = _of(grad_out, here)
+            published = self._publish_along(terms, blocks, of_out, None, None, part)
+            # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
+            self._kernel(PullScaled, not published)(
+                terms,
+                grad_out=of_out, y=grad_y if y is None else y, recv_weights=recv_weights,
+                arrivals=part.arrivals, offs=part.offs, counts=part.counts, grad_y=grad_y, grad_weights=grad_weights,
+                max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, blocks=blocks,
+            )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
     def _pushing(self, blocks: int, tokens: int, rows: bool) -> dict[str, int]:
@@ -262,20 +350,22 @@ class ThroughputPath:
         topk_weights: Tensor | None,
         recv_weights: Tensor | None,
         route: Route,
-        delivery: Delivery | None = None,
-        token_major: bool = False,
+        how: Sent = AS_IT_IS,
+        scales: Tensor | None = None,
+        *,
+        cleared: bool = True,
     ) -> bool:
-        """Launches the publish kernel of a known route, unless it has nothing to do: then False."""
-        how = sent(delivery)
+        """Launches the publish kernel of a known route, unless it has nothing to do: then False. `cleared`: the weights
+        of token-major rows behind the last copy are."""
         variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given)
         if not any(variant[:4]):
             return False
-        self._kernel(PublishTokens if token_major and variant[2] else Publish, *variant)(
+        self._kernel(PublishTokens if route.token_major and variant[2] else Publish, *variant)(
             terms,
-            x=x, scales=given_scales(delivery), topk_idx=route.topk_idx, topk_weights=topk_weights,
+            x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
             arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],
-            max_tokens=route.max_tokens, capacity=route.num_rows, num_rows=route.num_rows, alignment=1, slots=0,
-            blocks=self._publish_blocks(variant, pulling),
+            max_tokens=route.max_tokens, capacity=route.num_rows if cleared else 0, num_rows=route.num_rows,
+            alignment=1, slots=0, blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
         return True
 
@@ -284,7 +374,8 @@ class ThroughputPath:
         same time: all that there are but for a margin stage, announce, and, across NVLink domains, send and relay."""
         route, rows, weights, *_ = variant
         tiles = self._problem.tiles if route or weights else 0
-        staging = max(row_blocks(self._problem), self._all_blocks - MARGIN - tiles - pulling)
-        if self._beside:
-            staging = min(staging, 1 + STAGING_BLOCKS)
+        staging = self._all_blocks - MARGIN - tiles - pulling
+        if self._side:
+            staging = min(staging, 1 + min(STAGING_BLOCKS, pulling))
+        staging = max(row_blocks(self._problem), staging)
         return tiles + (staging if rows else 0)

@@ -50,8 +50,9 @@ ascending, rounded to y's dtype unless it is the owner's own. On the owner: fp32
 of their lowest ranks, then of the token's residual if there is one, rounded once to y's dtype. With fp64 rows
 everything is fp64.
 
-**Gathered.** ``combine_gathered`` is combine without weights, of rows that its caller has put where peers can read
-them (``empty_rows``; any tensor will do in a communicator that is not ``strict``).
+**Gathered.** ``combine_gathered`` is combine without weights, of rows that lie where peers can read them: in
+``empty_rows``, whose memory is the same in every call. Other rows are copied there, over what it held (in a
+communicator that is not ``strict``, nowhere).
 
 **Backwards.** Of dispatch, in whatever format: rows are combined without weights, weights go back to their (token,
 k), 0 where there is no row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from ... import arrivals
 from ...config import Member
 from ...exchange import Exchange
-from ...records import Delivery, Operation, Placed, Route, Sizes
-from .. import split
+from ...records import UNTOLD, Delivery, Operation, Placed, Route, Sizes
+from .. import gathered, split
 from ..base import Blank, DispatchTensors, Formats
 from ..budget import Budget
 from . import copies, quantised
@@ -38,7 +39,6 @@ class ReferenceBackend:
         self._order = split.Order(member.name)
         self._in_start = False  # whether an operation runs as part of its start
         self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> what its wait is to return
-        self._empty: Tensor | None = None  # what empty_rows hands out
 
     def _begin(self) -> None:
         """By every operator that is neither start nor wait."""
@@ -145,20 +145,23 @@ class ReferenceBackend:
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """Ordinary memory, the same in every call."""
-        if self._empty is None:
-            shape = self.symmetric_rows, self.hidden_size
-            self._empty = torch.empty(shape, dtype=self.rows_dtype, device=self.ranks.device)
-        return self._empty[:num_rows].detach().fill_(self.rows.unused)
+        return self._memory[:num_rows].detach().fill_(self.rows.unused)
+
+    @functools.cached_property
+    def _memory(self) -> Tensor:
+        shape = self.symmetric_rows, self.hidden_size
+        return torch.empty(shape, dtype=self.rows_dtype, device=self.ranks.device)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         self._begin()
-        problem = None
-        if self.strict and self.symmetric_rows == 0:
-            name = self.name_of_communicator
-            problem = f"communicator {name!r} has no rows in symmetric memory: symmetric_rows is 0"
-        elif self.strict and y.numel() and (self._empty is None or y.data_ptr() != self._empty.data_ptr()):
-            problem = "y does not lie in symmetric memory; pass the tensor that empty_rows returned"
+        problem, most = None, self.symmetric_rows
+        if self.strict:
+            problem = gathered.problem(y, self._memory if most else None, most, self.name_of_communicator)
+        if bool((route.send_rows == UNTOLD).any()):
+            problem = "the route is that of places, which does not say where rows lie at other ranks; allowed: combine"
         self._meeting.along("combine_gathered", {}, route, problem)
+        if self.strict and gathered.elsewhere(y, self._memory):
+            y = self.empty_rows(y.shape[0]).copy_(y)
         return self.rows.to_tokens(y, None, route)
 
     # ------------------------------------------------------------------ split operations
@@ -281,7 +284,7 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ the rest of a backend
 
-    def refuse(self, operator: str, reason: str, flight: int = 0) -> None:
+    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """Meets the others where they run the operator (a split one: in its start), who raise the reason."""
         whole, part = split.parts_of(operator)
         started = self._order.started
@@ -319,7 +322,6 @@ class ReferenceBackend:
     def destroy(self, keep: bool) -> None:
         """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""
         self.exchange.group = None
-        self._empty = None
 
 
 def _terms(topk_weights: Tensor | None, delivery: Delivery | None) -> dict[str, int]:

@@ -1,0 +1,122 @@
+"""Packets for ranks of other NVLink domains, which only a wire reaches (../internode/wire.py).
+
+They are the same packets as inside a domain. A block puts those of a row, or of a route, together in a send area of its
+own rank. One put takes them to the places where stores would have left them, and sets these places' word to the
+operation's mark. A line is no whole on a wire: who reads it has waited for that word, behind which all lines show the
+mark. Words are awaited of all that is put here, of rows that are dropped, too, before the operation ends.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..copies import Copies, RankSet, below, lowest, set_of
+from ..heap import EPOCH, TICKET, Problem
+from ..places import place_of
+from .heap import PACKET_BYTES
+from .packets import THREADS, Words, st_line
+
+
+@cute.jit
+def store_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], at: Int64, words: Words) -> None:
+    """Part of a packet into the send area. Who has given up leaves it alone, since it may still be read."""
+    if ranks.mark >= 0:
+        st_line(ranks.at(ranks.own, area) + at, words)
+
+
+@cute.jit
+def put_far(
+    ranks: sync.Ranks, area: cutlass.Constexpr[str], rank: Int32, number: Int32, at: Int64, count: Int32
+) -> None:
+    """By the whole block that has stored `count` packets of a place of the send area, which begin at `at`: to the place
+    `number` of that rank."""
+    stride = ranks.heap.row_stride if area == "lines" else ranks.heap.route_packets * PACKET_BYTES
+    # Warps may not agree on whether this rank has given up.
+    if ptx.barrier_count(Int32(ranks.mark < 0)) == 0:
+        there = ranks.at(Int64(0), area) + Int64(number) * stride
+        here = ranks.at(Int64(0), f"{area}_out") + at
+        word = ranks.at(Int64(0), f"told_{area}") + Int64(number) * 8
+        wire = ranks.heap.problem.wire
+        wire.put_signal_by_block(ranks, THREADS, rank, there, here, count * PACKET_BYTES, word, ranks.mark)
+
+
+@cute.jit
+def await_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], number: Int32, peer: Int32, detail: Int32) -> Boolean:
+    """By one thread: until what `peer` puts into the place `number` has come, or the wait is given up, which is
+    False."""
+    word = ranks.at(Int64(0), f"told_{area}") + Int64(number) * 8
+    flag = "token" if area == "lines" else "route"
+    came = sync.await_flag(ranks, ranks.own + word, flag, peer, detail)
+    if came:
+        ranks.heap.problem.wire.arrived(ranks, word)
+    return came
+
+
+def have_put(ranks: sync.Ranks) -> None:
+    """By one thread of every block, when the block puts nothing any more."""
+    ptx.atom_inc_acq_rel(ranks.own + TICKET * 8)
+
+
+@cute.jit
+def end(ranks: sync.Ranks) -> None:
+    """By one thread that has met all ranks: ends the operation, in which all blocks have put what they put."""
+    blocks, _, _ = arch.grid_dim()
+    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:
+        pass
+    sync.end_refused(ranks)
+    ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
+    ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
+
+
+@cute.jit
+def far_rank(problem: cutlass.Constexpr[Problem], wanted: RankSet, number: Int32) -> Int32:
+    """Member `number` of a set of ranks, counted from 0 in ascending order; -1 if it has not so many."""
+    rank, skipped = Int32(-1), Int32(number)
+    for i in range_constexpr(len(wanted)):
+        left = wanted[i]
+        while left != 0 and rank < 0:
+            if skipped == 0:
+                rank = 32 * i + lowest(left)
+            skipped -= 1
+            left = left & (left - 1)
+    return rank
+
+
+class Order(NamedTuple):
+    """In which order a token's copies are added: lane i knows of the i-th."""
+
+    copies: Int32  # how many; this and the next three are the same in all lanes
+    own: Int32  # the one that this rank has itself, as a bit
+    last: Int32  # those that are the last of their domain, as bits
+    rounded: Int32  # those whose domain's sum is rounded: it is not the owner's
+    number: Int32
+    holder: Int32
+
+
+@cute.jit
+def order_of(ranks: sync.Ranks, copies: Copies) -> Order:
+    """By a whole warp, from the copies of a token: over domains ascending, in each over ranks ascending."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    theirs, index = place_of(ranks, cutlass.max(copies.holder, 0))
+    mine, _ = place_of(ranks, ranks.rank)
+    place = theirs * p.domain_ranks + index
+    behind = below(set_of(p, place, copies.expected != 0), place)
+    # Lane i looks for the lane with the i-th copy.
+    giver = Int32(-1)
+    for k in range_constexpr(p.top_k):
+        place_of_k, comes = arch.shuffle_sync(behind, k), arch.shuffle_sync(copies.expected, k)
+        if place_of_k == lane and comes != 0:
+            giver = Int32(k)
+    count = Int32(arch.popc(arch.vote_ballot_sync(giver >= 0)))
+    number, holder = arch.shuffle_sync(copies.number, giver & 31), arch.shuffle_sync(copies.holder, giver & 31)
+    domain = arch.shuffle_sync(theirs, giver & 31)
+    following = arch.shuffle_sync(domain, (lane + 1) & 31)
+    last = arch.vote_ballot_sync(giver >= 0 and (lane == count - 1 or following != domain))
+    rounded = arch.vote_ballot_sync(giver >= 0 and domain != mine)
+    own = arch.vote_ballot_sync(giver >= 0 and holder == ranks.rank)
+    return Order(count, Int32(own), Int32(last), Int32(rounded), number, holder)

@@ -1,0 +1,98 @@
+"""In compiled code: the rows of a gathering combine are written where peers fetch them, and not copied there.
+
+``ep::combine_gathered`` copies rows that lie elsewhere into symmetric memory. To Inductor it is an operator whose input
+it allocates like any other. The lowering here asks for that memory (``ep::rows_to_gather``) and has the kernel that
+computes the rows write into it, where Inductor hands that kernel its result's memory: kernels that it generates itself,
+and products (``torch.mm``, ``torch.addmm``). Of rows that somebody else reads, too, a generated kernel writes a second
+copy. Rows that an operator allocates itself (``torch._grouped_mm``, operators of other libraries), and views of them,
+are copied; so is what comes from outside of the graph, unless it lies there already.
+
+That memory is the same in every call. So it is asked for in the operators' sequence (ordering.py), after a gathering
+combine before this one; Inductor hands it to no other tensor; and rows lie there that nobody reads but this operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, registry
+
+LIBRARY = torch.library.Library("ep", "FRAGMENT")
+
+
+def _rows_to_gather(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype, comm: str) -> Tensor:
+    found = registry.get(comm)
+    try:
+        checks.empty_rows(found, num_rows)
+    except ValueError as error:
+        with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
+            found.backend.refuse("combine_gathered", str(error))
+        raise
+    return found.backend.empty_rows(num_rows)
+
+
+def _fake(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype, comm: str) -> Tensor:
+    return near.new_empty((num_rows, hidden), dtype=dtype)
+
+
+# -> [num_rows, hidden], undefined. `near`: any tensor on the device. Only the lowering here calls it: its result is no
+# fresh memory.
+LIBRARY.define(
+    "rows_to_gather(Tensor near, SymInt num_rows, SymInt hidden, ScalarType dtype, str comm) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl("rows_to_gather", torch._disable_dynamo(_rows_to_gather), _key)
+torch.library.register_fake("ep::rows_to_gather", _fake, lib=LIBRARY)
+
+
+def lowering(default: Callable[..., Any], in_sequence: Callable[[Any], None]) -> Callable[..., Any]:
+    """Of a gathering combine, whose lowering is ``default`` otherwise. ``in_sequence`` is called with the kernel that
+    asks for memory, which comes right before the operator's own."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
+
+    ask = fallback_handler(torch.ops.ep.rows_to_gather.default, add_to_fallback_set=False)
+
+    def lower(y: Any, topk_idx: Any, *along: Any) -> Any:
+        graph, along = V.graph, (topk_idx, *along)
+        y.realize()
+        if graph.cpp_wrapper or y.get_name() in graph.graph_inputs:
+            return default(y, *along)
+        rows = ask(topk_idx, *y.get_size(), y.get_dtype(), along[-1])
+        memory = rows.data.data
+        memory.has_side_effects = lambda: True
+        in_sequence(memory)
+        graph.never_reuse_buffers.add(memory.get_name())
+        made: Any = y.data.data if _is_alone(graph, y) else None
+        if not isinstance(made, (ir.ComputedBuffer, ir.ExternKernelOut)) or not made.get_layout().is_contiguous():
+            ir.MutationLayoutSHOULDREMOVE.realize_into(y, rows)
+            return default(rows, *along)
+        made.layout = ir.NonOwningLayout(ir.ReinterpretView(data=rows.data, layout=made.get_layout().as_fixed()))
+        made.get_inputs_that_alias_output = lambda: [memory.get_name()]  # type: ignore[method-assign]
+        graph.never_reuse_buffers.add(made.get_name())
+        graph.additional_buffer_deps[made.get_operation_name()].add(memory.get_name())
+        return default(y, *along)
+
+    return lower
+
+
+def _is_alone(graph: Any, y: Any) -> bool:
+    """Whether no other node of the graph takes the buffer ``y``, or a view of it."""
+    from torch._inductor import ir
+
+    def buffer(value: Any) -> Any:
+        while isinstance(value, (ir.TensorBox, ir.BaseView)):
+            value = value.data
+        return value
+
+    if not isinstance(y.data, ir.StorageBox):
+        return False
+    nodes = [node for node, value in graph.env.items() if isinstance(value, ir.TensorBox) and buffer(value) is y.data]
+    return not nodes or nodes == [graph.current_node.args[0]] and len(nodes[0].users) == 1

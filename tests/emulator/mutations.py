@@ -1,0 +1,118 @@
+"""`python -m emulator.mutations [NAME ...]`: each wait of the kernels across NVLink domains is left out in turn, in a
+copy of their source, and some schedule of a check must go wrong. Minutes; nothing runs it but whoever changes a wait.
+
+The waits have the names that they have on docs/across-domains.md. Where `check` is "" no check shows it: it orders
+operations that follow each other, which the emulator's ranks do one by one. The simulator finds those.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SEEDS = range(1, 5)
+
+
+class Mutation(NamedTuple):
+    """In `file` of cute_kernels `old`, which stands there once, becomes `new`."""
+
+    check: str
+    file: str
+    old: str
+    new: str
+
+
+SUMS, SENDING, SYNC = "internode/sums.py", "internode/sending.py", "sync.py"
+PUBLISH, STAGED = "throughput/publish.py", "throughput/staged.py"
+
+SUM = 'word_at(ranks, "sum", slot, batch, ranks.heap.batches)'
+
+MUTATIONS = {
+    "hello": Mutation("", SYNC, '    met = ranks.wait("hello", peer, peer, 0)\n', "    met = Boolean(True)\n"),
+    "refusal": Mutation(
+        "across_refused_small", SYNC, '                ptx.st_release_sys(ranks.at(ranks.own, "refusal")',
+        '                ptx.st_release_sys(ranks.own + CLAIMS * 8 + 8',
+    ),
+    "sent": Mutation("", SYNC, 'expected += await_said(ranks, "sent", rank)', 'expected += Int64(0) '),
+    "come": Mutation("", SYNC, "while Int64(words_come(ranks)) < expected", "while Int64(1) < 0"),
+    "route told": Mutation(
+        "across_small", PUBLISH, "                come = ranks.wait(\"route\", index, source, tile)\n            if",
+        "                come = Boolean(True)\n            if",
+    ),
+    "weights arrived, rows arrived": Mutation(
+        "across_pairs_small", SENDING, "        if (seen >> SHIFT) == (ranks.mark >> SHIFT):",
+        "        seen = (seen & ((1 << SHIFT) - 1)) | ((ranks.mark >> SHIFT) << SHIFT)\n        if True:",
+    ),
+    "weights told": Mutation(
+        "across_small", PUBLISH, "come = sync.await_word(ranks, flag, source, tile) >= 0", "come = flag != 0"
+    ),
+    "rows told": Mutation(
+        "across_small", STAGED, "Int32(sync.await_word(ranks, flag, source, token))",
+        "Int32(ptx.ld_relaxed_sys(flag) & ((1 << 27) - 1))",
+    ),
+    "staged": Mutation(
+        "across_pairs_small", STAGED, 'elif not ranks.wait("chunk", chunk_of(ranks, source, token), source, token):',
+        "elif token < 0:",
+    ),
+    "wanted": Mutation(
+        "across_small", SUMS, "        came = p.wire.wait(ranks, word, owner, batch)\n", "        came = Int64(0)\n"
+    ),
+    "pushed, at the stager": Mutation(
+        "across_pairs_small", SUMS, "    missing = Boolean(lane < p.most_copies and (copies >> lane) & 1 != 0)",
+        "    missing = Boolean(False)",
+    ),
+    "pushed, at the owner": Mutation(
+        "across_pairs_small", SUMS, '        came = ranks.wait("token", number, copies.holder, token)',
+        "        came = near",
+    ),
+    "sums arrived": Mutation(
+        "across_small", SUMS, f"            mask = p.wire.wait(ranks, {SUM}, stager, token, 2)\n",
+        f"            mask = ptx.ld_relaxed_sys(ranks.own + {SUM}) & ((1 << 27) - 1)\n",
+    ),
+    "scalars arrived": Mutation(
+        "across_small", SUMS, "            came = p.wire.wait(ranks, word, stager, token, 2) >= 0\n",
+        "            came = word > 0\n",
+    ),
+}  # fmt: skip
+
+
+def mutate(mutation: Mutation, to: Path) -> None:
+    """The kernels' source in that folder, mutated."""
+    shutil.copytree(ROOT / "cute_kernels", to / "cute_kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    path = to / "cute_kernels" / mutation.file
+    text = path.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.old!r} stands {text.count(mutation.old)} times in {mutation.file}"
+    path.write_text(text.replace(mutation.old, mutation.new))
+
+
+def found(mutation: Mutation) -> str:
+    """The seed that shows it, and how; "": none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        mutate(mutation, Path(folder))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT / "tests"), str(ROOT)])}
+        for seed in SEEDS:
+            command = [sys.executable, "-W", "ignore", "-m", "emulator.main", mutation.check, str(seed)]
+            ran = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
+            if ran.returncode:
+                return f"seed {seed}: {ran.stderr.strip().splitlines()[-1][:160]}"
+    return ""
+
+
+def main(names: list[str]) -> int:
+    missed = 0
+    for name in names or MUTATIONS:
+        mutation = MUTATIONS[name]
+        said = found(mutation) if mutation.check else "left to the simulator"
+        missed += not said
+        print(f"{name}: {mutation.check}: {said or 'NOT FOUND'}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

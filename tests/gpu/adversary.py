@@ -1,0 +1,167 @@
+"""`EP_OPS_WIRE=adversary`, in tests alone: an adversary as the wire between declared domains, beneath all operators.
+
+Every kernel of a communicator leaves its puts in a mailbox of its rank. A courier runs beside each operation, on a
+stream of its own, and delivers what lies there late, in pieces and in any order, behind the operation's end as well
+(cute_kernels/internode/courier.py). Its blocks need a multiprocessor that the kernels leave.
+
+A kernel that is launched for the first time is loaded, which may have to wait for those that run, hence for a courier
+that waits for that kernel. So a communicator is warmed up first, with no mailbox, and then handed to `wake`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_kernels import jit
+from cute_kernels.alarm import Alarm
+from cute_kernels.heap import EPOCH, STATE_BYTES
+from cute_kernels.internode.courier import Courier
+from cute_kernels.internode.wire import LATEST, Adversary, mailbox_bytes
+from cute_kernels.throughput.pull import Pull
+from cute_kernels.throughput.pull_scaled import PullScaled
+from ep_ops import config
+from ep_ops.backends.cute import backend, launcher, memory
+
+NAME = "adversary"
+DEPTH, COURIERS = 64, 2
+"""Puts that a mailbox has room for, fewer than an operation has; blocks of a courier."""
+OPERATIONS = 8192
+"""So many operations later nobody looks at a courier's epoch any more."""
+LATER = (Pull, PullScaled)
+"""Kernels of an operation that another kernel has begun."""
+
+_awake: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def problem_of(given: config.Config) -> Any:
+    """As `memory.problem_of`, which knows no such wire."""
+    if given.wire != NAME or not memory.across(given):
+        return memory.problem_of(given)
+    return dataclasses.replace(memory.sizes_of(given), wire=Adversary(DEPTH))
+
+
+def kernels_of(given: config.Config, formats: Any = ()) -> list[Any]:
+    """Everything that a communicator over any wire launches."""
+    courier = [Courier(problem_of(given), DEPTH)] if given.wire == NAME else []
+    return [*backend.all_kernels(given, formats), *courier]
+
+
+def install(patch: Callable[[Any, str, Any], None]) -> None:
+    """Makes the wire known to communicators that are made behind this. `patch`: `setattr`, or one that is undone."""
+    patch(config, "WIRES", (*config.WIRES, NAME))
+    patch(backend, "problem_of", problem_of)
+    patch(backend, "Launcher", Launcher)
+    usual = torch.cuda.graph.__exit__
+
+    def leave(graph: Any, *error: Any) -> None:
+        for mail in _awake:
+            mail.join()
+        usual(graph, *error)
+
+    patch(torch.cuda.graph, "__exit__", leave)
+
+
+class Mail:
+    """A rank's mailbox, and the stream of its couriers."""
+
+    def __init__(self, heap: Any) -> None:
+        self.device = heap.local.device
+        self.box = torch.zeros(mailbox_bytes(DEPTH) // 8, dtype=torch.int64, device=self.device)
+        self.served = torch.zeros(1 + OPERATIONS, dtype=torch.int64, device=self.device)  # the first: 0 for ever
+        self.stream = torch.cuda.Stream(self.device, priority=-1)
+        self.operations = 0
+        self._epoch = heap.local[:STATE_BYTES].view(torch.int64)[EPOCH : EPOCH + 1]
+
+    def begins(self, stream: torch.cuda.Stream) -> int:
+        """An operation begins on that stream: number of the place of its epoch."""
+        number = 1 + self.operations % OPERATIONS
+        self.operations += 1
+        with torch.cuda.stream(stream):
+            self.served[number : number + 1].copy_(self._epoch)
+            self.box[LATEST : LATEST + 1].copy_(self._epoch)
+        return number
+
+    def join(self) -> None:
+        """The current stream follows the couriers, if a graph is captured of which they are a part."""
+        with torch.cuda.stream(self.stream):
+            captured = torch.cuda.is_current_stream_capturing()
+        if captured:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+
+class Launcher(launcher.Launcher):
+    """Launches couriers, too. The two of a communicator share a mailbox."""
+
+    def __init__(
+        self, problem: Any, heap: Any, multiprocessors: int, rest: tuple[int, int, int],
+        stream: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(problem, heap, multiprocessors, rest, stream)
+        self.mail: Mail | None = None
+        if isinstance(problem.wire, Adversary):
+            if not hasattr(heap, "mail"):
+                heap.mail = Mail(heap)
+            self.mail = heap.mail
+            self._table = torch.cat([self._table, self._table.new_zeros(1)])
+            self._ranks = (self._table.data_ptr(), *self._ranks[1:])
+
+    def wake(self) -> None:
+        """From now on puts are left in the mailbox."""
+        assert self.mail is not None
+        self._courier = jit.get(Courier(self.problem, DEPTH), self._arch, torch.cuda.is_current_stream_capturing)
+        self._table[-1] = self.mail.box.data_ptr()
+        torch.cuda.synchronize(self.device)
+        self.send(0)  # loads it
+        torch.cuda.synchronize(self.device)
+        _awake.add(self.mail)
+
+    def send(self, number: int) -> None:
+        """A courier, for the operation whose epoch has that place."""
+        mail = self.mail
+        assert mail is not None
+        served, seed = mail.served.data_ptr() + 8 * number, mail.operations * 40503 % 2**30
+        self._courier(*self._ranks, 0, served, seed, COURIERS, mail.stream.cuda_stream)
+
+    def stream_of(self, raw: int) -> torch.cuda.Stream:
+        current = torch.cuda.current_stream(self.device)
+        return current if raw == current.cuda_stream else torch.cuda.ExternalStream(raw, self.device)
+
+    def clear(self) -> None:
+        super().clear()
+        if self.mail is not None:
+            _awake.discard(self.mail)
+            self.mail._epoch = self.mail.box[:0]  # no view of the heap is left
+
+    def get(self, kernel: Any, *variant: Any) -> Any:
+        launch = super().get(kernel, *variant)
+        mail = self.mail
+        if mail is None or mail not in _awake or kernel in LATER:
+            return launch
+
+        def launched(terms: int, **given: Any) -> None:
+            with torch.cuda.device(self.device):
+                stream = self.stream_of(self._stream(self.device.index))
+                number = 0 if kernel is Alarm else mail.begins(stream)
+                event = torch.cuda.Event()
+                event.record(stream)
+                launch(terms, **given)
+                if kernel is Alarm:  # no operation: what it has put is delivered behind it
+                    event.record(stream)
+                mail.stream.wait_event(event)
+                self.send(number)
+
+        return launched
+
+
+def wake(comm: Any) -> None:
+    """Of a communicator that has been warmed up. Other ranks may do it later."""
+    found = comm.backend
+    while not isinstance(found, backend.CuteBackend):  # it is compared with another one
+        found = found._backend
+    for one in (found._launcher, found._side_launcher):
+        one.wake()
