@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ep_ops
-from ep_ops.nn import expert_lists, gather_rows, grouped_mm, reduce_rows
+from ep_ops.nn import expert_lists, gather_mm, grouped_mm, places_route, weights_of_places
 
 HIDDEN, TOKENS, EXPERTS, TOP_K = 64, 100, 8, 4
 
@@ -22,10 +22,9 @@ def token_major(comm: ep_ops.Communicator, x: Tensor, experts: Tensor, weights: 
     """x [T, H], expert ids and weights [T, K], w [local experts, H, H] -> [T, H]."""
     sent = comm.dispatch_tokens(x, experts, weights)  # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
-    # A GEMM that gathers takes sent.x and lists.rows, and needs no copy: quack's gemm(sent.x, w,
-    # cu_seqlens_m=lists.cu_seqlens, A_idx=lists.rows). Here the rows are gathered before it.
-    y = grouped_mm(gather_rows(sent.x, lists), w, lists.offs)
-    return comm.combine(reduce_rows(y, lists, sent.weights), sent.route)
+    y = gather_mm(sent.x, w, lists)  # ep_ops.integrations.quack has one that copies no row
+    route = places_route(comm, sent.route, lists)  # of the rows of y, one for each (row, k)
+    return comm.combine(y, route, weights_of_places(sent.weights, lists))
 
 
 # --8<-- [end:layer]

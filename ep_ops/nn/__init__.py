@@ -1,16 +1,20 @@
 """Layers built on the operators, to copy from as much as to use, and row-wise operations between them."""
 
 from ep_ops.nn.checkpoint import resharding_state_dict
+from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.interleave import interleave
 from ep_ops.nn.lists import ExpertLists, expert_lists, gather_rows, reduce_rows
 from ep_ops.nn.live_rows import swiglu_quantised, swiglu_rows
-from ep_ops.nn.moe_layer import DenseMoE, MoELayer, choose_experts, grouped_mm, swiglu
+from ep_ops.nn.moe_layer import DenseMoE, MoELayer, choose_experts, swiglu
 from ep_ops.nn.parallel import clip_grad_norm_, expert_parameters, keep_experts_apart
+from ep_ops.nn.places import gather_mm, places_route, weights_of_places
 from ep_ops.nn.recompute import recomputing
 from ep_ops.nn.rows import expert_of_rows, of_rows
+from ep_ops.nn.scaled import scaled_grouped_mm
 
 __all__ = [
     "DenseMoE", "ExpertLists", "MoELayer", "choose_experts", "clip_grad_norm_", "expert_lists", "expert_of_rows",
-    "expert_parameters", "gather_rows", "grouped_mm", "interleave", "keep_experts_apart", "of_rows", "recomputing",
-    "reduce_rows", "resharding_state_dict", "swiglu", "swiglu_quantised", "swiglu_rows",
+    "expert_parameters", "gather_mm", "gather_rows", "grouped_mm", "interleave", "keep_experts_apart", "of_rows",
+    "places_route", "recomputing", "reduce_rows", "resharding_state_dict", "scaled_grouped_mm", "swiglu",
+    "swiglu_quantised", "swiglu_rows", "weights_of_places",
 ]  # fmt: skip

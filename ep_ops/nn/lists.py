@@ -3,7 +3,7 @@
     sent = comm.dispatch_tokens(x, topk_idx, topk_weights)      # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
     y = experts(sent.x, lists.rows, lists.offs)                 # a grouped GEMM that gathers: [L, H]
-    out = comm.combine(reduce_rows(y, lists, sent.weights), sent.route)
+    out = comm.combine(reduce_rows(y, lists, sent.weights), sent.route)     # in one: ep_ops.nn.places
 
 The lists lie one after the other as the segments of rows grouped by expert do, and in the same order: with the same
 alignment and room enough in both, ``sent.x[lists.rows]`` are the rows of ``comm.dispatch``, ``out`` that of its combine
@@ -63,7 +63,7 @@ def expert_lists(
     if capacity is not None and (capacity < alignment or capacity % alignment):
         raise ValueError(f"capacity is {capacity}; allowed: positive multiples of alignment {alignment}")
     taken = local_idx.shape[0] * local_idx.shape[1]
-    room = (taken + min(num_local_experts, taken) * (alignment - 1)) // alignment * alignment
+    room = places_at_most(taken, num_local_experts, alignment)
     length = room if capacity is None else min(capacity, room)
 
     expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
@@ -91,6 +91,11 @@ def expert_lists(
     rows = some // local_idx.shape[1]
     ints = (rows.int(), flat.int(), places.int(), offs.int(), counts.int(), (asked - counts).int())
     return ExpertLists(*ints, alignment)
+
+
+def places_at_most(taken: int, num_local_experts: int, alignment: int) -> int:
+    """Places that lists of so many (row, k) can take, padding included: a multiple of ``alignment``."""
+    return (taken + min(num_local_experts, taken) * (alignment - 1)) // alignment * alignment
 
 
 def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
@@ -126,7 +131,7 @@ def _gathered(x: Tensor, rows: Tensor, flat: Tensor, places: Tensor, weights: Te
     return torch.where(there, own, 0)
 
 
-def _reduced(y: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+def sum_of_places(y: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """[R, H]: the sum of each row's places, k ascending."""
     total = y.new_zeros((places.shape[0], y.shape[1]), dtype=_exact(y))
     for k in range(places.shape[1]):
@@ -153,14 +158,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        return _reduced(grad, places), None, None, None
+        return sum_of_places(grad, places), None, None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: Tensor, flat: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(y if weights is not None else None, weights, rows, flat, places)
-        return _reduced(y, places, weights)
+        return sum_of_places(y, places, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
+from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.live_rows import swiglu_rows
 from ep_ops.nn.recompute import recomputing
+from ep_ops.nn.scaled import ROW, scaled_grouped_mm
 from ep_ops.records import Dispatched
 
 
@@ -33,6 +35,9 @@ class MoELayer(nn.Module):
             ``torch.compile(fullgraph=True)`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops = True``.
         shared_intermediate_size: width of one more expert that every token visits on its own rank; 0 for none. It
             computes while rows are dispatched (unless ``dynamic``).
+        format: what rows are dispatched as (docs/formats.md): empty for as they are, ``wire:`` and a format for fewer
+            bytes on the way, or ``e4m3/row/fp32`` for a first GEMM in e4m3 (:func:`ep_ops.nn.scaled_grouped_mm`; the
+            communicator's dtype must be bfloat16). Gradients are never quantised.
         seed: of the initial weights. They depend on it and on the sizes, not on the number of ranks.
 
     forward: x [T, H] or [B, S, H] in ``comm.dtype`` -> the same shape and dtype. T (B times S) is 0 to
@@ -53,9 +58,15 @@ class MoELayer(nn.Module):
         capacity: int | None = None,
         dynamic: bool = False,
         shared_intermediate_size: int = 0,
+        format: str = "",
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if format not in ("", ROW) and not format.startswith("wire:"):
+            raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
+        if format == ROW and comm.dtype != torch.bfloat16:
+            raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
+        self.format = format
         if dynamic and capacity is not None:
             raise ValueError(f"capacity={capacity} was given, but dynamic=True lets no row be dropped")
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
@@ -72,9 +83,11 @@ class MoELayer(nn.Module):
             return out
         weights, experts = choose_experts(x, self.router, self.comm.top_k)
         if self.dynamic:
-            received = self.comm.dispatch_dynamic(x, experts, weights, max_tokens=max_tokens)
+            received = self.comm.dispatch_dynamic(x, experts, weights, max_tokens=max_tokens, format=self.format)
         else:
-            received = self.comm.dispatch(x, experts, weights, capacity=self.capacity, max_tokens=max_tokens)
+            received = self.comm.dispatch(
+                x, experts, weights, capacity=self.capacity, max_tokens=max_tokens, format=self.format
+            )
         out = self.comm.combine(self._experts(received), received.route, received.weights)
         return out if self.shared is None else out + self.shared(x)
 
@@ -85,7 +98,7 @@ class MoELayer(nn.Module):
             raise RuntimeError("dynamic is True: exact sizes wait for the device, and split operations for nothing")
         weights, experts = choose_experts(x, self.router, self.comm.top_k)
         dispatch = self.comm.dispatch_start(
-            x, experts, weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight
+            x, experts, weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight, format=self.format
         )
         shared = None if self.shared is None else self.shared(x)
         yield None
@@ -99,7 +112,10 @@ class MoELayer(nn.Module):
         """The rows' outputs; drops are counted."""
         if self.capacity is not None and not recomputing():
             self.dropped += received.dropped
-        y = grouped_mm(received.x, self.w_in, received.route.offs)
+        if received.scales is None:
+            y = grouped_mm(received.x, self.w_in, received.route.offs)
+        else:
+            y = scaled_grouped_mm(received.x, received.scales, self.w_in, received.route.offs)
         return grouped_mm(swiglu_rows(y, received.route), self.w_out, received.route.offs)
 
     def expert_parameters(self) -> list[nn.Parameter]:
@@ -166,24 +182,6 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
     """[..., 2F] -> [..., F]: silu of the first half times the second."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
-
-
-def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Multiply each expert's rows by its own matrix: expert e has the rows [offs[e-1], offs[e]) of x.
-
-    x [R, M], w [El, M, N], offs [El] int32 -> [R, N]. Rows past ``offs[-1]`` are garbage, in x and in the result: they
-    reach no other row and no gradient of w.
-    """
-    if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and w.shape[0] > 0:
-        return torch._grouped_mm(x, w, offs=offs)  # strides must be multiples of 16 bytes
-    # Other dtypes, for tests and the CPU: every expert on all rows, keeping its own. The inner `where` keeps garbage
-    # (0 * nan is nan) out of the gradient of w, the outer one out of what comes back to x.
-    row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    out = x.new_zeros(x.shape[0], w.shape[2])
-    for e in range(w.shape[0]):
-        mine = (row < offs[e]) if e == 0 else (row >= offs[e - 1]) & (row < offs[e])
-        out = torch.where(mine, torch.where(mine, x, 0) @ w[e], out)
-    return out
 
 
 # Initial weights: each expert has a random stream of its own, so that they do not depend on where the experts lie.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import toy
 from ranks import run_ranks
+from torch._inductor.utils import run_and_get_code
 
 import ep_ops
 
@@ -41,14 +44,61 @@ def test_gathered_is_combine(world_size):
     run_ranks(world_size, check_gathered_is_combine)
 
 
-def test_compiled_where_the_rows_come_from_outside():
+def several(comm, x, topk_idx, w, combine):
+    """Rows of two products that are there before the first combine, the second of which is read again at the end, of a
+    generated kernel and of another operator."""
+    rows = comm.dispatch(x, topk_idx, capacity=44)
+    own = torch.where(ep_ops.nn.expert_of_rows(rows.route)[:, None] >= 0, rows.x, 0)
+    first, second = own @ w, own @ w.t()
+    made = [first, second, torch.tanh(own) * 3, own.sort(1).values]
+    return torch.cat([combine(y, rows.route) for y in made]), second.square().sum()
+
+
+def test_compiled_rows_are_written_in_place():
+    """As Inductor computes them: the reference backend would show rows that are overwritten too early, as NaN."""
     torch._dynamo.reset()
     with toy.communicator(symmetric_rows=44) as comm:
         x, topk_idx, _ = toy.inputs(5)
-        rows = comm.dispatch(x, topk_idx, capacity=44)
-        y = comm.empty_rows(44).copy_(rows.x)
-        home = torch.compile(lambda y: comm.combine_gathered(y, rows.route) + 1, fullgraph=True)
-        torch.testing.assert_close(home(y), comm.combine(rows.x, rows.route) + 1)
+        w = torch.randn(toy.HIDDEN, toy.HIDDEN)
+        results, placed = [], []
+        gather, memory = comm.backend.combine_gathered, comm.empty_rows(1).data_ptr()
+        comm.backend.combine_gathered = lambda y, route: placed.append(y.data_ptr() == memory) or gather(y, route)
+        compiled = torch.compile(several, fullgraph=True)
+        for run, combine in ((compiled, comm.combine_gathered), (several, comm.combine)):
+            leaf = x.clone().requires_grad_()
+            out, kept = run(comm, leaf, topk_idx, w, combine)
+            (out.sin().sum() + kept).backward()
+            results.append([out.detach(), kept.detach(), leaf.grad])
+        torch.testing.assert_close(*results)
+        assert placed == [True] * 4
+
+
+def test_compiled_rows_are_written_once():
+    """By the kernel that computes them: there is no other between dispatch and combine. Rows from outside of the graph
+    are handed on as they are, wherever they lie."""
+    torch._dynamo.reset()
+    with toy.communicator(symmetric_rows=44) as comm, torch.no_grad():
+        x, topk_idx, _ = toy.inputs(5)
+        w = torch.randn(toy.HIDDEN, toy.HIDDEN)
+
+        def layer(outside, x, topk_idx, w, combine):
+            rows = comm.dispatch(x, topk_idx, capacity=44)
+            out = combine(outside, rows.route)
+            out = out + combine(torch.tanh(rows.x) * 3, rows.route)
+            rows = comm.dispatch(out, topk_idx, capacity=44)
+            return combine(rows.x @ w, rows.route)
+
+        compiled, args = torch.compile(layer, fullgraph=True), (x, topk_idx, w)
+        outside = comm.dispatch(x.sin(), topk_idx, capacity=44).x
+        expected = layer(outside, *args, comm.combine)
+        got, (code,) = run_and_get_code(compiled, outside, *args, comm.combine_gathered)
+        torch.testing.assert_close(got, expected)
+        there = comm.empty_rows(44).copy_(outside)
+        torch.testing.assert_close(compiled(there, *args, comm.combine_gathered), expected)
+    calls = re.findall(r"^ +(?:\w+ = )?(torch\.ops\.ep\.\w+|extern_kernels\.\w+|cpp_fused)", code, re.M)
+    operators = [call.rpartition(".")[2] for call in calls]
+    first, second = (["rows_to_gather", kernel, "combine_gathered"] for kernel in ("cpp_fused", "mm"))
+    assert operators == ["dispatch", "combine_gathered", *first, "cpp_fused", "dispatch", *second]
 
 
 def test_empty_rows():
@@ -65,17 +115,27 @@ def test_empty_rows():
         comm.empty_rows(1)
 
 
-def test_rows_lie_in_symmetric_memory():
-    """As on GPUs, where ordinary memory cannot be fetched from."""
+def test_rows_elsewhere_are_copied():
+    """Into the memory that empty_rows hands out, where nothing else lies any more."""
     with toy.communicator(symmetric_rows=44) as comm:
         x, topk_idx, _ = toy.inputs(5)
         rows = comm.dispatch(x, topk_idx, capacity=40)
-        y = comm.empty_rows(44)
-        for elsewhere in (rows.x, y[4:]):
-            with pytest.raises(ValueError, match="y does not lie in symmetric memory"):
-                comm.combine_gathered(elsewhere, rows.route)
-        y = comm.empty_rows(40).copy_(rows.x)
-        assert torch.equal(comm.combine_gathered(y, rows.route), comm.combine(rows.x, rows.route))
+        expected = comm.combine(rows.x, rows.route)
+        y = comm.empty_rows(40).fill_(7)
+        assert torch.equal(comm.combine_gathered(rows.x, rows.route), expected)
+        assert torch.equal(y.nan_to_num(), rows.x.nan_to_num())
+        assert torch.equal(comm.combine_gathered(y, rows.route), expected)
+
+
+def test_refusals():
+    x, topk_idx, _ = toy.inputs(5)
+    with toy.communicator(symmetric_rows=44) as comm:
+        rows = comm.dispatch(x, topk_idx, capacity=40)
+        with pytest.raises(ValueError, match="y lies in symmetric memory, and not at its beginning"):
+            comm.combine_gathered(comm.empty_rows(44)[4:], rows.route)
+        rows = comm.dispatch(x, topk_idx, capacity=48)
+        with pytest.raises(ValueError, match="y has 48 rows; allowed: at most 44, the symmetric_rows of"):
+            comm.combine_gathered(rows.x, rows.route)
     with toy.communicator() as comm, pytest.raises(ValueError, match="symmetric_rows is 0"):
         rows = comm.dispatch(x, topk_idx)
         comm.combine_gathered(rows.x, rows.route)

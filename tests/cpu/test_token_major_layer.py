@@ -17,7 +17,16 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ep_ops
-from ep_ops.nn import expert_lists, gather_rows, grouped_mm, reduce_rows
+from ep_ops import arrivals
+from ep_ops.nn import (
+    expert_lists,
+    gather_mm,
+    gather_rows,
+    grouped_mm,
+    places_route,
+    reduce_rows,
+    weights_of_places,
+)  # fmt: skip
 
 
 def layer(
@@ -27,7 +36,7 @@ def layer(
     """Token-major rows, gathered for the first GEMM of each expert."""
     if how == "exact":
         sent = comm.dispatch_tokens_dynamic(x, idx, weights, **sizes)
-    elif how == "split":
+    elif "split" in how:
         sent = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **sizes))
     else:
         sent = comm.dispatch_tokens(x, idx, weights, **sizes)
@@ -35,11 +44,14 @@ def layer(
     if how == "planned":
         rows, row_weights, _ = comm.dispatch_tokens_planned(x, sent.route, weights)
     lists = expert_lists(sent.local_idx, comm.num_local_experts, alignment=4)
-    y = grouped_mm(torch.tanh(grouped_mm(gather_rows(rows, lists), up, lists.offs)), down, lists.offs)
-    y = reduce_rows(y, lists, row_weights)
-    if how == "split":
-        return comm.combine_wait(comm.combine_start(y, sent.route))
-    return comm.combine(y, sent.route)
+    y = grouped_mm(torch.tanh(gather_mm(rows, up, lists)), down, lists.offs)
+    if "places" in how:
+        back = y, places_route(comm, sent.route, lists), weights_of_places(row_weights, lists)
+    else:
+        back = reduce_rows(y, lists, row_weights), sent.route, None
+    if "split" in how:
+        return comm.combine_wait(comm.combine_start(*back))
+    return comm.combine(*back)
 
 
 def _layer(case: RouteCase, tokens: list[Tokens], up: Tensor, down: Tensor, how: str, room: list[int]) -> list[Tensor]:
@@ -57,7 +69,9 @@ def _layer(case: RouteCase, tokens: list[Tokens], up: Tensor, down: Tensor, how:
 @pytest.mark.parametrize(("world_size", "name", "how", "room"), [
     (1, "random_with_none", "", "all"), (2, "repeated_experts", "", "all"), (2, "random", "", "few"),
     (3, "random_with_none", "planned", "few"), (2, "uneven_experts", "exact", "all"), (2, "random", "split", "few"),
-    (2, "no_tokens_on_last_rank", "", "all"), (2, "only_none", "", "all"),
+    (2, "no_tokens_on_last_rank", "", "all"), (2, "only_none", "places", "all"), (2, "random", "places", "few"),
+    (2, "uneven_experts", "places", "all"),
+    (2, "repeated_experts", "split places", "all"),
 ])  # fmt: skip
 def test_equal_to_a_dense_model(world_size: int, name: str, how: str, room: str) -> None:
     seed = cases.fresh_seed()
@@ -115,6 +129,18 @@ def _both(case: RouteCase, tokens: list[Tokens], seed: int) -> list[tuple[Tensor
         b.backward(grad)
         found += [(b.detach(), a.detach()), (two[0].grad, one[0].grad)]
         torch.testing.assert_close(two[1].grad, one[1].grad)  # dot products, in whatever order
+
+        lists = expert_lists(sent.local_idx, comm.num_local_experts, alignment=case.alignment)
+        route = places_route(comm, sent.route, lists)
+        rows = torch.nn.functional.pad((grouped.x * factor[:num]).detach(), (0, 0, 0, route.num_rows - num))
+        found.append((comm.combine(rows, route, weights_of_places(sent.weights.detach(), lists)), a.detach()))
+        mine = arrivals.defined(route.arrivals, comm.world_size)
+        theirs = arrivals.defined(grouped.route.arrivals, comm.world_size)
+        found += [(own[: len(other)], other) for own, other in zip(mine, theirs, strict=True)]
+        # Where rows lie is known of this rank's own; of all others, that they are there.
+        known = torch.where(route.send_rows == 2**31 - 1, grouped.route.send_rows, route.send_rows)
+        here = (idx >= comm.first_local_expert) & (idx < comm.first_local_expert + comm.num_local_experts)
+        found += [(known, grouped.route.send_rows), (route.send_rows[here], grouped.route.send_rows[here])]
         return found
 
 
@@ -126,6 +152,34 @@ def test_equal_to_rows_grouped_by_expert(world_size: int, name: str) -> None:
     for found in run_ranks(world_size, _both, case, tokens, seed):
         for one, other in found:
             assert_same(one, other)
+
+
+def test_refusals() -> None:
+    with toy.communicator(symmetric_rows=200) as comm:
+        x, idx, weights = toy.inputs(5)
+        sent, grouped = comm.dispatch_tokens(x, idx, weights), comm.dispatch(x, idx)
+        lists = expert_lists(sent.local_idx, 4, alignment=4)
+        with pytest.raises(
+            ValueError, match=r"route is of rows grouped by expert, of 44 rows; allowed: the route of the"
+        ):
+            places_route(comm, grouped.route, lists)
+        with pytest.raises(ValueError, match=r"route is token-major, of 16 rows; .* lists of 15 rows are made of"):
+            places_route(comm, sent.route, expert_lists(sent.local_idx[:15], 4))
+        with pytest.raises(ValueError, match=r"lists have 40 places, and 16 rows can take 44; allowed: lists without"):
+            places_route(comm, sent.route, expert_lists(sent.local_idx, 4, alignment=4, capacity=40))
+
+
+def _gathers() -> None:
+    with toy.communicator(symmetric_rows=200) as comm:
+        x, idx, weights = toy.inputs(5)
+        sent = comm.dispatch_tokens(x, idx)
+        route = places_route(comm, sent.route, expert_lists(sent.local_idx, comm.num_local_experts))
+        with pytest.raises(ValueError, match="the route is that of places, which does not say where rows lie"):
+            comm.combine_gathered(comm.empty_rows(route.num_rows), route)
+
+
+def test_places_are_not_gathered() -> None:
+    run_ranks(2, _gathers)
 
 
 # ---------------------------------------------------------------------- compiled
@@ -154,7 +208,7 @@ def _steps(backend: str, how: str, seed: int) -> list[list[list[Tensor]]]:
 
 
 @pytest.mark.parametrize(("ranks", "backend", "how"), [
-    (1, "inductor", "planned"), (1, "aot_eager", "exact"), (2, "aot_eager", ""), (1, "aot_eager", "split"),
+    (1, "inductor", "planned"), (1, "aot_eager", "exact"), (2, "aot_eager", "places"), (1, "aot_eager", "split"),
 ])  # fmt: skip
 def test_compiled(ranks: int, backend: str, how: str) -> None:
     """One graph, forward and backward."""

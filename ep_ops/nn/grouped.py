@@ -1,0 +1,24 @@
+"""The GEMMs of experts, each of which has its own matrix and its own rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Multiply each expert's rows by its own matrix: expert e has the rows [offs[e-1], offs[e]) of x.
+
+    x [R, M], w [El, M, N], offs [El] int32 -> [R, N]. Rows past ``offs[-1]`` are garbage, in x and in the result: they
+    reach no other row and no gradient of w.
+    """
+    if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and w.shape[0] > 0:
+        return torch._grouped_mm(x, w, offs=offs)  # strides must be multiples of 16 bytes
+    # Other dtypes, for tests and the CPU: every expert on all rows, keeping its own. The inner `where` keeps garbage
+    # (0 * nan is nan) out of the gradient of w, the outer one out of what comes back to x.
+    row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for e in range(w.shape[0]):
+        mine = (row < offs[e]) if e == 0 else (row >= offs[e - 1]) & (row < offs[e])
+        out = torch.where(mine, torch.where(mine, x, 0) @ w[e], out)
+    return out

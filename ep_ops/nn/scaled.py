@@ -1,0 +1,69 @@
+"""The first GEMM of experts on rows that were dispatched quantised, each row with one scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ep_ops import formats
+from ep_ops.nn.grouped import grouped_mm
+
+ROW = "e4m3/row/fp32"
+"""The format that torch's row-wise grouped GEMM takes on Hopper."""
+
+
+def scaled_grouped_mm(rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Multiply each expert's quantised rows by its own matrix: :func:`grouped_mm` of what a dispatch with the format
+    ``e4m3/row/fp32`` brings.
+
+    rows e4m3 [R, M] with scales fp32 [R], w bfloat16 [El, M, N], offs [El] int32 -> bfloat16 [R, N]. M and N are
+    multiples of 16. Rows past ``offs[-1]`` are garbage, in rows and in the result.
+
+    Forward: each column of w gets a scale in the same format, and on GPUs of capability 9.0 torch's row-wise scaled
+    grouped GEMM multiplies the codes; elsewhere a bfloat16 GEMM multiplies what the codes stand for. Backward, in
+    bfloat16: the gradient of a row goes straight through, with w as it is; that of w is of the rows that the codes
+    stand for. Not made for ``torch.compile``.
+
+    TypeError for other dtypes, ValueError for other sizes.
+    """
+    if rows.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or w.dtype != torch.bfloat16:
+        raise TypeError(
+            f"rows are {rows.dtype}, scales {scales.dtype}, w {w.dtype}; allowed: float8_e4m3fn, float32, bfloat16"
+        )
+    if scales.shape != rows.shape[:1] or w.shape[1] != rows.shape[1] or w.shape[1] % 16 or w.shape[2] % 16:
+        raise ValueError(
+            f"rows have shape {tuple(rows.shape)}, scales {tuple(scales.shape)}, w {tuple(w.shape)}; allowed: [R, M], "
+            "[R], [El, M, N], M and N multiples of 16"
+        )
+    return _Scaled.apply(rows, scales, w, offs)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, scales, w, offs)
+        form = formats.format_of(ROW)
+        of_columns = w.transpose(1, 2)  # [El, N, M]
+        codes, by = formats.quantise(of_columns.reshape(-1, w.shape[1]), form)
+        if rows.is_cuda and torch.cuda.get_device_capability(rows.device) == (9, 0):
+            codes, by = codes.view(of_columns.shape), by.view(of_columns.shape[:2])
+            return torch._scaled_grouped_mm(
+                rows, codes.transpose(1, 2), scales, by, offs.int(), out_dtype=torch.bfloat16
+            )
+        exact = formats.dequantise(codes, by, form, w.dtype).view(of_columns.shape).transpose(1, 2)
+        return grouped_mm(formats.dequantise(rows, scales, form, w.dtype), exact, offs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        rows, scales, w, offs = ctx.saved_tensors
+        grad = grad.contiguous()
+        own = grouped_mm(grad, w.transpose(1, 2), offs) if ctx.needs_input_grad[0] else None
+        of_w = None
+        if ctx.needs_input_grad[2]:
+            exact = formats.dequantise(rows, scales, formats.format_of(ROW), w.dtype)
+            of_w = torch._grouped_mm(exact.t(), grad, offs=offs)
+        return own, None, of_w, None
