@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--format", action="append", default=[], metavar="NAME=LAYOUT",
         help="rows in a format as well, as e4m3/128/pow2=columns (repeatable; without =LAYOUT its first one)",
     )  # fmt: skip
+    ahead.add_argument("--staging-bytes", type=positive, help="of the communicator (default: whatever one round takes)")
     ahead.add_argument("--domain-size", type=positive, help="ranks of each NVLink domain (default: all are in one)")
     ahead.add_argument(
         "--wire", choices=("nvlink", "nvshmem"), default="nvshmem", help="between NVLink domains (default: %(default)s)"
@@ -77,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=run_doctor)
     commands.add_parser(
-        "bench", help="measure, or model: ep-ops bench throughput|latency|overlap|model [options]", add_help=False
+        "bench", help="measure, or model: ep-ops bench throughput|latency|overlap|moe|model [options]", add_help=False
     )
     return top
 
@@ -165,7 +166,7 @@ def run_compile(args: argparse.Namespace) -> int:
         config = ahead.config_of(
             args.ranks, args.num_experts, args.hidden_size, args.top_k, args.max_tokens_per_rank,
             getattr(torch, args.dtype), args.experts_per_rank, args.latency_max_tokens,
-            domain_size=args.domain_size, wire=args.wire,
+            domain_size=args.domain_size, wire=args.wire, staging_bytes=args.staging_bytes,
         )  # fmt: skip
         formats = ahead.formats_of(args.format, args.hidden_size)
         count = ahead.compile_communicator(config, arch, formats)
@@ -187,7 +188,10 @@ BENCHMARKS = {
     "throughput": "dispatch and combine of many tokens, forward and backward, beside the link, NCCL and eager PyTorch",
     "latency": "dispatch and combine of few tokens in CUDA graphs: pairs, halves, beside matrix products",
     "overlap": "two micro-batches in turns, and a shared expert between the halves of an operation",
+    "moe": "what MoECommunicator, its statistics and a placement cost over the operators",
     "live_rows": "SwiGLU of the rows that there are, beside PyTorch over all the rows that there is room for",
+    "layer": "a whole layer, forward and backward, with room for exactly the rows that come and for more",
+    "training": "loss curves with quantised rows, beside those of bfloat16",
     "model": "times, bytes and memory of up to 576 ranks, by a model of what was measured; runs nothing",
 }
 BENCHMARK_NOTES = (

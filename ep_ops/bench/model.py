@@ -25,7 +25,6 @@ from .model_times import (
     Gpu,
     Wire,
     few_us,
-    for_wire,
     layout_of,
     many_us,
     measured_gpu,
@@ -52,7 +51,7 @@ def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list
     found = []
     for wire, size, ranks in cases:
         for many, few in zip(sizes(ranks, size, many_tokens), sizes(ranks, size, few_tokens), strict=True):
-            many, few = in_rounds(many, limit), for_wire(few, wire)
+            many = in_rounds(many, limit)
             sent, back, few_sent = dispatch_bytes(many), combine_bytes(many), few_bytes(few, False)
             found.append(
                 {
@@ -113,7 +112,7 @@ def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str
 def beside(gpu: Gpu, entry: Published, limit: int) -> dict[str, Any]:
     """A published figure, and the model's in the same unit."""
     on = gb200(gpu) if entry.gpu == "GB200" else gpu
-    layout = for_wire(entry.layout, entry.wire)
+    layout = entry.layout
     few = entry.kind.startswith("few ")
     if few:
         us = few_us(on, layout, entry.kind == "few combine", entry.wire)

@@ -1,5 +1,5 @@
 """How much symmetric memory the protocols across NVLink domains take: the formulas of docs/across-domains.md. For many
-tokens it is what cute_kernels/heap.py lays out, but for padding."""
+tokens it is what cute_kernels/heap.py lays out, for few what cute_kernels/latency/heap.py does, but for padding."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class Layout:
     itemsize: int = 2  # bytes of a number of a row
     experts: int = 256  # of all ranks
     top_k: int = 8
-    round_tokens: int = 0  # tokens of a round; 0: one round. Kernels have no rounds
+    round_tokens: int = 0  # tokens of a round; 0: one round
     most_batch_tokens: int = 16  # of a put, many tokens
     most_tiles: int = 16
     few_tokens: int = 128  # the bound of the latency kernels
-    few_batch_rows: int = 1  # rows of a put, few tokens
 
     @property
     def ranks(self) -> int:
@@ -64,23 +63,22 @@ class Layout:
 
     @property
     def weights_bytes(self) -> int:
-        """The scalars of a token's K experts."""
+        """The scalars of a token's K experts, or its ids."""
         return 16 * -(-self.top_k // 4) if self.domains > 1 else 4 * self.top_k
 
     @property
     def wanted_bytes(self) -> int:
-        """What is asked for a batch: a mask of copies for each token."""
-        return 16 * -(-self.batch_tokens // 4)
+        """What is asked for a batch: a mask of copies for each token, and its ids."""
+        return 16 * -(-self.batch_tokens // 4) + self.batch_tokens * self.weights_bytes
 
     @property
-    def few_slot_bytes(self) -> int:
-        """A row of few tokens with its entries and weights."""
-        return self.row_bytes + 16 * self.top_k
+    def few_row_bytes(self) -> int:
+        """A row of few tokens with its weights, in packets."""
+        return max(packet_bytes(self.row_bytes + 16 * -(-self.top_k // 4)), 512 * -(-self.top_k // 4))
 
-    @property
-    def few_head_bytes(self) -> int:
-        """Counts of all experts, capacity, alignment, slots, number of tokens."""
-        return 2 * self.experts + 16
+    def few_route_bytes(self, tokens: int) -> int:
+        """The ids of so many tokens, in packets."""
+        return packet_bytes(16 + 2 * tokens * self.top_k)
 
     @property
     def of_round(self) -> int:
@@ -91,14 +89,20 @@ class Layout:
         return max(1, -(-self.tokens // self.of_round))
 
 
+def packet_bytes(nbytes: int) -> int:
+    """Of packets that carry so many bytes: 480 in 512."""
+    return 512 * -(-nbytes // 480)
+
+
 def few_places(layout: Layout) -> dict[str, int]:
-    """Places (rows, heads, words) of few tokens, of one bank: most of what a rank may need at once."""
-    others = layout.ranks - layout.domain_ranks
+    """Places (rows, routes, words) of few tokens, of one bank: most of what a rank may need at once."""
+    ranks, rows = layout.ranks, layout.ranks * layout.few_tokens
     return {
-        "few rows": others * layout.few_tokens,
-        "few rows to be sent": others * layout.few_tokens,
-        "few heads": 2 * others,
-        "few words": others * -(-layout.few_tokens // layout.few_batch_rows),
+        "few rows": rows,
+        "few rows to be sent": rows,
+        "few routes": ranks,
+        "few routes to be sent": ranks,
+        "few words": rows + ranks,
     }
 
 
@@ -108,7 +112,7 @@ def words(layout: Layout) -> int:
     copies = layout.domains * min(layout.top_k, ranks) * layout.of_round
     found = ranks * (3 + tiles + layout.chunks) + 2 * tiles + copies + 2
     if layout.domains > 1:
-        found += others * (4 * layout.batches + tiles) + ranks * (layout.batches + tiles)
+        found += others * (4 * layout.batches + tiles) + ranks * (layout.batches + tiles + 3)
     return found
 
 
@@ -116,7 +120,8 @@ def staging(layout: Layout) -> dict[str, int]:
     """Bytes by purpose, both banks."""
     d, ranks, tokens = layout.domains, layout.ranks, layout.of_round
     of = few_places(layout)
-    few = of["few rows"] + of["few rows to be sent"]
+    few_rows, few_routes = (of[name] + of[f"{name} to be sent"] for name in ("few rows", "few routes"))
+    few = few_rows * layout.few_row_bytes + few_routes * layout.few_route_bytes(layout.few_tokens) + 8 * of["few words"]
     batches = (d - 1) * layout.batches
     told = ranks * layout.tiles * layout.told_bytes
     one = {
@@ -124,10 +129,11 @@ def staging(layout: Layout) -> dict[str, int]:
         "rows to be sent": batches * layout.batch_tokens * layout.row_bytes,
         "pushed sums": d * min(layout.top_k, ranks) * tokens * layout.row_bytes,
         "routes": told * (2 if d > 1 else 1) + 8 * layout.tiles * ranks,
-        "scalars": (1 + d + 2 * (d - 1)) * tokens * layout.weights_bytes,
+        # Weights and ids, which are told as the route is; pushed scalars, and returned ones.
+        "scalars": (2 * d * max(1, layout.tokens) + (2 * d - 1) * tokens) * layout.weights_bytes,
         "wanted": 2 * batches * layout.wanted_bytes,
-        "words": 8 * words(layout) + 512 * ranks + 512,  # and the reasons of refusals, and notes
-        "few tokens": few * layout.few_slot_bytes + of["few heads"] * layout.few_head_bytes + 8 * of["few words"],
+        "words": 8 * words(layout) + 512 * ranks + 512 + 128 * ranks,  # and the reasons of refusals, notes, waits
+        "few tokens": few if d > 1 else 0,
     }
     return {purpose: 2 * size for purpose, size in one.items()}
 

@@ -17,7 +17,6 @@ INFINIBAND = Wire(
     rate=45e9,
     latency=8.35,
     put=0.02,
-    whole_lists=False,
     told="one 400 Gb/s NIC a GPU: 45 of its 50 GB/s (assumed; DeepEP V2's 90 and 61 GB/s on 2 and 4 hosts, own tokens"
     " included, are 45 across); put and signal 16.7 µs there and back (NCCL GIN on H100, arXiv 2511.15076);"
     " 50 million puts a second (assumed)",
@@ -27,7 +26,6 @@ EFA = Wire(
     rate=43.5e9,
     latency=20.0,
     put=0.4,
-    whole_lists=True,
     told="rails of two p5 hosts, all to all: 43.5 GB/s in puts of 1 MB, 13.8 in puts of 8 KB (UCCL), which is 0.4 µs a"
     " put; 20 µs from put to signal (assumed: no figure was found)",
 )

@@ -41,7 +41,6 @@ class Wire:
     rate: float  # bytes a second, in one direction
     latency: float  # µs from a put to its signal being seen
     put: float  # µs that each put takes its rank
-    whole_lists: bool  # few tokens: a list is one put
     told: str
 
 
@@ -153,12 +152,6 @@ def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) ->
 
 def far_us(wire: Wire, moved: Bytes) -> float:
     return max(1e6 * moved.far / wire.rate, moved.puts * wire.put)
-
-
-def for_wire(layout: Layout, wire: Wire | None) -> Layout:
-    """With lists of few tokens in batches as that wire wants them."""
-    whole = layout.few_tokens if wire is not None and wire.whole_lists else 1
-    return dataclasses.replace(layout, few_batch_rows=whole)
 
 
 def sizes(ranks: Sequence[int], domain_ranks: int, tokens: int) -> list[Layout]:

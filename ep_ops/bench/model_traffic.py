@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from .model_memory import Layout
+from .model_memory import Layout, packet_bytes
 
 ENTRY = 16
 """Bytes of an entry that is told."""
@@ -119,24 +119,19 @@ def combine_bytes(layout: Layout) -> Bytes:
 
 
 def few_bytes(layout: Layout, combine: bool) -> Bytes:
-    """Few tokens: marked lines within the domain, lists outside."""
+    """Few tokens: marked lines within the domain, outside the same packets, a row or a route a put."""
     t = expected(layout)
     near_row = layout.row_bytes + (0 if combine else 4 * layout.top_k)
     near = t.few_near * near_row * LINE / PAYLOAD
     route = 0.0 if combine else (layout.domain_ranks - 1) * 2 * layout.top_k * layout.tokens * LINE / PAYLOAD
     others = layout.ranks - layout.domain_ranks
-    held = layout.experts // layout.ranks
-    empty = others * missed(layout, held) ** layout.tokens  # lists without rows
-    if layout.few_batch_rows >= layout.tokens:
-        lists = others - (empty if combine else 0.0)
-    else:
-        lists = t.few_far / layout.few_batch_rows + (0.0 if combine else empty)  # as if batches were full
-    hellos = others
-    beside = layout.few_slot_bytes - layout.row_bytes
+    row = packet_bytes(layout.row_bytes) if combine else layout.few_row_bytes
+    routes = 0 if combine else others
+    puts = t.few_far + routes + others  # hellos
     return Bytes(
         near_rows=t.few_near * layout.row_bytes,
         near_other=near - t.few_near * layout.row_bytes + route,
         far_rows=t.few_far * layout.row_bytes,
-        far_other=t.few_far * beside + (0 if combine else others * layout.few_head_bytes) + WORD * (lists + hellos),
-        puts=lists + hellos,
+        far_other=t.few_far * (row - layout.row_bytes) + routes * layout.few_route_bytes(layout.tokens) + WORD * puts,
+        puts=puts,
     )

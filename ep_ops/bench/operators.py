@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ep_ops import Communicator, Dispatched, Route, arrivals, formats
 from ep_ops.formats.quantise import powers
+from ep_ops.records import DispatchedTokens
 
 from .baselines import eager_combine, eager_dispatch
 from .presets import FORMATS
 from .timing import leaves
-from .workloads import Traffic, Workload, draw_route, measure_traffic
+from .workloads import Traffic, Workload, draw_route, goes_to, measure_traffic
 
 SETS = 4
 MAX_ERROR = 0.02
@@ -34,6 +35,7 @@ class Inputs:
     y: Tensor
     route: Route
     recv_weights: Tensor
+    tokens_route: Route
 
 
 class Calls:
@@ -47,6 +49,8 @@ class Calls:
         self.traffic: Traffic = max(traffics, key=lambda traffic: traffic.crossing)
         self.crossing = sum(traffic.crossing for traffic in traffics) / SETS  # rows, on average over the sets
         self.capacity = max(traffic.capacity for traffic in traffics)
+        copies = max(sum(column) for traffic in traffics for column in zip(*traffic.rows, strict=True))
+        self.room = copies + (2 if copies + 1 == self.capacity else 1)  # token-major rows; no two sizes are the same
         draw = torch.Generator(device).manual_seed(1 + comm.rank)
 
         def rows(count: int) -> Tensor:
@@ -61,8 +65,10 @@ class Calls:
             got = comm.dispatch(x, topk_idx, weights, capacity=self.capacity, max_tokens=tokens)
             assert got.weights is not None
             y = rows(self.capacity)
-            self.sets.append(Inputs(x, topk_idx, weights, grad_out, y, got.route, got.weights))
-            del got
+            by_token = self._tokens(x, topk_idx, weights)
+            self.sets.append(Inputs(x, topk_idx, weights, grad_out, y, got.route, got.weights, by_token.route))
+            del got, by_token
+        self.token_rows = rows(self.room)
 
     def _set(self, i: int) -> Inputs:
         return self.sets[i % SETS]
@@ -81,8 +87,12 @@ class Calls:
 
     def _formatted(self, op: str, i: int) -> Dispatched:
         s, (name, scales_as) = self._set(i), FORMATS[op]
-        size: dict[str, Any] = {"capacity": self.capacity, "max_tokens": self.workload.tokens, "zeros": True}
-        return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **size, format=name, scales_as=scales_as)
+        how: dict[str, Any] = {"format": name, "scales_as": scales_as, "zeros": True}
+        if op.endswith("planned"):
+            x, weights, scales = self.comm.dispatch_planned(s.x, s.route, s.topk_weights, **how)
+            return Dispatched(x, weights, s.route, s.route.counts, scales)
+        size: dict[str, Any] = {"capacity": self.capacity, "max_tokens": self.workload.tokens}
+        return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **size, **how)
 
     def dispatch_fp8(self, i: int, op: str = "dispatch_fp8") -> tuple[Tensor | None, ...]:
         """From x as it is: the cast is part of it."""
@@ -91,6 +101,29 @@ class Calls:
 
     def dispatch_fp8_packed(self, i: int) -> tuple[Tensor | None, ...]:
         return self.dispatch_fp8(i, "dispatch_fp8_packed")
+
+    def dispatch_fp8_planned(self, i: int, op: str = "dispatch_fp8_planned") -> tuple[Tensor | None, ...]:
+        got = self._formatted(op, i)
+        return got.x.view(torch.uint8), got.scales, got.weights
+
+    def dispatch_fp8_packed_planned(self, i: int) -> tuple[Tensor | None, ...]:
+        return self.dispatch_fp8_planned(i, "dispatch_fp8_packed_planned")
+
+    def _tokens(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> DispatchedTokens:
+        size = {"capacity": self.room, "max_tokens": self.workload.tokens}
+        return self.comm.dispatch_tokens(x, topk_idx, weights, **size)
+
+    def dispatch_tokens(self, i: int) -> tuple[Tensor | None, ...]:
+        s = self._set(i)
+        got = self._tokens(s.x, s.topk_idx, s.topk_weights)
+        return got.x, got.local_idx, got.weights, *got.route.tensors[1:], got.dropped
+
+    def dispatch_tokens_planned(self, i: int) -> tuple[Tensor | None, ...]:
+        s = self._set(i)
+        return self.comm.dispatch_tokens_planned(s.x, s.tokens_route, s.topk_weights)[:2]
+
+    def combine_tokens(self, i: int) -> Tensor:
+        return self.comm.combine(self.token_rows, self._set(i).tokens_route)
 
     def combine(self, i: int) -> Tensor:
         s = self._set(i)
@@ -187,6 +220,12 @@ class Calls:
             "combine_backward": (grad_y[held], grad_rows[held] * s.recv_weights[held, None]),
         }
         found["combine"] = found["dispatch"]
+        by_token = self._tokens(s.x, s.topk_idx, s.topk_weights)
+        reached = goes_to(s.topk_idx, self.workload.experts, comm.world_size).sum(0)[:, None]
+        found["dispatch_tokens"] = comm.combine(by_token.x, by_token.route), s.x * reached
+        again = comm.dispatch_tokens_planned(s.x, s.tokens_route, s.topk_weights)[0]
+        found["dispatch_tokens_planned"] = comm.combine(again, s.tokens_route), s.x * reached
+        found["combine_tokens"] = found["dispatch_tokens"]
         for op in FORMATS:
             form, sent = formats.format_of(FORMATS[op][0]), self._formatted(op, 0)
             if sent.scales is None or self.workload.hidden % form.multiple:
@@ -203,16 +242,19 @@ class Calls:
 
     def same(self, i: int, one: Any, other: Any) -> bool:
         """Whether two results of a call with set `i` are equal, bit by bit, where they are defined: of what has the
-        receive buffer's size, the rows of the experts' segments; of the lists of arrivals, up to their last copy."""
-        offs, world_size = self._set(i).route.offs, self.comm.world_size
-        rows = int(offs[-1]) if offs.numel() else 0
-        ints = arrivals.size(self.capacity, world_size)
+        receive buffer's size, the rows of the experts' segments; of token-major rows, and of the lists of arrivals, up
+        to their last copy."""
+        s, world_size = self._set(i), self.comm.world_size
+        rows = int(s.route.offs[-1]) if s.route.offs.numel() else 0
+        lists = [(arrivals.size(room, world_size),) for room in (self.capacity, self.room)]
 
         def defined(results: Any) -> list[Tensor]:
             found: list[Tensor] = []
             for t in leaves(results):
-                if t.shape == (ints,):
+                if t.shape in lists:
                     found += arrivals.defined(t, world_size)
+                elif t.shape == self.token_rows.shape:
+                    found.append(t[: int(s.tokens_route.sources[-1])])
                 else:
                     found.append(t[:rows] if t.shape[:1] == (self.capacity,) else t)
             return found

@@ -10,10 +10,17 @@ from .workloads import ROUTINGS, Workload
 
 FORWARD = ("dispatch", "dispatch_planned", "combine", "combine_unweighted")
 BACKWARD = ("dispatch_backward", "combine_backward")
-FORMATS = {"dispatch_fp8": ("e4m3/128/pow2", "columns"), "dispatch_fp8_packed": ("e4m3/128/pow2", "packed")}
+FORMATS = {
+    "dispatch_fp8": ("e4m3/128/pow2", "columns"),
+    "dispatch_fp8_packed": ("e4m3/128/pow2", "packed"),
+    "dispatch_fp8_planned": ("e4m3/128/pow2", "columns"),
+    "dispatch_fp8_packed_planned": ("e4m3/128/pow2", "packed"),
+}
 """Dispatches that quantise: what rows arrive as, and how their scales lie."""
-OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS)
-"""Operators that are measured, all of them weighted but for `combine_unweighted`."""
+TOKEN_MAJOR = ("dispatch_tokens", "dispatch_tokens_planned", "combine_tokens")
+"""Of a row for each copy of a token."""
+OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR)
+"""Operators that are measured, all of them weighted but for `combine_unweighted` and `combine_tokens`."""
 
 BASELINES = ("nccl", "eager")
 MEASURABLE = (*OPERATORS, "gathered", "pair", "host", *BASELINES)

@@ -15,7 +15,7 @@ from ep_ops.formats import dequantise, format_of, quantise
 from ep_ops.records import Sizes
 
 from .operators import relative_error
-from .workloads import Workload, draw_route
+from .workloads import Workload, draw_route, goes_to
 
 
 def nothing() -> None:
@@ -27,13 +27,15 @@ class Steps:
 
     def __init__(
         self, comm: Communicator, workload: Workload, count: int, *, alignment: int = 1, slots: int = 0,
-        format: str = "", scales_as: str = "",
+        format: str = "", scales_as: str = "", zeros: bool = False, token_major: bool = False,
     ):  # fmt: skip
-        self.format = format
+        self.format, self.token_major = format, token_major
         self.comm, self.workload, self.count = comm, workload, count
         tokens, device = workload.tokens, comm.device
-        self.sizes: dict[str, Any] = {"alignment": alignment, "slots": slots, "max_tokens": tokens}
-        if not slots:  # the least that holds every route
+        self.sizes: dict[str, Any] = {"alignment": alignment, "slots": slots, "max_tokens": tokens, "zeros": zeros}
+        if token_major:
+            self.sizes = {"max_tokens": tokens}
+        elif not slots:  # the least that holds every route
             routed = comm.world_size * tokens * min(comm.top_k, comm.num_local_experts)
             rows = routed + min(routed, comm.num_local_experts) * (alignment - 1)
             self.sizes["capacity"] = -(-rows // alignment) * alignment
@@ -62,7 +64,8 @@ class Steps:
         return self._dispatched[i % self.count]
 
     def dispatch(self, i: int) -> Any:
-        return self.comm.dispatch(*self.given(i), **self.sizes)
+        dispatch: Callable[..., Any] = self.comm.dispatch_tokens if self.token_major else self.comm.dispatch
+        return dispatch(*self.given(i), **self.sizes)
 
     def combine(self, i: int) -> Tensor:
         return self._combine(self.dispatched(i), i)
@@ -78,7 +81,7 @@ class Steps:
         return out
 
     def _combine(self, d: Any, i: int) -> Tensor:
-        return self.comm.combine(self._outputs(d, i), d.route, d.weights)
+        return self.comm.combine(self._outputs(d, i), d.route, None if self.token_major else d.weights)
 
     def _outputs(self, d: Any, i: int) -> Tensor:
         """Of experts: what came, as numbers (worked out once of each step)."""
@@ -112,19 +115,23 @@ class Steps:
 
     def error(self, run: Callable[[], None]) -> float:
         """What `run` leaves in `outs`, which is poisoned before: every expert being the identity, a token comes back as
-        itself times the sum of its weights. The worst row's relative error; not a number counts as infinite."""
+        itself times the sum of its weights, token-major times the number of ranks that it goes to. The worst row's
+        relative error; not a number counts as infinite."""
         for out in (*self.outs, *self._codes):
             if out is not None:
                 out.view(torch.uint8).fill_(0x7F if out.dtype == torch.float8_e4m3fn else 0xFF)  # not a number
         run()
         worst = 0.0
         for i, out in enumerate(self.outs):
-            x, _, weights = self.given(i)
+            x, topk_idx, weights = self.given(i)
+            times = weights.sum(1, keepdim=True)
+            if self.token_major:
+                times = goes_to(topk_idx, self.workload.experts, self.comm.world_size).sum(0)[:, None]
             if self.format:
                 form = format_of(self.format)
                 x = dequantise(*quantise(x, form), form, x.dtype)
                 worst = max(worst, 0.0 if self._same_codes(i) else float("inf"))
-            expected = x.float() * weights.sum(1, keepdim=True)
+            expected = x.float() * times
             worst = max(worst, float("inf") if out is None else relative_error(out, expected))
         return worst
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ LEAD = 10  # calls of a row before the timed ones
 ROW = 8  # eager calls back to back
 HOST_ROW = 50  # eager calls whose host time is taken together
 CHAIN = 10  # calls in a graph
+REST_CYCLES = 60_000_000  # about 30 ms
 SPIN_UP_CYCLES = 20_000_000  # about 10 ms, so that an idle GPU raises its clock
 
 
@@ -40,6 +42,10 @@ class Timing:
     @property
     def median(self) -> float:
         return statistics.median(self.calls)
+
+    def over(self, other: Timing) -> float:
+        """How many times as long as another that was timed by turns with it: the median over rounds."""
+        return statistics.median(a / b for a, b in zip(self.calls, other.calls, strict=True))
 
     def record(self) -> dict[str, float]:
         return {"us": self.median, "us_min": min(self.calls), "us_max": max(self.calls), "calls": len(self.calls)}
@@ -90,6 +96,34 @@ class Timer:
             end.record()
         self.synchronize()
         return self._longest([1e3 * start.elapsed_time(end) for start, end in marks])
+
+    def by_turns(
+        self, calls: dict[str, Callable[[int], Any]], rounds: int, row: int = 1, rest: bool = True
+    ) -> dict[str, Timing]:
+        """Calls that are to be compared: in each round a row of each, in an order of the round's own, and the mean of
+        the row. The i-th time of each is of the same round.
+
+        A GPU that draws all the power that it may lowers its clock, within milliseconds, for whatever comes next. With
+        `rest` it idles before each row, and begins at its full clock; without, it is as hot as the row makes it.
+        """
+        for call in calls.values():
+            self._warm(call, 1)
+        marks: dict[str, list[Any]] = {name: [] for name in calls}
+        for i in range(rounds):
+            order = list(calls)
+            random.Random(i).shuffle(order)  # the same on all ranks
+            for name in order:
+                if rest and self.cuda:
+                    torch.cuda._sleep(REST_CYCLES)
+                start, end = self._mark(), self._mark()
+                self._line_up()
+                start.record()
+                for j in range(row):
+                    calls[name](i * row + j)
+                end.record()
+                marks[name].append((start, end))
+        self.synchronize()
+        return {name: self._longest([1e3 * a.elapsed_time(b) / row for a, b in pairs]) for name, pairs in marks.items()}
 
     def steady(self, call: Callable[[int], Any], iterations: int) -> Timing:
         """Calls back to back, 8 at a time, without a barrier in between: µs of each, one figure for each such row."""

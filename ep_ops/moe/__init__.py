@@ -6,11 +6,11 @@ docs/moe-communicator.md says all of it in one page.
 from ep_ops.moe.communicator import MoECommunicator
 from ep_ops.moe.config import MoECommunicatorConfig, Quant
 from ep_ops.moe.placement import Move, balanced, moves
-from ep_ops.moe.plot import plot_begun
+from ep_ops.moe.plot import plot_begun, plot_waits
 from ep_ops.moe.records import DispatchHandle, DispatchOutput, Request
 from ep_ops.moe.statistics import Stats
 
 __all__ = [
     "DispatchHandle", "DispatchOutput", "MoECommunicator", "MoECommunicatorConfig", "Move", "Quant", "Request", "Stats",
-    "balanced", "moves", "plot_begun",
+    "balanced", "moves", "plot_begun", "plot_waits",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ from .config import EXACT, MoECommunicatorConfig, Quant, latency_problem
 from .placement import ReplicaMap
 from .ranges import ranged
 from .records import DispatchHandle, DispatchOutput, Request
-from .statistics import Counts, Stats, begun, row_bytes
+from .statistics import Counts, Stats, last, row_bytes
 
 
 class MoECommunicator:
@@ -138,7 +138,7 @@ class MoECommunicator:
         Does not touch the host, unless the capacity is "exact". Differentiable. Errors are those of
         :meth:`ep_ops.Communicator.dispatch`, on all ranks.
         """
-        how = self._quant if quant is None else self._how(quant)
+        how = self._quant if quant is None else self._how(quant, max_tokens)
         if previous_handle is not None:
             return self._along(input, topk_ids, weights, how, previous_handle)
         ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
@@ -176,7 +176,7 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        how = self._quant if quant is None else self._how(quant)
+        how = self._quant if quant is None else self._how(quant, max_tokens)
         ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
         start: Any = self.comm.dispatch_tokens_start if self._token_major else self.comm.dispatch_start
         started = start(input, ids, weights, **self._given(how, max_tokens))
@@ -210,10 +210,11 @@ class MoECommunicator:
         route, token_major = handle.route, handle.route.token_major
         operator = "dispatch_tokens_planned" if token_major else "dispatch_planned"
         if topk_ids is not None:
-            self._refuse(operator, "topk_ids is given with previous_handle, whose route is known; allowed: None")
+            reason = "topk_ids is given with previous_handle, whose route is known; allowed: None"
+            self._refuse(operator, reason, route.max_tokens)
         if self._few:
             reason = "previous_handle is given; mode 'latency' has no kernels for known routes; allowed: mode 'auto'"
-            self._refuse(operator, reason)
+            self._refuse(operator, reason, route.max_tokens)
         run: Any = self.comm.dispatch_tokens_planned if token_major else self.comm.dispatch_planned
         x, came, *rest = run(input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as)
         scales: Tensor | None = rest[0] if rest else None
@@ -239,12 +240,12 @@ class MoECommunicator:
 
     # ------------------------------------------------------------------ what a call is told
 
-    def _how(self, quant: Quant) -> Quant:
+    def _how(self, quant: Quant, max_tokens: int | None) -> Quant:
         problem = None if isinstance(quant, Quant) else f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
         if self._few and problem is None:
             problem = latency_problem(quant)
         if problem is not None:
-            self._refuse(self._operator, problem)
+            self._refuse(self._operator, problem, max_tokens)
         return quant
 
     def _given(self, how: Quant, max_tokens: int | None) -> dict[str, Any]:
@@ -268,8 +269,10 @@ class MoECommunicator:
     def _row_bytes(self, format: str = "") -> int:
         return row_bytes(self.comm.hidden_size, self.comm.dtype.itemsize, format)
 
-    def _refuse(self, operator: str, reason: str) -> None:
-        refuse(operator, self.comm.backend, reason)
+    def _refuse(self, operator: str, reason: str, max_tokens: int | None) -> None:
+        """``max_tokens``: of the call."""
+        most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
+        refuse(operator, self.comm.backend, reason, max_tokens=most)
 
     # ------------------------------------------------------------------ placement
 
@@ -307,13 +310,14 @@ class MoECommunicator:
     # ------------------------------------------------------------------ statistics
 
     def stats(self) -> Stats:
-        """What has been counted on this rank, and when ranks began their last operations. Waits for the device.
+        """What has been counted on this rank, and of the last operations when ranks began them, and who waited for whom
+        for how long. Waits for the device.
         ValueError where the configuration has no ``statistics``."""
         counts = self._counted()
         rows, dropped = self._past + self._logical(counts.rows)
         received, returned = counts.bytes
         noted = [self.comm.last_operations(rank) for rank in range(self.comm.world_size)]
-        return Stats(self.comm.rank, counts.dispatches, rows, dropped, received, returned, *begun(noted))
+        return Stats(self.comm.rank, counts.dispatches, rows, dropped, received, returned, *last(noted))
 
     def load(self) -> Tensor:
         """int64 [E], the same on all ranks: rows that all ranks together have asked of each logical expert since the

@@ -1,9 +1,12 @@
-"""A picture of when ranks began their operations: a straggler is a dark line."""
+"""Pictures of the last operations: when ranks began them, and for whom they waited. A straggler is dark."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+import torch
 
 from .statistics import Stats
 
@@ -17,35 +20,77 @@ def plot_begun(stats: Stats, path: str | Path) -> Path:
 
     ValueError if no operation has been noted by all ranks (the reference backend notes none).
     """
+    _refuse_none(stats)
+    late = (stats.begun * 1e6).tolist()
+    means = (stats.late * 1e6).tolist()
+    heads = ("How much later than the first rank each one began", f"latest on average: {_worst(means)}")
+    told = [
+        [
+            f"rank {rank}, operation {number}: {value:.1f} µs"
+            for number, value in zip(stats.operations, row, strict=True)
+        ]
+        for rank, row in enumerate(late)
+    ]
+    foot = f"operations {stats.operations[0]} to {stats.operations[-1]} of the communicator"
+    return _grid(Path(path), heads, late, told, ("mean, µs", means), foot)
+
+
+def plot_waits(stats: Stats, path: str | Path) -> Path:
+    """Writes an SVG file: a line for each rank that waits, a cell for each rank that it waits for, the darker the
+    longer its longest wait in an operation was, on average; behind each line is the longest of its cells, in µs.
+    Its heading names the rank that is waited for most: a straggler is a dark column.
+
+    ValueError if no operation has been noted by all ranks (the reference backend notes none).
+    """
+    _refuse_none(stats)
+    ranks = stats.waits.shape[0]
+    means = (stats.waits.mean(2) * (1 - torch.eye(ranks)) * 1e6).tolist()  # µs; nobody waits for itself
+    heads = (
+        "For how long each rank waited for each other one",
+        f"waited for most: {_worst((stats.awaited * 1e6).tolist())}",
+    )
+    told = [[f"rank {r} for rank {s}: {value:.1f} µs" for s, value in enumerate(row)] for r, row in enumerate(means)]
+    foot = f"from left to right: for ranks 0 to {ranks - 1}; operations {stats.operations[0]} to {stats.operations[-1]}"
+    return _grid(Path(path), heads, means, told, ("longest, µs", [max(row) for row in means]), foot)
+
+
+def _refuse_none(stats: Stats) -> None:
     if not stats.operations:
         raise ValueError("stats has no operations that all ranks have noted; allowed: those of the cute backend")
-    late = (stats.begun * 1e6).tolist()  # µs
-    means = (stats.late * 1e6).tolist()
-    most = max(max(map(max, late)), 1e-9)
-    worst = max(range(len(means)), key=means.__getitem__)
-    width = max(_LEFT + _CELL * len(stats.operations) + _RIGHT, _LEAST)
-    height = _TOP + _CELL * len(late) + 30
+
+
+def _worst(of_rank: Sequence[float]) -> str:
+    worst = max(range(len(of_rank)), key=of_rank.__getitem__)
+    return f"rank {worst}, {of_rank[worst]:.1f} µs"
+
+
+def _grid(
+    path: Path, heads: tuple[str, str], cells: Sequence[Sequence[float]], told: Sequence[Sequence[str]],
+    behind: tuple[str, Sequence[float]], foot: str,
+) -> Path:  # fmt: skip
+    """Of µs by rank: two lines of heading, cells with what they tell, a number behind each line, and a last line."""
+    most = max(*(max(row) for row in cells), 1e-9)
+    width = max(_LEFT + _CELL * len(cells[0]) + _RIGHT, _LEAST)
+    height = _TOP + _CELL * len(cells) + 30
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="Helvetica, Arial,'
         ' sans-serif" font-size="12" fill="#1b1f24">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(
-            10, 20, f"How much later than the first rank each one began; darkest: {most:.1f} µs", 'font-weight="bold"'
-        ),
-        _text(10, 38, f"latest on average: rank {worst}, {means[worst]:.1f} µs"),
-        _text(width - 10, _TOP - 8, "mean, µs", 'text-anchor="end"'),
+        _text(10, 20, f"{heads[0]}; darkest: {most:.1f} µs", 'font-weight="bold"'),
+        _text(10, 38, heads[1]),
+        _text(width - 10, _TOP - 8, behind[0], 'text-anchor="end"'),
     ]
-    for rank, values in enumerate(late):
+    for rank, values in enumerate(cells):
         y = _TOP + _CELL * rank
         out.append(_text(_LEFT - 8, y + 17, f"rank {rank}", 'text-anchor="end"'))
-        for column, (number, value) in enumerate(zip(stats.operations, values, strict=True)):
+        for column, value in enumerate(values):
             place = f'x="{_LEFT + _CELL * column}" y="{y}" width="{_CELL - 2}" height="{_CELL - 2}"'
-            told = f"<title>{escape(f'rank {rank}, operation {number}: {value:.1f} µs')}</title>"
-            out.append(f'<rect {place} fill="#c0392b" fill-opacity="{value / most:.3f}" stroke="#d0d7de">{told}</rect>')
-        out.append(_text(width - 10, y + 17, f"{means[rank]:.1f}", 'text-anchor="end"'))
-    first, last = stats.operations[0], stats.operations[-1]
-    out += [_text(_LEFT, height - 10, f"operations {first} to {last} of the communicator"), "</svg>"]
-    path = Path(path)
+            title = f"<title>{escape(told[rank][column])}</title>"
+            out.append(
+                f'<rect {place} fill="#c0392b" fill-opacity="{value / most:.3f}" stroke="#d0d7de">{title}</rect>'
+            )
+        out.append(_text(width - 10, y + 17, f"{behind[1][rank]:.1f}", 'text-anchor="end"'))
+    out += [_text(_LEFT, height - 10, foot), "</svg>"]
     path.write_text("\n".join(out) + "\n", encoding="utf-8")
     return path
 

@@ -24,13 +24,16 @@ class Stats(NamedTuple):
     returned: Tensor  # int64 [W] bytes of rows that combines gave back, by the rank that they went to
     operations: tuple[int, ...]  # the last ones that all ranks have noted, by number on the communicator; at most 16
     begun: Tensor  # float64 [W, N] seconds from when the first rank began the operation to when each rank did
+    waits: Tensor  # float64 [W, W, N] the longest that a thread of each rank waited for each source rank in it, seconds
 
     @property
-    def waits(self) -> Tensor:
-        """float64 [W]: the mean time for which each rank had not begun an operation that this one had: so long at least
-        this rank waited for it."""
-        late = (self.begun - self.begun[self.rank]).clamp(min=0)
-        return late.mean(1) if self.operations else late.new_zeros(late.shape[0])
+    def awaited(self) -> Tensor:
+        """float64 [W]: for how long other ranks waited for each one, the longest of them, on average. A straggler's is
+        large, that of all others small."""
+        others = self.waits.new_zeros(self.begun.shape[0])
+        if self.operations:
+            others = (self.waits * (1 - torch.eye(len(others))[:, :, None])).amax(0).mean(1)
+        return others
 
     @property
     def late(self) -> Tensor:
@@ -39,12 +42,15 @@ class Stats(NamedTuple):
         return self.begun.mean(1) if self.operations else self.begun.new_zeros(self.begun.shape[0])
 
 
-def begun(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor]:
-    """``Stats.operations`` and ``Stats.begun`` of what each rank has noted (``Communicator.last_operations``)."""
-    times = [{operation.number: operation.begun for operation in own} for own in noted]
-    numbers = tuple(sorted(set(times[0]).intersection(*times[1:])))
-    found = torch.tensor([[own[number] for number in numbers] for own in times], dtype=torch.float64)
-    return numbers, found - found.amin(0) if numbers else found
+def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """``Stats.operations``, ``begun`` and ``waits`` of what each rank has noted (``Communicator.last_operations``)."""
+    by_number = [{operation.number: operation for operation in own} for own in noted]
+    numbers = tuple(sorted(set(by_number[0]).intersection(*by_number[1:])))
+    times = torch.tensor([[own[n].begun for n in numbers] for own in by_number], dtype=torch.float64)
+    waits = torch.tensor([[own[n].waits for n in numbers] for own in by_number], dtype=torch.float64)
+    if not numbers:
+        return numbers, times, times.new_zeros(len(noted), len(noted), 0)
+    return numbers, times - times.amin(0), waits.transpose(1, 2)
 
 
 class Counts:

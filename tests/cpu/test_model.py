@@ -16,10 +16,11 @@ from cases import fresh_seed
 from simulator import cases
 from simulator.network import Network, Place, Word
 from simulator.rank import Rank
-from simulator.shape import HEAD, Operation, Shape
+from simulator.shape import Operation, Shape
 
 import ep_ops
 from cute_kernels import heap
+from cute_kernels.latency.heap import LatencyHeap
 from ep_ops.bench import model, model_memory, model_report, model_stated, model_times, model_traffic
 from ep_ops.bench.model_memory import Layout
 
@@ -102,8 +103,7 @@ class Counting(Network):
         self.puts[source] += 1
         self.rows[source]["puts: " + word[0]] += 1
         for here, there in cells:
-            if there[-1] != HEAD:
-                self.rows[source][there[0]] += 1
+            self.rows[source][there[0]] += 1
             value_here = self.memory[source][here][0][0]
             if there[0] == "told":
                 self.rows[source]["entries"] += len(value_here[0])
@@ -141,7 +141,7 @@ def run_everywhere(layout: Layout, kinds: list[str], first: int = 0) -> Counting
     size, ranks = layout.domain_ranks, layout.ranks
     shape = Shape(
         tuple(tuple(range(d * size, (d + 1) * size)) for d in range(layout.domains)), 1, ranks, layout.tokens,
-        layout.batch_tokens, layout.few_batch_rows, layout.tiles,
+        layout.batch_tokens, layout.tiles,
     )  # fmt: skip
     named = (*range(first, ranks), *(-1,) * first)
     ids = ((named,) * layout.tokens,) * ranks
@@ -162,7 +162,7 @@ def everywhere(domains: int, size: int, **sizes: int) -> Layout:
 LAYOUTS = [
     everywhere(2, 2, tokens=4, most_batch_tokens=2, most_tiles=2, few_tokens=4),
     everywhere(3, 1, tokens=4, most_batch_tokens=1, most_tiles=1, few_tokens=4),
-    everywhere(2, 3, tokens=2, most_batch_tokens=2, most_tiles=1, few_tokens=2, few_batch_rows=2),
+    everywhere(2, 3, tokens=2, most_batch_tokens=2, most_tiles=1, few_tokens=2),
     everywhere(1, 3, tokens=2, most_tiles=2, few_tokens=2),
 ]
 
@@ -200,23 +200,22 @@ def test_rows_and_puts_of_few_tokens_are_the_protocols(layout: Layout, combine: 
     found = run_everywhere(layout, ["few_dispatch", "few_combine"]) if combine else first
     moved = model_traffic.few_bytes(layout, combine)
     for rank in range(layout.ranks):
-        before = (first.rows[rank]["copies"], first.puts[rank]) if combine else (0, 0)
-        assert (found.rows[rank]["copies"] - before[0]) * layout.row_bytes == pytest.approx(moved.far_rows)
+        before = (first.rows[rank]["lines"], first.puts[rank]) if combine else (0, 0)
+        assert (found.rows[rank]["lines"] - before[0]) * layout.row_bytes == pytest.approx(moved.far_rows)
         assert found.puts[rank] - before[1] == pytest.approx(moved.puts)
 
 
-def used(layout: Layout, network: Counting, rank: int) -> set[tuple[str, Any]]:
+AREAS = {"lines": "few rows", "few routes": "few routes"}
+
+
+def used(network: Counting, rank: int) -> set[tuple[str, Any]]:
     """Places of few tokens in a rank's first bank that something was ever stored in, by the names of the formulas."""
-    size = layout.domain_ranks
-    found = set()
-    for place in network.memory[rank]:
-        area, bank, other, *_ = place  # the target, or the rank that sends
-        kind, sent = area.removeprefix("sent "), area.startswith("sent ")
-        if kind == "copies" and bank == 0 and other // size != rank // size:  # those of the domain are marked lines
-            found.add(("few heads" if place[-1] == HEAD else "few rows" + " to be sent" * sent, place))
-    for word in network.words[rank]:
-        if word[:2] == ("copies", 0) and word[2] // size != rank // size:
-            found.add(("few words", word))
+    found: set[tuple[str, Any]] = set()
+    for area, bank, *at in network.memory[rank]:
+        kind = area.removesuffix(" out")
+        if bank == 0 and kind in AREAS:
+            found.add((AREAS[kind] + " to be sent" * (kind != area), tuple(at)))
+    found |= {("few words", word) for word in network.words[rank] if word[1:2] == (0,) and word[0] in AREAS}
     return found
 
 
@@ -226,8 +225,7 @@ def test_places_of_few_tokens_are_the_protocols(layout: Layout) -> None:
     kinds = ["few_dispatch", "few_combine", "few_dispatch", "few_dispatch"]
     network = run_everywhere(layout, kinds)
     for rank in range(layout.ranks):
-        found = collections.Counter(name for name, _ in used(layout, network, rank))
-        assert found == {key: value for key, value in model_memory.few_places(layout).items() if value}
+        assert collections.Counter(name for name, _ in used(network, rank)) == model_memory.few_places(layout)
 
 
 # ---------------------------------------------------------------------- memory
@@ -246,28 +244,28 @@ def test_staging_is_what_kernels_lay_out() -> None:
         domains, size, held = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 9)
         layout = Layout(
             domains, size, draw.randint(1, 700), 8 * draw.randint(1, 2000), draw.choice((2, 4)),
-            held * domains * size, draw.randint(1, 8),
+            held * domains * size, draw.randint(1, 8), draw.choice((0, draw.randint(1, 50))),
         )  # fmt: skip
+        if layout.round_tokens >= layout.tokens:
+            layout = dataclasses.replace(layout, round_tokens=0)
         ranks = tuple(range(layout.ranks))
         groups = tuple(ranks[d * size : (d + 1) * size] for d in range(domains)) if domains > 1 else ()
         dtype = {2: "bf16", 4: "fp32"}[layout.itemsize]
-        sizes = dict(
-            heap.Heap(
-                heap.Problem(
-                    layout.ranks, (held,) * layout.ranks, layout.top_k, layout.hidden, dtype, layout.tokens, groups
-                )
-            ).size
-        )
+        many = (layout.of_round, groups, None, layout.tokens if layout.round_tokens else 0)
+        problem = heap.Problem(layout.ranks, (held,) * layout.ranks, layout.top_k, layout.hidden, dtype, *many)
+        sizes = dict(heap.Heap(problem).size)
         found = {name: 2 * sum(sizes.pop(part, 0) for part in parts) for name, parts in SECTIONS.items()}
         expected = model_memory.staging(layout)
         assert found == {name: expected[name] for name in SECTIONS}, layout
         assert 2 * sum(sizes.values()) == expected["words"], (layout, sizes)
+        few = sum(LatencyHeap(problem, layout.few_tokens).size.values()) - sum(heap.Heap(problem).size.values())
+        assert domains == 1 or 2 * few == expected["few tokens"], layout
 
 
 def test_staging_of_few_tokens() -> None:
     """By hand, for 2 domains of 2 ranks."""
     layout = Layout(2, 2, tokens=3, hidden=8, itemsize=2, experts=4, top_k=2, few_tokens=2)
-    expected = 2 * 2 * 2 * (16 + 32) + 2 * 2 * (2 * 4 + 16) + 8 * 2 * 2
+    expected = 2 * 4 * 2 * 512 + 2 * 4 * 512 + 8 * 4 * (2 + 1)
     assert model_memory.staging(layout)["few tokens"] == 2 * expected
 
 
@@ -311,7 +309,7 @@ GPU = model_times.Gpu(
     "", pull=100e9, push=200e9, memory=1e12, flag=0.5,
     constants={"dispatch": 20.0, "combine": 30.0, "few dispatch": 5.0, "few combine": 3.0}, told="",
 )  # fmt: skip
-WIRE = model_times.Wire("", rate=10e9, latency=8.0, put=0.1, whole_lists=False, told="")
+WIRE = model_times.Wire("", rate=10e9, latency=8.0, put=0.1, told="")
 
 
 def test_what_binds() -> None:
@@ -341,10 +339,11 @@ def test_few_tokens() -> None:
     assert model_times.few_us(GPU, layout, False) == pytest.approx(5 + lines / 200e3)
     assert model_times.few_us(GPU, layout, True) == pytest.approx(3 + 12000 * 3 * 128 / 120 / 200e3)
     apart = dataclasses.replace(layout, domains=2, domain_ranks=1)
-    far = 3 * (12000 + 32) + (2 * 2 + 16) + 8 * (3 + 1)
+    far = 3 * 26 * 512 + 512 + 8 * (3 + 1 + 1)  # packets of rows and a route; words of these, and a hello
     assert model_times.few_us(GPU, apart, False, WIRE) == pytest.approx(5 + 8 + far / 10e3)
-    whole = model_times.for_wire(apart, dataclasses.replace(WIRE, whole_lists=True))
-    assert model_traffic.few_bytes(whole, False).puts == 2  # a list and a hello
+    dear = dataclasses.replace(WIRE, put=1000.0)
+    assert model_times.few_us(GPU, apart, False, dear) == pytest.approx(5 + 8 + (3 + 1 + 1) * 1000)
+    assert model_times.few_us(GPU, apart, True, dear) == pytest.approx(3 + 8 + (3 + 1) * 1000)
 
 
 def test_constants_come_from_the_runs() -> None:

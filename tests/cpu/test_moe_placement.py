@@ -35,8 +35,9 @@ from ep_ops.moe import (
     balanced,
     moves,
     plot_begun,
+    plot_waits,
 )
-from ep_ops.moe.statistics import begun
+from ep_ops.moe.statistics import last
 from ep_ops.records import Operation
 
 # ---------------------------------------------------------------------- placement
@@ -160,7 +161,7 @@ def test_stats(rows: str) -> None:
             assert torch.equal(stats.rows, kept[rank])
             assert torch.equal(stats.received, copies[rank] * (H + H // 32))
             assert torch.equal(stats.returned, copies[rank] * H * 4)
-        assert not stats.waits.any() and not stats.late.any()
+        assert not stats.awaited.any() and not stats.late.any()
 
 
 def test_what_is_made_in_inference_mode_goes_on_behind_it() -> None:
@@ -180,28 +181,41 @@ def test_recomputed_dispatches_count_once() -> None:
         assert moe.stats().dispatches == 1 and int(moe.load().sum()) == int((given.ids >= 0).sum())
 
 
-def noted(number: int, begun: float) -> Operation:
-    return Operation(number, "dispatch", True, True, False, 8, "", begun, None)
+def noted(number: int, begun: float, waits: tuple[float, ...]) -> Operation:
+    return Operation(number, "dispatch", True, True, False, 8, "", begun, None, waits)
 
 
 def test_a_straggler_shows(tmp_path: Path) -> None:
-    """Operations that all ranks have noted; rank 2 begins 30 us late in each."""
+    """Operations that all ranks have noted; rank 2 begins 30 us late in each, and is waited for, once longer. How long
+    a rank waits for its own blocks does not count."""
     late = [2e-6, 0.0, 30e-6]
-    ops = [[noted(n, 100.0 + n + own) for n in range(5 + r, 9 + r)] for r, own in enumerate(late)]
-    numbers, times = begun([list(reversed(own)) for own in ops])
-    assert numbers == (7, 8)
+    waits = [(9e-5, 1e-6, 28e-6), (3e-6, 0.0, 30e-6), (0.0, 2e-6, 9e-5)]
+    more = {(8, 1): (3e-6, 0.0, 50e-6)}
+    ops = [
+        [noted(n, 100.0 + n + own, more.get((n, r), waits[r])) for n in range(5 + r, 9 + r)]
+        for r, own in enumerate(late)
+    ]
+    numbers, times, found = last([list(reversed(own)) for own in ops])
+    assert numbers == (7, 8) and found.shape == (3, 3, 2) and found[1, 2].tolist() == [30e-6, 50e-6]
     zero = torch.zeros(1, dtype=torch.int64)
-    of_first, of_last = (Stats(rank, 1, zero, zero, zero, zero, numbers, times) for rank in (0, 2))
+    of_first, of_last = (Stats(rank, 1, zero, zero, zero, zero, numbers, times, found) for rank in (0, 2))
     assert_close(of_first.late, torch.tensor(late, dtype=torch.float64), rtol=0, atol=1e-9)
-    assert_close(of_first.waits, torch.tensor([0, 0, 28e-6], dtype=torch.float64), rtol=0, atol=1e-9)
-    assert not of_last.waits.any()
+    for stats in (of_first, of_last):
+        assert_close(stats.awaited, torch.tensor([3e-6, 2e-6, 40e-6], dtype=torch.float64), rtol=0, atol=1e-9)
     text = plot_begun(of_first, tmp_path / "begun.svg").read_text(encoding="utf-8")
     assert "latest on average: rank 2, 30.0 µs" in text
     cells = [c for c in xml.etree.ElementTree.fromstring(text).iter() if "fill-opacity" in c.attrib]
     assert [float(c.attrib["fill-opacity"]) for c in cells] == pytest.approx([1 / 15, 1 / 15, 0, 0, 1, 1], abs=2e-3)
+    text = plot_waits(of_first, tmp_path / "waits.svg").read_text(encoding="utf-8")
+    assert "waited for most: rank 2, 40.0 µs" in text
+    cells = [c for c in xml.etree.ElementTree.fromstring(text).iter() if "fill-opacity" in c.attrib]
+    shown = [0, 1 / 40, 28 / 40, 3 / 40, 0, 1, 0, 2 / 40, 0]
+    assert [float(c.attrib["fill-opacity"]) for c in cells] == pytest.approx(shown, abs=2e-3)
     none = of_first._replace(operations=(), begun=torch.zeros(3, 0))
     with pytest.raises(ValueError, match="no operations that all ranks have noted"):
         plot_begun(none, tmp_path / "none.svg")
+    with pytest.raises(ValueError, match="no operations that all ranks have noted"):
+        plot_waits(none, tmp_path / "none.svg")
 
 
 def test_ranges_have_names() -> None:

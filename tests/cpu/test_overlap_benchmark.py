@@ -9,16 +9,24 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from ep_ops.bench import overlap
+from ep_ops.bench import overlap, overlap_variants
 
 SMALL = (
     "--device cpu --backend reference --tokens 6 --hidden 64 --experts 4 --top-k 2 --width 16 --shared-width 16"
     " --iterations 1"
 )
+SOME = [
+    overlap_variants.Variant(turns=False),
+    overlap_variants.Variant(dispatch=3, combine=6, whole_ends=True, leave=8, layers=2),
+]
 
 
 def measured(wrong: bool) -> dict[str, Any]:
-    session = overlap.Session(torch.device("cpu"), overlap.options().parse_args(SMALL.split()))
+    session = overlap.Session(torch.device("cpu"), overlap.options().parse_args([*SMALL.split(), "--variants"]))
+    # In a process of the test's own: few, and the one that has everything.
+    overlap_variants.HOT_ROW, overlap_variants.LAYERS = 1, 2
+    overlap_variants.SHARED_SMS, overlap_variants.TRAINED_SMS = (), (32,)
+    overlap_variants.variants = lambda products: SOME
     if wrong:
         run = overlap.Layer.in_turns
         overlap.Layer.in_turns = lambda *args: run(*args)[::-1]  # type: ignore[method-assign]
@@ -41,6 +49,20 @@ def test_figures() -> None:
     least = min(took["dispatch"], took["shared"])
     hidden = took["dispatch"] + took["shared"] - took["shared in dispatch"]
     assert figures["hidden in dispatch"] == pytest.approx(hidden / least)
+    variants = {one["what"]: one for one in found["variants"]}
+    assert {str(variant) for variant in SOME} < set(variants)
+    assert variants["grouped: GEMMs"]["of its GEMMs"] == variants["grouped: GEMMs"]["of its GEMMs, hot"] == 1
+    assert "shared in dispatch_tokens, default SMs" in variants and "in turns, forward + backward, 32 SMs" in variants
+    assert len(overlap_variants.table(found["variants"])) == 1 + len(variants)
+
+
+def test_variants_that_leave_multiprocessors() -> None:
+    """Only while the block lasts, whatever it raises."""
+    before = torch._C._get_sm_carveout_experimental()
+    with pytest.raises(KeyError), overlap_variants.leaving(8):
+        assert torch._C._get_sm_carveout_experimental() == 8
+        raise KeyError
+    assert torch._C._get_sm_carveout_experimental() == before
 
 
 def test_wrong_results() -> None:

@@ -1,0 +1,158 @@
+"""A whole mixture-of-experts layer, forward and backward, in several sizes of its receive buffer: `ep-ops bench layer`.
+
+ep-ops bench layer --ranks 1 --experts 64 --times 4       # one GPU of four: room for four times the rows that come
+torchrun --nproc-per-node 4 -m ep_ops.cli bench layer     # 4096 tokens a rank, hidden 7168, 256 experts of width 2048
+ep-ops bench layer --device cpu --tokens 32 --hidden 128 --width 64 --experts 8 --top-k 2 --iterations 2
+
+Capacity is the worst case where every rank may send all its tokens to one, several times the mean: grouped GEMMs and
+SwiGLU by kernels of ours touch live rows only, SwiGLU by PyTorch all that there is room for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ep_ops import Communicator
+from ep_ops.nn import MoELayer, grouped_mm, swiglu
+from ep_ops.records import Dispatched
+
+from .figures import text_table
+from .ranks import Run, add_options, gpus, names_of, on_every_rank
+
+WAYS = {
+    "exact": "exact size, one host synchronisation",
+    "mean": "1.25 × the mean",
+    "worst": "worst case",
+    "all_rows": "worst case, SwiGLU by PyTorch over all rows",
+    "wire": "worst case, dispatched as wire:e4m3/128/pow2",
+}
+
+
+class AllRows(MoELayer):
+    """SwiGLU of every row that there is room for."""
+
+    def _experts(self, received: Dispatched) -> Tensor:
+        y = grouped_mm(received.x, self.w_in, received.route.offs)
+        return grouped_mm(swiglu(y), self.w_out, received.route.offs)
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="ep-ops bench layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--tokens", type=int, default=4096, help="of each rank (default: %(default)s)")
+    options.add_argument("--hidden", type=int, default=7168)
+    options.add_argument("--width", type=int, default=2048, help="inside each expert (default: %(default)s)")
+    options.add_argument("--experts", type=int, default=256)
+    options.add_argument("--top-k", type=int, default=8)
+    options.add_argument("--times", type=float, help="the worst case, in multiples of the mean (default: as it is)")
+    options.add_argument("--iterations", type=int, default=20)
+    options.add_argument("--only", type=names_of(WAYS), default=tuple(WAYS), metavar="NAME,NAME", help=" ".join(WAYS))
+    add_options(options)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.device == "auto":
+        args.device = "cuda" if gpus() else "cpu"
+    return on_every_rank(measure, args, 120.0)
+
+
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "width", "experts", "top_k", "times")}
+    run = Run(device, args, benchmark="layer", dtype="bf16", **sizes, results=[])
+    with Communicator(
+        num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, device=device, backend=args.backend,
+        max_tokens_per_rank=args.tokens, dtype=torch.bfloat16, timeout=60.0, latency_max_tokens=0,
+    ) as comm:  # fmt: skip
+        run.found["machine"]["backend"] = comm.backend.name
+        comm.warmup([("wire:e4m3/128/pow2", "")] if "wire" in args.only else [])
+        run.steps = len(args.only)
+        weights = made(comm, args.width)
+        for way in args.only:
+            run.found["results"].append(time(run, comm, way, weights))
+            run.save()
+            run.done += 1
+        comm.check_errors()
+    if run.rank == 0:
+        print("\n".join(text_table(rows_of(run.found))), flush=True)
+    run.close()
+
+
+def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
+    """Weights of this rank's experts, drawn on the device."""
+    draw = torch.Generator(device=comm.device).manual_seed(comm.rank)
+    shapes = (comm.num_local_experts, comm.hidden_size, 2 * width), (comm.num_local_experts, width, comm.hidden_size)
+    first, second = (
+        torch.empty(shape, dtype=comm.dtype, device=comm.device).normal_(0, shape[1] ** -0.5, generator=draw)
+        for shape in shapes
+    )
+    return first, second
+
+
+def capacity_of(run: Run, comm: Communicator, way: str) -> int | None:
+    """Rows; None for exactly as many as there are."""
+    mean = run.args.tokens * run.args.top_k * comm.num_local_experts * run.world_size // comm.num_experts
+    room = comm.num_local_experts * (comm.alignment - 1)
+    if way == "exact":
+        return None
+    if way == "mean":
+        rows = int(1.25 * mean) + room
+    elif run.args.times:
+        rows = int(run.args.times * mean) + room
+    else:
+        return comm.capacity()
+    return -(-rows // comm.alignment) * comm.alignment
+
+
+def time(run: Run, comm: Communicator, way: str, weights: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Forward alone and with backward: ms."""
+    capacity = capacity_of(run, comm, way)
+    kind = AllRows if way == "all_rows" else MoELayer
+    layer = kind(
+        comm, 1, capacity=capacity, dynamic=capacity is None, format="wire:e4m3/128/pow2" if way == "wire" else ""
+    ).to(comm.device)
+    layer.w_in, layer.w_out = (nn.Parameter(w) for w in weights)
+    draw = torch.Generator(device=comm.device).manual_seed(run.rank)
+    shape = (run.args.tokens, run.args.hidden)
+    x, grad = (torch.randn(shape, generator=draw, device=comm.device).to(comm.dtype) for _ in range(2))
+    leaves = (x.requires_grad_(), *layer.parameters())
+
+    def forward(i: int) -> Tensor:
+        with torch.no_grad():
+            return layer(x)
+
+    def both(i: int) -> None:
+        torch.autograd.grad(layer(x), leaves, grad)
+
+    if comm.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    found = {}
+    for name, call in (("forward", forward), ("forward_backward", both)):
+        timing = run.timer.steady(call, run.args.iterations)
+        found[name] = timing.median / 1e3
+        run.say(f"{way}: {name} {found[name]:.2f} ms")
+    peak = torch.cuda.max_memory_allocated() / 2**30 if comm.device.type == "cuda" else 0.0
+    dropped = int(run.worst({"dropped": float(layer.dropped.sum())})["dropped"])
+    return {"way": way, "capacity": capacity, **found, "peak_gib": peak, "dropped": dropped}
+
+
+def rows_of(run: dict[str, Any]) -> list[list[str]]:
+    rows = [["ms, the slowest rank's", "rows", "forward", "and backward", "peak GiB"]]
+    for result in run["results"]:
+        times = (f"{result[name]:.2f}" for name in ("forward", "forward_backward"))
+        name = WAYS[result["way"]] + (f", {result['dropped']} rows dropped" if result["dropped"] else "")
+        rows.append([name, str(result["capacity"] or ""), *times, f"{result['peak_gib']:.1f}"])
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
