@@ -48,8 +48,10 @@ def compile_kernel(kernel: Any, arch: str, *, keep_ptx: bool = False) -> Any:
     `kernel.signature()` gives example arguments. With `keep_ptx` the result has `__ptx__` and `__cubin__`.
     """
     ffi = "" if library_of(kernel) else "--enable-tvm-ffi "
-    options = f"{ffi}--gpu-arch {arch}" + (" --keep-ptx --keep-cubin" if keep_ptx else "")
-    with _compiling:
+    options = f"{ffi}--gpu-arch {arch}"
+    # The DSL hands both over in files, whose names it cuts short: in a common folder kernels get each other's.
+    with _compiling, tempfile.TemporaryDirectory() if keep_ptx else contextlib.nullcontext("") as folder:
+        options += f" --keep-ptx --keep-cubin --dump-dir {folder}" if keep_ptx else ""
         return cute.compile(kernel, *kernel.signature(), options=options)
 
 

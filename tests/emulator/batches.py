@@ -12,7 +12,7 @@ from torch import Tensor
 from . import machine
 from .deaths import die
 from .ranks import Ranks, numbered, same
-from .threads import Launch, run
+from .threads import TICK, Launch, run
 
 HIDDEN = 16
 COURIERS = 2
@@ -108,7 +108,7 @@ def death(draw: random.Random, world_size: int, kind: str) -> None:
     on.inputs()
     since = machine.clock
     run([launch for rank in range(world_size) for launch in on.launches(rank)], draw)
-    lasted = machine.clock - since
+    lasted = (machine.clock - since) // TICK
     on.inputs()
 
     def build(launches: list[Launch], rank: int) -> None:

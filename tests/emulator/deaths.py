@@ -10,11 +10,11 @@ from . import machine
 from .latency import Blocks, Pair
 from .ranks import Ranks
 from .routes import Shape
-from .threads import TICK, Launch, run
+from .threads import QUIET_TURNS, TICK, Launch, run
 from .throughput import Steps, begun
 
-TIMEOUT = 200 * TICK
-"""Nanoseconds, longer than ranks that live wait for each other."""
+TIMEOUT = 200
+"""Rounds, more than ranks that live wait for each other where no network is slow."""
 
 Build = Callable[[list[Launch], int], None]
 """Appends a rank's launches of an operation."""
@@ -45,7 +45,7 @@ def refused(shape: Shape, draw: random.Random) -> None:
     on: Steps = begun(shape, draw)
     since = machine.clock
     on.dispatch(known=False)
-    lasted = machine.clock - since
+    lasted = (machine.clock - since) // TICK
     on.inputs()
     refuses = draw.randrange(on.ranks.world_size)
 
@@ -83,10 +83,12 @@ def few(shape: Shape, draw: random.Random, kind: str, dispatch: Blocks, combine:
 
 
 def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Callable[[int], None], lasts: int) -> None:
-    """Some rank does, within `lasts` rounds of one operation, and is not there in the next."""
+    """Some rank does, within `lasts` rounds of one operation, as many as one before took with the same network, and is
+    not there in the next."""
     from cute_kernels import sync
 
-    usual, sync.POLLS_PER_CHECK, ranks.timeout_ns = sync.POLLS_PER_CHECK, 8, TIMEOUT
+    deadline = TIMEOUT + 2 * lasts
+    usual, sync.POLLS_PER_CHECK, ranks.timeout_ns = sync.POLLS_PER_CHECK, 8, deadline * TICK
     victim = draw.randrange(ranks.world_size)
     living = [rank for rank in range(ranks.world_size) if rank != victim]
     launches: list[Launch] = []
@@ -94,7 +96,7 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
         build(launches, rank)
     first = len(launches)
     build(launches, victim)
-    run(launches, draw, dying=range(first, len(launches)), after=draw.randint(0, lasts))
+    run(launches, draw, range(first, len(launches)), draw.randint(0, lasts), QUIET_TURNS + 3 * deadline)
     told = {}
     for rank in living:
         told[rank] = ranks.reported(rank, clear=False)[0]
@@ -103,7 +105,7 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
     launches = []
     for rank in living:
         then(launches, rank)
-    run(launches, draw)
+    run(launches, draw, quiet_turns=QUIET_TURNS + 3 * deadline)
     sync.POLLS_PER_CHECK, ranks.timeout_ns = usual, 1 << 40
     for rank in living:
         reason, peer = ranks.reported(rank)[0]

@@ -164,9 +164,16 @@ TICK = 64
 """Nanoseconds of a round."""
 
 
-def run(launches: list[Launch], draw: random.Random, dying: Sequence[int] = (), after: int = 0) -> None:
+def run(
+    launches: list[Launch],
+    draw: random.Random,
+    dying: Sequence[int] = (),
+    after: int = 0,
+    quiet_turns: int = QUIET_TURNS,
+) -> None:
     """All launches at once, until every thread has ended. An exception of a thread ends it, with its traceback. Threads
-    of launches that are `dying` (by index) stop for ever after so many rounds."""
+    of launches that are `dying` (by index) stop for ever after so many rounds. `quiet_turns`: more than deadlines of
+    waits, if there are any."""
     warps: list[list[Thread]] = []
     groups: list[list[Thread]] = []
     for launch in launches:
@@ -193,7 +200,7 @@ def run(launches: list[Launch], draw: random.Random, dying: Sequence[int] = (), 
             moved |= turn(warp)
         warps = [warp for warp in warps if not all(thread.dead for thread in warp)]
         quiet = 0 if moved else quiet + 1
-        assert quiet <= QUIET_TURNS, f"nobody goes on: {[stuck(warp) for warp in warps[:6]]}"
+        assert quiet <= quiet_turns, f"nobody goes on: {[stuck(warp) for warp in warps[:6]]}"
 
 
 def stuck(warp: list[Thread]) -> str:

@@ -33,11 +33,6 @@ LARGEST = dataclasses.replace(
 FEW = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096, consecutive_domains(4, 2), wire.Nvlink())
 
 
-@pytest.fixture(autouse=True)
-def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("kernel", "arch"),
     [

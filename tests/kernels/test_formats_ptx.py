@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-import test_ptx
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.heap import Problem
@@ -20,7 +19,6 @@ from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.stage_quantised import TEAM
 from ep_ops.backends.cute.latency import PARTS
 
-dumps_elsewhere = test_ptx.dumps_elsewhere
 LARGE = {dtype: Problem(4, (64,) * 4, 8, 7168, dtype, 4096) for dtype in ("bf16", "fp16", "fp32")}
 POW2, FP32, MX, ROW = "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx", "e4m3/row/fp32"
 FORMATS = (POW2, FP32, MX, ROW)

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-import test_ptx
 from test_ptx import (
     ALONE,
     ARCHS,
@@ -22,7 +21,6 @@ from test_ptx import (
 from cute_kernels.heap import Problem
 from cute_kernels.throughput.gather import WARPS, Gather
 
-dumps_elsewhere = test_ptx.dumps_elsewhere
 LARGEST_SHARED = 227 * 1024  # of a block, on both architectures
 PROBLEMS = (LARGE, ALONE, Problem(4, (1,) * 4, 4, 7168, "bf16", 4096))
 

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-import test_ptx
 from test_ptx import compiled_ptx
 
 from cute_kernels import marks, sync
@@ -24,8 +23,6 @@ from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute.report import Report
-
-dumps_elsewhere = test_ptx.dumps_elsewhere
 
 
 def guarded(problem: Problem) -> list[Any]:

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-import test_ptx
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.heap import Heap, Problem
@@ -26,7 +25,6 @@ from cute_kernels.latency.heap import (
 )
 from cute_kernels.latency.reach import words_of
 
-dumps_elsewhere = test_ptx.dumps_elsewhere
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
 WIDEST = Problem(8, (32,) * 8, 8, 7168, "bf16", 4096)
 UNEVEN = Problem(3, (3, 0, 5), 4, 8200, "fp32", 100)

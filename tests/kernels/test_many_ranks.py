@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-import test_ptx
 from test_ptx import assert_no_spills, count, needs_assembler
 
 from cute_kernels import jit
@@ -29,8 +28,6 @@ from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of, latency
 from ep_ops.config import even_experts
 from ep_ops.topology import NEEDED_SHARED_BYTES
-
-dumps_elsewhere = test_ptx.dumps_elsewhere
 
 LATENCY = (latency_dispatch.Dispatch, latency_combine.Combine)
 TWO_BLOCKS = 113 * 1024

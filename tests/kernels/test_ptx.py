@@ -34,11 +34,6 @@ BULK_IN = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 BULK_OUT = "cp.async.bulk.global.shared::cta.bulk_group"
 
 
-@pytest.fixture(autouse=True)
-def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # --keep-ptx leaves files in the current folder
-
-
 @functools.cache
 def compiled_ptx(kernel, arch: str) -> str:
     return jit.compile_kernel(kernel, arch, keep_ptx=True).__ptx__

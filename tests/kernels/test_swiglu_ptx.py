@@ -9,13 +9,11 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-import test_ptx
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.jit import object_name
 from cute_kernels.swiglu import SwiGLU
 
-dumps_elsewhere = test_ptx.dumps_elsewhere
 LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
 PLAIN = [SwiGLU(hidden, dtype, backward) for hidden, dtype in ((2048, "bf16"), (768, "fp16"), (36, "fp32"))
          for backward in (False, True)]  # fmt: skip

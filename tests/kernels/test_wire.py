@@ -23,11 +23,6 @@ needs_library = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def dumps_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def problem(made: wire.Wire) -> Problem:
     return problem_of(4, 64, "bf16", 10, made)
 
