@@ -53,7 +53,7 @@ demo: $(NEEDS)
 # first.
 test: $(NEEDS)
 	$(PYTHON) -m pytest tests/gpu $(ARGS) || [ $$? -eq 5 ]
-	$(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Every rank runs pytest over the same files in lockstep. More ranks than GPUs share them (tests/gpu/sharing.py).
 RANKS ?= 1 2 4 8 16

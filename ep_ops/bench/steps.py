@@ -161,8 +161,9 @@ class Product:
 
     def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
         new: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.a, self.b = torch.randn(256, hidden, **new), torch.randn(hidden, 4096, **new)
-        self.out = torch.empty(256, 4096, **new)
+        rows = 256 if device.type == "cuda" else 1
+        self.a, self.b = torch.randn(rows, hidden, **new), torch.randn(hidden, 4096, **new)
+        self.out = torch.empty(rows, 4096, **new)
 
     def __call__(self, i: int = 0) -> None:
         torch.mm(self.a, self.b, out=self.out)

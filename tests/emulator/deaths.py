@@ -13,8 +13,10 @@ from .routes import Shape
 from .threads import QUIET_TURNS, TICK, Launch, run
 from .throughput import Steps, begun
 
-TIMEOUT = 200
-"""Rounds, more than ranks that live wait for each other where no network is slow."""
+TIMEOUT = 500
+"""Rounds. Ranks that live wait for each other for less, on a network that is not `SLOW`."""
+SLOW = 0.3
+"""Networks are no slower where a rank dies: how often one moves anything."""
 
 Build = Callable[[list[Launch], int], None]
 """Appends a rank's launches of an operation."""
@@ -83,10 +85,12 @@ def few(shape: Shape, draw: random.Random, kind: str, dispatch: Blocks, combine:
 
 
 def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Callable[[int], None], lasts: int) -> None:
-    """Some rank does, within `lasts` rounds of one operation, as many as one before took with the same network, and is
-    not there in the next."""
+    """Some rank does, within `lasts` rounds of one operation, as many as one before took, and is not there in the
+    next."""
     from cute_kernels import sync
 
+    for network in machine.networks:
+        network.rate, network.late = max(network.rate, SLOW), 0.0
     deadline = TIMEOUT + 2 * lasts
     usual, sync.POLLS_PER_CHECK, ranks.timeout_ns = sync.POLLS_PER_CHECK, 8, deadline * TICK
     victim = draw.randrange(ranks.world_size)
