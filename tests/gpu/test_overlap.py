@@ -168,12 +168,14 @@ def captured(step: Callable[..., Any], *given: Tensor) -> Callable[..., Any]:
     return replay
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", "compiled", "compiled graph"])
-def test_products_run_while_rows_are_sent(how, comms, seed, together):
-    rank, world_size = ranks()
+def kernels_of_steps(
+    how: str, comms: tuple[ep_ops.Communicator, ep_ops.Communicator], tokens: int, seed: int, together: Any
+) -> list[Kernel]:
+    """What ran in steps whose dispatch and combine have products between their halves, each step on fresh data and
+    checked against the whole operators."""
     fast, slow = comms
-    torch.manual_seed(seed + rank)
-    oracle = Oracle(TOKENS, HIDDEN)
+    torch.manual_seed(seed + ranks()[0])
+    oracle = Oracle(tokens, HIDDEN)
     weight = torch.randn(HIDDEN, HIDDEN, dtype=BF16, device="cuda") / HIDDEN**0.5
 
     def shared(x: Tensor) -> Tensor:
@@ -182,7 +184,7 @@ def test_products_run_while_rows_are_sent(how, comms, seed, together):
         return x
 
     def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        started = fast.dispatch_start(x, idx, weights, max_tokens=TOKENS)
+        started = fast.dispatch_start(x, idx, weights, max_tokens=tokens)
         beside = shared(x)
         rows = fast.dispatch_wait(started)
         sent = fast.combine_start(rows.x, rows.route, rows.weights)
@@ -199,7 +201,6 @@ def test_products_run_while_rows_are_sent(how, comms, seed, together):
     run = runs[how]()
 
     def steps(number: int, delay: int = DELAY) -> bool:
-        """On fresh data, each checked against the whole operators."""
         ahead = True
         for _ in range(number):
             for tensor, fresh in zip(given, oracle.draw(), strict=True):
@@ -207,7 +208,7 @@ def test_products_run_while_rows_are_sent(how, comms, seed, together):
             sleep = Sleep(delay)
             out, beside = run(*given)
             ahead = sleep.lasts and ahead
-            rows = slow.dispatch(*given, max_tokens=TOKENS)
+            rows = slow.dispatch(*given, max_tokens=tokens)
             oracle.wrong += (out != slow.combine(rows.x, rows.route, rows.weights)).sum()
             oracle.wrong += (~torch.isclose(beside, shared(shared(given[0])), rtol=0.1, atol=0.1)).sum()
         return ahead
@@ -218,6 +219,13 @@ def test_products_run_while_rows_are_sent(how, comms, seed, together):
         kernels = seen(steps)
     oracle.verdict(fast, together)
     torch._dynamo.reset()
+    return kernels
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "compiled", "compiled graph"])
+def test_products_run_while_rows_are_sent(how, comms, seed, together):
+    rank, world_size = ranks()
+    kernels = kernels_of_steps(how, comms, TOKENS, seed, together)
     if rank == 0:
         print(f"{how}:\n{picture(kernels)}")
     with together():
@@ -262,51 +270,7 @@ def spans(kernels: list[Kernel]) -> dict[str, list[Operation]]:
 @pytest.mark.parametrize("how", ["eager", "graph", "compiled", "compiled graph"])
 def test_products_run_beside_many_tokens(how, comms, seed, together):
     rank, world_size = ranks()
-    fast, slow = comms
-    torch.manual_seed(seed + rank)
-    oracle = Oracle(MANY, HIDDEN)
-    weight = torch.randn(HIDDEN, HIDDEN, dtype=BF16, device="cuda") / HIDDEN**0.5
-
-    def shared(x: Tensor) -> Tensor:
-        for _ in range(PRODUCTS):
-            x = x @ weight
-        return x
-
-    def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        started = fast.dispatch_start(x, idx, weights, max_tokens=MANY)
-        beside = shared(x)
-        rows = fast.dispatch_wait(started)
-        sent = fast.combine_start(rows.x, rows.route, rows.weights)
-        beside = shared(beside)
-        return fast.combine_wait(sent), beside
-
-    given = oracle.draw()
-    runs: dict[str, Callable[[], Callable[..., Any]]] = {
-        "eager": lambda: step,
-        "graph": lambda: captured(step, *given),
-        "compiled": lambda: torch.compile(step, fullgraph=True),
-        "compiled graph": lambda: torch.compile(step, fullgraph=True, mode="reduce-overhead"),
-    }
-    run = runs[how]()
-
-    def steps(number: int, delay: int = DELAY) -> bool:
-        ahead = True
-        for _ in range(number):
-            for tensor, fresh in zip(given, oracle.draw(), strict=True):
-                tensor.copy_(fresh)
-            sleep = Sleep(delay)
-            out, _ = run(*given)
-            ahead = sleep.lasts and ahead
-            rows = slow.dispatch(*given, max_tokens=MANY)
-            oracle.wrong += (out != slow.combine(rows.x, rows.route, rows.weights)).sum()
-        return ahead
-
-    with torch.no_grad():
-        steps(4)
-        oracle.verdict(fast, together)
-        kernels = seen(steps)
-    oracle.verdict(fast, together)
-    torch._dynamo.reset()
+    kernels = kernels_of_steps(how, comms, MANY, seed, together)
     with together():
         found = spans(kernels)
         for name in ("ep_publish", "ep_combine"):
