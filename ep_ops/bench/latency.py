@@ -27,7 +27,7 @@ from ep_ops import Communicator
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .ranks import Run, add_options, names_of, numbers, on_every_rank
+from .ranks import Run, add_domain_options, add_options, domains_of, names_of, numbers, on_every_rank
 from .steps import Idle, Product, Steps, host_layers
 from .timing import Timing
 from .workloads import Workload, measure_traffic
@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--deal", type=numbers, action="append", metavar="N,N,N", help="of blocks, not the library's choice; repeatable"
     )
     add_options(options)
+    add_domain_options(options)
     return options
 
 
@@ -91,10 +92,11 @@ class Latency(Run):
 
     def everything(self) -> None:
         with self.communicator(None) as fast, self.communicator(0) as slow:
-            self.found["machine"]["backend"] = fast.backend.name
+            self.note(fast)
+            formats = [FP8] if self.wants("pair_fp8") else []
             if fast.backend.name == "cute":
-                self.compile(fast, slow)
-            fast.warmup([FP8] if self.wants("pair_fp8") else [])
+                self.compile(formats, fast, slow)
+            fast.warmup(formats)
             slow.warmup()
             self.say(f"{self.world_size} ranks on {self.found['machine']['device']}, ready")
             if self.on_link and self.wants("flag"):
@@ -125,17 +127,8 @@ class Latency(Run):
             backend=args.backend,
             timeout=TIMEOUT,
             latency_max_tokens=latency_max_tokens,
+            **domains_of(args),
         )
-
-    def compile(self, *comms: Communicator) -> None:
-        """Shared out between the ranks: each would compile all of it in its warmup."""
-        from ep_ops.backends.cute import all_kernels
-
-        from .kernels import compile_together
-
-        formats = [FP8] if self.wants("pair_fp8") else []
-        wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config, formats))
-        self.say(f"{compile_together(list(wanted), self.device)} kernels are compiled")
 
     # ------------------------------------------------------------------ what is measured
 

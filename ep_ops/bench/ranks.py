@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_ops.communicator import Communicator
 from ep_ops.launch import launch, process_group
 
 from .machine import describe
@@ -47,6 +48,21 @@ def add_options(options: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--backend", choices=("auto", "cute", "reference"), default="auto")
     options.add_argument("--ranks", type=int, help="without torchrun: processes (default: one for each GPU; CPU: 2)")
+
+
+def add_domain_options(options: argparse.ArgumentParser) -> None:
+    """For benchmarks of operators as they are across NVLink domains."""
+    options.add_argument(
+        "--domain-size", type=int, metavar="N", help="declare NVLink domains of N ranks each (EP_OPS_WIRE: over what)"
+    )
+    options.add_argument(
+        "--staging-bytes", type=int, metavar="N", help="bound on the kernels' symmetric memory: rounds"
+    )
+
+
+def domains_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a communicator is to be made with."""
+    return {"domain_size": args.domain_size, "staging_bytes": args.staging_bytes}
 
 
 def gpus() -> int:
@@ -118,6 +134,21 @@ class Run:
         if self.world_size > 1:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return dict(zip(errors, worst.tolist(), strict=True))
+
+    def note(self, comm: Communicator) -> None:
+        """What the file says of a communicator."""
+        self.found["machine"]["backend"] = comm.backend.name
+        if self.args.domain_size is not None or len(comm.config.domains) > 1:
+            self.found |= domains_of(self.args) | {"wire": comm.config.wire}
+
+    def compile(self, formats: list[tuple[str, str]], *comms: Communicator) -> None:
+        """Shared out between the ranks: each would compile all of it in its warmup."""
+        from ep_ops.backends.cute import all_kernels
+
+        from .kernels import compile_together
+
+        wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config, formats))
+        self.say(f"{compile_together(list(wanted), self.device)} kernels are compiled")
 
     def save(self) -> None:
         if self.rank == 0 and self.args.out is not None:

@@ -19,7 +19,7 @@ from .baselines import SameBytes
 from .by_rank import ROW_OPERATORS, RankCalls, by_rank
 from .operators import MAX_ERROR, Calls
 from .presets import FORMATS, OPERATORS, Case, Preset
-from .ranks import Run
+from .ranks import Run, domains_of
 from .report import complete
 from .timing import CHAIN, Timing
 from .workloads import ALIGNMENT, Workload, expected_traffic
@@ -36,7 +36,7 @@ class Session(Run):
     def run(self, preset: Preset) -> None:
         """Everything of a preset. The file is written anew after each result."""
         self.say(f"{self.world_size} ranks on {self.found['machine']['device']}")
-        if self.on_link and self.args.backend != "reference":
+        if self.on_link and self.args.backend != "reference" and self.args.domain_size is None:
             from .kernels import compile_together, kernels
 
             self.say(f"{compile_together(kernels(preset, self.world_size), self.device)} kernels are compiled")
@@ -207,9 +207,13 @@ class Session(Run):
             backend=self.args.backend,
             timeout=TIMEOUT,
             latency_max_tokens=0,  # the latency kernels have a benchmark of their own
+            **domains_of(self.args),
         )
-        self.found["machine"]["backend"] = comm.backend.name
-        comm.warmup([FORMATS[op] for op in FORMATS if any(op in case.measure for case in cases)])
+        self.note(comm)
+        formats = [FORMATS[op] for op in FORMATS if any(op in case.measure for case in cases)]
+        if comm.backend.name == "cute" and len(comm.config.domains) > 1:
+            self.compile(formats, comm)
+        comm.warmup(formats)
         return comm
 
     def out_of_time(self) -> bool:

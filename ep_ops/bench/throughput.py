@@ -17,7 +17,7 @@ import torch
 
 from . import sweeps
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
-from .ranks import add_options, gpus, names_of, numbers, on_every_rank
+from .ranks import add_domain_options, add_options, gpus, names_of, numbers, on_every_rank
 from .report import complete, summary, table
 from .session import TIMEOUT, Session
 from .workloads import expected_traffic
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--iterations", type=int, default=20, help="timed calls of each (default: %(default)s)")
     options.add_argument("--seconds", type=float, help="start no further workload after that many seconds")
     add_options(options)
+    add_domain_options(options)
     options.add_argument("--dry-run", action="store_true", help="print what would be measured, and stop")
     return options
 

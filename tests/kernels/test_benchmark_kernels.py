@@ -165,10 +165,12 @@ def test_dry_run_prints_the_plan() -> None:
 def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
     done = ep_ops_bench(
-        "--preset", "tiny", "--device", "cpu", "--iterations", "1", "--skip", "pair", "--out", str(out)
+        "--preset", "tiny", "--device", "cpu", "--iterations", "1", "--skip", "pair", "--domain-size", "1",
+        "--out", str(out),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = json.loads(out.read_text())
+    assert run["domain_size"] == 1 and run["staging_bytes"] is None
     assert run["world_size"] == 2 and run["machine"]["backend"] == "reference"
     found = [(result["op"], result["routing"]) for result in run["results"]]
     operators = list(OPERATORS)

@@ -74,8 +74,9 @@ def of_each_kind(problem: Problem) -> list[Any]:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_every_kernel(arch: str) -> None:
-    for kernel in kernels_of(LARGE):
+@pytest.mark.parametrize("kind", dict.fromkeys(map(type, kernels_of(LARGE))))
+def test_every_kernel(kind: type, arch: str) -> None:
+    for kernel in (kernel for kernel in kernels_of(LARGE) if type(kernel) is kind):
         ptx = compiled_ptx(kernel, arch)
         assert f".target {arch}" in ptx
         assert ".local" not in ptx, f"{kernel} uses local memory"
