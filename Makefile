@@ -39,9 +39,9 @@ $(READY): pyproject.toml Makefile
 	else \
 	  echo "== $(VENV): torch $(TORCH) and the development tools (a few minutes, once)"; \
 	  python3 -m venv $(VENV); \
-	  $(VENV)/bin/python -m pip install -qq "torch==$(TORCH)"; \
-	  $(VENV)/bin/python -m pip install -qq -e ".[dev]"; \
-	  $(VENV)/bin/python -m pip install -qq --no-deps "nvidia-nvshmem-cu13==$(NVSHMEM)"; \
+	  $(VENV)/bin/python -m pip install -qq --no-compile "torch==$(TORCH)"; \
+	  $(VENV)/bin/python -m pip install -qq --no-compile -e ".[dev]"; \
+	  $(VENV)/bin/python -m pip install -qq --no-compile --no-deps "nvidia-nvshmem-cu13==$(NVSHMEM)"; \
 	fi
 	@touch $@
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_ops.communicator import Communicator
+from ep_ops import Communicator
 from ep_ops.launch import launch, process_group
 
 from .machine import describe

@@ -49,6 +49,7 @@ def test_demo_reports_what_a_rank_raised() -> None:
     assert "Traceback" in done.stderr and "'cute' runs on CUDA devices" in done.stderr
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("how", ["Ctrl-C", "terminate parent"])
 def test_a_signal_ends_every_process(how: str) -> None:
     """Sent to all of them, or to the one that the user has started."""

@@ -174,6 +174,7 @@ def same(got: Tensor, wanted: Tensor) -> None:
     assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("world_size", "route"), [(n, route) for n, routes in ROUTES.items() for route in routes])
 def test_every_format_and_layout(world_size: int, route: str) -> None:
     _check(world_size, route, torch.bfloat16)

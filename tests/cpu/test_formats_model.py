@@ -258,6 +258,7 @@ def test_scales_in_a_graph(comm: ep_ops.Communicator, name: str, layout: str, si
         assert torch.equal(as_bytes(one), as_bytes(other))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "operator", ["dispatch", "dispatch_dynamic", "dispatch_planned", "dispatch_start", "dispatch_wait"]
 )

@@ -43,6 +43,7 @@ def test_promises_are_kept(fault: str) -> None:
     assert all(run[kind, True] > 30 for kind in kinds) and any(not several for _, several in run)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_every_rule_is_needed(name: str) -> None:
     """What is broken on purpose is found."""

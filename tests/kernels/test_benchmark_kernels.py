@@ -180,6 +180,7 @@ def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("combine, token-major")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("op", [*OPERATORS, *ROW_OPERATORS, "pair_forward", "pair_forward_backward"])
 def test_what_a_replay_leaves_is_compared_with_an_eager_call(op: str) -> None:
     """In it: everything that is defined, nothing that was given."""

@@ -81,6 +81,7 @@ def test_pulling(form: str, layout: str, arch: str) -> None:
     assert (DECODES in ptx) == (layout == "") and ".local" not in ptx
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("form", "layout", "arch"),
     [(POW2, "columns", "sm_90a"), (POW2, "", "sm_90a"), (MX, "rows", "sm_90a"), (FP32, "rows", "sm_90a"), *BLACKWELL],
@@ -92,6 +93,7 @@ def test_few_tokens(form: str, layout: str, arch: str) -> None:
     assert (DECODES in ptx) == (layout == "")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("form", "layout"), [(POW2, "packed"), (MX, "")])
 def test_few_tokens_by_halves(form: str, layout: str) -> None:
     """A start sends what a wait makes something of; rows that stay are quantised by the wait."""
@@ -104,6 +106,7 @@ def test_few_tokens_by_halves(form: str, layout: str) -> None:
 
 
 @needs_assembler
+@pytest.mark.drawn
 @pytest.mark.parametrize(("dtype", "form", "layout", "arch"), [
     ("bf16", POW2, "packed", "sm_90a"), ("fp32", FP32, "columns", "sm_90a"), ("fp16", MX, "", "sm_90a"),
     ("bf16", MX, "swizzled/torch", "sm_100a"),

@@ -36,7 +36,7 @@ takes one for each block."""
 
 CASES = [
     # ranks, arch; all kernels of 4 ranks are looked at in test_ptx.py, for sm_100a too
-    (2, "sm_90a"), pytest.param(32, "sm_90a", marks=pytest.mark.release), (72, "sm_90a"), (72, "sm_103a"),
+    (2, "sm_90a"), (32, "sm_90a"), (72, "sm_90a"), (72, "sm_103a"),
 ]  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def kernels(made: Problem) -> list[Any]:
     return largest
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("world_size", "arch"), CASES)
 def test_kernels_fit(world_size: int, arch: str) -> None:
     # Of the second Blackwell the kernels with the most shared memory: what differs there is how much there is.
@@ -97,7 +98,8 @@ def test_kernels_fit(world_size: int, arch: str) -> None:
 
 
 @needs_assembler
-@pytest.mark.parametrize("world_size", [2, pytest.param(32, marks=pytest.mark.release), 72])
+@pytest.mark.drawn
+@pytest.mark.parametrize("world_size", [ranks for ranks, arch in CASES if arch == "sm_90a"])
 def test_no_spills(world_size: int, tmp_path: Path) -> None:
     for kernel in kernels(problem(world_size)):
         assert_no_spills(built(kernel, "sm_90a").ptx, "sm_90a", tmp_path)

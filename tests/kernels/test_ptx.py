@@ -83,6 +83,7 @@ def test_every_kernel(kind: type, arch: str) -> None:
         assert count(ptx, "elect.sync") == 0, "lanes are elected by hand"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("problem", [ALONE, UNEVEN, WIDEST], ids=["alone", "uneven", "widest"])
 def test_other_problems(problem: Problem) -> None:
     for kernel in of_each_kind(problem):
