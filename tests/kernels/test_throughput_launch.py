@@ -26,9 +26,8 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops import arrivals, symmetric
-from ep_ops.arrivals import views
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import CuteBackend, latency, launcher, outputs, residency
+from ep_ops.backends.cute import CuteBackend, latency, launcher, residency
 from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.report import Report
@@ -217,23 +216,6 @@ def test_rounds_of_all_kinds(name: str, ranks: int, recorder: Recorder, monkeypa
         assert [told["zeros"] for told in pulled] == [int(not token_major), 0, 0, 0]
         if weighted and token_major:
             assert not recv_weights.any(), "what no round clears"
-
-
-def test_rounds_of_a_route_that_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is placed then, and rounds find no copies and no padding."""
-    path = in_rounds(PROBLEM, recorder, monkeypatch)
-
-    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty_strided(shape, strides, dtype=dtype)
-        return made.view(torch.uint8).fill_(90).view(dtype) if made.numel() else made
-
-    monkeypatch.setattr(outputs, "allocator", lambda device: new)
-    path._outputs = Outputs(recorder.problem, 3, recorder.device)
-    x, idx = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(70, 4, dtype=torch.int32)
-    path.dispatch(x, None, idx, Sizes(480, 16, 0, 100))
-    pulled = [told for kernel, _, told in recorder.launched if isinstance(kernel, Pull)]
-    for told in pulled:
-        assert not views(told["arrivals"], 480).sources.any() and not told["offs"].any() and not told["counts"].any()
 
 
 @pytest.mark.parametrize("token_major", [False, True])

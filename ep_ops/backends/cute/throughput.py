@@ -176,7 +176,6 @@ class ThroughputPath:
         terms = marks.pack("dispatch_tokens" if token_major else "dispatch", max_tokens, weighted, format=how.format)
         if self.rounds(max_tokens) > 1:
             placed = Placed(*out[2:7])
-            self._place_nothing(placed, capacity)
             self._plan(terms, topk_idx, placed, sizes, capacity, ids.get("recv_idx"))
             route = Route(topk_idx, *placed[:4], alignment, capacity, max_tokens, None, slots, token_major)
             self._along(terms, x, topk_weights, route, delivery, (recv_x, recv_weights, recv_scales))
@@ -202,13 +201,6 @@ class ThroughputPath:
                     slots=slots, zeros=zeros, dealt=dealt, expected=expected, joining=joining, blocks=blocks,
                 )  # fmt: skip
         return with_scales(out, recv_scales, delivery)
-
-    def _place_nothing(self, placed: Placed, num_rows: int) -> None:
-        """What rounds find of a route where a rank has refused it, so that nothing was placed: they end by themselves,
-        and have nothing to report of lists that nobody wrote."""
-        with self._on_stream():
-            for tensor in (arrivals.views(placed.arrivals, num_rows).sources, placed.offs, placed.counts):
-                tensor.zero_()
 
     @property
     def _beyond(self) -> tuple[int, int]:
