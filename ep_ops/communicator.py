@@ -81,9 +81,10 @@ class Communicator(Methods, TokenMajor):
             joins; CPUs: one domain). All domains must have as many ranks. Sums are defined by the domains
             (``ep_ops.backends.reference``).
         staging_bytes: the most bytes of symmetric memory that the kernels may hold (cute backend; ``symmetric_rows``
-            are besides). Calls of more tokens than such memory moves at a time go in several rounds, at most 64: rows,
-            order and results are the same, to the bit. None: as many as all of ``max_tokens_per_rank`` take in one
-            round (:func:`ep_ops.memory_plan` says how many).
+            are besides), in one NVLink domain as in several. Calls of more tokens than such memory moves at a time go
+            in several rounds, at most 64: rows, order and results are the same, to the bit. The latency kernels take no
+            more tokens than a round has. None: as many bytes as all of ``max_tokens_per_rank`` take in one round
+            (:func:`ep_ops.memory_plan` says how many).
         overflow: what becomes of rows that find no place within ``capacity`` or ``slots``. "count": they are counted
             (``Dispatched.dropped``) and left out. "raise": besides, the next :meth:`check_errors` says how many, and of
             which experts; it then waits for the device.
@@ -271,8 +272,9 @@ class Communicator(Methods, TokenMajor):
 
     def last_operations(self, rank: int | None = None) -> list[Operation]:
         """The last 16 operations that a rank (this one by default) has begun, the last one first: to see where it is
-        when something hangs. Does not wait for what runs, here or there. (cute backend; the reference backend notes
-        none.) The text of a failure has the last three of the ranks concerned."""
+        when something hangs. A call that goes in rounds (``staging_bytes``) is an operation for each of them, and one
+        more where it tells the route. Does not wait for what runs, here or there. (cute backend; the reference backend
+        notes none.) The text of a failure has the last three of the ranks concerned."""
         if self.destroyed:
             raise RuntimeError(f"communicator {self.name!r} was destroyed")
         rank = self.rank if rank is None else rank

@@ -74,10 +74,11 @@ class MoECommunicator:
         )
         if config.mode == "latency" and (most := backends.latency_tokens(comm.config)) < config.max_tokens_per_rank:
             comm.destroy()
+            bound = "" if comm.staging_bytes is None else f" within staging_bytes {comm.staging_bytes}"
             raise ValueError(
                 f"max_tokens_per_rank is {config.max_tokens_per_rank}; mode 'latency' takes at most {most} of"
-                f" {comm.world_size} ranks, {comm.num_experts} experts and top_k {config.top_k}; allowed: that, or mode"
-                " 'auto'"
+                f" {comm.world_size} ranks, {comm.num_experts} experts and top_k {config.top_k}{bound}; allowed: that,"
+                " or mode 'auto'"
             )
         self._begin(config, comm, exchange)
 

@@ -14,7 +14,8 @@ from ep_ops.records import Operation, Route
 
 class Stats(NamedTuple):
     """Of one rank, in the host's memory: counts since the last :meth:`MoECommunicator.reset_stats`, and the times of
-    the last operations. E logical experts, W ranks, N operations."""
+    the last operations. A call that goes in rounds (``staging_bytes``) is an operation for each of them, and one more
+    where it tells the route. E logical experts, W ranks, N operations."""
 
     rank: int  # whose they are
     dispatches: int  # that have been counted

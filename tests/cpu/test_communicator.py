@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import agreement, backends, communicator, registry, symmetric
+from ep_ops import agreement, ahead, backends, communicator, registry, symmetric
+from ep_ops.backends.cute.memory import sizes_of, token_bound
 from ep_ops.backends.reference import ReferenceBackend
 from ep_ops.memory import MemoryPlan
 from ep_ops.topology import choose_backend, gpu_facts
@@ -275,6 +276,15 @@ def test_bounded_staging() -> None:
         held(int(least) - 1)
     with pytest.raises(ValueError, match="staging_bytes is 0; it must be None or an int of at least 1"):
         held(0)
+    sizes["domain_size"] = None  # one domain: bounded as well
+    whole = held(None)
+    assert held(whole // 2) <= whole // 2
+    sizes["latency_max_tokens"] = 128  # their memory is within the bound, and no call of theirs goes in rounds
+    most = held(None) // 4
+    assert held(most) <= most
+    given = {name: sizes[name] for name in ("num_experts", "hidden_size", "top_k")}
+    small = ahead.config_of(16, *given.values(), 1000, torch.bfloat16, None, 128, staging_bytes=most)
+    assert 0 < token_bound(small, sizes_of(small)) <= sizes_of(small).max_tokens < 1000
 
 
 def test_memory_plan_of_uneven_experts() -> None:

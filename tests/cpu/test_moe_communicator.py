@@ -292,6 +292,12 @@ def refused() -> list[str]:
     return said
 
 
+def test_latency_kernels_within_bounded_memory() -> None:
+    """They take no more tokens than a round has."""
+    with pytest.raises(ValueError, match="mode 'latency' takes at most 0 of .* within staging_bytes 1000; allowed"):
+        MoECommunicator(config(mode="latency"), device="cpu", staging_bytes=1000)
+
+
 def test_what_is_refused_is_refused_on_all_ranks() -> None:
     first, second = run_ranks(2, refused)
     wanted = [

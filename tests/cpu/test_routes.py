@@ -9,6 +9,7 @@ import torch
 import toy
 from cases import expected_plan, route_cases
 from ranks import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ep_ops
 from ep_ops import arrivals
@@ -73,6 +74,13 @@ def test_parts_of_a_route(name):
             assert all(torch.equal(mine, theirs) for mine, theirs in pairs), (seed, first, tokens)
         lists.random_(-(2**31), 2**31 - 1, generator=draw)
         arrivals.part(lists, world_size, bound, case.top_k, 0, each)  # reads nothing outside of them
+
+
+def test_parts_ask_nothing_of_the_device():
+    """Which graphs could not capture: tensors without values have all that it takes."""
+    with FakeTensorMode():
+        lists = torch.empty(arrivals.size(12, 3), dtype=torch.int32)
+        assert arrivals.part(lists, 3, 8, 4, 2, 2).shape == lists.shape
 
 
 @pytest.mark.parametrize("name", cases.CASE_NAMES)

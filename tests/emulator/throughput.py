@@ -120,14 +120,14 @@ class Steps:
         self.ranks.operations += 1
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
 
-    def launch_refusal(self, rank: int) -> Launch:
-        """What a rank runs in the place of an operation."""
+    def launch_refusal(self, rank: int, turn: int = 0) -> Launch:
+        """What a rank runs in the place of an operation, or of one of several that an operator takes."""
         from cute_kernels import marks
         from cute_kernels.heap import REASON_BYTES
         from cute_kernels.refusal import Refuse
 
         text = self.ranks.memory.take(REASON_BYTES, "text", 65)
-        args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack("refused", rank)), text=text, blocks=1)
+        args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack_refusal(rank, turn)), text=text, blocks=1)
         return Launch(Refuse(self.problem), args)
 
     def disagreeing(self, rank: int) -> list[list[tuple[int, int]]]:
@@ -251,6 +251,10 @@ class Steps:
                      "grad_weights": at["recv_weights"], "blocks": 2}  # fmt: skip
             launches.append(self.launch(rank, PullScaled(self.problem, not self.staged), terms, after, **given))
         self.ranks.run(launches)
+        self.check_scaled()
+
+    def check_scaled(self) -> None:
+        """What that gave."""
         for rank, at in enumerate(self.at):
             rows, grad_y, grad_weights = self.truth.scaled(rank)
             count = self.truth.case.capacity[rank]

@@ -144,11 +144,16 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
             made = ahead.config_of(world_size, *sizes, *more, domain_size=size, wire=wire)
             found += adversary.kernels_of(made)
             half = {"staging_bytes": test_domains.half_of_the_memory(world_size, size)}
-            made = ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, domain_size=size, wire=wire, **half)
+            without = (torch.bfloat16, None, 0)
+            made = ahead.config_of(world_size, *sizes, *without, domain_size=size, wire=wire, **half)
             found += adversary.kernels_of(made)
             sizes_of_format = (sizes[0], test_domains.FORMAT_HIDDEN, *sizes[2:])
             made = ahead.config_of(world_size, *sizes_of_format, *more, domain_size=size, wire=wire)
             found += [k for k in adversary.kernels_of(made, test_domains.FORMATS) if getattr(k, "format", "")]
+            made = ahead.config_of(world_size, *sizes_of_format, *without, domain_size=size, wire=wire, **half)
+            found += [k for k in adversary.kernels_of(made, test_domains.FORMATS) if getattr(k, "format", "")]
+    half = {"staging_bytes": test_domains.half_of_the_memory(world_size, None)}
+    found += adversary.kernels_of(ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, **half))
     return sorted(found, key=lambda kernel: not kernel.linked)
 
 

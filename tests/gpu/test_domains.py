@@ -56,15 +56,15 @@ def config(world_size: int) -> dict[str, Any]:
     return dict(num_experts=4 * world_size, hidden_size=HIDDEN, top_k=TOP_K, max_tokens_per_rank=TOKENS)
 
 
-def half_of_the_memory(world_size: int, size: int) -> int:
-    """Bytes of symmetric memory in which calls of TOKENS go in rounds."""
+def half_of_the_memory(world_size: int, size: int | None) -> int:
+    """Bytes of symmetric memory in which calls of TOKENS go in rounds; `size`: ranks of each domain, None: of one."""
     plan = ep_ops.memory_plan(world_size=world_size, domain_size=size, latency_max_tokens=0, **config(world_size))
     return sum(nbytes for purpose, nbytes in plan.items() if purpose.startswith("symmetric")) // 2
 
 
 Make = Callable[..., ep_ops.Communicator]
 in_rounds = pytest.mark.parametrize("half", [False, True], ids=["whole", "rounds"])
-"""Whether a communicator has half of the memory."""
+"""Whether a communicator has half of the memory. `-k rounds` runs what goes in rounds."""
 
 
 @pytest.fixture(params=overs(int(os.environ.get("WORLD_SIZE", 1))), ids=lambda over: f"{over[0]}-{over[1]}")
@@ -168,12 +168,96 @@ def test_rounds(make, seed, together):
     check(make, 0, together, Call(idx, world_size * TOKENS // 16 * 16, 16, 0, TOKENS), seed, half=True)
 
 
-def test_gathered(make, seed, together):
+def test_rounds_in_flight(make, seed, together):
+    """Two calls of several rounds are under way at once, beside each other's waits, and then captured."""
+    (x, idx, weights), (y, ids, scale) = (drawn(seed, step, TOKENS - 90 * (ranks()[0] % 2)) for step in (2, 3))
+    with make("cute", "flights", True) as comm:
+        comm.warmup()
+
+        def step() -> list[Tensor]:
+            started = [
+                comm.dispatch_start(x, idx, weights, max_tokens=TOKENS, flight=0),
+                comm.dispatch_start(y, ids, scale, max_tokens=TOKENS, flight=1),
+            ]
+            second, first = comm.dispatch_wait(started[1]), comm.dispatch_wait(started[0])
+            sums = [
+                comm.combine_start(sent.x, sent.route, sent.weights, flight=flight)
+                for flight, sent in enumerate((first, second))
+            ]
+            return [comm.combine_wait(one) for one in sums]
+
+        eager = step()
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = step()
+        for out in captured:
+            out.fill_(77)
+        graph.replay()
+        torch.cuda.synchronize()
+        comm.check_errors()
+        with together():
+            for outs in (eager, captured):
+                assert int(wrong(outs[0], expected(comm, x, idx, weights))) == 0
+                assert int(wrong(outs[1], expected(comm, y, ids, scale))) == 0
+        del graph
+
+
+def test_rounds_in_one_domain(seed, together):
+    """Memory is bounded there, too. Each round is an operation that ranks note; a gathering combine is one in any case,
+    also where it is refused, and a dynamic dispatch that is refused ends with its plan."""
+    rank, world_size = ranks()
+    if world_size == 1:
+        pytest.skip("needs several ranks")
+    rows, half = TOKENS * world_size * TOP_K // 16 * 16, half_of_the_memory(world_size, None)
+    with make_comm("cute", "one domain", symmetric_rows=rows, staging_bytes=half, **config(world_size)) as comm:
+        comm.warmup()
+        each = round_tokens(comm.config)
+        assert each is not None and each < TOKENS and len(comm.domains) == 1
+        x, idx, weights = drawn(seed, 1, TOKENS - 90 * (rank % 2))
+        for turn in range(2):
+            sent = comm.dispatch(x, idx, weights, capacity=rows, max_tokens=TOKENS)
+            torch.cuda.synchronize()
+            noted = [one.kind for one in comm.last_operations()]
+            many = 1 + -(-TOKENS // each)
+            with together():
+                assert noted[:many] == ["dispatch"] * many and (turn or noted[many] != "dispatch")
+            out = comm.combine(sent.x, sent.route, sent.weights)
+            exact = comm.dispatch_dynamic(x, idx, weights, max_tokens=TOKENS)
+            again = comm.combine(exact.x, exact.route, exact.weights)
+            held = torch.arange(sent.x.shape[0], device="cuda") < sent.route.offs[-1]
+            y = comm.empty_rows(sent.x.shape[0]).copy_(torch.where(held[:, None], sent.x, 0))
+            gathered = comm.combine_gathered(y, sent.route)
+            torch.cuda.synchronize()
+            comm.check_errors()
+            with together():
+                for got, scale in ((out, weights), (again, weights), (gathered, None)):
+                    assert int(wrong(got, expected(comm, x, idx, scale))) == 0
+            for call, text in (
+                (lambda s=sent, y=y: comm.combine_gathered(y.float() if rank == 0 else y, s.route), "y has dtype"),
+                (lambda: comm.dispatch_dynamic(x.float() if rank == 0 else x, idx, max_tokens=TOKENS), "x has dtype"),
+                (lambda s=sent: comm.combine(s.x.float() if rank == 0 else s.x, s.route), "y has dtype"),
+            ):
+                with together():
+                    if rank == 0:
+                        with pytest.raises(TypeError, match=text):
+                            call()
+                    else:
+                        with pytest.raises(ValueError, match=f"refused by rank 0: {text}"):
+                            call()
+                            torch.cuda.synchronize()
+                            comm.check_errors()
+                        comm.check_errors()
+
+
+@in_rounds
+def test_gathered(half, make, seed, together):
     """Rows are copied where nobody can fetch them; what is asked of them stays the same."""
     x, idx, _ = drawn(seed, 1, TOKENS)
     rows = TOKENS * ranks()[1] * TOP_K
     outs = []
-    with both(make, symmetric_rows=rows) as pair:
+    with both(make, half=half, symmetric_rows=rows) as pair:
         for comm in pair:
             route, _ = comm.plan(idx, capacity=rows // 16 * 16)
             y = comm.dispatch_planned(x, route)[0]
@@ -226,13 +310,14 @@ def wrong_gradients(
     return wrong(grads[0], added(comm, rows, idx)) + (~near).sum()
 
 
-def test_steps(make, few, seed, together):
+@in_rounds
+def test_steps(half, make, few, seed, together):
     """Back to back, without a host synchronisation, some of them in two halves; tokens and their bound change from step
     to step."""
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     host = torch.Generator().manual_seed(seed + ranks()[0])
-    with make("cute", "steps", latency_max_tokens=few) as comm:
-        for step in range(STEPS):
+    with make("cute", "steps", half, latency_max_tokens=few) as comm:
+        for step in range(STEPS // 6 if half else STEPS):
             bound = FEW if step % 3 == 2 else TOKENS
             x, idx, scale = drawn(seed, step, int(torch.randint(0, bound + 1, (), generator=host)))
             weights = scale if step % 2 else None
@@ -344,8 +429,9 @@ def step_of(layer: Callable[..., Tensor], comm: ep_ops.Communicator, seed: int) 
 
 
 @few_processes
-def test_compiled(make, seed, together):
-    with make("cute", "compiled") as comm:
+@in_rounds
+def test_compiled(half, make, seed, together):
+    with make("cute", "compiled", half) as comm:
         got, want = (step_of(run, comm, seed) for run in (torch.compile(layer, fullgraph=True), layer))
         torch.cuda.synchronize()
         comm.check_errors()
@@ -449,9 +535,10 @@ def test_token_major_compiled(make, seed, together):
         torch.compiler.reset()
 
 
-def test_token_major_captured(make, seed, together):
+@in_rounds
+def test_token_major_captured(half, make, seed, together):
     """Replays bring what is there then, along the route that is asked for then."""
-    with make("cute", "tokens_captured") as comm:
+    with make("cute", "tokens_captured", half) as comm:
         comm.warmup()
         x, idx, weights = drawn(seed, 0, TOKENS)
 
@@ -488,12 +575,13 @@ def send(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor, for
     comm.dispatch_planned(x, sent.route, weights, format=format, scales_as=layout)
 
 
+@in_rounds
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way[0])
-def test_formats(way, make, few, seed, monkeypatch):
+def test_formats(way, half, make, few, seed, monkeypatch):
     """Rows that are quantised on the way; the checking mode raises the first difference from the reference."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     name, layout = way
-    with make("cute", "formats", [way], hidden_size=FORMAT_HIDDEN, latency_max_tokens=few) as comm:
+    with make("cute", "formats", half, [way], hidden_size=FORMAT_HIDDEN, latency_max_tokens=few) as comm:
         for step, tokens in enumerate((TOKENS, 3 + comm.rank, 0)):
             idx = drawn(seed, step, tokens)[1]
             x = torch.randn(tokens, FORMAT_HIDDEN, device="cuda").mul(10.0 ** (step - 2)).bfloat16()

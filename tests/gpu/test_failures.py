@@ -178,7 +178,7 @@ def test_residual_on_one_rank(together):
 
 
 @pytest.mark.parametrize("few", [0, None])
-@pytest.mark.parametrize("kind", ["dispatch", "combine", "planned", "gathered", "start", "wait"])
+@pytest.mark.parametrize("kind", ["dispatch", "dynamic", "combine", "planned", "gathered", "start", "wait"])
 def test_refusals_reach_everybody(kind, few, together):
     """What one rank refuses ends on all of them at once; they are told why, and go on."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -193,6 +193,7 @@ def test_refusals_reach_everybody(kind, few, together):
         wrong = comm.rank == 0  # which has experts, however many ranks there are
         calls = {
             "dispatch": lambda: comm.dispatch(x[1:] if wrong else x, idx),
+            "dynamic": lambda: comm.dispatch_dynamic(x[1:] if wrong else x, idx),
             "combine": lambda: comm.combine(sent.x.float() if wrong else sent.x, sent.route),
             "planned": lambda: comm.dispatch_planned(x, sent.route._replace(num_rows=-1) if wrong else sent.route),
             "gathered": lambda: comm.combine_gathered(off if wrong else y, sent.route),
@@ -202,7 +203,7 @@ def test_refusals_reach_everybody(kind, few, together):
             ),
         }
         texts = {
-            "dispatch": "x has shape", "combine": "y has dtype", "planned": "num_rows is -1",
+            "dispatch": "x has shape", "dynamic": "x has shape", "combine": "y has dtype", "planned": "num_rows is -1",
             "gathered": "y lies in symmetric memory", "start": "x has shape", "wait": "recv_weights has dtype",
         }  # fmt: skip
         for _ in range(3):

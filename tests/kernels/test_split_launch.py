@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
@@ -25,6 +28,7 @@ from ep_ops.records import Route, Sizes
 
 PROBLEM = Problem(2, (2, 2), 2, 64, "bf16", 512)
 MANY, FEW = Sizes(32, 16, 0, 400), Sizes(32, 16, 0, 8)
+IN_THREE = Sizes(32, 16, 0, 2 * 512 + 1)
 X, IDX, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
 
 
@@ -48,9 +52,29 @@ class Device:
         event.record = lambda stream: self.done.append(("records", stream.name, event.number))
         return event
 
+    @contextlib.contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
     def take(self) -> list[tuple[str, str, Any]]:
         done, self.done[:] = list(self.done), []
         return done
+
+
+class Computes(TorchDispatchMode):
+    """Notes on which stream torch computes something, once for all that it does between two launches."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.on = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        note = ("computes", self.on.current.name, None)
+        if not func.is_view and "empty" not in str(func) and self.on.done[-1:] != [note]:
+            self.on.done.append(note)
+        return func(*args, **(kwargs or {}))
 
 
 class Launches(Recorder):
@@ -80,6 +104,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Event", made.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    monkeypatch.setattr(torch.cuda, "stream", made.entered)
 
     def used(tensors: Any, stream: Any) -> None:
         made.done.append(("uses", stream.name, sum(t is not None for t in tensors)))
@@ -106,7 +131,7 @@ def backend(device: Device) -> Any:
     made.side = side = Launches(device, made._flights.side.raw)
     made.latency, made._latency_beside = (LatencyPath(launcher, results, 64) for launcher in (here, side))  # type: ignore
     made.throughput = ThroughputPath(here, results, Budget(20, 30), traffic)  # type: ignore[arg-type]
-    made._beside = ThroughputPath(side, results, Budget(20, 30), traffic, side=object())  # type: ignore[arg-type]
+    made._beside = ThroughputPath(side, results, Budget(20, 30), traffic, made._flights.side)  # type: ignore[arg-type]
     device.take()
     return made
 
@@ -145,6 +170,54 @@ def test_many_tokens(backend: Any, device: Device) -> None:
     backend.dispatch_backward_start(0, recv_x, recv_weights, route)
     assert on_the_side(device.take(), 2, "Combine")
     assert backend.backward_wait(0, "dispatch_backward", None)[0] is backend.side.launched[-1][2]["out"]
+    assert not backend._flights._under_way and not backend._order.started
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
+    """All of them are launched by the start, and what torch does between them is beside the caller's stream, too. Two
+    may be under way, one after the other on the side stream."""
+    cut = ("computes", "side", None)
+
+    def launched(*kernels: str) -> list[tuple[str, str, Any]]:
+        return [cut if kernel == "cut" else ("launches", "side", kernel) for kernel in kernels]
+
+    def started(event: int) -> list[tuple[str, str, Any]]:
+        """What a start has put on the side stream."""
+        done = device.take()
+        fork = done.index(("records", "caller", 1))
+        assert {what for what, *_ in done[:fork]} == {"allocates"} and done[fork + 1] == ("waits for", "side", 1)
+        assert done[-1] == ("records", "side", event)
+        return done[fork + 2 : -1]
+
+    given = WEIGHTS if weighted else None
+    with Computes(device):
+        for flight in (0, 1):
+            backend.dispatch_start(flight, X, given, IDX, IN_THREE)
+            moving = launched(*["cut", "Publish", "Pull"] * 3)
+            assert started(2 + flight) == [*launched("Publish"), *moving]
+        recv_x, recv_weights, *placed = backend.dispatch_wait(1)
+        assert device.take() == [("waits for", "caller", 3)]
+        backend.dispatch_wait(0)
+        route, row_weights = route_of(placed, IN_THREE.max_tokens), recv_weights if weighted else None
+        device.take()
+        backend.combine_start(0, recv_x, row_weights, route)
+        assert started(2) == launched(*["cut", "Combine"] * 3)
+        backend.combine_wait(0)
+        device.take()
+        backend.dispatch_backward_start(0, recv_x, row_weights, route)
+        assert started(2) == launched(*["cut", "Combine"] * 3)
+        backend.backward_wait(0, "dispatch_backward", None)
+        device.take()
+        backend.combine_backward_start(0, X, recv_x, row_weights, route)
+        assert started(2) == launched(*["cut", "Publish", "PullScaled" if weighted else "Pull"] * 3)
+        backend.backward_wait(0, "combine_backward", None)
+        device.take()
+        tokens = IN_THREE._replace(alignment=1)
+        backend.dispatch_tokens_start(0, X, given, IDX, tokens)
+        moving = ["cut", "PublishTokens" if weighted else "Publish", "Pull"] * 3
+        assert started(2) == launched("PublishTokens", *moving)
+        backend.dispatch_tokens_wait(0)
     assert not backend._flights._under_way and not backend._order.started
 
 
@@ -255,10 +328,18 @@ def test_refusals_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
     for operator, max_tokens, turns in (
         ("dispatch", 3 * most, 4), ("dispatch", most, 1), ("dispatch_planned", 3 * most, 3), ("combine", most + 1, 2),
         ("plan", 3 * most, 1), ("dispatch_start", 2 * most, 3), ("combine_backward", 2 * most, 2),
-        ("dispatch", "many", 1),
+        ("dispatch", "many", 1), ("dispatch_tokens_start", 2 * most, 3), ("combine_start", 2 * most, 2),
+        ("dispatch_dynamic", 2 * most, 1), ("combine_gathered", 2 * most, 1),
     ):  # fmt: skip
         backend.refuse(operator, "why", 0, max_tokens)
         assert device.take() == [refuse] * turns, (operator, max_tokens)
+    backend._across = True  # there rows are copied, as those of any combine
+    backend.refuse("combine_gathered", "why", 0, 2 * most)
+    assert device.take() == [refuse] * 2
+    backend.dispatch_start(0, X, None, IDX, IN_THREE)
+    device.take()
+    backend.refuse("combine_start", "why", 1, 2 * most)
+    assert device.take() == [("waits for", "caller", 2), *[refuse] * 2], "behind all rounds of what is under way"
 
 
 def test_a_start_that_fails(backend: Any, device: Device) -> None:

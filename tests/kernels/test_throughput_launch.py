@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from cutlass import Int32, Int64
 from launches import Recorder, allocate_on_cpu
 
-from cute_kernels import jit, marks
+from cute_kernels import jit, marks, sync
 from cute_kernels.heap import Problem
 from cute_kernels.internode.wire import Nvlink, Nvshmem
 from cute_kernels.launch import RankArgs, gather, names
@@ -23,11 +25,12 @@ from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
-from ep_ops import symmetric
+from ep_ops import arrivals, symmetric
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import CuteBackend, latency, launcher, residency
 from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.report import Report
 from ep_ops.backends.cute.sent import sent
 from ep_ops.backends.cute.throughput import STAGING_BLOCKS, ThroughputPath, kernels_of, kernels_of_format
 from ep_ops.backends.split import Order
@@ -157,6 +160,97 @@ def test_rounds(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder.launched.clear()
     path.dispatch(x[:9], None, idx[:9], Sizes(480, 16, 0, 32))
     assert [type(kernel) for kernel, *_ in recorder.launched] == [Publish, Pull], "of few enough there is one round"
+
+
+ROUND = 32
+"""Tokens of a round."""
+
+
+def in_rounds(problem: Problem, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> ThroughputPath:
+    recorder.problem = problem = dataclasses.replace(problem, max_tokens=ROUND, route_tokens=problem.max_tokens)
+    allocate_on_cpu(monkeypatch)
+    traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
+    return ThroughputPath(recorder, Outputs(problem, 3, recorder.device), Budget(20, 30), traffic)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [3, 1])
+@pytest.mark.parametrize("name", ["", "e4m3/128/pow2", "wire:e4m3/32/mx"])
+def test_rounds_of_all_kinds(name: str, ranks: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever format, grouped by expert or token-major, with weights or without: kernels that are compiled before,
+    each told of its round's tokens, of theirs alone, and of outputs that are those of all rounds."""
+    experts = (3, 0, 5) if ranks == 3 else (8,)
+    path = in_rounds(Problem(ranks, experts, 4, 128, "bf16", 512), recorder, monkeypatch)
+    x, idx = torch.zeros(70, 128, dtype=torch.bfloat16), torch.zeros(70, 4, dtype=torch.int32)
+    layout = "" if not name or ":" in name else "columns"
+    inputs = [(x, None), quantise(x, format_of(name))] if layout else [(x, None)]
+    for token_major, weighted, (rows, scales) in itertools.product((False, True), (False, True), inputs):
+        recorder.launched.clear()
+        weights = torch.zeros(70, 4) if weighted else None
+        sizes, delivery = Sizes(480, 1 if token_major else 16, 0, 100), Delivery(scales, name, layout)
+        given = delivery if name else None
+        recv_x, *rest = path.dispatch(rows, weights, idx, sizes, given, token_major)
+        recv_scales, recv_weights, *placed = rest if name else (None, *rest)
+        route = Route(idx, *placed[:4], sizes.alignment, 480, 100, None, 0, token_major)
+        kind = "dispatch_tokens_planned" if token_major else "dispatch_planned"
+        plan, *moving = recorder.launched
+        assert plan[0] == (PublishTokens if token_major else Publish)(recorder.problem, True, False, False, True)
+        path.along(kind, rows, weights, route, given, token_major)
+        compiled = {*kernels_of(recorder.problem), *kernels_of_format(recorder.problem, sent(delivery))}
+        assert {kernel for kernel, *_ in recorder.launched} <= (compiled if name else set(kernels_of(recorder.problem)))
+        published = [told for kernel, _, told in moving if not isinstance(kernel, Pull)]
+        pulled = [told for kernel, _, told in moving if isinstance(kernel, Pull)]
+        assert len(pulled) == 4 and len(published) == (4 if ranks > 1 or name or weighted else 0)
+        for number, told in enumerate(published):
+            here = slice(ROUND * number, ROUND * (number + 1))
+            for argument, whole in (("x", rows), ("topk_idx", idx), ("topk_weights", weights), ("scales", scales)):
+                want = None if whole is None else whole[here]
+                got = told.get(argument)
+                assert (got is None) == (want is None), argument
+                assert want is None or (got.shape == want.shape and got.data_ptr() == want.data_ptr()), argument
+            assert told["capacity"] == 0, "a round clears nothing behind the last copy"
+        for told in pulled:
+            assert told["recv_x"] is recv_x and told["num_rows"] == 480 and told["slots"] == 0
+            assert told["recv_weights"] is recv_weights and (not layout or told["recv_scales"] is recv_scales)
+            assert told["offs"] is placed[2] and told["counts"] is placed[3]
+        assert [told["max_tokens"] for told in pulled] == [ROUND] * 3 + [4]
+        assert [told["zeros"] for told in pulled] == [int(not token_major), 0, 0, 0]
+        if weighted and token_major:
+            assert not recv_weights.any(), "what no round clears"
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize(("epoch", "goes_on"), [(7, False), (6, True), (None, True)])
+def test_a_dynamic_dispatch_that_is_refused(
+    epoch: int | None, goes_on: bool, token_major: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with its plan, which has ended on all ranks; what another operation was refused for is told later."""
+    path = path_of(recorder, Budget(20, 30), monkeypatch)
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    made: Any = object.__new__(CuteBackend)
+    made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
+    made._config, made._reason = SimpleNamespace(name="name"), lambda peer, epoch: "why"
+    made._read = lambda first, nbytes: struct.pack("<q", 8)  # behind operation 7
+    made._report = report = object.__new__(Report)
+    report._told, report._words = 0, [0] * 64  # type: ignore[assignment]
+    plan = Placed(idx, torch.zeros(4 * 336 + 6, dtype=torch.int32), *[idx.new_zeros(3)] * 3)
+
+    def planned(*_: Any) -> Any:
+        if epoch is not None:
+            mark, other = (e << marks.SHIFT | terms for e, terms in ((epoch, 1), (epoch, marks.pack_refusal(2))))
+            report._words[32:40] = [1, sync.REFUSAL, 0, 0, 2, 0, mark, other]  # type: ignore[assignment]
+        return (plan, idx) if token_major else plan
+
+    monkeypatch.setattr(path, "plan_tokens" if token_major else "plan", planned)
+    monkeypatch.setattr(arrivals, "cut", lambda lists, most, rows: lists.new_zeros(6))
+    call = made.dispatch_tokens_dynamic if token_major else made.dispatch_dynamic
+    args = (x, None, idx, 100) if token_major else (x, None, idx, 16, 100)
+    if goes_on:
+        call(*args)
+        assert recorder.launched
+        return
+    with pytest.raises(ValueError, match=r"'name': ep::plan \(operation 7\): refused by rank 2: why"):
+        call(*args)
+    assert not recorder.launched
 
 
 def test_blocks_that_join(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,11 +131,19 @@ class CuteBackend:
         most = self._problem.world_size * max_tokens * self._problem.top_k + self._local_experts * (alignment - 1)
         placed = self.throughput.plan(topk_idx, Sizes(capacity, alignment, 0, max_tokens), most)
         num_rows = int(placed.offs[-1]) if self._local_experts else 0
-        if self._report.failed() is not None:
-            self.check_errors()  # the host has waited: say it now
+        self._planned()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
         route = _route(topk_idx, placed, num_rows, Sizes(num_rows, alignment, 0, max_tokens))
         return (*self.throughput.along("dispatch_planned", x, topk_weights, route, delivery), *placed)
+
+    def _planned(self) -> None:
+        """When the host has waited for a plan: raises what has ended it, a refusal too. That has ended it on all ranks,
+        so that none goes on to the rows."""
+        if not self._report.pending():
+            return
+        (epoch,) = struct.unpack("<q", self._read(EPOCH * 8, 8))
+        if self._report.failed() is not None or self._report.refused_in() == epoch - 1:
+            self.check_errors()
 
     def dispatch_planned(
         self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
@@ -159,8 +167,7 @@ class CuteBackend:
         most = self._problem.world_size * max_tokens if self._local_experts else 0
         placed, recv_idx = self.throughput.plan_tokens(topk_idx, Sizes(most, 1, 0, max_tokens))
         num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
-        if self._report.failed() is not None:
-            self.check_errors()  # the host has waited: say it now
+        self._planned()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
         route = _route(topk_idx, placed, num_rows, Sizes(num_rows, 1, 0, max_tokens))
         rows = self.throughput.along("dispatch_tokens_planned", x, topk_weights, route, delivery, token_major=True)
@@ -189,7 +196,7 @@ class CuteBackend:
         rows, most = self._rows, self._config.symmetric_rows
         problem = gathered.problem(y, None if rows is None else rows.local, most, self._config.name)
         if problem is not None or rows is None:
-            self.refuse("combine_gathered", str(problem), max_tokens=route.max_tokens if self._across else 0)
+            self.refuse("combine_gathered", str(problem), max_tokens=route.max_tokens)
             raise ValueError(problem)
         if self._across:
             return self.throughput.combine(y, None, route, None)
@@ -326,7 +333,8 @@ class CuteBackend:
         """How many operations of the kernels an operator takes. What is no number of tokens at all counts as a few: the
         others, who passed another one, find out that they disagree."""
         rounds = self.throughput.rounds(max_tokens) if isinstance(max_tokens, int) else 1
-        if rounds == 1 or operator in ("plan", "dispatch_dynamic", "dispatch_tokens_dynamic"):
+        whole = ("plan", "dispatch_dynamic", "dispatch_tokens_dynamic")  # the second ends where its plan does
+        if rounds == 1 or operator in whole or (operator == "combine_gathered" and not self._across):
             return 1
         return rounds + (operator in ("dispatch", "dispatch_tokens"))  # the route is told before
 

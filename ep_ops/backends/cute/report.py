@@ -132,6 +132,11 @@ class Report:
             f"(none) to {self._num_experts - 1}. Such entries were not sent."
         )
 
+    def refused_in(self) -> int | None:
+        """The epoch of the operation that :meth:`refusal` would tell of."""
+        words = self._words
+        return None if words[2 * _WORDS] == 0 else marks.unpack(words[2 * _WORDS + 6])[0]
+
     def refusal(self) -> tuple[int, int, str] | None:
         """Of an operation that another rank refused since the last call, which is forgotten: that rank, the epoch, and
         text that says what this rank was doing."""
