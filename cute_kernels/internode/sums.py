@@ -319,8 +319,8 @@ def await_sums(
     ranks: sync.Ranks, copies: Copies, token: Int32, rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool]
 ) -> tuple[Int32, Int32, Boolean]:
     """By a whole warp: until all sums of one of this rank's tokens have come. In the order in which they are added,
-    lane i has the i-th: its number, and the bits above (OPENS and CLOSES if it adds `in_two_parts`). Also how many there
-    are, and False if one never came."""
+    lane i has the i-th: its number, and the bits above, OPENS and CLOSES where it adds `in_two_parts`. Also how many
+    there are, and False if one never came."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     holder = cutlass.max(copies.holder, 0)
