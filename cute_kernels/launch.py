@@ -65,6 +65,12 @@ class Kernel(Launched):
     problem: Problem
 
     @property
+    def one_block(self) -> dict[str, Any]:
+        """Launch options of a kernel of which one block on a multiprocessor will do. Without them the assembler may
+        spill rather than take more than half of the registers, as it did where there are several NVLink domains."""
+        return {"min_blocks_per_mp": 1} if self.problem.domains else {}
+
+    @property
     def linked(self) -> str:
         """Path of the device library that its wire calls (linked.py); "": none."""
         return getattr(getattr(self, "wire", self.problem.wire), "library", "")

@@ -128,10 +128,13 @@ def init_ring_barriers(barriers: Any, count: cutlass.Constexpr[int]) -> None:
 
 @dataclass(frozen=True)
 class Slices:
-    """How a warp walks over a row in registers: `slices` times `vectors` 16-byte vectors for each of 32 lanes."""
+    """How a warp walks over a row in registers: `slices` times `vectors` 16-byte vectors for each of 32 lanes.
+
+    `most`: how many of them registers hold. As few slices as possible, each of which takes a time of its own."""
 
     row_bytes: int
     dtype: str
+    most: int = 8
 
     @property
     def lane_vectors(self) -> int:
@@ -139,8 +142,7 @@ class Slices:
 
     @property
     def vectors(self) -> int:
-        """At most 8, which registers hold: as few slices as possible, each of which takes a time of its own."""
-        return min(range(1, 9), key=lambda u: (-(-self.lane_vectors // u), u))
+        return min(range(1, self.most + 1), key=lambda u: (-(-self.lane_vectors // u), u))
 
     @property
     def slices(self) -> int:

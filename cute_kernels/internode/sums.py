@@ -29,6 +29,12 @@ FAR, OPENS, CLOSES = 1 << 30, 1 << 29, 1 << 28
 domain; the last one."""
 
 
+def in_two_parts(problem: Problem) -> bool:
+    """Whether an owner adds the rows of its own domain up apart. Of two domains, whose sums may be added in any order,
+    it adds the other one's to them."""
+    return problem.num_domains > 2
+
+
 def number_there(problem: Problem, slot: Int32, number: Int32) -> Int32:
     """A copy's number where it is pushed to: in a domain of one rank, which has one copy of a token at most, 0."""
     if problem.domain_ranks > 1 or problem.num_domains == 1:
@@ -313,7 +319,8 @@ def await_sums(
     ranks: sync.Ranks, copies: Copies, token: Int32, rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool]
 ) -> tuple[Int32, Int32, Boolean]:
     """By a whole warp: until all sums of one of this rank's tokens have come. In the order in which they are added,
-    lane i has the i-th: its number, and the bits above. Also how many there are, and False if one never came."""
+    lane i has the i-th: its number, and the bits above, OPENS and CLOSES where it adds `in_two_parts`. Also how many
+    there are, and False if one never came."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     holder = cutlass.max(copies.holder, 0)
@@ -330,10 +337,12 @@ def await_sums(
     came, number, key = Boolean(True), Int32(0), Int32(0)
     if near:
         number = copies.number * p.max_tokens + token
-        key = domain * 64 + copies.number
+        key = Int32(copies.number)
+        if const_expr(in_two_parts(p)):
+            key += domain * 64
         came = ranks.wait("token", number, copies.holder, token)
     if leads:
-        key = domain * 64
+        key = domain * 64 if in_two_parts(p) else Int32(64)  # behind those of its own domain
         stager = on_rail(ranks, slot)
         if const_expr(scalars):
             word = word_at(ranks, "returned", slot, batch, ranks.heap.batches)
@@ -351,14 +360,15 @@ def await_sums(
     for k in range_constexpr(p.top_k):
         if arch.shuffle_sync(key, k) < key:
             place += 1
-    nearest, last = Int32(64), Int32(-1)
-    if near:
-        nearest, last = place, place
-    nearest, last = arch.warp_redux_sync(nearest, "min"), arch.warp_redux_sync(last, "max")
-    if near and place == nearest:
-        number += OPENS
-    if near and place == last:
-        number += CLOSES
+    if const_expr(in_two_parts(p)):
+        nearest, last = Int32(64), Int32(-1)
+        if near:
+            nearest, last = place, place
+        nearest, last = arch.warp_redux_sync(nearest, "min"), arch.warp_redux_sync(last, "max")
+        if near and place == nearest:
+            number += OPENS
+        if near and place == last:
+            number += CLOSES
     mine = Int32(0)
     for k in range_constexpr(p.top_k):
         theirs, what = arch.shuffle_sync(place, k), arch.shuffle_sync(number, k)

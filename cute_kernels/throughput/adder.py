@@ -64,7 +64,7 @@ class Adder(NamedTuple):
     notes: Notes
     warp: Int32
     acc: Any  # a lane's sum of a slice
-    part: Any  # the same of the rows of this rank's NVLink domain, where there are several
+    part: Any  # the same of the rows of this rank's NVLink domain, where they are added up apart
     count: Any  # how many codes were posted
     rows: Rows
     outbox: Outbox | None
@@ -77,8 +77,8 @@ class Adding:
     `peek` gives two integers. `fetch(lists, scouted, peeked)` gives, for a whole warp, the bit mask of lanes that hold
     a row, the lane's row (counted from address `Rows.base`), its weight (used if `weighted`), the address of the sum,
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
-    bit 32 of the mask says so; it is row `code` from address `Rows.extra`. `tree`: rows are told apart as in
-    internode/sums.py, those that are FAR counted from `Rows.far`.
+    bit 32 of the mask says so; it is row `code` from address `Rows.extra`. Rows that are FAR (internode/sums.py), where
+    there may be such, are counted from `Rows.far`. `tree`: those of this rank's own NVLink domain are added up apart.
     """
 
     slices: Slices
@@ -123,16 +123,18 @@ class Adding:
                 mark = mark | END
         number = arch.shuffle_sync(row, k & 31)
         base = state.rows.base
-        if const_expr(self.tree):
+        if const_expr(state.rows.far is not None):
             if number & FAR != 0:
                 base = state.rows.far
-            elif k < 32:
+        if const_expr(self.tree):
+            if number & FAR == 0 and k < 32:
                 mark = mark | APART
             if number & OPENS != 0:
                 mark = mark | BEGINS
             if number & CLOSES != 0:
                 mark = mark | JOINS
             # (Bits that lane 0's row brings to the extra one change nothing: all rows of this domain have joined.)
+        if const_expr(state.rows.far is not None):
             number = number & (CLOSES - 1)
         source = base + Int64(number) * shape.row_bytes
         if const_expr(self.extra):
@@ -195,7 +197,7 @@ class Adding:
 
 @cute.jit
 def add_apart(count: cutlass.Constexpr[int], mark: Int32, acc: Any, part: Any, values: Any) -> None:
-    """Where there are several NVLink domains."""
+    """Where there are more than two NVLink domains."""
     if mark & BEGINS != 0:
         for i in range_constexpr(count):
             part[i] = Float32(0.0)

@@ -90,7 +90,9 @@ class Pull(Kernel):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"block": (32 * (self.ring.warps + 1), 1, 1), "use_pdl": not self.begins_operation}
+        return {
+            "block": (32 * (self.ring.warps + 1), 1, 1), "use_pdl": not self.begins_operation, **self.one_block,
+        }  # fmt: skip
 
     @cute.kernel
     def kernel(self, args: PullArgs) -> None:

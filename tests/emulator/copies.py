@@ -151,8 +151,8 @@ class Steps(throughput.Steps):
         for rank, at in enumerate(self.at):
             self.renew(rank)
             given = {
-                "recv_weights": 0, "row_scalars": at["weights"] if scalars else 0, "residual": 0, "pushers": 2,
-                "dealt": 4, "blocks": 4 + self.joining * rows,
+                "recv_weights": 0, "row_scalars": at["weights"] if scalars else 0, "residual": 0,
+                **self.dealt(self.joining * rows),
             }  # fmt: skip
             kernel = Combine(self.problem, rows, False, scalars, False, scalars)
             launches.append(self.launch(rank, kernel, terms, **given))

@@ -147,14 +147,17 @@ class Steps:
         self.ranks.operations += 1
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
 
+    def dealt(self, joining: int) -> dict[str, int]:
+        """How a rank deals the blocks of a combine out: across domains one may have to pass sums on, and to add up."""
+        return {"pushers": self.draw.choice((1, 2, 3)), "dealt": 4, "blocks": 4 + joining}
+
     def launch_combine(self, rank: int) -> Launch:
         """Of a weighted combine without a residual."""
         from cute_kernels import marks
         from cute_kernels.throughput.combine import Combine
 
         self.renew(rank)
-        given = {"recv_weights": self.at[rank]["weights"], "row_scalars": 0, "residual": 0, "pushers": 2, "dealt": 4,
-                 "blocks": 4}  # fmt: skip
+        given = {"recv_weights": self.at[rank]["weights"], "row_scalars": 0, "residual": 0, **self.dealt(0)}
         terms = marks.pack("combine", self.truth.case.max_tokens)
         return self.launch(rank, Combine(self.problem, True, True, False, False), terms, **given)
 
@@ -200,8 +203,7 @@ class Steps:
             self.renew(rank)
             given = {
                 "recv_weights": at["weights"] if weighted else 0, "row_scalars": at["weights"] if scalars else 0,
-                "residual": at["x"] if residual else 0, "pushers": 2, "dealt": 4,
-                "blocks": 4 + self.joining * rows,
+                "residual": at["x"] if residual else 0, **self.dealt(self.joining * rows),
             }  # fmt: skip
             launches.append(self.launch(rank, Combine(self.problem, rows, weighted, scalars, residual), terms, **given))
         self.ranks.run(launches)

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from test_linked import LIBRARY, needs_library
-from test_ptx import assembled, compiled_ptx, count, needs_assembler
+from test_many_ranks import built
+from test_ptx import assembled, assert_no_spills, compiled_ptx, count, needs_assembler
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
@@ -23,6 +24,7 @@ from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.config import consecutive_domains
+from ep_ops.topology import NEEDED_SHARED_BYTES
 
 DOMAINS = consecutive_domains(16, 8)
 LARGE = Problem(16, (16,) * 16, 8, 7168, "bf16", 4096, DOMAINS, wire.Nvlink())
@@ -30,22 +32,33 @@ LARGEST = dataclasses.replace(
     LARGE, world_size=512, experts_per_rank=(2,) * 88 + (1,) * 424, domains=consecutive_domains(512, 8)
 )
 """One expert more on some ranks."""
+ALONE = Problem(2, (128, 128), 8, 7168, "bf16", 4096, consecutive_domains(2, 1), wire.Nvlink())
 FEW = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096, consecutive_domains(4, 2), wire.Nvlink())
 
 
-@pytest.mark.parametrize(
-    ("kernel", "arch"),
-    [
-        (PublishTokens(LARGEST, True, True, True, False), "sm_90a"),
-        (Combine(LARGE, True, True, False, True), "sm_100a"),
-        (Combine(LARGEST, True, False, True, False, True), "sm_90a"),
-    ],
-    ids=["publish", "combine", "scalars"],
-)
-def test_over_nvlink(kernel: Any, arch: str) -> None:
-    ptx = compiled_ptx(kernel, arch)
+OVER_NVLINK = {
+    "publish": (PublishTokens(LARGEST, True, True, True, False), "sm_90a"),
+    "combine": (Combine(LARGE, True, True, False, True), "sm_100a"),
+    "alone": (Combine(ALONE, True, True, False), "sm_90a"),
+    "scalars": (Combine(LARGEST, True, False, True, False, True), "sm_90a"),
+    "pull": (Pull(LARGE, True, False, True), "sm_90a"),
+}
+
+
+@pytest.mark.parametrize("name", OVER_NVLINK)
+def test_over_nvlink(name: str) -> None:
+    kernel, arch = OVER_NVLINK[name]
+    ptx, shared_bytes = built(kernel, arch)
     assert f".target {arch}" in ptx and "nvshmem" not in ptx
     assert ".local" not in ptx, f"{kernel} uses local memory"
+    assert shared_bytes <= NEEDED_SHARED_BYTES
+
+
+@needs_assembler
+@pytest.mark.parametrize("name", OVER_NVLINK)
+def test_no_spills(name: str, tmp_path: Path) -> None:
+    kernel, arch = OVER_NVLINK[name]
+    assert_no_spills(built(kernel, arch).ptx, arch, tmp_path)
 
 
 @needs_library

@@ -188,7 +188,8 @@ class Throughput:
         return [self.push(op), *(self.sum_up(op, block) for block in blocks)]
 
     def sum_up(self: Rank, op: Operation, block: int) -> Steps:
-        """One block's share, one after the other: it asks, passes on, and adds up."""
+        """One block's share, one after the other: it asks, passes on, and adds up. (Kernels that have blocks enough
+        leave the last to others: fewer waits come one after the other.)"""
         yield from self.ask_all(op, block)
         yield from self.pass_all(op, block)
         yield from self.add_all(op, block)
