@@ -58,12 +58,13 @@ def problem_of(config: Config) -> Problem:
         return sizes
     from cute_kernels.internode import wire
 
+    rows = wire.PACK if config.pack == "1" else 1
     if config.wire == "nvlink":
-        return dataclasses.replace(sizes, wire=wire.Nvlink())
+        return dataclasses.replace(sizes, wire=wire.Nvlink(rows=rows))
     library = wire.find_library()
     if library is None:
         raise RuntimeError("NVSHMEM's device library is not installed")
-    return dataclasses.replace(sizes, wire=wire.Nvshmem(library))
+    return dataclasses.replace(sizes, wire=wire.Nvshmem(library, rows=rows))
 
 
 def sizes_of(config: Config) -> Problem:
