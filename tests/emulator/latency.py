@@ -12,8 +12,8 @@ from .ranks import BEHIND, Ranks, numbered
 from .routes import DEPTH, Shape, Truth, drawn, untell, wire_of
 from .threads import Launch, run
 
-LATE = 60
-"""The most rounds that blocks of a kernel start later than its first."""
+LATE = 1500
+"""The most rounds that blocks of a kernel start later than its first: others have done all that they can do alone."""
 
 KINDS, TIMES = ("dispatch", "combine"), 3
 """What is run, and how often."""
@@ -133,8 +133,11 @@ def ahead(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks, 
         steps.append((both.truth, both.at))
         for kind in kinds:
             for rank, launch in enumerate(both.launches(kind, True, (True, True))):
-                behind = draw.choice((0, 0, BEHIND))
-                launches.append(dataclasses.replace(launch, after=before.get(rank), late=LATE, behind=behind))
+                launches.append(
+                    dataclasses.replace(
+                        launch, after=before.get(rank), late=draw.choice((0, LATE)), behind=draw.choice((0, 0, BEHIND))
+                    )
+                )
                 before[rank] = len(launches) - 1
     run(launches, draw)
     ranks.operations += TIMES * len(kinds)

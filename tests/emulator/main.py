@@ -46,7 +46,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((3, 2, 2), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem"), draw, (1, 1, 3), (1, 0, 2)
     ),
     "latency_across_ahead": lambda draw: latency.ahead(
-        Shape((2, 2), 2, 2, 64, domains=((0,), (1,)), wire="nvshmem"), draw, (1, 0, 2), (1, 0, 2)
+        Shape((2, 2), 2, 2, 64, domains=((0,), (1,)), wire="nvshmem"), draw, (1, 0, 3), (1, 0, 3)
     ),
     "latency_across_routes": lambda draw: latency.ahead(
         Shape((2, 2), 8, 12, domains=((0,), (1,)), wire="nvshmem"), draw, (1, 0, 2), (1, 0, 2), ("dispatch",)

@@ -8,6 +8,8 @@ Of these the emulator shows nothing, because there is one order of all loads and
 - what `wire.arrived` does, which makes data visible that came another way than its word;
 - `sync_warp` behind the waits of `add_tree`, which makes what one lane acquired known to the others: the vote that
   follows lets no lane go on before the others either;
+- `sync_warp` before the lane that ends a dispatch of few tokens: no route comes of a rank that refuses, so the refusal
+  is known when ranks meet, and the kernel ends when its last lane does;
 - the barriers before a put of a whole block: the network's own stand-in for that put has one, as NVSHMEM's has.
 """
 
@@ -117,16 +119,16 @@ MUTATIONS = {
     "hello, in a combine of few tokens": Mutation(
         "latency_across_ahead", COMBINE, "sync.meet_all(ranks, lane)", "pass"
     ),
+    "hello, for the lane that ends a combine": Mutation(
+        "latency_across_refused", COMBINE,
+        LANES.format(" " * 24) + "                        if lane == 0:\n                            end(ranks)\n",
+        "                        if lane == 0:\n                            end(ranks)\n",
+    ),
     "blocks have put": Mutation(
-        "latency_across_refused", FAR,
+        "latency_across_ahead", FAR,
         "    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:\n        pass\n", "",
     ),
     "settle, few tokens": Mutation("latency_across_refused", FAR, "    sync.end_refused(ranks)\n", ""),
-    "sums are numbered": Mutation(
-        "latency_across_packed_ahead", COMBINE,
-        "                    number_sums(ranks, args, order, warp)\n                    arch.sync_threads()\n",
-        "                    number_sums(ranks, args, order, warp)\n",
-    ),
 }  # fmt: skip
 
 
