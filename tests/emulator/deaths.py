@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from . import machine
 from .latency import Blocks, Pair
+from .network import LATE, network
 from .ranks import Ranks
 from .routes import Shape
 from .threads import QUIET_TURNS, TICK, Launch, run
@@ -87,7 +88,7 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
     not there in the next."""
     from cute_kernels import sync
 
-    deadline = TIMEOUT + 2 * lasts
+    deadline = TIMEOUT + 2 * lasts + 2 * LATE * (network().late > 0)
     usual, sync.POLLS_PER_CHECK, ranks.timeout_ns = sync.POLLS_PER_CHECK, 8, deadline * TICK
     victim = draw.randrange(ranks.world_size)
     living = [rank for rank in range(ranks.world_size) if rank != victim]
