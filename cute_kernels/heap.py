@@ -104,6 +104,11 @@ class Problem:
         return self.world_size // self.num_domains
 
     @property
+    def packs(self) -> bool:
+        """Whether rows of few tokens for one rank of another domain go together in one put (latency/packed.py)."""
+        return self.wire is not None and self.wire.rows > 1
+
+    @property
     def batch_tokens(self) -> int:
         """Consecutive tokens whose rows cross to another domain together, those that are needed there."""
         return max(1, min(MOST_BATCH_TOKENS, BATCH_BYTES // self.row_bytes))

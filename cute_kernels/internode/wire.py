@@ -17,7 +17,7 @@ What a kernel makes of that:
 import functools
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +35,9 @@ LAST = 1 << (SHIFT - 1)
 MOST_ROWS = LAST - 1
 """The most rows of a batch."""
 
+PACK = 32
+"""The most rows of few tokens in one put: one for each lane of a warp."""
+
 VECTORS = 4
 """How many vectors a thread loads before it stores them."""
 
@@ -49,9 +52,13 @@ class Wire:
     them and `nbytes` are multiples of 16, but words of 8.
 
     `late`: puts arrive at times of their own, and not before whatever is released after them. Those are counted, for
-    each rank that they go to (`sync.settle`)."""
+    each rank that they go to (`sync.settle`).
+
+    `rows`: the most rows of few tokens that go to a rank in one put, with one word. More than 1, at most `PACK`, where
+    a put costs more than it takes a block to put the rows together (docs/across-domains.md)."""
 
     late: ClassVar[bool] = True
+    rows: int = field(default=1, kw_only=True)
 
     def put_signal(
         self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64

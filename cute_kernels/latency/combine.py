@@ -10,8 +10,8 @@ fit on the device at once.
 **Complete when it ends.** The kernel has seen every line that the route says must come. Ranks without rows for this
 one are heard by their hello flag, which the rule of two banks asks for (sync.py).
 
-Ranks of other NVLink domains get their sums by puts, first of all, a block a copy (far.py); owners add up in the tree
-over domains (docs/domains.md).
+Ranks of other NVLink domains get their sums by puts, first of all, a block a copy (far.py), or several (packed.py);
+owners add up in the tree over domains (docs/domains.md).
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
@@ -32,6 +32,7 @@ from ..launch import Kernel, RankArgs
 from ..places import is_near
 from .far import Order, await_far, end, have_put, order_of, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
+from .packed import first_of, number_sums, pack_of, packs
 from .packets import (
     THREADS,
     WARPS,
@@ -123,6 +124,11 @@ class Combine(Kernel):
         return packets(self.problem.row_bytes)
 
     @property
+    def row_stride(self) -> int:
+        """Bytes of a sum on its way: those behind one another in a put have no gaps."""
+        return self.row_packets * PACKET_BYTES
+
+    @property
     def values(self) -> int:
         """Numbers in 16 bytes."""
         return 16 // self.problem.itemsize
@@ -151,12 +157,22 @@ class Combine(Kernel):
                 sync.say_hello(ranks, lane, 32, False)
             if const_expr(p.num_domains > 1):
                 if bid < args.senders:
-                    self.put_sums(ranks, args, Share(bid, args.senders, warp, lane))
+                    if const_expr(p.packs):
+                        self.put_packs(ranks, args, Share(bid, args.senders, warp, lane))
+                    else:
+                        self.put_sums(ranks, args, Share(bid, args.senders, warp, lane))
             if const_expr(p.domain_ranks > 1):
                 if bid < args.senders:
                     self.push(ranks, args, peers, Share(bid, args.senders, warp, lane))
 
         if const_expr(self.receive):
+            order = None
+            if const_expr(p.packs):
+                smem = cutlass.memory.SmemAllocator()
+                order = smem.allocate_tensor(Uint16, cute.make_layout(self.tokens * p.top_k))
+                if bid >= args.first_receiver:
+                    number_sums(ranks, args, order, warp)
+                    arch.sync_threads()
             hold_epoch(ranks)
             # The last warp meets the others, which do not wait for it.
             if warp < WARPS - 1:
@@ -179,7 +195,7 @@ class Combine(Kernel):
                     arch.sync_warp()
             if bid >= args.first_receiver:
                 first = args.first_receiver
-                self.sum(ranks, args, Share(bid - first, blocks - first, warp, lane))
+                self.sum(ranks, args, order, Share(bid - first, blocks - first, warp, lane))
 
     @cute.jit
     def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, share: Share) -> None:
@@ -215,7 +231,7 @@ class Combine(Kernel):
                     row = Int32(-1)
                 packet = (item + i * share.step) % count
                 words = self.sum_rows(args, row, packet, lane, BATCH)
-                place = Int64(line) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
+                place = Int64(line) * self.row_stride + packet * PACKET_BYTES + lane * 16
                 st_line(now.at(heap_of(peers, owner), "lines") + place, seal(words, lane, now.mark))
                 row = ahead
             item += 32 * share.step
@@ -244,15 +260,55 @@ class Combine(Kernel):
                 last = cutlass.max(last, row)
                 if row >= args.num_rows:
                     row = Int32(-1)
-                place = Int64(owner * self.tokens + line % self.tokens) * ranks.heap.row_stride
+                place = Int64(owner * self.tokens + line % self.tokens) * self.row_stride
                 packet = Int32(share.warp)
                 while packet < self.row_packets:
                     words = seal(self.sum_rows(args, row, packet, lane, BATCH), lane, ranks.mark)
                     store_far(ranks, "lines_out", place + packet * PACKET_BYTES + lane * 16, words)
                     packet += WARPS
-                put_far(ranks, "lines", owner, line, place, Int32(self.row_packets))
+                put_far(ranks, "lines", owner, line, self.row_stride, place, Int32(self.row_packets))
                 row = ahead
             item += 32 * share.blocks
+        tell_bad_row(ranks, last, args.num_rows)
+
+    @cute.jit
+    def put_packs(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+        """Likewise, several sums for an owner together, a block each time."""
+        p = self.problem
+        lane = share.lane
+        count = self.row_packets
+        at = lists(args.arrivals, args.num_rows)
+        item = Int32(share.block)
+        last = Int32(-1)
+        while item < packs(p, args.max_tokens):
+            owner, first = pack_of(ranks, item)
+            copy, sums = Copy(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
+            if not is_near(ranks, owner):
+                begin = ptx.ld_i32(at.sources + Int64(owner) * 4) + first
+                end = ptx.ld_i32(at.sources + Int64(owner + 1) * 4)
+                sums = cutlass.min(end - begin, cutlass.min(args.max_tokens - first, p.wire.rows))
+                index = begin + lane
+                if lane < sums and index >= 0 and index < args.num_rows:
+                    copy = copy_at(p, at, index, args.max_tokens)
+                copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
+            if sums > 0:
+                place = Int64(owner * self.tokens + first) * self.row_stride
+                packet = Int32(share.warp)
+                while packet < sums * count:
+                    i = packet // count
+                    begin, rows = arch.shuffle_sync(copy.begin, i), arch.shuffle_sync(copy.rows, i)
+                    row = Int32(-1)
+                    if lane < rows:
+                        row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
+                    last = cutlass.max(last, row)
+                    if row >= args.num_rows:
+                        row = Int32(-1)
+                    words = seal(self.sum_rows(args, row, packet - i * count, lane, BATCH), lane, ranks.mark)
+                    store_far(ranks, "lines_out", place + packet * PACKET_BYTES + lane * 16, words)
+                    packet += WARPS
+                line = ranks.rank * self.tokens + first
+                put_far(ranks, "lines", owner, line, self.row_stride, place, sums * count)
+            item += share.blocks
         tell_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
@@ -282,7 +338,10 @@ class Combine(Kernel):
         rows = copy.rows
         if copy.source == ranks.rank:
             rows = Int32(0)
-        return Found(copy.begin, rows, copy.source, number * self.tokens + token)
+        line = number * self.tokens + token
+        if const_expr(self.problem.packs):
+            line = ranks.rank * self.tokens + token
+        return Found(copy.begin, rows, copy.source, line)
 
     @cute.jit
     def rows_near(self, args: CombineArgs, index: Int32) -> Near:
@@ -335,7 +394,7 @@ class Combine(Kernel):
         return packed[0], packed[1], packed[2], packed[3]
 
     @cute.jit
-    def sum(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+    def sum(self, ranks: sync.Ranks, args: CombineArgs, numbers: Any, share: Share) -> None:
         lane = share.lane
         p = self.problem
         count = self.row_packets
@@ -347,7 +406,7 @@ class Combine(Kernel):
             token = item // count
             packet = item - token * count
             if const_expr(p.num_domains > 1):
-                row, order = self.ordered(ranks, args, token)
+                row, order = self.ordered(ranks, args, numbers, token)
             else:
                 named = self.named(ranks, args, token, lane)
                 row = named.row
@@ -357,9 +416,9 @@ class Combine(Kernel):
             own = seal(self.sum_rows(args, row, packet, lane, batch), lane, Int64(0))
 
             now = by_mark(ranks)
-            address = (
-                now.at(now.own, "lines") + Int64(token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
-            )
+            address = now.at(now.own, "lines") + packet * PACKET_BYTES + lane * 16
+            if const_expr(p.num_domains == 1):
+                address += Int64(token) * self.row_stride
             for i in range_constexpr(self.values):
                 acc[i] = Float32(0.0)
             if const_expr(p.num_domains > 1):
@@ -371,7 +430,7 @@ class Combine(Kernel):
                 left = Uint32(named.expected)
                 while left != 0:
                     self.add_copies(now, args, named, (own, acc), token, address, first)
-                    address += COPIES * self.tokens * ranks.heap.row_stride
+                    address += COPIES * self.tokens * self.row_stride
                     first += COPIES
                     left = left >> COPIES
             packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
@@ -428,7 +487,7 @@ class Combine(Kernel):
         own, acc = sums
         p = self.problem
         together = min(COPIES, p.most_copies)
-        step = self.tokens * ranks.heap.row_stride
+        step = self.tokens * self.row_stride
         words = cute.make_rmem_tensor((4 * together,), Uint32)
         group = (1 << together) - 1
         expected = (named.expected >> first) & group
@@ -468,7 +527,7 @@ class Combine(Kernel):
                     acc[i] = ptx.add_rn(acc[i], values[i])
 
     @cute.jit
-    def ordered(self, ranks: sync.Ranks, args: CombineArgs, token: Int32) -> tuple[Int32, Order]:
+    def ordered(self, ranks: sync.Ranks, args: CombineArgs, numbers: Any, token: Int32) -> tuple[Int32, Order]:
         """By a whole warp: a lane's row of a token, if it is here, and its copies in the order of addition."""
         p = self.problem
         lane = Int32(arch.lane_idx())
@@ -480,7 +539,12 @@ class Combine(Kernel):
         copies = copies_of(p, expert, row)
         if copies.holder != ranks.rank:
             row = Int32(-1)
-        return row, order_of(ranks, copies)
+        place = copies.number * self.tokens + token
+        if const_expr(p.packs):
+            place = Int32(0)
+            if copies.expected != 0:
+                place = copies.holder * self.tokens + Int32(numbers[token * p.top_k + lane])
+        return row, order_of(ranks, copies, place)
 
     @cute.jit
     def add_tree(self, ranks: sync.Ranks, order: Order, sums: Any, token: Int32, address: Int64) -> None:
@@ -491,14 +555,17 @@ class Combine(Kernel):
         complete = Boolean(True)
         if lane < order.copies:
             if not is_near(ranks, order.holder):
-                complete = await_far(ranks, "lines", order.number * self.tokens + token, order.holder, token)
+                number = Int32(order.place)
+                if const_expr(p.packs):
+                    before = order.holder * self.tokens
+                    number = before + first_of(p, number - before)
+                complete = await_far(ranks, "lines", number, order.holder, token)
         # What each lane acquired comes before what the others read.
         arch.sync_warp()
         count = order.copies
         if not arch.vote_all_sync(complete):
             count = Int32(0)
         together = min(COPIES, p.most_copies)
-        step = self.tokens * ranks.heap.row_stride
         words = cute.make_rmem_tensor((4 * together,), Uint32)
         part = cute.make_rmem_tensor((self.values,), Float32)
         for i in range_constexpr(self.values):
@@ -518,7 +585,7 @@ class Combine(Kernel):
             while waiting != 0:
                 for u in range_constexpr(together):
                     if (waiting >> u) & 1 != 0:
-                        got = ld_line(address + Int64(arch.shuffle_sync(order.number, first + u)) * step)
+                        got = ld_line(address + Int64(arch.shuffle_sync(order.place, first + u)) * self.row_stride)
                         for i in range_constexpr(4):
                             words[4 * u + i] = got[i]
                 missing = Int32(0)

@@ -11,8 +11,8 @@ blocks fit on the device at once.
 **Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
 ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
 
-Ranks of other NVLink domains get their packets by puts, first of all, one a route and one a row (far.py); there the
-last block meets all ranks, too.
+Ranks of other NVLink domains get their packets by puts, first of all, one a route (far.py), and one a row or several
+rows (packed.py); there the last block meets all ranks, too.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from ..swizzled import Begins
 from .far import await_far, end, far_rank, have_put, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
 from .lists import own_weights, write_lists
+from .packed import first_of, number_of, number_rows, pack_of, packs, tokens_for
 from .packets import (
     THREADS,
     WARPS,
@@ -130,6 +131,11 @@ class Dispatch(Kernel):
         return packets(self.problem.row_bytes + (self.heap.weight_bytes if self.weights else 0))
 
     @property
+    def row_stride(self) -> int:
+        """Bytes of a row on its way: those behind one another in a put have no gaps."""
+        return self.row_packets * PACKET_BYTES
+
+    @property
     def options(self) -> dict[str, Any]:
         together = {"use_pdl": self.send and self.receive, "min_blocks_per_mp": 2, "preferred_smem_carveout": 100}
         return {"block": (THREADS, 1, 1), **together}
@@ -153,7 +159,10 @@ class Dispatch(Kernel):
             if bid < senders:
                 if const_expr(p.num_domains > 1):
                     self.put_routes(ranks, args, Share(senders - 1 - bid, senders, warp, lane))
-                    self.put_rows(ranks, args, Share(bid, senders, warp, lane))
+                    if const_expr(p.packs):
+                        self.put_packs(ranks, args, Share(bid, senders, warp, lane))
+                    else:
+                        self.put_rows(ranks, args, Share(bid, senders, warp, lane))
                 if const_expr(p.domain_ranks > 1):
                     self.push_route(ranks, args, peers, Share(senders - 1 - bid, senders, warp, lane))
                     self.push_rows(ranks, args, peers, Share(bid, senders, warp, lane))
@@ -179,6 +188,8 @@ class Dispatch(Kernel):
                 else:
                     open_next_epoch(ranks)
             if bid >= first_receiver:
+                if const_expr(p.packs):
+                    number_rows(ranks, tables, args.max_tokens, warp)
                 place_entries(p, tables, args.max_tokens * p.top_k, low, high)
                 # Blocks that take rows: all but one or two.
                 takers = cutlass.max(blocks - first_receiver - 2, 1)
@@ -218,7 +229,7 @@ class Dispatch(Kernel):
                     words = seal(own_route_words(ranks, args, packet, lane, True), lane, ranks.mark)
                     store_far(ranks, "routes_out", at + packet * PACKET_BYTES + lane * 16, words)
                     packet += WARPS
-                put_far(ranks, "routes", rank, ranks.rank, at, total)
+                put_far(ranks, "routes", rank, ranks.rank, ranks.heap.route_packets * PACKET_BYTES, at, total)
             item += share.blocks
 
     @cute.jit
@@ -240,13 +251,37 @@ class Dispatch(Kernel):
                 holder = Int32(holder_of(p, expert))
             rank = far_rank(p, set_of(p, holder, names and not is_near(ranks, holder)), number)
             if rank >= 0:
-                at = Int64(rank * self.tokens + token) * ranks.heap.row_stride
+                at = Int64(rank * self.tokens + token) * self.row_stride
                 packet = Int32(share.warp)
                 while packet < count:
                     words = seal(self.row_words(ranks, args, token, packet, lane), lane, ranks.mark)
                     store_far(ranks, "lines_out", at + packet * PACKET_BYTES + lane * 16, words)
                     packet += WARPS
-                put_far(ranks, "lines", rank, ranks.rank * self.tokens + token, at, Int32(count))
+                put_far(ranks, "lines", rank, ranks.rank * self.tokens + token, self.row_stride, at, Int32(count))
+            item += share.blocks
+
+    @cute.jit
+    def put_packs(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+        """Likewise, several rows for a rank together, a block each time."""
+        p = self.problem
+        lane = share.lane
+        count = self.row_packets
+        item = Int32(share.block)
+        while item < packs(p, args.tokens):
+            rank, first = pack_of(ranks, item)
+            rows, token = Int32(0), Int32(0)
+            if not is_near(ranks, rank):
+                rows, token = tokens_for(p, args, rank, first)
+            if rows > 0:
+                at = Int64(rank * self.tokens + first) * self.row_stride
+                packet = Int32(share.warp)
+                while packet < rows * count:
+                    row = packet // count
+                    mine = self.row_words(ranks, args, arch.shuffle_sync(token, row), packet - row * count, lane)
+                    words = seal(mine, lane, ranks.mark)
+                    store_far(ranks, "lines_out", at + packet * PACKET_BYTES + lane * 16, words)
+                    packet += WARPS
+                put_far(ranks, "lines", rank, ranks.rank * self.tokens + first, self.row_stride, at, rows * count)
             item += share.blocks
 
     @cute.jit
@@ -293,7 +328,7 @@ class Dispatch(Kernel):
                 if others:
                     others = is_near(ranks, holder)
             wanted = set_of(p, holder, others)
-            at = Int64(ranks.rank * self.tokens + token) * ranks.heap.row_stride + packet * PACKET_BYTES + lane * 16
+            at = Int64(ranks.rank * self.tokens + token) * self.row_stride + packet * PACKET_BYTES + lane * 16
             for i in range_constexpr(len(wanted)):
                 # Higher ranks first: not all ranks begin with the same one.
                 left = rotated(wanted[i], ranks.rank + 1)
@@ -410,7 +445,7 @@ class Dispatch(Kernel):
         step = share.step
         item = share.first
         words = cute.make_rmem_tensor((4 * BATCH,), Uint32)
-        vectors = ranks.heap.row_stride // 16
+        vectors = self.row_stride // 16
         place = cute.make_rmem_tensor((BATCH,), Int32)  # a lane's part of a packet: which 16 bytes of the staging
         rows = cute.make_rmem_tensor((BATCH,), Int32)
         while item < total:
@@ -423,7 +458,11 @@ class Dispatch(Kernel):
                 rows[u] = Int32(-1)
                 if mine < total and lane < p.top_k:
                     rows[u] = tables.rows[source * stride + token * p.top_k + lane]
-                place[u] = (source * self.tokens + token) * vectors + packet * (PACKET_BYTES // 16) + lane
+                number = Int32(token)
+                if const_expr(p.packs):
+                    if mine < total:
+                        number = number_of(ranks, tables, source, token)
+                place[u] = (source * self.tokens + number) * vectors + packet * (PACKET_BYTES // 16) + lane
                 if arch.vote_any_sync(rows[u] >= 0):
                     if source == ranks.rank:
                         if const_expr(self.format != ""):
@@ -503,7 +542,10 @@ class Dispatch(Kernel):
                     if asked_expert(tables, source, token * p.top_k + k, entries, first, end) >= 0:
                         comes = Boolean(True)
         if comes:
-            await_far(ranks, "lines", source * self.tokens + token, source, token)
+            number = Int32(token)
+            if const_expr(p.packs):
+                number = first_of(p, number_of(ranks, tables, source, token))
+            await_far(ranks, "lines", source * self.tokens + number, source, token)
         # What these lanes acquired comes before what the others read.
         arch.sync_warp()
 

@@ -1,7 +1,7 @@
 """Packets for ranks of other NVLink domains, which only a wire reaches (../internode/wire.py).
 
-They are the same packets as inside a domain. A block puts those of a row, or of a route, together in a send area of its
-own rank. One put takes them to the places where stores would have left them, and sets these places' word to the
+They are the same packets as inside a domain. A block puts those of a route, of a row or of several rows (packed.py)
+together in a send area of its own rank. One put takes them to their places, and sets the first place's word to the
 operation's mark. A line is no whole on a wire: who reads it has waited for that word, behind which all lines show the
 mark. Words are awaited of all that is put here, of rows that are dropped, too, before the operation ends.
 """
@@ -30,11 +30,10 @@ def store_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], at: Int64, words:
 
 @cute.jit
 def put_far(
-    ranks: sync.Ranks, area: cutlass.Constexpr[str], rank: Int32, number: Int32, at: Int64, count: Int32
+    ranks: sync.Ranks, area: cutlass.Constexpr[str], rank: Int32, number: Int32, stride: int, at: Int64, count: Int32
 ) -> None:
-    """By the whole block that has stored `count` packets of a place of the send area, which begin at `at`: to the place
-    `number` of that rank."""
-    stride = ranks.heap.row_stride if area == "lines" else ranks.heap.route_packets * PACKET_BYTES
+    """By the whole block that has stored `count` packets in the send area, from `at` on: to the place `number` of that
+    rank, and what is behind it. Places are `stride` bytes long."""
     # Warps may not agree on whether this rank has given up.
     if ptx.barrier_count(Int32(ranks.mark < 0)) == 0:
         there = ranks.at(Int64(0), area) + Int64(number) * stride
@@ -93,13 +92,14 @@ class Order(NamedTuple):
     own: Int32  # the one that this rank has itself, as a bit
     last: Int32  # those that are the last of their domain, as bits
     rounded: Int32  # those whose domain's sum is rounded: it is not the owner's
-    number: Int32
+    place: Int32  # of the sum in the staging rows
     holder: Int32
 
 
 @cute.jit
-def order_of(ranks: sync.Ranks, copies: Copies) -> Order:
-    """By a whole warp, from the copies of a token: over domains ascending, in each over ranks ascending."""
+def order_of(ranks: sync.Ranks, copies: Copies, places: Int32) -> Order:
+    """By a whole warp, from the copies of a token and the place of each lane's: over domains ascending, in each over
+    ranks ascending."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     theirs, index = place_of(ranks, cutlass.max(copies.holder, 0))
@@ -113,10 +113,10 @@ def order_of(ranks: sync.Ranks, copies: Copies) -> Order:
         if place_of_k == lane and comes != 0:
             giver = Int32(k)
     count = Int32(arch.popc(arch.vote_ballot_sync(giver >= 0)))
-    number, holder = arch.shuffle_sync(copies.number, giver & 31), arch.shuffle_sync(copies.holder, giver & 31)
+    lies, holder = arch.shuffle_sync(places, giver & 31), arch.shuffle_sync(copies.holder, giver & 31)
     domain = arch.shuffle_sync(theirs, giver & 31)
     following = arch.shuffle_sync(domain, (lane + 1) & 31)
     last = arch.vote_ballot_sync(giver >= 0 and (lane == count - 1 or following != domain))
     rounded = arch.vote_ballot_sync(giver >= 0 and domain != mine)
     own = arch.vote_ballot_sync(giver >= 0 and holder == ranks.rank)
-    return Order(count, Int32(own), Int32(last), Int32(rounded), number, holder)
+    return Order(count, Int32(own), Int32(last), Int32(rounded), lies, holder)

@@ -45,9 +45,10 @@ def route_packets(p: Problem, tokens: int) -> int:
 
 def table_ints(p: Problem, tokens: int) -> dict[str, int]:
     """How long each of a dispatch block's tables is (`place.Tables`), in int32. `earlier` counts with 16 bits, which
-    suffice since `rows` would not fit otherwise."""
+    suffice since `rows` would not fit otherwise. `order`, likewise, is there across NVLink domains."""
     w, e = p.world_size, p.num_experts
     return {
+        **({"order": -(-w * tokens // 2)} if p.num_domains > 1 else {}),
         "route": w * route_packets(p, tokens) * (PAYLOAD_BYTES // 4),
         "rows": w * (-(-tokens * p.top_k // 32) * 32),
         "earlier": WARPS * e // 2,
@@ -75,11 +76,12 @@ class LatencyHeap(Heap):
     """The heap with two more sections behind it: a route of each rank, and rows.
 
     A route's address is [bank][source rank]. A row's is [bank][source rank][token] in a dispatch, in a combine
-    [bank][copy of the token][token], which is no more: in each operation a place has one writer at most.
+    [bank][copy of the token][token], which is no more: in each operation a place has one writer at most. Where rows are
+    packed (packed.py) it is [bank][source rank][number] in both.
 
     Across NVLink domains each such place has a word (`told_routes`, `told_lines`), and what goes to other domains is
     put together in a send area (far.py): a route by [bank][rank that it goes to], a row by [bank][rank that it goes
-    to][its owner's token].
+    to][its owner's token, or its number].
     """
 
     def __init__(self, p: Problem, tokens: int) -> None:

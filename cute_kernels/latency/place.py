@@ -36,12 +36,10 @@ class Tables(Carried):
     `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
     32]: the result. `earlier` [warps, experts], of 16 bits: how many entries other warps have seen before. `start`,
     `limit`, `asked` [experts]: first row, row behind the last one that fits, number of entries. `found` [2, warps]: how
-    many copies and rows each warp has found (lists.py).
+    many copies and rows each warp has found (lists.py). Across NVLink domains `order` [W, tokens]: packed.py.
 
     How long each is says `table_ints`, which also bounds how many tokens there may be.
     """
-
-    carried = ("route", "rows", "earlier", "start", "limit", "asked", "found")
 
     route: Any
     rows: Any
@@ -50,11 +48,14 @@ class Tables(Carried):
     limit: Any
     asked: Any
     found: Any
+    order: Any
 
     def __init__(self, smem: Any, heap: LatencyHeap) -> None:
         self.route_stride = heap.route_packets * ROUTE_WORDS
-        kinds = {"route": Uint32, "earlier": Uint16}
-        for name, ints in table_ints(heap.problem, heap.tokens).items():
+        kinds = {"route": Uint32, "earlier": Uint16, "order": Uint16}
+        lengths = table_ints(heap.problem, heap.tokens)
+        self.carried = tuple(lengths)
+        for name, ints in lengths.items():
             kind = kinds.get(name, Int32)
             setattr(self, name, smem.allocate_tensor(kind, cute.make_layout(ints * 32 // kind.width)))
 

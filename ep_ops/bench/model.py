@@ -52,7 +52,8 @@ def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list
     for wire, size, ranks in cases:
         for many, few in zip(sizes(ranks, size, many_tokens), sizes(ranks, size, few_tokens), strict=True):
             many = in_rounds(many, limit)
-            sent, back, few_sent = dispatch_bytes(many), combine_bytes(many), few_bytes(few, False)
+            sent, back = dispatch_bytes(many), combine_bytes(many)
+            few_sent = few_bytes(few, False, wire.rows if wire else 1)
             found.append(
                 {
                     "wire": wire.name if wire else None, "domains": many.domains, "domain_ranks": many.domain_ranks,

@@ -26,8 +26,10 @@ EFA = Wire(
     rate=43.5e9,
     latency=20.0,
     put=0.4,
+    rows=32,
     told="rails of two p5 hosts, all to all: 43.5 GB/s in puts of 1 MB, 13.8 in puts of 8 KB (UCCL), which is 0.4 µs a"
-    " put; 20 µs from put to signal (assumed: no figure was found)",
+    " put; 20 µs from put to signal (assumed: no figure was found); up to 32 rows of few tokens for a rank in a put,"
+    " which a block puts together at 50 GB/s (assumed)",
 )
 WIRES = (INFINIBAND, EFA)
 

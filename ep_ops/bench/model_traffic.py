@@ -118,8 +118,17 @@ def combine_bytes(layout: Layout) -> Bytes:
     )
 
 
-def few_bytes(layout: Layout, combine: bool) -> Bytes:
-    """Few tokens: marked lines within the domain, outside the same packets, a row or a route a put."""
+def packed_puts(layout: Layout, rows: int) -> float:
+    """Few tokens: puts of rows for one rank of another domain, up to so many rows in each."""
+    tokens, reaches = layout.tokens, 1 - missed(layout, layout.experts // layout.ranks)
+    return sum(
+        math.comb(tokens, count) * reaches**count * (1 - reaches) ** (tokens - count) * -(-count // rows)
+        for count in range(1, tokens + 1)
+    )
+
+
+def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
+    """Few tokens: marked lines within the domain, outside the same packets, a route or up to so many rows a put."""
     t = expected(layout)
     near_row = layout.row_bytes + (0 if combine else 4 * layout.top_k)
     near = t.few_near * near_row * LINE / PAYLOAD
@@ -127,7 +136,8 @@ def few_bytes(layout: Layout, combine: bool) -> Bytes:
     others = layout.ranks - layout.domain_ranks
     row = packet_bytes(layout.row_bytes) if combine else layout.few_row_bytes
     routes = 0 if combine else others
-    puts = t.few_far + routes + others  # hellos
+    of_rows = t.few_far if rows == 1 else others * packed_puts(layout, rows)
+    puts = of_rows + routes + others  # hellos
     return Bytes(
         near_rows=t.few_near * layout.row_bytes,
         near_other=near - t.few_near * layout.row_bytes + route,

@@ -400,6 +400,19 @@ def test_a_wire_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         make()
 
 
+def test_rows_that_go_in_one_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the environment says, or where NVSHMEM hands puts to libfabric."""
+    for pack, transport, expected in (("", "", "0"), ("", "ibrc", "0"), ("", "libfabric", "1"), ("0", "libfabric", "0"),
+                                      ("1", "", "1")):  # fmt: skip
+        monkeypatch.setenv("EP_OPS_PACK", pack)
+        monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", transport)
+        with make() as comm:
+            assert comm.config.pack == expected
+    monkeypatch.setenv("EP_OPS_PACK", "2")
+    with pytest.raises(ValueError, match="EP_OPS_PACK is '2' in the environment; it must be 0 or 1"):
+        make()
+
+
 def test_symmetric_memory_of_one_rank() -> None:
     buffer = symmetric.allocate(256, None, torch.device("cpu"))
     assert buffer.local.dtype == torch.uint8 and buffer.local.shape == (256,) and not buffer.local.any()

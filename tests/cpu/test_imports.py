@@ -65,7 +65,9 @@ ROOMS = {
         "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators",
     ),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
-    "ep_ops.ahead": ("ep_ops.version", "ep_ops.config", "ep_ops.formats", "ep_ops.backends", "cute_kernels"),
+    "ep_ops.ahead": (
+        "ep_ops.version", "ep_ops.config", "ep_ops.arguments", "ep_ops.formats", "ep_ops.backends", "cute_kernels",
+    ),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),
     "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "ep_ops.symmetric", "ep_ops.backends", "cute_kernels"),

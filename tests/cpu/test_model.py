@@ -136,12 +136,12 @@ class Reading(Rank):
 runs: list[Counting] = []
 
 
-def run_everywhere(layout: Layout, kinds: list[str], first: int = 0) -> Counting:
+def run_everywhere(layout: Layout, kinds: list[str], first: int = 0, rows: int = 1) -> Counting:
     """Every token to every rank from `first` on, each with one expert: nothing is left to chance."""
     size, ranks = layout.domain_ranks, layout.ranks
     shape = Shape(
         tuple(tuple(range(d * size, (d + 1) * size)) for d in range(layout.domains)), 1, ranks, layout.tokens,
-        layout.batch_tokens, layout.tiles,
+        layout.batch_tokens, layout.tiles, rows=rows,
     )  # fmt: skip
     named = (*range(first, ranks), *(-1,) * first)
     ids = ((named,) * layout.tokens,) * ranks
@@ -195,10 +195,11 @@ def test_rows_puts_and_bytes_are_the_protocols(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("combine", [False, True])
-def test_rows_and_puts_of_few_tokens_are_the_protocols(layout: Layout, combine: bool) -> None:
-    first = run_everywhere(layout, ["few_dispatch"])
-    found = run_everywhere(layout, ["few_dispatch", "few_combine"]) if combine else first
-    moved = model_traffic.few_bytes(layout, combine)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_and_puts_of_few_tokens_are_the_protocols(layout: Layout, combine: bool, rows: int) -> None:
+    first = run_everywhere(layout, ["few_dispatch"], rows=rows)
+    found = run_everywhere(layout, ["few_dispatch", "few_combine"], rows=rows) if combine else first
+    moved = model_traffic.few_bytes(layout, combine, rows)
     for rank in range(layout.ranks):
         before = (first.rows[rank]["lines"], first.puts[rank]) if combine else (0, 0)
         assert (found.rows[rank]["lines"] - before[0]) * layout.row_bytes == pytest.approx(moved.far_rows)
@@ -344,6 +345,20 @@ def test_few_tokens() -> None:
     dear = dataclasses.replace(WIRE, put=1000.0)
     assert model_times.few_us(GPU, apart, False, dear) == pytest.approx(5 + 8 + (3 + 1 + 1) * 1000)
     assert model_times.few_us(GPU, apart, True, dear) == pytest.approx(3 + 8 + (3 + 1) * 1000)
+    packed = dataclasses.replace(dear, rows=2)
+    packing = 2 * 26 * 512 / 50e3
+    assert model_times.few_us(GPU, apart, False, packed) == pytest.approx(5 + 8 + packing + (2 + 1 + 1) * 1000)
+
+
+def test_packed_puts() -> None:
+    """Against tokens that are drawn one by one."""
+    layout = Layout(2, 2, tokens=5, experts=8, top_k=2)
+    draw, puts = random.Random(fresh_seed()), 0
+    for _ in range(20_000):
+        rows = sum(any(expert < 2 for expert in draw.sample(range(8), 2)) for _ in range(5))
+        puts += -(-rows // 2)
+    assert model_traffic.packed_puts(layout, 2) == pytest.approx(puts / 20_000, abs=0.05)
+    assert model_traffic.packed_puts(layout, 1) == pytest.approx(5 * (1 - 15 / 28))
 
 
 def test_constants_come_from_the_runs() -> None:

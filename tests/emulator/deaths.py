@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from . import machine
 from .latency import Blocks, Pair
+from .network import LATE, network
 from .ranks import Ranks
 from .routes import Shape
 from .threads import QUIET_TURNS, TICK, Launch, run
@@ -89,9 +90,9 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
     next."""
     from cute_kernels import sync
 
-    for network in machine.networks:
-        network.rate, network.late = max(network.rate, SLOW), 0.0
-    deadline = TIMEOUT + 2 * lasts
+    for each in machine.networks:
+        each.rate = max(each.rate, SLOW)
+    deadline = TIMEOUT + 2 * lasts + 2 * LATE * (network().late > 0)
     usual, sync.POLLS_PER_CHECK, ranks.timeout_ns = sync.POLLS_PER_CHECK, 8, deadline * TICK
     victim = draw.randrange(ranks.world_size)
     living = [rank for rank in range(ranks.world_size) if rank != victim]
@@ -130,6 +131,10 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "death_few_combine": lambda draw: few(Shape((2, 2, 1), 3, 3, 64), draw, "combine", (1, 1, 4), (1, 1, 3)),
     "death_few_across": lambda draw: few(
         Shape((2, 2, 1), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem"),
+        draw, draw.choice(["dispatch", "combine"]), (1, 1, 4), (1, 0, 3),
+    ),
+    "death_few_packed": lambda draw: few(
+        Shape((2, 2, 1), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem", rows=2),
         draw, draw.choice(["dispatch", "combine"]), (1, 1, 4), (1, 0, 3),
     ),
 }  # fmt: skip

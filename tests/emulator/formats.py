@@ -387,8 +387,10 @@ CHECKS = {
         Call(draw.choice(["e4m3/128/fp32", "e4m3/32/mx"]), "", False),
     ),
     "formats_few_across": lambda draw: few(
-        Shape((2, 3), 3, 4, hidden=512, alignment=4, domains=((0,), (1,)), wire="nvshmem"), draw,
-        Call("e4m3/128/pow2", draw.choice(["rows", "columns", ""]), False),
+        Shape(
+            (2, 3), 3, 4, hidden=512, alignment=4, domains=((0,), (1,)), wire="nvshmem", rows=draw.choice((1, 3))
+        ),
+        draw, Call("e4m3/128/pow2", draw.choice(["rows", "columns", ""]), False),
     ),
     "formats_few_one_rank": lambda draw: few(
         Shape((4,), 3, 3, hidden=256, slots=(0, 6)), draw, Call("e4m3/128/fp32", "columns", False), blocks=(0, 0, 3)

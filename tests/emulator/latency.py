@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from . import machine
-from .ranks import Ranks, numbered
+from .ranks import BEHIND, Ranks, numbered
 from .routes import DEPTH, Shape, Truth, drawn, untell, wire_of
 from .threads import Launch, run
+
+LATE = 1500
+"""The most rounds that blocks of a kernel start later than its first: others have done all that they can do alone."""
+
+KINDS, TIMES = ("dispatch", "combine"), 3
+"""What is run, and how often."""
 
 Blocks = tuple[int, int, int]
 """Senders, the first receiver, and all blocks."""
@@ -31,7 +39,7 @@ class Pair:
         self.heap = LatencyHeap(problem, bound)
         depth = DEPTH * (shape.wire == "adversary")
         self.ranks = Ranks(self.heap, draw, mapped=shape.wire != "nvshmem", depth=depth)
-        machine.networks[-1].late = 0.03
+        machine.networks[-1].late = draw.choice((0.03, 0.3))
         self.variant: tuple[Any, ...] = ()  # of dispatch kernels
         self.given: list[dict[str, int]] = [{}] * len(shape.experts)  # of each rank, in place of what is usual
 
@@ -112,6 +120,36 @@ def pair_of(both: Pair, times: int, split: bool, weighted: bool, late: bool = Fa
         both.truth.check_combined(both.ranks, [at["out"] for at in both.at], weighted)
 
 
+def ahead(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks, kinds: Sequence[str] = KINDS) -> None:
+    """Dispatches and combines, or one of them, behind one another, for whose ends the kernels alone wait: ranks are
+    ahead of others, and many puts are late."""
+    both = Pair(shape, draw, dispatch, combine)
+    ranks, machine.networks[-1].late = both.ranks, 0.3
+    launches: list[Launch] = []
+    before: dict[int, int] = {}
+    steps = []
+    for _ in range(TIMES):
+        both.inputs()
+        steps.append((both.truth, both.at))
+        for kind in kinds:
+            for rank, launch in enumerate(both.launches(kind, True, (True, True))):
+                launches.append(
+                    dataclasses.replace(
+                        launch, after=before.get(rank), late=draw.choice((0, LATE)), behind=draw.choice((0, 0, BEHIND))
+                    )
+                )
+                before[rank] = len(launches) - 1
+    run(launches, draw)
+    ranks.operations += TIMES * len(kinds)
+    ranks.check_wire()
+    ranks.check_epochs()
+    for truth, at in steps:
+        truth.check_plan(ranks, at)
+        truth.check_rows(ranks, [here["recv_x"] for here in at], [here["recv_weights"] for here in at])
+        if "combine" in kinds:
+            truth.check_combined(ranks, [here["out"] for here in at], weighted=True)
+
+
 def garbage(shape: Shape, draw: random.Random, times: int) -> None:
     """The sending half of a combine takes whatever stands in the lists without touching what it may not touch."""
     for turn in range(times):
@@ -151,6 +189,7 @@ def refused(shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks
         run(launches, draw)
         sync.POLLS_PER_CHECK = usual
         ranks.operations += 1
+        ranks.check_wire()
         told = [ranks.reported(rank) for rank in range(ranks.world_size)]
         assert all(said[0] == (0, 0) for said in told), told
         assert all(said[1][0] == sync.REFUSAL for rank, said in enumerate(told) if rank != 1), told

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import machine
 from .numbers import Int32
-from .threads import WARP, Barrier, collective, look_again, me, wait
+from .threads import TICK, WARP, Barrier, collective, look_again, me, wait
 
 SIGNAL_SET, CMP_EQ = 9, 0
 
@@ -23,18 +23,28 @@ class Put:
     pieces: list[tuple[int, int, int]]
     word: int
     value: int
-    late: bool  # it moves more seldom than others
+    late: int  # so long nothing else moves before the last of its pieces does, and its word
+
+    @property
+    def held(self) -> bool:
+        return self.late > 0 and len(self.pieces) < 2
+
+
+LATE = 1000
+"""The most rounds that a put is late: kernels that do not wait for it end before."""
 
 
 class Network:
     """Between heaps of so many bytes at these addresses; there is one for each memory. `late`: which part of all puts
-    is so late that kernels which do not wait for them end before."""
+    is late. All of such a put arrives as others do, but for one piece of it, and its word: these are behind everything
+    else that is under way, so that only who waits for them waits."""
 
     late = 0.0
 
     def __init__(self, heaps: list[int], nbytes: int) -> None:
         self.heaps, self.nbytes = heaps, nbytes
         self.puts: list[Put] = []
+        self.moved = 0  # when something was last under way that is not late
         self.rate = machine.draw.choice((1.0, 0.3, 0.05))  # how often it moves anything: ranks may be far ahead of it
 
     def rank_of(self, address: int) -> int:
@@ -51,7 +61,8 @@ class Network:
             size = min(nbytes - at, 4 * machine.draw.randint(1, 24))
             pieces.append((here + at, there + away + at, size))
             at += size
-        self.puts.append(Put(warp, pieces, word + away, value, machine.draw.random() < self.late))
+        late = machine.draw.randint(0, LATE) * TICK if machine.draw.random() < self.late else 0
+        self.puts.append(Put(warp, pieces, word + away, value, late))
 
     def unread(self, warp: Any) -> bool:
         """Whether something that the warp has put has not left."""
@@ -60,10 +71,12 @@ class Network:
     def step(self, draw: random.Random) -> bool:
         """Moves some pieces and words; returns whether there was anything to move."""
         busy = bool(self.puts)
+        if not all(put.held for put in self.puts):
+            self.moved = machine.clock
         for _ in range(draw.randint(0, 2 + len(self.puts) // 4) * (draw.random() < self.rate)):
             if self.puts:
                 put = draw.choice(self.puts)
-                if not put.late or draw.random() < 0.05:
+                if not put.held or machine.clock >= self.moved + put.late:
                     self.move(put, draw)
         return busy
 

@@ -89,14 +89,24 @@ class Ranks:
         delayed = [self.delayed(launch) for launch in launches]
         run([*delayed, *self.couriers()] if ends else delayed, self.draw)
         self.operations += ends
-        assert not ends or not any(network.puts for network in machine.networks), "a put that nobody has waited for"
+        if ends:
+            self.check_wire()
+        self.check_epochs()
+        for rank in range(self.world_size):
+            if ends:
+                self.check_note(rank)
+                self.check_waits(rank)
+
+    def check_wire(self) -> None:
+        """When an operation has ended at all ranks, no put is under way: all have been waited for."""
+        assert not any(network.puts for network in machine.networks), "a put that nobody has waited for"
+
+    def check_epochs(self) -> None:
+        """All operations have ended, and nothing is reported."""
         for rank in range(self.world_size):
             assert not self.view(self.reports[rank], REPORT_WORDS).any(), f"rank {rank} reports something"
             epoch = self.memory.load_long(self.epoch_of(rank))
             assert epoch == 1 + self.operations, f"rank {rank} is in epoch {epoch} after {self.operations} operations"
-            if ends:
-                self.check_note(rank)
-                self.check_waits(rank)
 
     def check_note(self, rank: int) -> None:
         """Of the last operation: it has begun, and then met all."""

@@ -21,7 +21,7 @@ DEPTH = 20
 class Shape:
     """What routes are drawn for. `slots`: of the padded layout, drawn for each rank; 0: the flat one. `share`: of the
     room that everything would take. `skewed`: most tokens want rank 0. `domains`: the ranks of each NVLink domain, if
-    there are several, and the `wire` between them."""
+    there are several, and the `wire` between them, with the most `rows` of few tokens in a put."""
 
     experts: tuple[int, ...]
     top_k: int
@@ -33,13 +33,16 @@ class Shape:
     skewed: bool = False
     domains: tuple[tuple[int, ...], ...] = ()
     wire: str = ""
+    rows: int = 1
 
 
 def wire_of(shape: Shape) -> Any:
     from cute_kernels.internode import wire
 
+    more = {"rows": shape.rows}
     made = {
-        "": None, "nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": wire.Adversary(DEPTH),
+        "": None, "nvlink": wire.Nvlink(**more), "nvshmem": wire.Nvshmem("library", **more),
+        "adversary": wire.Adversary(DEPTH, **more),
     }  # fmt: skip
     return made[shape.wire]
 

@@ -323,6 +323,7 @@ def refused(shape: Shape, draw: random.Random) -> None:
 
     on = begun(shape, draw)
     told = on.without(1, refuses=True)
+    on.ranks.check_wire()
     assert all(said[0] == (0, 0) for said in told), told
     assert all(said[1][0] == REFUSAL for rank, said in enumerate(told) if rank != 1), told
     on.dispatch(known=False)

@@ -42,7 +42,7 @@ def problem_of(given: config.Config) -> Any:
     """As `memory.problem_of`, which knows no such wire."""
     if given.wire != NAME or not memory.across(given):
         return memory.problem_of(given)
-    return dataclasses.replace(memory.sizes_of(given), wire=Adversary(DEPTH))
+    return dataclasses.replace(memory.sizes_of(given), wire=Adversary(DEPTH, rows=memory.rows_of_a_put(given)))
 
 
 def kernels_of(given: config.Config, formats: Any = ()) -> list[Any]:

@@ -89,6 +89,7 @@ def make(request, monkeypatch) -> Make:
         comm = make_comm(backend, f"domains {name}", domain_size=size, **{**config(ranks()[1]), **more})
         assert comm.backend.name == backend and len(comm.domains) == comm.world_size // size
         assert backend == "reference" or comm.config.wire == wire
+        assert comm.config.pack == os.environ.get("EP_OPS_PACK", comm.config.pack)
         assert backend == "reference" or not half or round_tokens(comm.config) < TOKENS
         if backend == "cute" and wire == "adversary":
             if not formats:
@@ -106,10 +107,13 @@ def make(request, monkeypatch) -> Make:
 # ---------------------------------------------------------------------- every operator
 
 
-@pytest.fixture(params=[0, TOKENS], ids=["throughput", "latency"])
-def few(request) -> int:
-    """The bound of the latency kernels: none of the calls here, or all that they take."""
-    return request.param
+@pytest.fixture(params=[(0, "0"), (TOKENS, "0"), (TOKENS, "1")], ids=["throughput", "latency", "packed"])
+def few(request, monkeypatch) -> int:
+    """The bound of the latency kernels: none of the calls here, or all that they take, whose rows for one rank are then
+    put one by one, or together."""
+    tokens, pack = request.param
+    monkeypatch.setenv("EP_OPS_PACK", pack)
+    return tokens
 
 
 @contextlib.contextmanager

@@ -35,6 +35,8 @@ LARGEST = dataclasses.replace(
 ALONE = Problem(2, (128, 128), 8, 7168, "bf16", 4096, consecutive_domains(2, 1), wire.Nvlink())
 FEW = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096, consecutive_domains(4, 2), wire.Nvlink())
 
+PACKED = dataclasses.replace(FEW, wire=wire.Nvlink(rows=wire.PACK))
+
 
 OVER_NVLINK = {
     "publish": (PublishTokens(LARGEST, True, True, True, False), "sm_90a"),
@@ -77,9 +79,13 @@ def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> N
 @needs_assembler
 @pytest.mark.parametrize(
     ("kernel", "arch"),
-    [(latency_dispatch.Dispatch(FEW, 128, True), "sm_90a"), (latency_combine.Combine(FEW, 128, True), "sm_100a")],
-    ids=["dispatch", "combine"],
-)
+    [
+        (latency_dispatch.Dispatch(FEW, 128, True), "sm_90a"), (latency_combine.Combine(FEW, 128, True), "sm_100a"),
+        (latency_dispatch.Dispatch(PACKED, 128, True), "sm_100a"),
+        (latency_combine.Combine(PACKED, 128, True), "sm_90a"),
+    ],
+    ids=["dispatch", "combine", "dispatch packed", "combine packed"],
+)  # fmt: skip
 def test_few_tokens(kernel: Any, arch: str, tmp_path: Path) -> None:
     """Lines are stored at peers of the domain and in the send area. Two blocks fit on a multiprocessor."""
     ptx = compiled_ptx(kernel, arch)

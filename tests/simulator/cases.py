@@ -40,7 +40,7 @@ def draw_case(seed: int, fault: str = "") -> Case:
     tokens = draw.choice((1, 2, 3, 4))
     shape = Shape(
         tuple(domains), draw.choice((1, 2)), draw.choice((1, 2, 3)), tokens, draw.choice((1, 2, 4)),
-        draw.choice((1, 1, 2)), draw.choice((1, 2)),
+        draw.choice((1, 1, 2)), draw.choice((1, 2)), draw.choice((1, 1, 2, 3)),
     )  # fmt: skip
     operations = draw_operations(draw, shape, draw.randint(2, 6))
     if fault in ("refuses", "refused, and dies"):

@@ -33,25 +33,38 @@ class Latency:
         """Those that name an expert there, whether or not their rows are kept."""
         return [t for t, chosen in enumerate(ids) if rank in self.shape.named(chosen)]
 
+    def each(self: Rank, other: int) -> int:
+        """How many rows between this rank and that one are a put, at most. More than one are packed."""
+        return 1 if other in self.peers else self.shape.rows
+
+    def line(self: Rank, other: int, token: int, number: int) -> int:
+        """Where a row lies among all between this rank and that one: packed by its number among them."""
+        return token if self.each(other) == 1 else number
+
     def send_copies(self: Rank, op: Operation, target: int) -> Steps:
-        """As owner: each token that names the rank, with its weights, in a put of its own."""
-        tokens = self.tokens_for(op.ids[self.rank], target)
-        for number, t in enumerate(tokens):
-            here = self.out_place("lines out", target, t)
-            row = (
-                x_of(op.number, self.rank, t),
-                [weight_of(op.number, self.rank, t, k) for k in range(self.shape.top_k)],
-            )
-            self.store(self.rank, here, row)
-            self.put_copy(target, [(here, self.place("lines", self.rank, t))], t, (number, len(tokens)))
+        """As owner: each token that names the rank, with its weights, so many in a put."""
+        tokens, each = self.tokens_for(op.ids[self.rank], target), self.each(target)
+        for first in range(0, len(tokens), each):
+            cells = []
+            for number, t in enumerate(tokens[first : first + each], first):
+                line = self.line(target, t, number)
+                here = self.out_place("lines out", target, line)
+                row = (
+                    x_of(op.number, self.rank, t),
+                    [weight_of(op.number, self.rank, t, k) for k in range(self.shape.top_k)],
+                )
+                self.store(self.rank, here, row)
+                cells.append((here, self.place("lines", self.rank, line)))
+            puts = (first // each, -(-len(tokens) // each))
+            self.put_copies(target, cells, self.line(target, tokens[first], first), puts)
             yield
 
-    def put_copy(self: Rank, target: int, cells: list[Any], token: int, _: tuple[int, int]) -> None:
-        """The last says which of how many it is."""
-        self.put(target, cells, self.word("lines", self.rank, token), 0)
+    def put_copies(self: Rank, target: int, cells: list[Any], line: int, _: tuple[int, int]) -> None:
+        """`line` is the first one's. The last says which of how many puts it is."""
+        self.put(target, cells, self.word("lines", self.rank, line), 0)
 
-    def await_copy(self: Rank, source: int, token: int, _: int) -> Steps:
-        yield from self.wait("few row arrived", self.word("lines", source, token), source)
+    def await_copies(self: Rank, source: int, line: int, _: int) -> Steps:
+        yield from self.wait("few row arrived", self.word("lines", source, line), source)
 
     def receive_copies(self: Rank, op: Operation) -> Steps:
         """As the experts' rank: places the rows that all routes tell of, and waits for them all."""
@@ -65,11 +78,15 @@ class Latency:
         route = place_rows(self.shape, self.rank, op.ids[self.rank], heads, entries)
         kept = {(copy.source, copy.token) for copy in route.copies}
         for source, told in enumerate(ids):
-            for number, t in enumerate(self.tokens_for(told, self.rank)):
+            tokens, each = self.tokens_for(told, self.rank), self.each(source)
+            for t in tokens:
+                number = self.number_of_row(tokens, t, [t for s, t in kept if s == source])
+                first = number // each * each
                 if self.awaits((source, t) in kept):
-                    yield from self.await_copy(source, t, number)
+                    line = self.line(source, tokens[first], first)
+                    yield from self.await_copies(source, line, first // each)
                 if (source, t) in kept:
-                    came[source, t] = self.read(self.rank, self.place("lines", source, t))
+                    came[source, t] = self.read(self.rank, self.place("lines", source, self.line(source, t, number)))
                 yield
         rows = {}
         for copy in route.copies:
@@ -77,6 +94,10 @@ class Latency:
             rows.update({at: (x, weights[k]) for k, at in copy.rows})
         self.routes[op.number] = route
         self.result = tuple(rows[at] for at in range(route.rows)), route.send_rows
+
+    def number_of_row(self: Rank, tokens: list[int], token: int, kept: list[int]) -> int:
+        """Among those of its source, kept or not."""
+        return tokens.index(token)
 
     def awaits(self: Rank, kept: bool) -> bool:
         """Whether a row is awaited of which some rows are kept, or none."""
@@ -88,14 +109,22 @@ class Latency:
         return [*(self.send_sums(op, rank) for rank in range(self.shape.world_size)), self.add_sums(op)]
 
     def send_sums(self: Rank, op: Operation, target: int) -> Steps:
-        """As the experts' rank: the sum of each of an owner's copies, to the place of the copy's number."""
-        for copy in self.routes[op.along].copies:
-            if copy.source == target:
-                here = self.out_place("lines out", target, copy.token)
+        """As the experts' rank: the sum of each of an owner's copies, so many in a put."""
+        copies, each = [copy for copy in self.routes[op.along].copies if copy.source == target], self.each(target)
+        for first in range(0, len(copies), each):
+            cells, places = [], []
+            for number, copy in enumerate(copies[first : first + each], first):
+                here = self.out_place("lines out", target, self.line(target, copy.token, number))
                 self.store(self.rank, here, sum_of(op.number, self.rank, copy))
-                at = (copy.number, copy.token)
-                self.put(target, [(here, self.place("lines", *at))], self.word("lines", *at), 0)
-                yield
+                places.append(self.place_of_sum(self.rank, target, copy.number, copy.token, number))
+                cells.append((here, self.place("lines", *places[-1])))
+            self.put(target, cells, self.word("lines", *places[0]), 0)
+            yield
+
+    def place_of_sum(self: Rank, rank: int, other: int, copy: int, token: int, number: int) -> tuple[int, int]:
+        """At its owner, of a sum of `rank`; `other` is the other one of the two. By the copy's number, which makes
+        fewer places, unless ranks pack."""
+        return (copy, token) if self.shape.rows == 1 else (rank, self.line(other, token, number))
 
     def add_sums(self: Rank, op: Operation) -> Steps:
         """As owner: in the tree of sums."""
@@ -108,8 +137,8 @@ class Latency:
                 for rank in ranks:
                     if rank not in kept:
                         continue
-                    at = (named.index(rank), t)
-                    yield from self.wait("few sum arrived", self.word("lines", *at), rank)
+                    at, first = self.places_of_sum(op, rank, named.index(rank), t)
+                    yield from self.wait("few sum arrived", self.word("lines", *first), rank)
                     partial, of_copy = self.read(self.rank, self.place("lines", *at))
                     of_domain = add(of_domain, partial)
                     scalars += of_copy
@@ -118,3 +147,14 @@ class Latency:
             totals.append((rounded(result), tuple(sorted(scalars))))
             yield
         self.result = tuple(totals)
+
+    def places_of_sum(self: Rank, op: Operation, rank: int, copy: int, token: int) -> tuple[Any, Any]:
+        """As owner: of the sum of one of a token's copies, and of the first one in its put."""
+        number, each = self.number_of_sum(op, rank, token), self.each(rank)
+        first = number // each * each
+        at = self.place_of_sum(rank, rank, copy, token, number)
+        return at, at if each == 1 else (rank, first)
+
+    def number_of_sum(self: Rank, op: Operation, rank: int, token: int) -> int:
+        """Among those of this rank's tokens that have rows there."""
+        return sum(rank in kept_of(self, op.along, before) for before in range(token))

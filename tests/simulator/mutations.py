@@ -119,10 +119,10 @@ class RefusalIsAnotherOperation(Rank):
 class RunningCount(Rank):
     """Rows of few tokens have one word for each source, which counts those that were sent."""
 
-    def put_copy(self, target: int, cells: list[Any], token: int, number: tuple[int, int]) -> None:
+    def put_copies(self, target: int, cells: list[Any], line: int, number: tuple[int, int]) -> None:
         self.put(target, cells, self.word("counted", self.rank), number[0] + 1)
 
-    def await_copy(self, source: int, token: int, number: int) -> Steps:
+    def await_copies(self, source: int, line: int, number: int) -> Steps:
         ready = lambda v: self.is_mark(v) and v[1] > number  # noqa: E731
         yield from self.wait_for("few row arrived", self.word("counted", source), ready, (source,), "refusal")
 
@@ -140,21 +140,45 @@ class AddsCounts(Network):
 class FinishFlag(Rank):
     """Rows of few tokens have no words; a put of nothing says that all were sent."""
 
-    def put_copy(self, target: int, cells: list[Any], token: int, number: tuple[int, int]) -> None:
+    def put_copies(self, target: int, cells: list[Any], line: int, number: tuple[int, int]) -> None:
         self.put(target, cells, None, 0)
         if number[0] + 1 == number[1]:
             self.put(target, [], self.word("counted", self.rank), 0)
 
-    def await_copy(self, source: int, token: int, number: int) -> Steps:
+    def await_copies(self, source: int, line: int, number: int) -> Steps:
         yield from self.wait("few row arrived", self.word("counted", source), source)
 
 
 class FirstRow(Rank):
     """When the first row of a source is here, the others are taken to be."""
 
-    def await_copy(self, source: int, token: int, number: int) -> Steps:
+    def await_copies(self, source: int, line: int, number: int) -> Steps:
         if number == 0:
-            yield from super().await_copy(source, token, number)
+            yield from super().await_copies(source, line, number)
+
+
+class NumberedAsKept(Rank):
+    """Where rows are packed the expert's rank counts those alone that it keeps."""
+
+    def number_of_row(self, tokens: list[int], token: int, kept: list[int]) -> int:
+        return sum(other in kept for other in tokens if other < token)
+
+
+class NumberedAsNamed(Rank):
+    """Where sums are packed their owner counts those, too, that were dropped."""
+
+    def number_of_sum(self, op: Operation, rank: int, token: int) -> int:
+        ids = self.routes[op.along].ids
+        return sum(rank in self.shape.named(ids[before]) for before in range(token))
+
+
+class TwoKindsOfPlaces(Rank):
+    """Where sums are packed, those of the own domain lie as if none were."""
+
+    def place_of_sum(self, rank: int, other: int, copy: int, token: int, number: int) -> tuple[int, int]:
+        if self.each(other) == 1:
+            return copy, token
+        return super().place_of_sum(rank, other, copy, token, number)
 
 
 class KeptAlone(Rank):
@@ -528,6 +552,9 @@ MUTATIONS: dict[str, Mutation] = {
     "running count, added": Mutation((AddsCounts, RunningCount)),
     "finish flag": rank(FinishFlag),
     "first row for all": rank(FirstRow),
+    "packed rows numbered as they are kept": rank(NumberedAsKept),
+    "packed sums numbered as they are named": rank(NumberedAsNamed),
+    "packed sums beside others": rank(TwoKindsOfPlaces),
     "dropped rows of few tokens not awaited": rank(KeptAlone),
     "last batch for all": rank(LastBatch),
     "one word for all sources": rank(OneWordForAllSources),

@@ -27,6 +27,7 @@ class Shape:
     batch: int  # consecutive tokens whose rows are one put, throughput
     tiles: int = 1  # into which a rank cuts its route
     blocks: int = 1  # of a combine, that add up what others have pushed
+    rows: int = 1  # the most rows of few tokens for one rank of another domain that are one put
 
     @cached_property
     def world_size(self) -> int:

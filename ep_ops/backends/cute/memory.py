@@ -58,12 +58,20 @@ def problem_of(config: Config) -> Problem:
         return sizes
     from cute_kernels.internode import wire
 
+    rows = rows_of_a_put(config)
     if config.wire == "nvlink":
-        return dataclasses.replace(sizes, wire=wire.Nvlink())
+        return dataclasses.replace(sizes, wire=wire.Nvlink(rows=rows))
     library = wire.find_library()
     if library is None:
         raise RuntimeError("NVSHMEM's device library is not installed")
-    return dataclasses.replace(sizes, wire=wire.Nvshmem(library))
+    return dataclasses.replace(sizes, wire=wire.Nvshmem(library, rows=rows))
+
+
+def rows_of_a_put(config: Config) -> int:
+    """The most rows of few tokens for one rank of another domain."""
+    from cute_kernels.internode.wire import PACK
+
+    return PACK if config.pack == "1" else 1
 
 
 def sizes_of(config: Config) -> Problem:

@@ -1,0 +1,134 @@
+"""Rows of few tokens that go together to a rank of another NVLink domain: up to `wire.rows` of them in one put.
+
+The rows of one rank for another one are numbered, in the order of their tokens. They lie without gaps at [source
+rank][number], and the word of a put is that of its first row, whose number is a multiple of `wire.rows`. Both ends know
+the numbers beforehand: in a dispatch from the source's expert ids, so that rows count that are dropped, too, which the
+source does not know; in a combine from the rows that the route keeps, so that a copy without rows has no sum.
+
+A block puts together what goes in one put. Nobody waits for another block before a put, and a row for no other row but
+those of its own put.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint16, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..copies import lowest
+from ..experts import local_experts
+from ..heap import Problem
+from ..places import is_near
+from .packets import WARPS
+from .place import Tables, asked_expert
+
+
+def packs(problem: Problem, tokens: Int32) -> Int32:
+    """The most puts of rows of so many tokens of a rank, to all others."""
+    return (problem.world_size - 1) * ((tokens + problem.wire.rows - 1) // problem.wire.rows)
+
+
+def pack_of(ranks: sync.Ranks, item: Int32) -> tuple[Int32, Int32]:
+    """Of the put with that number: the rank that it is for, and the number of its first row. The first ones for all
+    ranks come first."""
+    others = ranks.world_size - 1
+    number = item // others
+    return (ranks.rank + 1 + item - number * others) % ranks.world_size, number * ranks.heap.problem.wire.rows
+
+
+def first_of(problem: Problem, number: Int32) -> Int32:
+    """The number of the first row in the put of a row."""
+    return number // problem.wire.rows * problem.wire.rows
+
+
+@cute.jit
+def tokens_for(problem: cutlass.Constexpr[Problem], args: Any, rank: Int32, first: Int32) -> tuple[Int32, Int32]:
+    """By a whole warp of a dispatch: how many rows for that rank are in the put whose first row has the number `first`,
+    and the token of each, in a lane."""
+    lane = Int32(arch.lane_idx())
+    low, high = local_experts(problem, rank)
+    mine, number = Int32(0), -first  # of the next row, counted from the first
+    begin = Int32(0)
+    while begin < args.tokens and number < problem.wire.rows:
+        names = Boolean(False)
+        for k in range_constexpr(problem.top_k):
+            if begin + lane < args.tokens:
+                expert = ptx.ld_i32(args.topk_idx + Int64((begin + lane) * problem.top_k + k) * 4)
+                names = names or (expert >= low and expert < high)
+        left = Int32(arch.vote_ballot_sync(names))
+        while left != 0:
+            if number == lane:
+                mine = begin + lowest(left)
+            number += 1
+            left = left & (left - 1)
+        begin += 32
+    return cutlass.min(cutlass.max(number, 0), problem.wire.rows), mine
+
+
+@cute.jit
+def number_rows(ranks: sync.Ranks, tables: Tables, max_tokens: Int32, warp: Int32) -> None:
+    """By a whole block of a dispatch that has all routes, with a barrier behind it: the number of each token's row, if
+    one comes here, among those of its source. Rows of this rank's own domain, which stores bring, have their tokens'.
+    """
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    low, high = local_experts(p, ranks.rank)
+    source = Int32(warp)
+    while source < p.world_size:
+        near = is_near(ranks, source)
+        before, begin = Int32(0), Int32(0)
+        while begin < max_tokens:
+            token = begin + lane
+            names = Boolean(False)
+            for k in range_constexpr(p.top_k):
+                expert = asked_expert(tables, source, token * p.top_k + k, max_tokens * p.top_k, low, high)
+                names = names or expert >= 0
+            members = Int32(arch.vote_ballot_sync(names))
+            number = before + Int32(arch.popc(members & Int32(arch.lanemask_lt())))
+            if near:
+                number = token
+            if token < max_tokens:
+                tables.order[source * ranks.heap.tokens + token] = Uint16(number)
+            before += Int32(arch.popc(members))
+            begin += 32
+        source += WARPS
+
+
+def number_of(ranks: sync.Ranks, tables: Tables, source: Int32, token: Int32) -> Int32:
+    """As `number_rows` has found it."""
+    return Int32(tables.order[source * ranks.heap.tokens + token])
+
+
+@cute.jit
+def number_sums(ranks: sync.Ranks, args: Any, order: Any, warp: Int32) -> None:
+    """By a whole block of a combine, with a barrier behind it: of each (token, k) of this rank that has a row, the
+    number of its copy's sum among those of the rank that has it. `order`: [tokens, top_k] in shared memory. Sums of
+    this rank's own domain, which stores bring, have their tokens'."""
+    p = ranks.heap.problem
+    lane = Int32(arch.lane_idx())
+    rank = Int32(warp)
+    while rank < p.world_size:
+        near = is_near(ranks, rank)
+        low, high = local_experts(p, rank)
+        before, begin = Int32(0), Int32(0)
+        while begin < args.tokens:
+            token = begin + lane
+            mine = Int32(0)  # the token's entries with rows there, as bits
+            for k in range_constexpr(p.top_k):
+                if token < args.tokens:
+                    at = Int64(token * p.top_k + k) * 4
+                    expert, row = ptx.ld_i32(args.topk_idx + at), ptx.ld_i32(args.send_rows + at)
+                    if expert >= low and expert < high and row >= 0:
+                        mine = mine | (1 << k)
+            members = Int32(arch.vote_ballot_sync(mine != 0))
+            number = before + Int32(arch.popc(members & Int32(arch.lanemask_lt())))
+            if near:
+                number = token
+            for k in range_constexpr(p.top_k):
+                if (mine >> k) & 1 != 0:
+                    order[token * p.top_k + k] = Uint16(number)
+            before += Int32(arch.popc(members))
+            begin += 32
+        rank += WARPS
