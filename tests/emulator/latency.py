@@ -18,6 +18,7 @@ class Pair:
     """A dispatch and a combine of all ranks, again and again on the same heaps. Bound: of the tokens."""
 
     token_major = False
+    late = 0  # the most rounds that blocks but the first begin later
 
     def __init__(self, shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks) -> None:
         from cute_kernels.heap import Problem
@@ -85,7 +86,9 @@ class Pair:
             values = {name: values[name] for name in args._fields}
             made.append(
                 Launch(
-                    kernel(self.heap.problem, self.heap.tokens, weighted, *parts, *variant), numbered(args, **values)
+                    kernel(self.heap.problem, self.heap.tokens, weighted, *parts, *variant),
+                    numbered(args, **values),
+                    late=self.late,
                 )
             )
         return made

@@ -10,17 +10,17 @@ from .routes import Shape
 
 
 class Pair(copies.Checked, latency.Pair):
-    """A token-major dispatch, and a combine of one row for each copy."""
+    """A token-major dispatch, and a combine of one row for each copy. Some rows come long after the routes."""
 
     token_major = True
+    late = 300
 
 
 def pair(shape: Shape, draw: random.Random, dispatch: latency.Blocks, combine: latency.Blocks, split: bool = False,
-         weighted: bool = True, times: int = 2, late: bool = False) -> None:  # fmt: skip
-    """Dispatches, checks everything that came, combines other rows and checks the sums. `late`: one rank is."""
+         weighted: bool = True, times: int = 2) -> None:  # fmt: skip
+    """Dispatches, checks everything that came, combines other rows and checks the sums."""
     on = Pair(shape, draw, dispatch, combine)
     for _ in range(times):
-        on.ranks.late = draw.randrange(on.ranks.world_size) if late else None
         on.inputs()
         on.run("dispatch", weighted, split)
         on.check_plan()
@@ -48,7 +48,7 @@ def formatted(shape: Shape, draw: random.Random, call: formats.Call, split: bool
 
 CHECKS: dict[str, Callable[[random.Random], None]] = {
     "latency_tokens": lambda draw: pair(
-        Shape((3, 0, 5), 5, 4, 128, share=draw.choice((0.5, 1.0))), draw, (2, 0, 3), (2, 0, 2)
+        Shape((3, 0, 5), 5, 4, 128, share=draw.choice((0.5, 1.0))), draw, (3, 0, 4), (2, 0, 2)
     ),
     "latency_tokens_roles": lambda draw: pair(Shape((4, 4), 8, 3, 128), draw, (1, 1, 5), (1, 1, 3)),
     "latency_tokens_split": lambda draw: pair(
@@ -57,7 +57,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     ),
     "latency_tokens_one_rank": lambda draw: pair(Shape((8,), 32, 3, 64, share=0.7), draw, (0, 0, 3), (0, 0, 2)),
     "latency_tokens_few_experts": lambda draw: pair(
-        Shape((1, 0, 0, 1), 1, 12, 64, share=draw.choice((0.0, 0.4))), draw, (1, 1, 3), (1, 1, 2), times=1, late=True
+        Shape((1, 0, 0, 1), 1, 12, 64, share=draw.choice((0.0, 0.4))), draw, (1, 1, 3), (1, 1, 2), times=1
     ),
     "latency_tokens_format": lambda draw: formatted(
         Shape((2, 3), 5, 3, hidden=256, share=draw.choice((0.5, 1.0))), draw,
@@ -65,6 +65,10 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
             draw.choice(["e4m3/128/pow2", "e4m3/128/fp32"]), draw.choice(["rows", "columns", ""]),
             False, zeros=False,
         ), draw.random() < 0.5,
+    ),
+    # So many that warps place several times 32 tokens, and go through several groups of tokens.
+    "latency_tokens_many": lambda draw: pair(
+        Shape((2, 3), 2, 300, 32, share=draw.choice((0.6, 1.0))), draw, (1, 0, 3), (2, 0, 2), times=1
     ),
     "latency_across_tokens": lambda draw: pair(
         Shape((3, 0, 2, 2), 3, 4, 64, share=draw.choice((0.5, 1.0)), domains=((0, 2), (1, 3)), wire="nvshmem"),

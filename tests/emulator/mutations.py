@@ -1,8 +1,9 @@
-"""`python -m emulator.mutations [NAME ...]`: each wait of the kernels across NVLink domains is left out in turn, in a
-copy of their source, and some schedule of a check must go wrong. Minutes; nothing runs it but whoever changes a wait.
+"""`python -m emulator.mutations [NAME ...]`: each wait of the kernels across NVLink domains, and those of token-major
+rows of few tokens, are left out in turn, in a copy of their source, and some schedule of a check must go wrong.
+Minutes; nothing runs it but whoever changes a wait.
 
-The waits have the names that they have on docs/across-domains.md. Where `check` is "" no check shows it: it orders
-operations that follow each other, which the emulator's ranks do one by one. The simulator finds those.
+Those across domains have the names that they have on docs/across-domains.md. Where `check` is "" no check shows it: it
+orders operations that follow each other, which the emulator's ranks do one by one. The simulator finds those.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Mutation(NamedTuple):
 
 SUMS, SENDING, SYNC = "internode/sums.py", "internode/sending.py", "sync.py"
 PUBLISH, STAGED = "throughput/publish.py", "throughput/staged.py"
+FEW, PLACE = "latency/dispatch.py", "latency/place_tokens.py"
 
 SUM = 'word_at(ranks, "sum", slot, batch, ranks.heap.batches)'
 
@@ -78,6 +80,24 @@ MUTATIONS = {
     "scalars arrived": Mutation(
         "across_small", SUMS, "            came = p.wire.wait(ranks, word, stager, token, 2) >= 0\n",
         "            came = word > 0\n",
+    ),
+    "few, lines arrived": Mutation(
+        "latency_tokens", FEW, "                waiting = missing\n", "                waiting = Int32(0)\n"
+    ),
+    "few, copies counted": Mutation(
+        "latency_tokens_many", PLACE, "    arch.sync_threads()\n    found = Int32(0)\n", "    found = Int32(0)\n"
+    ),
+    "few, rows placed": Mutation(
+        "latency_tokens_many", PLACE, "    arch.sync_threads()\n    return total\n", "    return total\n"
+    ),
+    "few, ids counted": Mutation(
+        "latency_tokens", PLACE, "    arch.sync_threads()\n    if warp == 0:\n", "    if warp == 0:\n"
+    ),
+    "few, ids of rows behind the last": Mutation(
+        "latency_tokens", FEW, "behind = cutlass.min(copies, args.capacity)", "behind = args.capacity"
+    ),
+    "few, weights of other ranks' experts": Mutation(
+        "latency_tokens", FEW, "asked_expert(tables, source, k, entries, low, high) >= 0", "entries >= 0"
     ),
 }  # fmt: skip
 
