@@ -80,7 +80,7 @@ def finish_copies(
             write_place(ranks, args, first * p.top_k + i, True, weights)
             i += parts * 32
         unit += threads // 32
-    clear_places(ranks, threads, tile, args, cutlass.min(tables.total[0], args.capacity), True, weights)
+    clear_places(p, threads, (tile, p.tiles), args, cutlass.min(tables.total[0], args.capacity), True, weights)
     first, end = tile_of(p, tile, args.max_tokens, args.tokens)
     j = first * p.top_k + tid
     while j < end * p.top_k:
@@ -97,7 +97,7 @@ def finish_copies(
             count_dropped(ranks, threads, tables, args)
             arch.sync_threads()
         if tid < 32:
-            write_counts(ranks, tables, args)
+            write_counts(ranks, tables.named, args)
 
 
 @cute.jit
@@ -115,7 +115,7 @@ def place_copy_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32,
     while i < copies * p.top_k:
         write_place(ranks, args, i, False, True)
         i += p.tiles * threads
-    clear_places(ranks, threads, tile, args, copies, False, True)
+    clear_places(p, threads, (tile, p.tiles), args, copies, False, True)
 
 
 @cute.jit
@@ -294,19 +294,20 @@ def write_place(
 
 @cute.jit
 def clear_places(
-    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, args: Any, copies: Int32,
+    p: cutlass.Constexpr[Problem], threads: cutlass.Constexpr[int], share: tuple[Int32, Any], args: Any, copies: Int32,
     ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool],
 ) -> None:  # fmt: skip
-    """One block: this tile's share of the local ids and weights of rows behind the last copy."""
-    p = ranks.heap.problem
+    """One block: its share of the local ids and weights of rows behind the last copy; it is the `share[0]`-th of so
+    many blocks."""
+    block, blocks = share
     tid, _, _ = arch.thread_idx()
-    i = Int64(copies) * p.top_k + (tile * threads + tid)
+    i = Int64(copies) * p.top_k + (block * threads + tid)
     while i < Int64(args.capacity) * p.top_k:
         if const_expr(ids):
             ptx.st_i32(args.recv_idx + i * 4, Int32(-1))
         if const_expr(weights):
             ptx.st_i32(args.recv_weights + i * 4, Int32(0))
-        i += p.tiles * threads
+        i += blocks * threads
 
 
 @cute.jit
@@ -342,8 +343,9 @@ def count_dropped(ranks: Ranks, threads: cutlass.Constexpr[int], tables: CopyTab
 
 
 @cute.jit
-def write_counts(ranks: Ranks, tables: CopyTables, args: Any) -> None:
-    """By one warp: how many (row, k) name each expert here, their sums, and how many are dropped with their copies."""
+def write_counts(ranks: Ranks, named: Any, args: Any) -> None:
+    """By one warp: how many (row, k) name each expert here, their sums, and how many are dropped with their copies.
+    `named` [2, local experts]: all, and those that are dropped."""
     p = ranks.heap.problem
     lane = arch.lane_idx()
     first_local, end_local = local_experts(p, ranks.rank)
@@ -354,8 +356,8 @@ def write_counts(ranks: Ranks, tables: CopyTables, args: Any) -> None:
         local = chunk + lane
         dropped, kept = Int32(0), Int32(0)
         if local < held:
-            dropped = tables.named[p.local_experts + local]
-            kept = tables.named[local] - dropped
+            dropped = named[p.local_experts + local]
+            kept = named[local] - dropped
         upto = inclusive_sum(kept)
         if local < held:
             at = Int64(local) * 4

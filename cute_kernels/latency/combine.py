@@ -348,7 +348,10 @@ class Combine(Kernel):
         """By a whole warp: rows about where those of the copy `index` should lie, if all experts are as likely. Most
         warps need no others, and do not wait once more until they know."""
         lane = arch.lane_idx()
-        begin = cutlass.max(index * rows_of_copies(self.problem, 64) // 64 - 24, 0)
+        expected = index * rows_of_copies(self.problem, 64) // 64
+        if args.num_rows <= args.max_tokens * self.problem.world_size:
+            expected = index  # where there is no more room than for one each, as of token-major rows
+        begin = cutlass.max(expected - 24, 0)
         last = cutlass.max(args.num_rows - 1, 0)
         at = lists(args.arrivals, args.num_rows).owned
         row, _ = ptx.ld_pair(at + Int64(cutlass.min(begin + lane, last)) * 8)

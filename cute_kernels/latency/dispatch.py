@@ -29,6 +29,7 @@ from ..delivery import Arrived, Delivery
 from ..experts import first_expert, holder_of, local_experts
 from ..launch import Kernel, RankArgs
 from ..places import is_near
+from ..placing_tokens import clear_places
 from ..swizzled import Begins
 from .far import await_far, end, far_rank, have_put, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
@@ -62,6 +63,7 @@ from .place import (
     source_stride,
     write_segments,
 )
+from .place_tokens import place_tokens, write_copies, write_send_rows
 from .quantised import WEIGHTS, first_weight, packets_of, row_words, store_row
 from .reach import Peers, heap_of, rotated
 
@@ -83,6 +85,7 @@ class DispatchArgs(NamedTuple):
     recv_x: Int64
     recv_weights: Int64
     recv_scales: Int64
+    recv_idx: Int64
     tokens: Int32
     max_tokens: Int32
     capacity: Int32
@@ -104,6 +107,9 @@ class Dispatch(Kernel):
 
     `format` and `layout`: what rows travel as, and what they arrive as (delivery.py); `given`: x and its scales are in
     that format already.
+
+    `token_major`: of what receives. A row for each token that comes, with local ids and weights [R, K] beside it. What
+    only sends is the same for both kinds of rows.
     """
 
     NAME, Args = "ep_latency_dispatch", DispatchArgs
@@ -115,6 +121,7 @@ class Dispatch(Kernel):
     format: str = ""
     layout: str = ""
     given: bool = False
+    token_major: bool = False
 
     @property
     def delivery(self) -> Delivery:
@@ -172,13 +179,13 @@ class Dispatch(Kernel):
         if const_expr(self.receive):
             smem = cutlass.memory.SmemAllocator()
             tables = Tables(smem, ranks.heap)
-            # The last block has all experts, the others this rank's.
+            # The last block has all experts, the others this rank's; of token-major rows all have all ranks.
             low, high = local_experts(p, ranks.rank)
             if bid == blocks - 1:
                 low = Int32(0)
                 high = Int32(p.num_experts)
             if bid >= first_receiver:
-                clear_counts(tables, high - low)
+                clear_counts(tables, Int32(p.world_size) if self.token_major else high - low)
                 self.gather_routes(ranks, tables, args, warp, lane)
             hold_epoch(ranks)
             arch.sync_threads()
@@ -190,12 +197,19 @@ class Dispatch(Kernel):
             if bid >= first_receiver:
                 if const_expr(p.packs):
                     number_rows(ranks, tables, args.max_tokens, warp)
-                place_entries(p, tables, args.max_tokens * p.top_k, low, high)
+                copies = Int32(0)
+                if const_expr(self.token_major):
+                    copies = place_tokens(p, tables, args)
+                else:
+                    place_entries(p, tables, args.max_tokens * p.top_k, low, high)
                 # Blocks that take rows: all but one or two.
                 takers = cutlass.max(blocks - first_receiver - 2, 1)
                 if bid == blocks - 1:
-                    write_segments(p, tables, args)
-                    self.write_send_rows(tables, args)
+                    if const_expr(self.token_major):
+                        write_send_rows(p, tables, args)
+                    else:
+                        write_segments(p, tables, args)
+                        self.write_send_rows(tables, args)
                     if const_expr(p.num_domains > 1):
                         if warp == 0:
                             sync.meet_all(ranks, lane)
@@ -206,12 +220,19 @@ class Dispatch(Kernel):
                         sync.note_met(ranks)
                 if bid - first_receiver < takers:
                     share = Share(bid - first_receiver, takers, warp, lane)
-                    if const_expr(self.weights):
-                        own_weights(p, tables, args, share)
-                    self.clear_padding(tables, args, share)
+                    if const_expr(self.token_major):
+                        behind = cutlass.min(copies, args.capacity)
+                        clear_places(p, THREADS, (share.block, share.blocks), args, behind, True, self.weights)
+                    else:
+                        if const_expr(self.weights):
+                            own_weights(p, tables, args, share)
+                        self.clear_padding(tables, args, share)
                     self.take_rows(ranks, tables, args, share)
                 elif bid - first_receiver == takers:
-                    write_lists(p, tables, args)
+                    if const_expr(self.token_major):
+                        write_copies(ranks, tables, args, copies, self.weights)
+                    else:
+                        write_lists(p, tables, args)
 
     @cute.jit
     def put_routes(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
@@ -456,8 +477,12 @@ class Dispatch(Kernel):
                 source = (mine // count) % p.world_size
                 packet = mine % count
                 rows[u] = Int32(-1)
-                if mine < total and lane < p.top_k:
-                    rows[u] = tables.rows[source * stride + token * p.top_k + lane]
+                if const_expr(self.token_major):
+                    if mine < total and lane == 0:
+                        rows[u] = tables.rows[source * args.max_tokens + token]
+                else:
+                    if mine < total and lane < p.top_k:
+                        rows[u] = tables.rows[source * stride + token * p.top_k + lane]
                 number = Int32(token)
                 if const_expr(p.packs):
                     if mine < total:
@@ -553,16 +578,26 @@ class Dispatch(Kernel):
     def store_weights(
         self, tables: Tables, args: DispatchArgs, words: Words, first: Int32, item: Int32, lane: Int32
     ) -> None:
-        """The weights in a packet that came from a peer, to the rows of their (token, k). `first`: which weight of the
-        token a lane begins with, less than 0 in lanes that have none."""
+        """The weights in a packet that came from a peer, to the rows of their (token, k), or beside the token-major
+        row. `first`: which weight of the token a lane begins with, less than 0 in lanes that have none."""
         p = self.problem
         count = self.row_packets
         source = (item // count) % p.world_size
         if first >= 0 and source != args.ranks.rank:
-            stride = source_stride(args.max_tokens * p.top_k)
+            entries = args.max_tokens * p.top_k
+            stride = source_stride(entries)
             token = item // (p.world_size * count)
             for i in range_constexpr(4):
                 if first + i < p.top_k and (i < 2 or not marks(lane)):
-                    row = tables.rows[source * stride + token * p.top_k + first + i]
-                    if row >= 0:
-                        ptx.st_i32(args.recv_weights + Int64(row) * 4, Int32(words[i]))
+                    k = token * p.top_k + first + i
+                    if const_expr(self.token_major):
+                        row = tables.rows[source * args.max_tokens + token]
+                        low, high = local_experts(p, args.ranks.rank)
+                        weight = Int32(0)
+                        if asked_expert(tables, source, k, entries, low, high) >= 0:
+                            weight = Int32(words[i])
+                        ptx.st_i32(args.recv_weights + (Int64(row) * p.top_k + first + i) * 4, weight)
+                    else:
+                        row = tables.rows[source * stride + k]
+                        if row >= 0:
+                            ptx.st_i32(args.recv_weights + Int64(row) * 4, Int32(words[i]))

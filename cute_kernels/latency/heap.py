@@ -43,10 +43,16 @@ def route_packets(p: Problem, tokens: int) -> int:
     return packets(ROUTE_HEADER_BYTES + 2 * tokens * p.top_k)
 
 
+def placed(p: Problem) -> int:
+    """For how many each table has room that is not of tokens: for all experts, or, of token-major rows, for all ranks,
+    or twice for the experts of one."""
+    return max(p.num_experts, p.world_size, 2 * p.local_experts)
+
+
 def table_ints(p: Problem, tokens: int) -> dict[str, int]:
     """How long each of a dispatch block's tables is (`place.Tables`), in int32. `earlier` counts with 16 bits, which
     suffice since `rows` would not fit otherwise. `order`, likewise, is there across NVLink domains."""
-    w, e = p.world_size, p.num_experts
+    w, e = p.world_size, placed(p)
     return {
         **({"order": -(-w * tokens // 2)} if p.num_domains > 1 else {}),
         "route": w * route_packets(p, tokens) * (PAYLOAD_BYTES // 4),

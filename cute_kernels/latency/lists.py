@@ -27,21 +27,34 @@ class Group(NamedTuple):
 
 
 @cute.jit
-def group_of(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, number: Int32) -> Group:
-    """By a whole warp: the group of that number; all sources' tokens follow each other. Entries of a token never lie in
-    two groups."""
+def entry_of(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, number: Int32) -> tuple[Int32, Int32]:
+    """By a whole warp: the token and the expert of a lane's entry in the group of that number; -1 where there is no
+    entry, or it names none. All sources' tokens follow each other. Entries of a token never lie in two groups."""
     top_k = problem.top_k
     lane = arch.lane_idx()
-    entries = args.max_tokens * top_k
     token = number * (32 // top_k) + lane // top_k
-    expert, row = Int32(-1), Int32(-1)
+    expert = Int32(-1)
     if lane < 32 // top_k * top_k and token < args.max_tokens * problem.world_size:
         source = token // args.max_tokens
         entry = (token - source * args.max_tokens) * top_k + lane % top_k
+        entries = args.max_tokens * top_k
         expert = asked_expert(tables, source, entry, entries, Int32(0), Int32(problem.num_experts))
-        first, end = local_experts(problem, args.ranks.rank)
-        if expert >= first and expert < end:
-            row = tables.rows[source * source_stride(entries) + entry]
+    return token, expert
+
+
+@cute.jit
+def group_of(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, number: Int32) -> Group:
+    """By a whole warp: what it knows of the group of that number."""
+    top_k = problem.top_k
+    lane = arch.lane_idx()
+    entries = args.max_tokens * top_k
+    token, expert = entry_of(problem, tables, args, number)
+    row = Int32(-1)
+    first, end = local_experts(problem, args.ranks.rank)
+    if expert >= first and expert < end:
+        source = token // args.max_tokens
+        entry = (token - source * args.max_tokens) * top_k + lane % top_k
+        row = tables.rows[source * source_stride(entries) + entry]
     kept = arch.vote_ballot_sync(row >= 0)
     earlier = Uint32(kept & arch.lanemask_lt()) >> Uint32(lane // top_k * top_k)
     firsts = arch.vote_ballot_sync(row >= 0 and earlier == 0)

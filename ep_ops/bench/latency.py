@@ -149,7 +149,7 @@ class Latency(Run):
             ("pair_padded", fast, self.args.replays, {"slots": int(4 * mean) + 16}),
             ("pair_aligned", fast, self.few, {"alignment": fast.alignment}),
             ("pair_cleared", fast, self.few, {"alignment": fast.alignment, "zeros": True}),
-            ("pair_tokens", fast, self.few, {"token_major": True}),
+            ("pair_tokens", fast, self.args.replays, {"token_major": True}),
             ("pair_fp8", fast, self.few, dict(zip(("format", "scales_as"), FP8, strict=True))),
             ("pair_throughput", slow, self.few, {}),
         )

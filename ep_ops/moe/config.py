@@ -106,8 +106,6 @@ class MoECommunicatorConfig:
         return None
 
     def _latency_problem(self) -> str | None:
-        if self.layout == "token_major":
-            return "layout is 'token_major'; mode 'latency' has no kernels for its dispatches; allowed: mode 'auto'"
         if self.capacity == EXACT:
             return "capacity is 'exact'; mode 'latency' has no kernels for exact sizes; allowed: None or an int"
         return latency_problem(self.quant)

@@ -59,9 +59,9 @@ def ways() -> list[dict[str, Any]]:
 
 
 def test_what_goes_together() -> None:
-    """All but token-major rows and scales of whole rows with latency kernels."""
+    """All but scales of whole rows with latency kernels."""
     for mode, rows, form in itertools.product(MODES, ROWS, ("", *FORMATS)):
-        apart = mode == "latency" and (rows == "token_major" or "row" in form)
+        apart = mode == "latency" and "row" in form
         assert (config(mode=mode, layout=rows, quant=Quant(form)).problem() is None) == (not apart)
 
 
@@ -238,7 +238,6 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(quant=Quant("e4m3/row/fp32", "columns")), "scales_as is 'columns'; allowed for format"),
     (dict(quant=Quant("e4m3/32/mx", "", torch.ones(1))), "quant has scales; allowed"),
     (dict(mode="throughput", latency_max_tokens=8), "latency_max_tokens is 8; mode 'throughput' has no bound"),
-    (dict(mode="latency", layout="token_major"), "mode 'latency' has no kernels for its dispatches"),
     (dict(mode="latency", capacity="exact"), "mode 'latency' has no kernels for exact sizes"),
     (dict(mode="latency", quant=Quant("e4m3/row/fp32")), "mode 'latency' has no kernels for a scale of the row"),
     (dict(mode="latency", max_tokens_per_rank=100_000), "mode 'latency' takes at most [1-9][0-9]* of"),

@@ -13,7 +13,7 @@ from tokens import Copies, expected_copies, expected_rows, expected_sums, expect
 from torch import Tensor
 
 from . import formats, latency, throughput
-from .ranks import numbered, same
+from .ranks import Ranks, numbered, same
 from .routes import Shape, drawn
 from .threads import Launch
 
@@ -47,10 +47,14 @@ class Truth:
         return [(row, *whose, 0) for row, whose in enumerate(self.copies[rank].rows)]
 
 
-class Steps(throughput.Steps):
-    """Operations of all ranks along one token-major route after the other."""
+class Checked:
+    """Inputs of all ranks for one token-major route, room for what comes, and whether it is right."""
 
+    shape: Shape
+    draw: random.Random
+    ranks: Ranks
     truth: Any
+    at: list[dict[str, int]]
 
     def inputs(self) -> None:
         self.truth = Truth(self.shape, self.draw)
@@ -67,10 +71,41 @@ class Steps(throughput.Steps):
             self.renew(rank)
 
     def renew(self, rank: int) -> None:
-        super().renew(rank)
-        places = self.truth.case.capacity[rank] * self.shape.top_k
-        for name in ("recv_weights", "recv_idx"):
-            self.at[rank][name] = self.ranks.blank(places, name)
+        """New room for the outputs that have rows."""
+        rows, tokens = self.truth.case.capacity[rank], self.truth.case.topk_idx[rank]
+        blank, places = self.ranks.blank, rows * self.shape.top_k
+        self.at[rank].update(
+            recv_x=blank(rows * self.shape.hidden, "recv_x"), recv_weights=blank(places, "recv_weights"),
+            recv_idx=blank(places, "recv_idx"), out=blank(tokens.shape[0] * self.shape.hidden, "out"),
+            out_scalars=blank(tokens.numel(), "out_scalars"),
+        )  # fmt: skip
+
+    def check_plan(self) -> None:
+        for rank, (want, at) in enumerate(zip(self.truth.copies, self.at, strict=True)):
+            for name in ("send_rows", "offs", "counts", "dropped"):
+                right = getattr(want, name)
+                same(self.ranks.view(at[name], *right.shape), right, f"{name} of rank {rank}")
+            same(
+                self.ranks.view(at["arrivals"], want.arrivals.numel()), want.arrivals, f"arrivals of rank {rank}", True
+            )
+            same(self.ranks.view(at["recv_idx"], *want.local_idx.shape), want.local_idx, f"local ids of rank {rank}")
+
+    def check_rows(self, weighted: bool, rows: bool) -> None:
+        for rank, ((x, weights), at) in enumerate(zip(self.truth.expected, self.at, strict=True)):
+            held = self.truth.rows[rank].covered
+            if rows:
+                same(self.ranks.floats(at["recv_x"], *x.shape)[held], x[held], f"rows of rank {rank}")
+            if weighted:
+                same(self.ranks.floats(at["recv_weights"], *weights.shape), weights, f"weights of rank {rank}")
+
+    def check_sums(self, out: list[int]) -> None:
+        wants = expected_sums(self.truth.case, self.truth.copies, self.truth.y, self.shape.domains)
+        for rank, want in enumerate(wants):
+            same(self.ranks.floats(out[rank], *want.shape), want, f"sums of rank {rank}")
+
+
+class Steps(Checked, throughput.Steps):
+    """Operations of all ranks along one token-major route after the other."""
 
     def dispatch(self, known: bool, weighted: bool = True, call: Any = None) -> None:  # type: ignore[override]
         """Along a new route, or along the route that was found before; rows of a `call` travel in a format."""
@@ -123,24 +158,6 @@ class Steps(throughput.Steps):
         self.ranks.run(launches)
         self.check_plan()
 
-    def check_plan(self) -> None:
-        for rank, (want, at) in enumerate(zip(self.truth.copies, self.at, strict=True)):
-            for name in ("send_rows", "offs", "counts", "dropped"):
-                right = getattr(want, name)
-                same(self.ranks.view(at[name], *right.shape), right, f"{name} of rank {rank}")
-            same(
-                self.ranks.view(at["arrivals"], want.arrivals.numel()), want.arrivals, f"arrivals of rank {rank}", True
-            )
-            same(self.ranks.view(at["recv_idx"], *want.local_idx.shape), want.local_idx, f"local ids of rank {rank}")
-
-    def check_rows(self, weighted: bool, rows: bool) -> None:
-        for rank, ((x, weights), at) in enumerate(zip(self.truth.expected, self.at, strict=True)):
-            held = self.truth.rows[rank].covered
-            if rows:
-                same(self.ranks.floats(at["recv_x"], *x.shape)[held], x[held], f"rows of rank {rank}")
-            if weighted:
-                same(self.ranks.floats(at["recv_weights"], *weights.shape), weights, f"weights of rank {rank}")
-
     def backward(self, rows: bool, scalars: bool) -> None:
         """Sums of y, and what the owners take of the weights' gradients."""
         from cute_kernels import marks
@@ -167,11 +184,6 @@ class Steps(throughput.Steps):
         for rank, want in enumerate(grads):
             got = self.ranks.floats(self.at[rank]["out_scalars"], *want.shape)
             same(got, want, f"gradients of the weights of rank {rank}")
-
-    def check_sums(self, out: list[int]) -> None:
-        wants = expected_sums(self.truth.case, self.truth.copies, self.truth.y, self.shape.domains)
-        for rank, want in enumerate(wants):
-            same(self.ranks.floats(out[rank], *want.shape), want, f"sums of rank {rank}")
 
     def gathered(self) -> None:
         """Sums of y, which the owners fetch."""

@@ -108,7 +108,9 @@ class Call:
         if not case.experts_per_rank[rank]:
             return
         swizzled = self.layout.startswith("swizzled")
-        sizes = [quantised.up(count, case.alignment) for count in truth.plans[rank].counts.tolist()]
+        sizes = []
+        if swizzled:  # token-major rows have no segments
+            sizes = [quantised.up(count, case.alignment) for count in truth.plans[rank].counts.tolist()]
         if self.layout == "rows":
             wants = [self.stored(torch.where(defined[:, None], scales, fill)).reshape(-1) for fill in (0.0, 1.0)]
         else:

@@ -25,6 +25,9 @@ Blocks = tuple[int, int, int]
 class Pair:
     """A dispatch and a combine of all ranks, again and again on the same heaps. Bound: of the tokens."""
 
+    token_major = False
+    late = 0  # the most rounds that blocks but the first begin later
+
     def __init__(self, shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks) -> None:
         from cute_kernels.heap import Problem
         from cute_kernels.latency.heap import LatencyHeap
@@ -40,7 +43,7 @@ class Pair:
         depth = DEPTH * (shape.wire == "adversary")
         self.ranks = Ranks(self.heap, draw, mapped=shape.wire != "nvshmem", depth=depth)
         machine.networks[-1].late = draw.choice((0.03, 0.3))
-        self.variant: tuple[Any, ...] = ()  # of dispatch kernels
+        self.variant: tuple[Any, ...] = ("", "", False)  # of dispatch kernels: format, layout of scales, given
         self.given: list[dict[str, int]] = [{}] * len(shape.experts)  # of each rank, in place of what is usual
 
     def inputs(self) -> None:
@@ -71,23 +74,29 @@ class Pair:
         if parts != (True, True):
             first, blocks = 0, (max(senders, 1) if parts[0] else blocks)
         kernel, args = (Dispatch, DispatchArgs) if kind == "dispatch" else (Combine, CombineArgs)
+        variant: tuple[Any, ...] = ()
+        named = kind
+        if kind == "dispatch":
+            variant = (*self.variant, self.token_major and parts[1])
+            named = "dispatch_tokens" if self.token_major else kind
         made = []
         for rank, at in enumerate(self.at):
-            terms = marks.pack(kind, case.max_tokens, weighted and kind == "dispatch", few=True)
+            terms = marks.pack(named, case.max_tokens, weighted and kind == "dispatch", few=True)
             values: dict[str, Any] = {
-                **at, "ranks": self.ranks.args(rank, terms), "tokens": case.topk_idx[rank].shape[0],
+                "ranks": self.ranks.args(rank, terms), "tokens": case.topk_idx[rank].shape[0],
                 "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],
                 "alignment": case.alignment, "slots": case.slots[rank],
                 "senders": senders, "first_receiver": first, "blocks": blocks,
-                "scales": 0, "recv_scales": 0, "zeros": 1, **self.given[rank],
+                "scales": 0, "recv_scales": 0, "recv_idx": 0, "zeros": 1, **at, **self.given[rank],
             }  # fmt: skip
             if kind == "combine":
                 values["recv_weights"] = at["weights"] if weighted else 0
             values = {name: values[name] for name in args._fields}
-            variant = self.variant if kind == "dispatch" else ()
             made.append(
                 Launch(
-                    kernel(self.heap.problem, self.heap.tokens, weighted, *parts, *variant), numbered(args, **values)
+                    kernel(self.heap.problem, self.heap.tokens, weighted, *parts, *variant),
+                    numbered(args, **values),
+                    late=self.late,
                 )
             )
         return made

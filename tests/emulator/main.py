@@ -9,7 +9,20 @@ from collections.abc import Callable
 
 import torch
 
-from . import batches, combine, copies, deaths, dsl, formats, latency, machine, rounds, swiglu, throughput
+from . import (
+    batches,
+    combine,
+    copies,
+    deaths,
+    dsl,
+    formats,
+    latency,
+    latency_tokens,
+    machine,
+    rounds,
+    swiglu,
+    throughput,
+)
 from .routes import Shape
 
 CHECKS: dict[str, Callable[[random.Random], None]] = {
@@ -114,6 +127,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((3, 0, 2), 3, 3, domains=((0,), (1,), (2,)), wire="nvshmem"), draw, warned=True, known=False
     ),
     **copies.CHECKS,
+    **latency_tokens.CHECKS,
     **formats.CHECKS,
     **deaths.CHECKS,
     **batches.CHECKS,

@@ -1,5 +1,6 @@
-"""`python -m emulator.mutations [NAME ...]`: each wait of the kernels across NVLink domains is left out in turn, in a
-copy of their source, and some schedule of a check must go wrong. Minutes; nothing runs it but whoever changes a wait.
+"""`python -m emulator.mutations [NAME ...]`: each wait of the kernels across NVLink domains, and those of token-major
+rows of few tokens, are left out in turn, in a copy of their source, and some schedule of a check must go wrong.
+Minutes; nothing runs it but whoever changes a wait.
 
 The waits have the names that they have on docs/across-domains.md. What finds those between operations is that when one
 has ended nothing is under way that was put in it, and a network in which words are behind all else that moves.
@@ -40,6 +41,7 @@ SUMS, SENDING, SYNC = "internode/sums.py", "internode/sending.py", "sync.py"
 LANES = "{}arch.sync_warp()\n"
 FAR, DISPATCH, COMBINE = "latency/far.py", "latency/dispatch.py", "latency/combine.py"
 PUBLISH, STAGED = "throughput/publish.py", "throughput/staged.py"
+PLACE = "latency/place_tokens.py"
 
 SUM = 'word_at(ranks, "sum", slot, batch, ranks.heap.batches)'
 
@@ -129,6 +131,24 @@ MUTATIONS = {
         "    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:\n        pass\n", "",
     ),
     "settle, few tokens": Mutation("latency_across_refused", FAR, "    sync.end_refused(ranks)\n", ""),
+    "few, lines arrived": Mutation(
+        "latency_tokens", DISPATCH, "                waiting = missing\n", "                waiting = Int32(0)\n"
+    ),
+    "few, copies counted": Mutation(
+        "latency_tokens_many", PLACE, "    arch.sync_threads()\n    found = Int32(0)\n", "    found = Int32(0)\n"
+    ),
+    "few, rows placed": Mutation(
+        "latency_tokens_many", PLACE, "    arch.sync_threads()\n    return total\n", "    return total\n"
+    ),
+    "few, ids counted": Mutation(
+        "latency_tokens", PLACE, "    arch.sync_threads()\n    if warp == 0:\n", "    if warp == 0:\n"
+    ),
+    "few, ids of rows behind the last": Mutation(
+        "latency_tokens", DISPATCH, "behind = cutlass.min(copies, args.capacity)", "behind = args.capacity"
+    ),
+    "few, weights of other ranks' experts": Mutation(
+        "latency_tokens", DISPATCH, "asked_expert(tables, source, k, entries, low, high) >= 0", "entries >= 0"
+    ),
 }  # fmt: skip
 
 

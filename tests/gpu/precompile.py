@@ -110,8 +110,7 @@ def of_tokens(world_size: int, seed: int) -> list[Any]:
 
     want = Wanted(world_size)
     for config, formats in test_token_major.wanted(world_size):
-        want.add(config, test_token_major.FEW)
-        want.add(config, formats=formats)
+        want.add(config, test_token_major.FEW, formats=formats)
     return list(want.kernels)
 
 

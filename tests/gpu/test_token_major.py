@@ -23,7 +23,7 @@ CASES = [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)
 TOKENS, TOP_K, HIDDEN = 96, 4, 1152
 BOUND = 2 * TOKENS
 FEW = 24
-"""The most tokens that latency kernels take, where they are on; they combine along such a route."""
+"""The most tokens that latency kernels take, where they are on."""
 
 
 def config(world_size: int, dtype: torch.dtype = torch.bfloat16, uneven: bool = False) -> dict[str, Any]:
@@ -63,7 +63,8 @@ def noise(seed: int, like: Tensor) -> Tensor:
 @pytest.mark.parametrize(("dtype", "uneven"), CASES)
 def test_every_operator(dtype, uneven, few, seed, together, monkeypatch):
     """All dispatches, with and without weights and drops, their gradients, and what runs along their routes, those of
-    places too; the checking mode raises the first difference. With `few` the latency kernels combine."""
+    places too; the checking mode raises the first difference. With `few` the latency kernels dispatch, whole and split,
+    and combine."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     rank, world_size = ranks()
     unequal = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -109,20 +110,24 @@ def test_every_operator(dtype, uneven, few, seed, together, monkeypatch):
             assert int(unequal) == 0
 
 
+@pytest.mark.parametrize("few", [0, FEW], ids=["throughput", "latency"])
 @pytest.mark.parametrize(("name", "layout"), WAYS)
-def test_every_format(name, layout, seed, monkeypatch):
-    """Rows that are quantised on the way, and such as are already."""
+def test_every_format(name, layout, few, seed, monkeypatch):
+    """Rows that are quantised on the way, and such as are already. With `few` the latency kernels dispatch all but
+    those with a scale of the whole row."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     _, world_size = ranks()
-    with make_comm("cute", "tokens_formats", **config(world_size)) as comm:
+    tokens, bound = (few, few) if few else (TOKENS, BOUND)
+    with make_comm("cute", "tokens_formats", latency_max_tokens=few, **config(world_size)) as comm:
         comm.warmup([(name, layout)])
         form, how = formats.format_of(name), dict(format=name, scales_as=layout)
         for turn, share in enumerate((1.0, 0.4)):
-            x, idx, weights = drawn(seed + turn, comm, TOKENS)
-            sizes = dict(capacity=int(world_size * TOKENS * share) + 1, max_tokens=BOUND)
+            x, idx, weights = drawn(seed + turn, comm, tokens)
+            sizes = dict(capacity=int(world_size * tokens * share) + 1, max_tokens=bound)
             sent = comm.dispatch_tokens(x, idx, weights, **sizes, **how)
             comm.dispatch_tokens(x, idx, **sizes, **how)
-            comm.dispatch_tokens_dynamic(x, idx, weights, max_tokens=BOUND, **how)
+            comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **sizes, **how))
+            comm.dispatch_tokens_dynamic(x, idx, weights, max_tokens=bound, **how)
             comm.dispatch_tokens_planned(x, sent.route, weights, **how)
             comm.dispatch_tokens_planned(x, sent.route, **how)
             if not form.wire:
@@ -133,15 +138,17 @@ def test_every_format(name, layout, seed, monkeypatch):
         comm.check_errors()
 
 
-def test_captured(seed, together):
+@pytest.mark.parametrize("few", [0, FEW], ids=["throughput", "latency"])
+def test_captured(few, seed, together):
     """Replays of a dispatch and a combine bring what is there then, along the route that is asked for then."""
     _, world_size = ranks()
-    with make_comm("cute", "tokens_captured", **config(world_size)) as comm:
+    tokens, bound = (few, few) if few else (TOKENS, BOUND)
+    with make_comm("cute", "tokens_captured", latency_max_tokens=few, **config(world_size)) as comm:
         comm.warmup()
-        x, idx, weights = drawn(seed, comm, TOKENS)
+        x, idx, weights = drawn(seed, comm, tokens)
 
         def step() -> tuple[Tensor, ...]:
-            sent = comm.dispatch_tokens(x, idx, weights, max_tokens=BOUND)
+            sent = comm.dispatch_tokens(x, idx, weights, max_tokens=bound)
             again, more, _ = comm.dispatch_tokens_planned(x, sent.route, weights)
             held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
             rows = (torch.where(held, values, 0) for values in (sent.x, again))
@@ -163,7 +170,7 @@ def test_captured(seed, together):
         with torch.cuda.graph(graph):
             captured = step()
         for turn in range(3):
-            for mine, fresh in zip((x, idx, weights), drawn(seed + 1 + turn, comm, TOKENS), strict=True):
+            for mine, fresh in zip((x, idx, weights), drawn(seed + 1 + turn, comm, tokens), strict=True):
                 mine.copy_(fresh)
             for tensor in captured:
                 tensor.fill_(77)
@@ -174,6 +181,48 @@ def test_captured(seed, together):
                 for number, (mine, theirs) in enumerate(zip(captured, eager, strict=True)):
                     assert torch.equal(mine, theirs), (turn, number)
         comm.check_errors()
+
+
+@few_processes
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_few_compiled(split, seed, together):
+    """Decode steps of 1 to FEW tokens, eager and compiled into graphs, beside the throughput kernels': the same route,
+    rows, ids, weights and sums, to the bit."""
+    _, world_size = ranks()
+    unequal = torch.zeros((), dtype=torch.int64, device="cuda")
+    with (
+        make_comm("cute", "tokens_few", latency_max_tokens=FEW, **config(world_size)) as fast,
+        make_comm("cute", "tokens_many", **config(world_size)) as slow,
+        torch.no_grad(),
+    ):
+        fast.warmup()
+        slow.warmup()
+
+        def step(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+            if split:
+                sent = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, max_tokens=FEW))
+                y = sent.x * 2  # what lies behind the last copy goes nowhere
+                out = comm.combine_wait(comm.combine_start(y, sent.route))
+            else:
+                sent = comm.dispatch_tokens(x, idx, weights, max_tokens=FEW)
+                out = comm.combine(sent.x * 2, sent.route)
+            held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
+            rows = torch.where(held, sent.x, 0)
+            return rows, sent.weights, sent.local_idx, sent.route.send_rows, sent.route.counts, sent.dropped, out
+
+        for tokens in (1, 8, FEW):
+            for run in (step, torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead")):
+                for turn in range(4):
+                    given = drawn(seed + 16 * tokens + turn, fast, tokens)
+                    got = run(fast, *given)
+                    for mine, theirs in zip(got, step(slow, *given), strict=True):
+                        unequal += (mine != theirs).sum()
+        torch.cuda.synchronize()
+        torch._dynamo.reset()
+        for comm in (fast, slow):
+            comm.check_errors()
+        with together():
+            assert int(unequal) == 0
 
 
 @few_processes

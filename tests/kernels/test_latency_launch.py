@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,9 +18,11 @@ from cute_kernels.internode.wire import Nvlink
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 from ep_ops.backends.cute import latency
+from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.sent import sent
 from ep_ops.config import consecutive_domains
-from ep_ops.records import Route, Sizes
+from ep_ops.records import Delivery, Route, Sizes
 
 SMS = 132
 
@@ -64,6 +69,66 @@ def test_launches(path, recorder, max_tokens: int, weighted: bool) -> None:
         assert not kernel.send or alone or given["senders"] > 0
         if kernel.receive:  # one block of a dispatch writes the route, at least one stores rows
             assert given["blocks"] - given["first_receiver"] >= 2
+
+
+@pytest.mark.parametrize("name", ["", "e4m3/128/pow2", "wire:e4m3/32/mx"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
+    """Rows of a dispatch of few tokens, whole and split, in a format and without. What only sends is a kernel of both
+    kinds of rows; local ids come last."""
+    allocate_on_cpu(monkeypatch)
+    problem = Problem(4, (8,) * 4, 4, 128, "bf16", 512)
+    recorder = Recorder(problem, SMS)
+    path = latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 256)  # type: ignore[arg-type]
+    layout = "columns" if name.startswith("e4m3") else ""
+    delivery = Delivery(None, name, layout) if name else None
+    x, idx = torch.zeros(7, 128, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    given = x, torch.zeros(7, 4) if weighted else None, idx, Sizes(48, 1, 0, 9), delivery
+    path.send_dispatch(*given, token_major=True)
+    for send in (False, True):
+        recv_x, *scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = path.dispatch(
+            *given, send=send, token_major=True
+        )
+        assert len(scales) == bool(name) and send_rows.shape == (7, 4)
+        assert recv_x.shape == (48, 128) and (recv_x.dtype == torch.float8_e4m3fn) == bool(layout)
+        assert recv_weights.shape == ((48, 4) if weighted else (0,)) and recv_idx.shape == (48, 4)
+        _, _, values = recorder.launched[-1]
+        names = dict(arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_idx=recv_idx, recv_x=recv_x)
+        assert all(values[name] is tensor for name, tensor in names.items())
+        assert values["alignment"] == 1 and values["slots"] == 0 and values["capacity"] == 48
+    parts = [(kernel.send, kernel.receive, kernel.token_major) for kernel, _, _ in recorder.launched]
+    assert parts == [(True, False, False), (False, True, True), (True, True, True)]
+    compiled = set(latency.kernels_of(problem, 256))
+    if delivery is not None:
+        compiled = set(latency.kernels_of_format(problem, 256, sent(delivery)))
+    for kernel, terms, _ in recorder.launched:
+        agreed = marks.unpack(terms)[1]
+        assert kernel in compiled and agreed.kind == "dispatch_tokens" and agreed.few
+
+
+def test_formats_that_token_major_rows_do_not_have() -> None:
+    """Have no kernels for them."""
+    problem = Problem(2, (8,) * 2, 4, 128, "bf16", 512)
+    for layout, there in (("rows", True), ("packed", False)):
+        found = latency.kernels_of_format(problem, 64, sent(Delivery(None, "e4m3/128/pow2", layout)))
+        assert len(found) == len(set(found)) and any(kernel.token_major for kernel in found) == there
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_who_takes_token_major_dispatches(few: bool) -> None:
+    """Latency kernels up to the bound of tokens, throughput kernels beyond it and for scales of a whole row."""
+    made, took = object.__new__(CuteBackend), []
+    made._begin = lambda: None  # type: ignore[method-assign]
+    made._latency_tokens = 16
+
+    def path(name: str) -> Any:
+        return SimpleNamespace(dispatch=lambda *_, token_major: took.append((name, token_major)))
+
+    made.latency, made.throughput = path("latency"), path("throughput")
+    x, idx = torch.zeros(1, 128), torch.zeros(1, 4, dtype=torch.int32)
+    made.dispatch_tokens(x, None, idx, Sizes(8, 1, 0, 16 if few else 17))
+    made.dispatch_tokens(x, None, idx, Sizes(8, 1, 0, 16), Delivery(None, "e4m3/row/fp32", "rows"))
+    assert took == [("latency" if few else "throughput", True), ("throughput", True)]
 
 
 def test_a_rank_alone_wastes_no_block(path, recorder) -> None:

@@ -75,6 +75,19 @@ def test_dispatch(name: str, arch: str) -> None:
     assert count(ptx, "st.release.sys") <= 4
 
 
+@needs_assembler
+@pytest.mark.parametrize(("name", "arch"), [("large", "sm_90a"), ("uneven", "sm_100a"), ("most", "sm_90a")])
+def test_token_major(name: str, arch: str, tmp_path: Path) -> None:
+    """What sends is as ever; what receives stores each row once, and a row's ids and weights beside it."""
+    problem, tokens = {**PROBLEMS, "most": (MOST, 28)}[name]
+    whole = Dispatch(problem, tokens, True, token_major=True)
+    assert_two_blocks_fit(whole, arch, tmp_path)
+    ptx = compiled_ptx(Dispatch(problem, tokens, True, False, True, token_major=True), arch)
+    assert "st.volatile.global.v4.b32" not in ptx and count(ptx, "atom.relaxed.gpu.global.add.u32") == 1
+    assert "fence.acq_rel" not in ptx and "membar" not in ptx and ".local" not in ptx
+    assert count(ptx, "red.relaxed.cta.shared.add.u32") == 2  # (row, k) of each expert, and dropped ones
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_combine(name: str, weighted: bool, arch: str) -> None:

@@ -151,13 +151,12 @@ class CuteBackend:
         self._begin()
         return self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
 
-    # The throughput kernels take token-major dispatches, of few tokens too.
-
     def dispatch_tokens(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
     ) -> DispatchTensors:
         self._begin()
-        return self.throughput.dispatch(x, topk_weights, topk_idx, sizes, delivery, token_major=True)
+        path = self.latency if self._few(sizes, delivery) else self.throughput
+        return path.dispatch(x, topk_weights, topk_idx, sizes, delivery, token_major=True)
 
     def dispatch_tokens_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int,
@@ -222,13 +221,23 @@ class CuteBackend:
         self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
         delivery: Delivery | None = None,
     ) -> Tensor:  # fmt: skip
+        return self._start_dispatch("dispatch", flight, x, topk_weights, topk_idx, sizes, delivery)
+
+    def _start_dispatch(
+        self, operator: str, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
+        delivery: Delivery | None,
+    ) -> Tensor:  # fmt: skip
         args, given = (x, topk_weights, topk_idx, sizes, delivery), (x, topk_weights, topk_idx, given_scales(delivery))
+        token_major = operator == "dispatch_tokens"
         if not self._few(sizes, delivery):
-            self._start(flight, "dispatch", given, lambda: self._beside.dispatch(*args))
+            self._start(flight, operator, given, lambda: self._beside.dispatch(*args, token_major=token_major))
         else:
             beside, here = self._latency_beside, self.latency
-            receive = lambda: beside.dispatch(*args, send=False), lambda: here.dispatch(*args, send=False)
-            self._start(flight, "dispatch", given, lambda: beside.send_dispatch(*args), receive)
+            receive = (
+                lambda: beside.dispatch(*args, send=False, token_major=token_major),
+                lambda: here.dispatch(*args, send=False, token_major=token_major),
+            )
+            self._start(flight, operator, given, lambda: beside.send_dispatch(*args, token_major=token_major), receive)
         return ticket(x)
 
     def dispatch_wait(self, flight: int, *_: Any) -> DispatchTensors:
@@ -238,9 +247,7 @@ class CuteBackend:
         self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
         delivery: Delivery | None = None,
     ) -> Tensor:  # fmt: skip
-        args, given = (x, topk_weights, topk_idx, sizes, delivery), (x, topk_weights, topk_idx, given_scales(delivery))
-        self._start(flight, "dispatch_tokens", given, lambda: self._beside.dispatch(*args, token_major=True))
-        return ticket(x)
+        return self._start_dispatch("dispatch_tokens", flight, x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_tokens_wait(self, flight: int, *_: Any) -> DispatchTensors:
         return self._wait(flight, "dispatch_tokens")
@@ -385,7 +392,7 @@ class CuteBackend:
             self.combine_backward(x, recv_x, row_weights, route)
             self.combine_backward(x, None, row_weights, route)
         self.dispatch_backward(None, recv_weights, route)
-        for sizes in every[1:] or every:
+        for sizes in every:
             self._warm_tokens(x, weights, topk_idx, sizes)
         if config.symmetric_rows:
             self.combine_gathered(self.empty_rows(0), route)
@@ -399,6 +406,8 @@ class CuteBackend:
             recv_x, recv_weights, *placed, _ = self.dispatch_tokens(x, given, topk_idx, sizes)
             row_weights = None if given is None else recv_weights
             route = _route(topk_idx, placed, sizes.capacity, sizes)
+            self.dispatch_tokens_start(0, x, given, topk_idx, sizes)
+            self.dispatch_tokens_wait(0)
             self.dispatch_tokens_planned(x, given, route)
             self.dispatch_tokens_backward(recv_x, row_weights, route)
         self.dispatch_tokens_backward(None, recv_weights, route)

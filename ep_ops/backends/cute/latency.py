@@ -12,6 +12,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
 
+from ...formats import OF_TOKENS
 from ...records import Delivery, Route, Sizes
 from ..base import DispatchTensors
 from .launcher import Launcher
@@ -22,7 +23,7 @@ FEW_TOKENS = 16
 """A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
 receive."""
 
-NOTHING = (None,) * 7
+NOTHING = (None,) * 8
 """What stands for `DispatchTensors` where a kernel only sends."""
 
 PARTS = ((True, True), (True, False), (False, True))
@@ -34,7 +35,12 @@ Deal = tuple[int, int, int]
 
 def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     """Every latency kernel that the operators of such a communicator launch."""
-    return [k(problem, tokens, weights, *p) for k in (Dispatch, Combine) for weights in (False, True) for p in PARTS]
+    found: list[Any] = []
+    for weights, parts in itertools.product((False, True), PARTS):
+        found += [Dispatch(problem, tokens, weights, *parts), Combine(problem, tokens, weights, *parts)]
+        if parts[1]:
+            found.append(Dispatch(problem, tokens, weights, *parts, token_major=True))
+    return found
 
 
 def kernels_of_format(problem: Problem, tokens: int, how: Sent) -> list[Any]:
@@ -43,7 +49,8 @@ def kernels_of_format(problem: Problem, tokens: int, how: Sent) -> list[Any]:
     found: list[Any] = []
     for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
         layout = how.layout if receive else ""
-        found.append(Dispatch(problem, tokens, weights, send, receive, how.format, layout, g))
+        token_major = (False, True) if receive and how.layout in ("", *OF_TOKENS) else (False,)
+        found += [Dispatch(problem, tokens, weights, send, receive, how.format, layout, g, t) for t in token_major]
     return found
 
 
@@ -91,20 +98,27 @@ class LatencyPath:
 
     def dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
-        *, send: bool = True,
+        *, send: bool = True, token_major: bool = False,
     ) -> DispatchTensors:  # fmt: skip
-        """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
+        """ep::dispatch or ep::dispatch_tokens. Complete when the kernel ends: every row that any rank routed here has
+        been seen."""
         how = sent(delivery)
-        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes, how)
+        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes, how, token_major)
         recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
-        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, delivery, out, recv_scales)
+        received = out if token_major else (*out, None)
+        self._launch_dispatch(
+            (send, True), x, topk_weights, topk_idx, sizes, delivery, received, recv_scales, token_major=token_major
+        )
         return with_scales(out, recv_scales, delivery)
 
     def send_dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> None:
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
+        *, token_major: bool = False,
+    ) -> None:  # fmt: skip
         """The first part of a dispatch; the other is one that does not `send`."""
-        self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
+        self._launch_dispatch(
+            (True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING, None, token_major=token_major
+        )
 
     def _launch_dispatch(
         self,
@@ -114,21 +128,26 @@ class LatencyPath:
         topk_idx: Tensor,
         sizes: Sizes,
         delivery: Delivery | None,
-        out: DispatchTensors | tuple[None, ...],
-        recv_scales: Tensor | None = None,
+        out: tuple[Tensor | None, ...],
+        recv_scales: Tensor | None,
+        *,
+        token_major: bool,
     ) -> None:
+        """`out`: local ids last, of token-major rows."""
         how = sent(delivery)
-        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out
+        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
         capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
-        layout = how.layout if part[1] else ""  # where rows only leave it is all the same
-        self._kernel(Dispatch, self.tokens, weighted, *part, how.format, layout, how.given)(
-            marks.pack("dispatch", max_tokens, weighted, few=True, format=how.format),
+        kind = "dispatch_tokens" if token_major else "dispatch"
+        # Where rows only leave it is all the same how they arrive.
+        layout, by_token = (how.layout, token_major) if part[1] else ("", False)
+        self._kernel(Dispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)(
+            marks.pack(kind, max_tokens, weighted, few=True, format=how.format),
             x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx,
             send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
-            recv_weights=recv_weights, tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity,
-            alignment=alignment, slots=slots, zeros=int(how.zeros),
+            recv_weights=recv_weights, recv_idx=recv_idx, tokens=topk_idx.shape[0], max_tokens=max_tokens,
+            capacity=capacity, alignment=alignment, slots=slots, zeros=int(how.zeros),
             senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 

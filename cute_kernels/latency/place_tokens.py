@@ -1,0 +1,212 @@
+"""Token-major rows: from everybody's expert ids to a row for each token that names an expert of this rank.
+
+The row of a token is the number of earlier ones, in the order of (source rank, token), that name an expert here. Each
+block that stores rows works that out for itself, a token a lane. What no row waits for is written by two blocks: where
+the rows of this rank's tokens lie at all ranks, and what arrives here.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx
+from ..arrivals import lists
+from ..experts import holder_of, local_experts
+from ..heap import CAPACITY, Problem
+from ..placing_tokens import write_counts
+from ..sync import Ranks
+from .heap import placed
+from .lists import copy_number, entry_of
+from .packets import THREADS, WARPS
+from .place import Tables, asked_expert
+
+
+@cute.jit
+def place_tokens(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> Int32:
+    """By the whole block, behind a barrier after `keep_route`; ends with a barrier. How many copies ask for a row here.
+
+    Then `rows` of (source, token) at source * max_tokens + token is the row, or -1; `start` of each source is how many
+    rows lie before its first one; and `asked` is cleared for `write_copies`. Each warp takes consecutive tokens.
+    """
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warp = arch.make_warp_uniform(tid // 32)
+    first, end = local_experts(problem, args.ranks.rank)
+    entries = args.max_tokens * problem.top_k
+    tokens = args.max_tokens * problem.world_size
+    chunks = (tokens + 31) // 32
+    each = (chunks + WARPS - 1) // WARPS
+    begin = cutlass.min(warp * each, chunks)
+    behind = cutlass.min(begin + each, chunks)
+    i = Int32(tid)
+    while i < placed(problem):
+        tables.start[i] = Int32(0)
+        tables.asked[i] = Int32(0)
+        i += THREADS
+
+    before = Int32(0)
+    chunk = begin
+    while chunk < behind:
+        token = chunk * 32 + lane
+        comes = Boolean(False)
+        if token < tokens:
+            source = token // args.max_tokens
+            entry = (token - source * args.max_tokens) * problem.top_k
+            for k in range_constexpr(problem.top_k):
+                if asked_expert(tables, source, entry + k, entries, first, end) >= 0:
+                    comes = Boolean(True)
+        coming = arch.vote_ballot_sync(comes)
+        if token < tokens:
+            number = before + Int32(arch.popc(coming & arch.lanemask_lt()))
+            tables.rows[token] = 2 * number + Int32(comes)
+        before += Int32(arch.popc(coming))
+        chunk += 1
+    if lane == 0:
+        tables.found[warp] = before
+    # All warps' counts come before the reads of any, and what was cleared above before what is written below.
+    arch.sync_threads()
+    found = Int32(0)
+    if lane < WARPS:
+        found = tables.found[lane]
+    total = arch.warp_redux_sync(found, "add")
+    if lane >= warp:
+        found = Int32(0)
+    before = arch.warp_redux_sync(found, "add")
+
+    chunk = begin
+    while chunk < behind:
+        token = chunk * 32 + lane
+        if token < tokens:
+            number = tables.rows[token]
+            row = before + (number >> 1)
+            source = token // args.max_tokens
+            if token == source * args.max_tokens:
+                tables.start[source] = cutlass.min(row, args.capacity)
+            if number & 1 == 0 or row >= args.capacity:
+                row = Int32(-1)
+            tables.rows[token] = row
+        chunk += 1
+    arch.sync_threads()
+    return total
+
+
+@cute.jit
+def write_send_rows(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> None:
+    """By the whole block, behind a barrier after `clear_counts` of as many as there are ranks: the rows that this
+    rank's tokens have at all ranks, each at the first k that names the rank.
+
+    Each warp takes consecutive groups of the tokens up to this rank's last, twice: it counts those that go to each
+    rank, and, when what the warps before it have is added up, numbers them.
+    """
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warp = arch.make_warp_uniform(tid // 32)
+    world_size, top_k = problem.world_size, problem.top_k
+    own = args.ranks.rank * args.max_tokens
+    groups = (own + args.max_tokens + 32 // top_k - 1) // (32 // top_k)
+    each = (groups + WARPS - 1) // WARPS
+    begin = cutlass.min(warp * each, groups)
+    end = cutlass.min(begin + each, groups)
+
+    turn = Int32(0)
+    while turn < 2:
+        number = begin
+        while number < end:
+            token, expert = entry_of(problem, tables, args, number)
+            holder = Int32(holder_of(problem, expert))
+            key = lane // top_k * world_size + holder
+            if expert < 0:
+                key = Int32(-1)
+            same = Int32(arch.match_sync(0xFFFFFFFF, key)) & Int32(arch.lanemask_lt())
+            if expert < 0 or same != 0:
+                holder = Int32(-1)
+            asking = Int32(arch.match_sync(0xFFFFFFFF, holder))
+            below = Int32(arch.popc(asking & Int32(arch.lanemask_lt())))
+            at = warp * world_size + holder
+            row = Int32(-1)
+            if holder >= 0:
+                row = Int32(tables.earlier[at]) + below
+            # The leader's update comes after every lane's read.
+            arch.sync_warp()
+            if holder >= 0 and below == 0:
+                tables.earlier[at] = Uint16(row + Int32(arch.popc(asking)))
+            arch.sync_warp()
+            mine = lane < 32 // top_k * top_k and token >= own and token < own + args.tokens
+            if turn == 1 and mine:
+                if holder >= 0:
+                    if row >= Int32(tables.route[holder * tables.route_stride + CAPACITY]):
+                        row = Int32(-1)
+                ptx.st_i32(args.send_rows + Int64((token - own) * top_k + lane % top_k) * 4, row)
+            number += 1
+        if turn == 0:
+            # All warps' counts come before they are added up, and the sums before the numbers.
+            arch.sync_threads()
+            r = Int32(tid)
+            while r < world_size:
+                total = Int32(0)
+                for w in range_constexpr(WARPS):
+                    n = Int32(tables.earlier[w * world_size + r])
+                    tables.earlier[w * world_size + r] = Uint16(total)
+                    total += n
+                r += THREADS
+            arch.sync_threads()
+        turn += 1
+
+
+@cute.jit
+def write_copies(ranks: Ranks, tables: Tables, args: Any, total: Int32, weights: cutlass.Constexpr[bool]) -> None:
+    """By a whole block behind `place_tokens`, which has found `total` copies: the lists of what arrives, local ids, the
+    weights of this rank's own tokens, and how many (row, k) name each expert. Warps take groups of tokens in turn."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    lane = arch.lane_idx()
+    warp = arch.make_warp_uniform(tid // 32)
+    out = lists(args.arrivals, args.capacity)
+    first, end = local_experts(p, ranks.rank)
+    tokens = args.max_tokens * p.world_size
+    groups = (tokens + 32 // p.top_k - 1) // (32 // p.top_k)
+    k = lane % p.top_k
+    number = Int32(warp)
+    while number < groups:
+        token, expert = entry_of(p, tables, args, number)
+        row, local = Int32(-1), Int32(-1)
+        if lane < 32 // p.top_k * p.top_k and token < tokens:
+            row = tables.rows[token]
+        if expert >= first and expert < end:
+            local = expert - first
+        here = arch.vote_ballot_sync(local >= 0)
+        earlier = Uint32(here & arch.lanemask_lt()) >> Uint32(lane - k)
+        home = token * p.most_copies + copy_number(p, ranks.rank, expert)
+        if row >= 0:
+            place = (Int64(row) * p.top_k + k) * 4
+            ptx.st_i32(args.recv_idx + place, local)
+            if const_expr(weights):
+                mine = token - ranks.rank * args.max_tokens
+                if mine >= 0 and mine < args.max_tokens:
+                    weight = Int32(0)
+                    if local >= 0:
+                        weight = ptx.ld_i32(args.topk_weights + Int64(mine * p.top_k + k) * 4)
+                    ptx.st_i32(args.recv_weights + place, weight)
+            if local >= 0 and earlier == 0:
+                ptx.st_pair(out.copies + Int64(row) * 8, row, home)
+                ptx.st_pair(out.owned + Int64(row) * 8, row, token * p.top_k + k)
+        if local >= 0:
+            ptx.add_shared(tables.asked.iterator + local, Int32(1))
+            if row < 0:
+                ptx.add_shared(tables.asked.iterator + (p.local_experts + local), Int32(1))
+        number += WARPS
+    kept = cutlass.min(total, args.capacity)
+    i = Int32(tid)
+    while i < p.world_size:
+        ptx.st_i32(out.sources + Int64(i) * 4, tables.start[i])
+        i += THREADS
+    if tid == 0:
+        ptx.st_i32(out.sources + p.world_size * 4, kept)
+        ptx.st_pair(out.copies + Int64(kept) * 8, kept, Int32(-1))
+    # All warps' counts come before their sums.
+    arch.sync_threads()
+    if warp == 0:
+        write_counts(ranks, tables.asked, args)
