@@ -26,15 +26,15 @@ Lack = Callable[[Config], "str | None"]
 """What a rank lacks for the kernels of a communicator whose NVLink domains are known; None: nothing."""
 
 
-def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool, lack: Lack) -> Config:
+def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | None, lack: Lack) -> Config:
     """The configuration of all ranks, with "auto" and the NVLink domains resolved. Collective.
 
-    ``problem``: what is wrong with this rank's; ``cute``: whether that backend takes the values, as far as they are
-    known before the domains are. ValueError on every rank if one has a problem, if they differ, if domains have
-    unequally many ranks, or if "cute" was asked for and is out of reach for some. A warning where "auto" leaves GPUs to
-    the reference backend.
+    ``problem``: what is wrong with this rank's; ``unfit``: what of the values "cute" does not take where "auto" was
+    asked for, as far as that is known before the domains are. ValueError on every rank if one has a problem, if they
+    differ, if domains have unequally many ranks, or if "cute" was asked for and is out of reach for some. A warning
+    where "auto" leaves GPUs to the reference backend.
     """
-    words = _told_by_all(exchange, (own, problem, gpu_facts(exchange.device), cute))
+    words = _told_by_all(exchange, (own, problem, gpu_facts(exchange.device), unfit))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]
     if problems:
         raise ValueError("; ".join(problems))
@@ -45,7 +45,8 @@ def agree(exchange: Exchange, own: Config, problem: str | None, cute: bool, lack
     agreed = dataclasses.replace(own, domain_size=len(domains[0]), domains=domains)
     backend, why = own.backend, ""
     if backend == "auto":
-        backend, why = choose_backend(facts) if all(takes for *_, takes in words) else ("reference", "")
+        why = next((text for *_, text in words if text), "")
+        backend, why = ("reference", why) if why else choose_backend(facts)
     if backend == "cute":
         agreed, why = _with_wire(exchange, agreed, facts, lack)
         if why and own.backend == "cute":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -141,10 +142,13 @@ class Communicator(Methods, TokenMajor):
             problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, POLICIES))}"
         if problem is None and registry.taken(own.name):
             problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
-        cute = problem is None and own.backend == "auto" and backends.takes("cute", own)
-        cute = cute and (self.device.type != "cuda" or backends.too_small(own, self.multiprocessors) is None)
+        unfit = None
+        if problem is None and own.backend == "auto":
+            unfit = backends.problem(dataclasses.replace(own, backend="cute"))
+            if unfit is None and self.device.type == "cuda":
+                unfit = backends.too_small(own, self.multiprocessors)
         lack = functools.partial(backends.lack, multiprocessors=self.multiprocessors)
-        resolved = agree(exchange, own, problem, cute, lack)
+        resolved = agree(exchange, own, problem, unfit, lack)
 
         self.num_experts = num_experts
         self.experts_per_rank = own.experts_per_rank

@@ -94,8 +94,3 @@ def latency_tokens(config: Config) -> int:
     from .cute.memory import problem_of, token_bound
 
     return token_bound(config, problem_of(config))
-
-
-def takes(kind: str, config: Config) -> bool:
-    """Whether backend ``kind`` takes these values."""
-    return problem(dataclasses.replace(config, backend=kind)) is None

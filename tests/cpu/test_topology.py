@@ -200,7 +200,7 @@ def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fabric_of("12", 0) == "NVML cannot tell (libnvidia-ml.so.1: cannot open shared object file)"
 
 
-def agreed(hosts: str, lacks: dict[int, str], asked: dict[str, Any]) -> list[Any]:
+def agreed(hosts: str, lacks: dict[int, str], asked: dict[str, Any], unfit: str | None = None) -> list[Any]:
     """By ranks that say they are on these hosts, of which some lack something for kernels across domains: backend,
     domains and wire that all agree on, and what is warned of; or what is raised."""
     rank, true_facts = dist.get_rank(), agreement.gpu_facts
@@ -215,10 +215,10 @@ def agreed(hosts: str, lacks: dict[int, str], asked: dict[str, Any]) -> list[Any
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = agreement.agree(Exchange(dist.group.WORLD, torch.device("cpu")), own, None, True, lack)
+            found = agreement.agree(Exchange(dist.group.WORLD, torch.device("cpu")), own, None, unfit, lack)
         said = [str(warning.message) for warning in caught if "backend" in str(warning.message)]
         assert all(config == dataclasses.replace(found, backend=config.backend) for config in asks)
-        assert len(asks) == (own.backend != "reference")
+        assert len(asks) == (own.backend != "reference" and unfit is None)
         return [found.backend, found.domains, found.wire, *said]
     except ValueError as error:
         return [str(error)]
@@ -249,6 +249,14 @@ def test_ranks_of_two_domains(backend: str) -> None:
     else:
         assert first == [*second, f"backend 'auto' takes 'reference', which is slow: {refused}"]
         assert second[0] == "reference"
+
+
+def test_values_that_kernels_do_not_take() -> None:
+    """As a bound of memory that they cannot keep: what "auto" then takes is slow, which is said."""
+    why = "staging_bytes is 1000; in 64 rounds"
+    first, second = run_ranks(2, agreed, "aa", {}, {"backend": "auto"}, why)
+    assert second == ["reference", ((0, 1),), "auto"]
+    assert first == [*second, f"backend 'auto' takes 'reference', which is slow: {why}"]
 
 
 def test_the_wire_that_was_asked_for() -> None:

@@ -166,7 +166,7 @@ def grouped(shape: Shape, draw: random.Random, tokens: int, late: bool = False) 
 
 
 def gradients(shape: Shape, draw: random.Random, tokens: int) -> None:
-    """And dispatches along the route, with weights and without."""
+    """And dispatches along the route, with weights and without, and a gathering combine."""
     from cute_kernels.throughput.combine import Combine
 
     on = begun(shape, draw, tokens)
@@ -184,6 +184,8 @@ def gradients(shape: Shape, draw: random.Random, tokens: int) -> None:
             got = on.ranks.floats(on.at[rank]["out_scalars"], *want.shape)
             same(got, want, f"scalars of rank {rank}")
     scaled_backward(on)
+    if not shape.domains:
+        on.gathered()  # stages nothing: one operation
 
 
 def token_major(shape: Shape, draw: random.Random, tokens: int) -> None:
