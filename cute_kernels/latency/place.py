@@ -36,7 +36,7 @@ class Tables(Carried):
     `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
     32]: the result. `earlier` [warps, experts], of 16 bits: how many entries other warps have seen before. `start`,
     `limit`, `asked` [experts]: first row, row behind the last one that fits, number of entries. `found` [2, warps]: how
-    many copies and rows each warp has found (lists.py). Across NVLink domains `order` [W, tokens]: packed.py.
+    many copies and rows each warp has found (lists.py). Across NVLink domains `order` [W, tokens]: bundled.py.
 
     How long each is says `table_ints`, which also bounds how many tokens there may be.
     """

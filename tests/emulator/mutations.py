@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(1, 5)
+SEEDS = range(1, 9)
 
 
 class Mutation(NamedTuple):
