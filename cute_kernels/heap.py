@@ -104,8 +104,8 @@ class Problem:
         return self.world_size // self.num_domains
 
     @property
-    def packs(self) -> bool:
-        """Whether rows of few tokens for one rank of another domain go together in one put (latency/packed.py)."""
+    def bundles(self) -> bool:
+        """Whether rows of few tokens for one rank of another domain go together in one put (latency/bundled.py)."""
         return self.wire is not None and self.wire.rows > 1
 
     @property

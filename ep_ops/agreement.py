@@ -19,7 +19,7 @@ _HINTS = {
     "name": "; pass name= where ranks have made different numbers of them",
     "check": "; set EP_OPS_CHECK in the environment of all ranks or of none",
     "wire": "; set EP_OPS_WIRE alike in the environment of all ranks",
-    "pack": "; set EP_OPS_PACK and NVSHMEM_REMOTE_TRANSPORT alike in the environment of all ranks",
+    "bundle": "; set EP_OPS_BUNDLE and NVSHMEM_REMOTE_TRANSPORT alike in the environment of all ranks",
 }
 
 Lack = Callable[[Config], "str | None"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ep_ops.arguments import pack
+from ep_ops.arguments import bundle
 from ep_ops.backends import no_device_library
 from ep_ops.backends.cute.memory import across, problem_with
 from ep_ops.config import Config, consecutive_domains, even_experts
@@ -31,13 +31,13 @@ def config_of(
     *, domain_size: int | None = None, wire: str = "nvshmem", staging_bytes: int | None = None,
 ) -> Config:  # fmt: skip
     """Of a communicator, as far as kernels depend on it. `domain_size`: ranks of each NVLink domain, which follow each
-    other (None: all are in one); `wire`: what crosses between them; whether it packs says the environment. ValueError,
-    in the communicator's words, for what it would refuse."""
+    other (None: all are in one); `wire`: what crosses between them; the environment says whether rows are bundled
+    there. ValueError, in the communicator's words, for what it would refuse."""
     experts = even_experts(num_experts, ranks) if experts_per_rank is None else tuple(experts_per_rank)
     config = Config(
         "ahead", ranks, num_experts, hidden_size, top_k, max_tokens, dtype, experts, 16, "cute", "cuda", 1.0, None,
         None, latency_max_tokens, 0, True, __version__, domain_size=domain_size, wire=wire,
-        staging_bytes=staging_bytes, pack=pack(),
+        staging_bytes=staging_bytes, bundle=bundle(),
     )  # fmt: skip
     problem = config.problem()
     if problem is None:

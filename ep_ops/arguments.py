@@ -49,11 +49,11 @@ def wire() -> str:
     return os.environ.get("EP_OPS_WIRE") or "auto"
 
 
-def pack() -> str:
+def bundle() -> str:
     """Whether rows of few tokens for one rank of another NVLink domain go in one put, "1", or in one each, "0", as the
     environment says. Where it does not, those do that NVSHMEM hands to libfabric, where a put is dear."""
     dear = os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "libfabric"
-    return os.environ.get("EP_OPS_PACK") or str(int(dear))
+    return os.environ.get("EP_OPS_BUNDLE") or str(int(dear))
 
 
 def hashable(value: Any) -> Any:

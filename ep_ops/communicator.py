@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import backends, checks, inputs, leaving, registry
 from .agreement import agree
-from .arguments import checking, device_of, group_of, hashable, large_rows, next_name, pack, wire
+from .arguments import bundle, checking, device_of, group_of, hashable, large_rows, next_name, wire
 from .backends.base import Backend
 from .config import Config, even_experts
 from .exchange import Exchange
@@ -129,7 +129,7 @@ class Communicator(Methods, TokenMajor):
             self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
             tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
             combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
-            domain_size, wire(), staging_bytes, pack=pack(),
+            domain_size, wire(), staging_bytes, bundle=bundle(),
         )  # fmt: skip
         problem = own.problem() or backends.problem(own)
         if not sequence:

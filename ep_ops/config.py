@@ -69,7 +69,7 @@ class Config:
     wire: str = "auto"  # EP_OPS_WIRE: by what kernels reach other NVLink domains; resolved where there are several
     staging_bytes: int | None = None  # the most bytes of symmetric memory; None: no bound
     domains: tuple[tuple[int, ...], ...] = ()  # ranks of each NVLink domain, once they are known (topology.Domains)
-    pack: str = "0"  # EP_OPS_PACK: whether rows of few tokens for one rank of another domain go in one put
+    bundle: str = "0"  # EP_OPS_BUNDLE: whether rows of few tokens for one rank of another domain go in one put
 
     def problem(self) -> str | None:
         """What is wrong with these values, or None."""
@@ -132,8 +132,8 @@ class Config:
             return f"EP_OPS_CHECK is {self.check!r} in the environment; it must be 0 or 1"
         if self.wire not in WIRES:
             return f"EP_OPS_WIRE is {self.wire!r} in the environment; it must be one of {', '.join(WIRES)}"
-        if self.pack not in ("0", "1"):
-            return f"EP_OPS_PACK is {self.pack!r} in the environment; it must be 0 or 1"
+        if self.bundle not in ("0", "1"):
+            return f"EP_OPS_BUNDLE is {self.bundle!r} in the environment; it must be 0 or 1"
         return None
 
 

@@ -35,7 +35,7 @@ LAST = 1 << (SHIFT - 1)
 MOST_ROWS = LAST - 1
 """The most rows of a batch."""
 
-PACK = 32
+BUNDLE = 32
 """The most rows of few tokens in one put: one for each lane of a warp."""
 
 VECTORS = 4
@@ -54,8 +54,8 @@ class Wire:
     `late`: puts arrive at times of their own, and not before whatever is released after them. Those are counted, for
     each rank that they go to (`sync.settle`).
 
-    `rows`: the most rows of few tokens that go to a rank in one put, with one word. More than 1, at most `PACK`, where
-    a put costs more than it takes a block to put the rows together (docs/across-domains.md)."""
+    `rows`: the most rows of few tokens that go to a rank in one put, with one word. More than 1, at most `BUNDLE`,
+    where a put costs more than it takes a block to put the rows together (docs/across-domains.md)."""
 
     late: ClassVar[bool] = True
     rows: int = field(default=1, kw_only=True)

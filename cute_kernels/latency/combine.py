@@ -10,7 +10,7 @@ fit on the device at once.
 **Complete when it ends.** The kernel has seen every line that the route says must come. Ranks without rows for this
 one are heard by their hello flag, which the rule of two banks asks for (sync.py).
 
-Ranks of other NVLink domains get their sums by puts, first of all, a block a copy (far.py), or several (packed.py);
+Ranks of other NVLink domains get their sums by puts, first of all, a block a copy (far.py), or several (bundled.py);
 owners add up in the tree over domains (docs/domains.md).
 """
 
@@ -30,9 +30,9 @@ from ..experts import holder_of
 from ..heap import Problem
 from ..launch import Kernel, RankArgs
 from ..places import is_near
+from .bundled import bundle_of, bundles, first_of, number_sums
 from .far import Order, await_far, end, have_put, order_of, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
-from .packed import first_of, number_sums, pack_of, packs
 from .packets import (
     THREADS,
     WARPS,
@@ -157,8 +157,8 @@ class Combine(Kernel):
                 sync.say_hello(ranks, lane, 32, False)
             if const_expr(p.num_domains > 1):
                 if bid < args.senders:
-                    if const_expr(p.packs):
-                        self.put_packs(ranks, args, Share(bid, args.senders, warp, lane))
+                    if const_expr(p.bundles):
+                        self.put_bundles(ranks, args, Share(bid, args.senders, warp, lane))
                     else:
                         self.put_sums(ranks, args, Share(bid, args.senders, warp, lane))
             if const_expr(p.domain_ranks > 1):
@@ -167,7 +167,7 @@ class Combine(Kernel):
 
         if const_expr(self.receive):
             order = None
-            if const_expr(p.packs):
+            if const_expr(p.bundles):
                 smem = cutlass.memory.SmemAllocator()
                 order = smem.allocate_tensor(Uint16, cute.make_layout(self.tokens * p.top_k))
                 if bid >= args.first_receiver:
@@ -272,7 +272,7 @@ class Combine(Kernel):
         tell_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
-    def put_packs(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+    def put_bundles(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
         """Likewise, several sums for an owner together, a block each time."""
         p = self.problem
         lane = share.lane
@@ -280,8 +280,8 @@ class Combine(Kernel):
         at = lists(args.arrivals, args.num_rows)
         item = Int32(share.block)
         last = Int32(-1)
-        while item < packs(p, args.max_tokens):
-            owner, first = pack_of(ranks, item)
+        while item < bundles(p, args.max_tokens):
+            owner, first = bundle_of(ranks, item)
             copy, sums = Copy(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
             if not is_near(ranks, owner):
                 begin = ptx.ld_i32(at.sources + Int64(owner) * 4) + first
@@ -339,7 +339,7 @@ class Combine(Kernel):
         if copy.source == ranks.rank:
             rows = Int32(0)
         line = number * self.tokens + token
-        if const_expr(self.problem.packs):
+        if const_expr(self.problem.bundles):
             line = ranks.rank * self.tokens + token
         return Found(copy.begin, rows, copy.source, line)
 
@@ -543,7 +543,7 @@ class Combine(Kernel):
         if copies.holder != ranks.rank:
             row = Int32(-1)
         place = copies.number * self.tokens + token
-        if const_expr(p.packs):
+        if const_expr(p.bundles):
             place = Int32(0)
             if copies.expected != 0:
                 place = copies.holder * self.tokens + Int32(numbers[token * p.top_k + lane])
@@ -559,7 +559,7 @@ class Combine(Kernel):
         if lane < order.copies:
             if not is_near(ranks, order.holder):
                 number = Int32(order.place)
-                if const_expr(p.packs):
+                if const_expr(p.bundles):
                     before = order.holder * self.tokens
                     number = before + first_of(p, number - before)
                 complete = await_far(ranks, "lines", number, order.holder, token)

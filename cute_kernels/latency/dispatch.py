@@ -12,7 +12,7 @@ blocks fit on the device at once.
 ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
 
 Ranks of other NVLink domains get their packets by puts, first of all, one a route (far.py), and one a row or several
-rows (packed.py); there the last block meets all ranks, too.
+rows (bundled.py); there the last block meets all ranks, too.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ from ..launch import Kernel, RankArgs
 from ..places import is_near
 from ..placing_tokens import clear_places
 from ..swizzled import Begins
+from .bundled import bundle_of, bundles, first_of, number_of, number_rows, tokens_for
 from .far import await_far, end, far_rank, have_put, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
 from .lists import own_weights, write_lists
-from .packed import first_of, number_of, number_rows, pack_of, packs, tokens_for
 from .packets import (
     THREADS,
     WARPS,
@@ -166,8 +166,8 @@ class Dispatch(Kernel):
             if bid < senders:
                 if const_expr(p.num_domains > 1):
                     self.put_routes(ranks, args, Share(senders - 1 - bid, senders, warp, lane))
-                    if const_expr(p.packs):
-                        self.put_packs(ranks, args, Share(bid, senders, warp, lane))
+                    if const_expr(p.bundles):
+                        self.put_bundles(ranks, args, Share(bid, senders, warp, lane))
                     else:
                         self.put_rows(ranks, args, Share(bid, senders, warp, lane))
                 if const_expr(p.domain_ranks > 1):
@@ -195,7 +195,7 @@ class Dispatch(Kernel):
                 else:
                     open_next_epoch(ranks)
             if bid >= first_receiver:
-                if const_expr(p.packs):
+                if const_expr(p.bundles):
                     number_rows(ranks, tables, args.max_tokens, warp)
                 copies = Int32(0)
                 if const_expr(self.token_major):
@@ -282,14 +282,14 @@ class Dispatch(Kernel):
             item += share.blocks
 
     @cute.jit
-    def put_packs(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+    def put_bundles(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
         """Likewise, several rows for a rank together, a block each time."""
         p = self.problem
         lane = share.lane
         count = self.row_packets
         item = Int32(share.block)
-        while item < packs(p, args.tokens):
-            rank, first = pack_of(ranks, item)
+        while item < bundles(p, args.tokens):
+            rank, first = bundle_of(ranks, item)
             rows, token = Int32(0), Int32(0)
             if not is_near(ranks, rank):
                 rows, token = tokens_for(p, args, rank, first)
@@ -484,7 +484,7 @@ class Dispatch(Kernel):
                     if mine < total and lane < p.top_k:
                         rows[u] = tables.rows[source * stride + token * p.top_k + lane]
                 number = Int32(token)
-                if const_expr(p.packs):
+                if const_expr(p.bundles):
                     if mine < total:
                         number = number_of(ranks, tables, source, token)
                 place[u] = (source * self.tokens + number) * vectors + packet * (PACKET_BYTES // 16) + lane
@@ -568,7 +568,7 @@ class Dispatch(Kernel):
                         comes = Boolean(True)
         if comes:
             number = Int32(token)
-            if const_expr(p.packs):
+            if const_expr(p.bundles):
                 number = first_of(p, number_of(ranks, tables, source, token))
             await_far(ranks, "lines", source * self.tokens + number, source, token)
         # What these lanes acquired comes before what the others read.

@@ -1,6 +1,6 @@
 """Packets for ranks of other NVLink domains, which only a wire reaches (../internode/wire.py).
 
-They are the same packets as inside a domain. A block puts those of a route, of a row or of several rows (packed.py)
+They are the same packets as inside a domain. A block puts those of a route, of a row or of several rows (bundled.py)
 together in a send area of its own rank. One put takes them to their places, and sets the first place's word to the
 operation's mark. A line is no whole on a wire: who reads it has waited for that word, behind which all lines show the
 mark. Words are awaited of all that is put here, of rows that are dropped, too, before the operation ends.

@@ -83,7 +83,7 @@ class LatencyHeap(Heap):
 
     A route's address is [bank][source rank]. A row's is [bank][source rank][token] in a dispatch, in a combine
     [bank][copy of the token][token], which is no more: in each operation a place has one writer at most. Where rows are
-    packed (packed.py) it is [bank][source rank][number] in both.
+    bundled (bundled.py) it is [bank][source rank][number] in both.
 
     Across NVLink domains each such place has a word (`told_routes`, `told_lines`), and what goes to other domains is
     put together in a send area (far.py): a route by [bank][rank that it goes to], a row by [bank][rank that it goes

@@ -42,7 +42,7 @@ class Wire:
     latency: float  # µs from a put to its signal being seen
     put: float  # µs that each put takes its rank
     told: str
-    rows: int = 1  # of few tokens for one rank, at most, in a put (cute_kernels/latency/packed.py)
+    rows: int = 1  # of few tokens for one rank, at most, in a put (cute_kernels/latency/bundled.py)
 
 
 # ---------------------------------------------------------------- what is measured
@@ -76,7 +76,7 @@ def measured_gpu(many: dict[str, Any], few: dict[str, Any]) -> Gpu:
     return dataclasses.replace(bare, name=machine, constants=constants, told=told)
 
 
-PACKING = 50e9
+BUNDLING = 50e9
 """Bytes a second that a block puts together: assumed."""
 
 MANY = ("dispatch", "dispatch_planned", "combine", "combine_gathered")
@@ -151,13 +151,13 @@ def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) ->
     constant = gpu.constants.get("few combine" if combine else "few dispatch", 0.0)
     if wire is None or layout.domains == 1:
         return constant + near
-    return constant + max(near, packing_us(layout, wire) + wire.latency + far_us(wire, moved))
+    return constant + max(near, bundling_us(layout, wire) + wire.latency + far_us(wire, moved))
 
 
-def packing_us(layout: Layout, wire: Wire) -> float:
+def bundling_us(layout: Layout, wire: Wire) -> float:
     """µs before the first of several rows for a rank can be put: a block puts them together."""
     rows = min(wire.rows, expected(layout).few_far / (layout.ranks - layout.domain_ranks))
-    return 0.0 if wire.rows == 1 else 1e6 * rows * layout.few_row_bytes / PACKING
+    return 0.0 if wire.rows == 1 else 1e6 * rows * layout.few_row_bytes / BUNDLING
 
 
 def far_us(wire: Wire, moved: Bytes) -> float:

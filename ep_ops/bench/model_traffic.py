@@ -118,7 +118,7 @@ def combine_bytes(layout: Layout) -> Bytes:
     )
 
 
-def packed_puts(layout: Layout, rows: int) -> float:
+def bundled_puts(layout: Layout, rows: int) -> float:
     """Few tokens: puts of rows for one rank of another domain, up to so many rows in each."""
     tokens, reaches = layout.tokens, 1 - missed(layout, layout.experts // layout.ranks)
     return sum(
@@ -136,7 +136,7 @@ def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
     others = layout.ranks - layout.domain_ranks
     row = packet_bytes(layout.row_bytes) if combine else layout.few_row_bytes
     routes = 0 if combine else others
-    of_rows = t.few_far if rows == 1 else others * packed_puts(layout, rows)
+    of_rows = t.few_far if rows == 1 else others * bundled_puts(layout, rows)
     puts = of_rows + routes + others  # hellos
     return Bytes(
         near_rows=t.few_near * layout.row_bytes,

@@ -402,14 +402,14 @@ def test_a_wire_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_that_go_in_one_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the environment says, or where NVSHMEM hands puts to libfabric."""
-    for pack, transport, expected in (("", "", "0"), ("", "ibrc", "0"), ("", "libfabric", "1"), ("0", "libfabric", "0"),
-                                      ("1", "", "1")):  # fmt: skip
-        monkeypatch.setenv("EP_OPS_PACK", pack)
+    given = {("", ""): "0", ("", "ibrc"): "0", ("", "libfabric"): "1", ("0", "libfabric"): "0", ("1", ""): "1"}
+    for (bundle, transport), expected in given.items():
+        monkeypatch.setenv("EP_OPS_BUNDLE", bundle)
         monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", transport)
         with make() as comm:
-            assert comm.config.pack == expected
-    monkeypatch.setenv("EP_OPS_PACK", "2")
-    with pytest.raises(ValueError, match="EP_OPS_PACK is '2' in the environment; it must be 0 or 1"):
+            assert comm.config.bundle == expected
+    monkeypatch.setenv("EP_OPS_BUNDLE", "2")
+    with pytest.raises(ValueError, match="EP_OPS_BUNDLE is '2' in the environment; it must be 0 or 1"):
         make()
 
 

@@ -345,20 +345,20 @@ def test_few_tokens() -> None:
     dear = dataclasses.replace(WIRE, put=1000.0)
     assert model_times.few_us(GPU, apart, False, dear) == pytest.approx(5 + 8 + (3 + 1 + 1) * 1000)
     assert model_times.few_us(GPU, apart, True, dear) == pytest.approx(3 + 8 + (3 + 1) * 1000)
-    packed = dataclasses.replace(dear, rows=2)
-    packing = 2 * 26 * 512 / 50e3
-    assert model_times.few_us(GPU, apart, False, packed) == pytest.approx(5 + 8 + packing + (2 + 1 + 1) * 1000)
+    bundled = dataclasses.replace(dear, rows=2)
+    bundling = 2 * 26 * 512 / 50e3
+    assert model_times.few_us(GPU, apart, False, bundled) == pytest.approx(5 + 8 + bundling + (2 + 1 + 1) * 1000)
 
 
-def test_packed_puts() -> None:
+def test_bundled_puts() -> None:
     """Against tokens that are drawn one by one."""
     layout = Layout(2, 2, tokens=5, experts=8, top_k=2)
     draw, puts = random.Random(fresh_seed()), 0
     for _ in range(20_000):
         rows = sum(any(expert < 2 for expert in draw.sample(range(8), 2)) for _ in range(5))
         puts += -(-rows // 2)
-    assert model_traffic.packed_puts(layout, 2) == pytest.approx(puts / 20_000, abs=0.05)
-    assert model_traffic.packed_puts(layout, 1) == pytest.approx(5 * (1 - 15 / 28))
+    assert model_traffic.bundled_puts(layout, 2) == pytest.approx(puts / 20_000, abs=0.05)
+    assert model_traffic.bundled_puts(layout, 1) == pytest.approx(5 * (1 - 15 / 28))
 
 
 def test_constants_come_from_the_runs() -> None:

@@ -87,7 +87,7 @@ CHECKS = {
     "domains_nvshmem": lambda draw: combine(
         draw, Shape((3, 0, 2, 2), 5, 4, share=0.5, domains=((0, 1), (2, 3)), wire="nvshmem"), 4
     ),
-    "domains_packed": lambda draw: combine(
+    "domains_bundled": lambda draw: combine(
         draw, Shape((2, 1, 2, 2), 4, 5, domains=((0, 1), (2, 3)), wire=draw.choice(("nvshmem", "adversary")), rows=3), 3
     ),
     "domains_adversary": lambda draw: combine(draw, Shape((2,) * 4, 4, 3, domains=((0, 1), (2, 3)), wire="adversary")),

@@ -133,7 +133,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((2, 2, 1), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem"),
         draw, draw.choice(["dispatch", "combine"]), (1, 1, 4), (1, 0, 3),
     ),
-    "death_few_packed": lambda draw: few(
+    "death_few_bundled": lambda draw: few(
         Shape((2, 2, 1), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem", rows=2),
         draw, draw.choice(["dispatch", "combine"]), (1, 1, 4), (1, 0, 3),
     ),

@@ -64,21 +64,21 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "latency_across_routes": lambda draw: latency.ahead(
         Shape((2, 2), 8, 12, domains=((0,), (1,)), wire="nvshmem"), draw, (1, 0, 2), (1, 0, 2), ("dispatch",)
     ),
-    "latency_across_packed": lambda draw: latency.pair(
+    "latency_across_bundled": lambda draw: latency.pair(
         Shape((3, 4), 5, 5, 128, domains=((0,), (1,)), wire="nvshmem", rows=2), draw, (2, 0, 3), (2, 0, 2)
     ),
-    "latency_across_packed_pairs": lambda draw: latency.pair(
+    "latency_across_bundled_pairs": lambda draw: latency.pair(
         Shape((3, 0, 2, 2), 3, 4, 128, alignment=2, share=0.4, domains=((0, 2), (1, 3)), wire="nvshmem", rows=3),
         draw, (2, 1, 4), (1, 1, 3),
     ),
-    "latency_across_packed_three": lambda draw: latency.pair(
+    "latency_across_bundled_three": lambda draw: latency.pair(
         Shape((2,) * 3, 3, 5, 64, domains=((0,), (1,), (2,)), wire="nvlink", rows=2), draw, (1, 0, 2), (1, 0, 2),
         split=True,
     ),
-    "latency_across_packed_ahead": lambda draw: latency.ahead(
+    "latency_across_bundled_ahead": lambda draw: latency.ahead(
         Shape((2, 2), 2, 3, 64, domains=((0,), (1,)), wire="nvshmem", rows=2), draw, (1, 0, 2), (1, 0, 2)
     ),
-    "latency_across_packed_refused": lambda draw: latency.refused(
+    "latency_across_bundled_refused": lambda draw: latency.refused(
         Shape((3, 2, 2), 3, 3, 64, domains=((0,), (1,), (2,)), wire="nvshmem", rows=2), draw, (1, 1, 3), (1, 0, 2)
     ),
     "throughput": lambda draw: throughput.steps(Shape((3, 0, 5), 5, 4, alignment=4, share=0.5), draw, known=False),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(1, 5)
+SEEDS = range(1, 9)
 
 
 class Mutation(NamedTuple):

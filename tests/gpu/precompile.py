@@ -143,7 +143,7 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
             more = (torch.bfloat16, None, test_domains.TOKENS)
             made = ahead.config_of(world_size, *sizes, *more, domain_size=size, wire=wire)
             found += adversary.kernels_of(made)
-            found += adversary.kernels_of(dataclasses.replace(made, pack="1"))
+            found += adversary.kernels_of(dataclasses.replace(made, bundle="1"))
             half = {"staging_bytes": test_domains.half_of_the_memory(world_size, size)}
             without = (torch.bfloat16, None, 0)
             made = ahead.config_of(world_size, *sizes, *without, domain_size=size, wire=wire, **half)

@@ -89,7 +89,7 @@ def make(request, monkeypatch) -> Make:
         comm = make_comm(backend, f"domains {name}", domain_size=size, **{**config(ranks()[1]), **more})
         assert comm.backend.name == backend and len(comm.domains) == comm.world_size // size
         assert backend == "reference" or comm.config.wire == wire
-        assert comm.config.pack == os.environ.get("EP_OPS_PACK", comm.config.pack)
+        assert comm.config.bundle == os.environ.get("EP_OPS_BUNDLE", comm.config.bundle)
         assert backend == "reference" or not half or round_tokens(comm.config) < TOKENS
         if backend == "cute" and wire == "adversary":
             if not formats:
@@ -107,12 +107,12 @@ def make(request, monkeypatch) -> Make:
 # ---------------------------------------------------------------------- every operator
 
 
-@pytest.fixture(params=[(0, "0"), (TOKENS, "0"), (TOKENS, "1")], ids=["throughput", "latency", "packed"])
+@pytest.fixture(params=[(0, "0"), (TOKENS, "0"), (TOKENS, "1")], ids=["throughput", "latency", "bundled"])
 def few(request, monkeypatch) -> int:
     """The bound of the latency kernels: none of the calls here, or all that they take, whose rows for one rank are then
     put one by one, or together."""
-    tokens, pack = request.param
-    monkeypatch.setenv("EP_OPS_PACK", pack)
+    tokens, bundle = request.param
+    monkeypatch.setenv("EP_OPS_BUNDLE", bundle)
     return tokens
 
 

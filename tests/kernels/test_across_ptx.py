@@ -35,7 +35,7 @@ LARGEST = dataclasses.replace(
 ALONE = Problem(2, (128, 128), 8, 7168, "bf16", 4096, consecutive_domains(2, 1), wire.Nvlink())
 FEW = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096, consecutive_domains(4, 2), wire.Nvlink())
 
-PACKED = dataclasses.replace(FEW, wire=wire.Nvlink(rows=wire.PACK))
+BUNDLED = dataclasses.replace(FEW, wire=wire.Nvlink(rows=wire.BUNDLE))
 
 
 OVER_NVLINK = {
@@ -81,10 +81,10 @@ def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> N
     ("kernel", "arch"),
     [
         (latency_dispatch.Dispatch(FEW, 128, True), "sm_90a"), (latency_combine.Combine(FEW, 128, True), "sm_100a"),
-        (latency_dispatch.Dispatch(PACKED, 128, True), "sm_100a"),
-        (latency_combine.Combine(PACKED, 128, True), "sm_90a"),
+        (latency_dispatch.Dispatch(BUNDLED, 128, True), "sm_100a"),
+        (latency_combine.Combine(BUNDLED, 128, True), "sm_90a"),
     ],
-    ids=["dispatch", "combine", "dispatch packed", "combine packed"],
+    ids=["dispatch", "combine", "dispatch bundled", "combine bundled"],
 )  # fmt: skip
 def test_few_tokens(kernel: Any, arch: str, tmp_path: Path) -> None:
     """Lines are stored at peers of the domain and in the send area. Two blocks fit on a multiprocessor."""

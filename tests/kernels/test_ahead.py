@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import torch
 
 from cute_kernels import jit
-from cute_kernels.internode.wire import PACK, Nvlink
+from cute_kernels.internode.wire import BUNDLE, Nvlink
 from ep_ops import ahead
 from ep_ops.backends.cute import all_kernels
 from ep_ops.cli import main
@@ -38,10 +38,10 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
         assert kernel.problem.domains == ((0,), (1,)) and kernel.problem.wire == Nvlink() and not kernel.linked
 
     asked.clear()
-    monkeypatch.setenv("EP_OPS_PACK", "1")
+    monkeypatch.setenv("EP_OPS_BUNDLE", "1")
     assert main(["compile", *SIZES, "--arch", "sm_90a", "--domain-size", "1", "--wire", "nvlink"]) == 0
-    assert {kernel.problem.wire for kernel, _ in asked} == {Nvlink(rows=PACK)}
-    monkeypatch.delenv("EP_OPS_PACK")
+    assert {kernel.problem.wire for kernel, _ in asked} == {Nvlink(rows=BUNDLE)}
+    monkeypatch.delenv("EP_OPS_BUNDLE")
 
     asked.clear()
     ways = ["--format", "e4m3/32/mx=packed", "--format", "wire:e4m3/row/fp32"]

@@ -34,11 +34,11 @@ class Latency:
         return [t for t, chosen in enumerate(ids) if rank in self.shape.named(chosen)]
 
     def each(self: Rank, other: int) -> int:
-        """How many rows between this rank and that one are a put, at most. More than one are packed."""
+        """How many rows between this rank and that one are a put, at most. More than one are bundled."""
         return 1 if other in self.peers else self.shape.rows
 
     def line(self: Rank, other: int, token: int, number: int) -> int:
-        """Where a row lies among all between this rank and that one: packed by its number among them."""
+        """Where a row lies among all between this rank and that one: bundled by its number among them."""
         return token if self.each(other) == 1 else number
 
     def send_copies(self: Rank, op: Operation, target: int) -> Steps:
@@ -123,7 +123,7 @@ class Latency:
 
     def place_of_sum(self: Rank, rank: int, other: int, copy: int, token: int, number: int) -> tuple[int, int]:
         """At its owner, of a sum of `rank`; `other` is the other one of the two. By the copy's number, which makes
-        fewer places, unless ranks pack."""
+        fewer places, unless ranks bundle."""
         return (copy, token) if self.shape.rows == 1 else (rank, self.line(other, token, number))
 
     def add_sums(self: Rank, op: Operation) -> Steps:

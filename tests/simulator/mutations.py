@@ -158,14 +158,14 @@ class FirstRow(Rank):
 
 
 class NumberedAsKept(Rank):
-    """Where rows are packed the expert's rank counts those alone that it keeps."""
+    """Where rows are bundled the expert's rank counts those alone that it keeps."""
 
     def number_of_row(self, tokens: list[int], token: int, kept: list[int]) -> int:
         return sum(other in kept for other in tokens if other < token)
 
 
 class NumberedAsNamed(Rank):
-    """Where sums are packed their owner counts those, too, that were dropped."""
+    """Where sums are bundled their owner counts those, too, that were dropped."""
 
     def number_of_sum(self, op: Operation, rank: int, token: int) -> int:
         ids = self.routes[op.along].ids
@@ -173,7 +173,7 @@ class NumberedAsNamed(Rank):
 
 
 class TwoKindsOfPlaces(Rank):
-    """Where sums are packed, those of the own domain lie as if none were."""
+    """Where sums are bundled, those of the own domain lie as if none were."""
 
     def place_of_sum(self, rank: int, other: int, copy: int, token: int, number: int) -> tuple[int, int]:
         if self.each(other) == 1:
@@ -552,9 +552,9 @@ MUTATIONS: dict[str, Mutation] = {
     "running count, added": Mutation((AddsCounts, RunningCount)),
     "finish flag": rank(FinishFlag),
     "first row for all": rank(FirstRow),
-    "packed rows numbered as they are kept": rank(NumberedAsKept),
-    "packed sums numbered as they are named": rank(NumberedAsNamed),
-    "packed sums beside others": rank(TwoKindsOfPlaces),
+    "bundled rows numbered as they are kept": rank(NumberedAsKept),
+    "bundled sums numbered as they are named": rank(NumberedAsNamed),
+    "bundled sums beside others": rank(TwoKindsOfPlaces),
     "dropped rows of few tokens not awaited": rank(KeptAlone),
     "last batch for all": rank(LastBatch),
     "one word for all sources": rank(OneWordForAllSources),

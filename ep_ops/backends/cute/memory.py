@@ -69,9 +69,9 @@ def problem_of(config: Config) -> Problem:
 
 def rows_of_a_put(config: Config) -> int:
     """The most rows of few tokens for one rank of another domain."""
-    from cute_kernels.internode.wire import PACK
+    from cute_kernels.internode.wire import BUNDLE
 
-    return PACK if config.pack == "1" else 1
+    return BUNDLE if config.bundle == "1" else 1
 
 
 def sizes_of(config: Config) -> Problem:

@@ -25,12 +25,12 @@ from .packets import WARPS
 from .place import Tables, asked_expert
 
 
-def packs(problem: Problem, tokens: Int32) -> Int32:
+def bundles(problem: Problem, tokens: Int32) -> Int32:
     """The most puts of rows of so many tokens of a rank, to all others."""
     return (problem.world_size - 1) * ((tokens + problem.wire.rows - 1) // problem.wire.rows)
 
 
-def pack_of(ranks: sync.Ranks, item: Int32) -> tuple[Int32, Int32]:
+def bundle_of(ranks: sync.Ranks, item: Int32) -> tuple[Int32, Int32]:
     """Of the put with that number: the rank that it is for, and the number of its first row. The first ones for all
     ranks come first."""
     others = ranks.world_size - 1
