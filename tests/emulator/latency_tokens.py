@@ -74,4 +74,8 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((3, 0, 2, 2), 3, 4, 64, share=draw.choice((0.5, 1.0)), domains=((0, 2), (1, 3)), wire="nvshmem"),
         draw, (2, 1, 4), (1, 1, 3),
     ),
+    "latency_across_bundled_tokens": lambda draw: pair(
+        Shape((3, 0, 2, 2), 3, 4, 64, share=draw.choice((0.5, 1.0)), domains=((0, 2), (1, 3)), wire="nvshmem", rows=2),
+        draw, (2, 1, 4), (1, 1, 3),
+    ),
 }  # fmt: skip
