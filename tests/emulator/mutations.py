@@ -108,7 +108,7 @@ MUTATIONS = {
         'await_far(ranks, "lines", source * self.tokens + number, source, token)', "pass",
     ),
     "few row arrived, for the other lanes": Mutation(
-        "latency_across_ahead", DISPATCH,
+        "latency_across", DISPATCH,
         "        # What these lanes acquired comes before what the others read.\n" + LANES.format(" " * 8),
         "",
     ),
