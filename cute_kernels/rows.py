@@ -68,11 +68,13 @@ class RingShape:
 
     @staticmethod
     def of(row_bytes: int, ring_bytes: int, most: int = MAX_PIECE) -> "RingShape":
-        """Whole rows up to `most` bytes, else equal pieces; at least two stages for each warp, at most 16 warps."""
+        """Whole rows up to `most` bytes, else equal pieces; at most 16 warps, with two stages each at least, where the
+        ring holds two pieces."""
         pieces = -(-row_bytes // most)
         piece = -(-row_bytes // (16 * pieces)) * 16
         stages = ring_bytes // (-(-piece // 128) * 128 + BOOKKEEPING)
         warps = max(1, min(16, stages // 2))
+        assert stages > 0, f"a piece of {piece} bytes in a ring of {ring_bytes}"
         return RingShape(row_bytes, warps, min(8, stages // warps), piece)
 
     def bytes_of(self, piece: Any) -> Any:

@@ -108,6 +108,9 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "across_three": lambda draw: throughput.of_many_ranks(
         Shape((2,) * 3, 3, 5, domains=((0,), (1,), (2,)), wire="nvlink"), draw
     ),
+    "across_wide": lambda draw: throughput.wide(
+        Shape((2, 1, 1), 2, 2, draw.choice((520, 1100)), domains=((1,), (0,), (2,)), wire="nvlink"), draw
+    ),
     "across_small": lambda draw: throughput.across(
         Shape((2, 2), 4, 3, domains=((0,), (1,)), wire="nvshmem"), draw, known=False
     ),

@@ -299,6 +299,14 @@ def across(shape: Shape, draw: random.Random, times: int = 1, known: bool = True
         on.combine(rows=False, weighted=False, scalars=True, residual=False)
 
 
+def wide(shape: Shape, draw: random.Random) -> None:
+    """Rows of several slices, in the sums of owners that add in two parts too; stages of the rings hold whole ones."""
+    from cute_kernels import heap
+
+    heap.RING_BYTES = 4 * (4 * shape.hidden + 200)
+    across(shape, draw, known=False)
+
+
 def of_many_ranks(shape: Shape, draw: random.Random) -> None:
     """As kernels do it that have no registers for sets of so many ranks."""
     from cute_kernels import copies
