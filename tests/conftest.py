@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     # All processes of a run must draw the same.
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8))
-    left_out = {item for item in items if item.get_closest_marker("release") or not drawn(item, run)}
+    left_out = {item for item in items if not drawn(item, run)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -223,7 +223,7 @@ def _steps(backend: str, format: str, seed: int) -> list[tuple[list[Tensor], lis
 
 
 @pytest.mark.parametrize(("ranks", "backend", "format"), [
-    (1, "inductor", "e4m3/128/fp32"), pytest.param(1, "inductor", f"wire:{MX}", marks=pytest.mark.release),
+    *(pytest.param(1, "inductor", how, marks=pytest.mark.drawn) for how in ("e4m3/128/fp32", f"wire:{MX}")),
     (2, "aot_eager", "e4m3/128/fp32"),
     (2, "aot_eager", f"wire:{POW2}"),
 ])  # fmt: skip

@@ -61,8 +61,7 @@ def step(layer, comm, tokens, seed=0):
 
 @pytest.mark.parametrize(("layer", "backend"), [
     *((layer, backend) for layer in LAYERS for backend in ("eager", "aot_eager")),
-    *(pytest.param(layer, "inductor", marks=pytest.mark.release) for layer in ("residual", "flat", "exact size")),
-    ("padded", "inductor"), ("planned", "inductor"),
+    *(pytest.param(layer, "inductor", marks=pytest.mark.drawn) for layer in LAYERS),
 ])  # fmt: skip
 def test_same_numbers_as_eager(comm, layer, backend):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

@@ -46,8 +46,8 @@ def step(layer, comm, tokens, grad):
 
 
 @pytest.mark.parametrize(("grad", "backend"), [
-    (False, None), (False, "aot_eager"), pytest.param(False, "inductor", marks=pytest.mark.release),
-    (True, None), (True, "aot_eager"), (True, "inductor"),
+    (False, None), (False, "aot_eager"), pytest.param(False, "inductor", marks=pytest.mark.drawn),
+    (True, None), (True, "aot_eager"), pytest.param(True, "inductor", marks=pytest.mark.drawn),
 ])  # fmt: skip
 def test_split_operations_are_the_whole(grad, backend):
     torch._dynamo.reset()

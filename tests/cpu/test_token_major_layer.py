@@ -208,7 +208,8 @@ def _steps(backend: str, how: str, seed: int) -> list[list[list[Tensor]]]:
 
 
 @pytest.mark.parametrize(("ranks", "backend", "how"), [
-    (1, "inductor", "planned"), (1, "aot_eager", "exact"), (2, "aot_eager", "places"), (1, "aot_eager", "split"),
+    pytest.param(1, "inductor", "planned", marks=pytest.mark.drawn),
+    (1, "aot_eager", "exact"), (2, "aot_eager", "places"), (1, "aot_eager", "split"),
 ])  # fmt: skip
 def test_compiled(ranks: int, backend: str, how: str) -> None:
     """One graph, forward and backward."""

@@ -94,7 +94,7 @@ def test_demo(installed: Path, foreign: Path) -> None:
 @pytest.mark.parametrize(
     "kind, options",
     [
-        pytest.param("throughput", "--preset tiny --only dispatch --iterations 2", marks=pytest.mark.release),
+        pytest.param("throughput", "--preset tiny --only dispatch --iterations 2", marks=pytest.mark.drawn),
         ("latency", "--tokens 1 --hidden 64 --experts 8 --top-k 2 --pairs 2 --replays 2 --only pair"),
     ],
 )

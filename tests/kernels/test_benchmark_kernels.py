@@ -162,6 +162,7 @@ def test_dry_run_prints_the_plan() -> None:
     assert "T=4096 H=7168 E=256 K=8 balanced bf16" in lines[2] and "(159.2 MB over NVLink on average)" in lines[2]
 
 
+@pytest.mark.drawn
 def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
     done = ep_ops_bench(

@@ -72,6 +72,7 @@ def test_spread_of_a_timing() -> None:
 # ---------------------------------------------------------------------- the command and its report
 
 
+@pytest.mark.drawn
 def test_run_on_two_cpu_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "latency.json"
     done = bench("--device", "cpu", *SMALL, "--out", str(out))
