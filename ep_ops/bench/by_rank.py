@@ -33,6 +33,7 @@ def by_rank(given: Communicator) -> Communicator:
         timeout=given.timeout,
         latency_max_tokens=0,
         symmetric_rows=ranks * given.max_tokens_per_rank,
+        domain_size=given.config.domain_size,
     )
 
 

@@ -81,7 +81,6 @@ def test_pulling(form: str, layout: str, arch: str) -> None:
     assert (DECODES in ptx) == (layout == "") and ".local" not in ptx
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("form", "layout", "arch"),
     [(POW2, "columns", "sm_90a"), (POW2, "", "sm_90a"), (MX, "rows", "sm_90a"), (FP32, "rows", "sm_90a"), *BLACKWELL],
