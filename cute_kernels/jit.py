@@ -86,6 +86,12 @@ def prepare(kernel: Any, arch: str) -> None:
     _load_or_compile(kernel, arch, lambda path: None)
 
 
+def prepared(kernel: Any, arch: str) -> bool:
+    """Whether it is there."""
+    folder = _private_dir()
+    return folder is not None and _is_whole(folder / f"{object_name(kernel, arch)}.o")
+
+
 # ---------------------------------------------------------------------- the folder
 
 

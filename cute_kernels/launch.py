@@ -41,6 +41,11 @@ class Launched:
     kernel: ClassVar[Any]  # the device code (`cute.kernel`); takes `Args`
 
     @property
+    def name(self) -> str:
+        """What its name begins with in a profile, where the rest is cut short."""
+        return self.NAME
+
+    @property
     def options(self) -> dict[str, Any]:
         """Of the launch: `block`, and what else is to be said."""
         raise NotImplementedError
@@ -54,7 +59,7 @@ class Launched:
         """`values`: the arguments one after the other, those of `RankArgs` first if there are any, and the stream."""
         stream: cuda.CUstream = values[-1]
         args = gather(self.Args, values[:-1])
-        self.kernel.set_name_prefix(self.NAME, remove_cutlass_symbol=True)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True)
         self.kernel(args).launch(grid=(args.blocks, 1, 1), stream=stream, **self.options)
 
 

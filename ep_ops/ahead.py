@@ -83,6 +83,11 @@ def folder() -> Path:
 
 def compile_all(wanted: Sequence[Any], arch: str) -> None:
     """Into the disk cache, by as many processes as there are cores; what is there already is left alone."""
+    from cute_kernels import jit
+
+    wanted = [kernel for kernel in wanted if not jit.prepared(kernel, arch)]
+    if not wanted:
+        return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), mp_context=context) as pool:
         list(pool.map(_compile, wanted, [arch] * len(wanted)))

@@ -29,7 +29,11 @@ class CourierArgs(NamedTuple):
 class Courier(Kernel):
     """Blocks of one warp, beside the kernels of one operation on the same rank, until that has ended and nothing is
     left to deliver, or until the next operation has begun, which has a courier of its own. Each block has the records
-    whose number leaves its own when it is divided by the number of blocks."""
+    whose number leaves its own when it is divided by the number of blocks.
+
+    Kernels of few tokens take every multiprocessor, and nothing but their warps' half of it; they want all of its
+    memory to be shared memory. A block that wants another share of it waits there until they have ended, which wait for
+    it, so couriers want the same."""
 
     depth: int
 
@@ -37,7 +41,7 @@ class Courier(Kernel):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"block": (32, 1, 1)}
+        return {"block": (32, 1, 1), "preferred_smem_carveout": 100}
 
     @cute.kernel
     def kernel(self, args: CourierArgs) -> None:
@@ -50,7 +54,8 @@ class Courier(Kernel):
         while going > 0:
             if arch.vote_all_sync(ptx.ld_acquire_gpu(ranks.own + EPOCH * 8) > served):
                 going -= 1
-            followed = ptx.ld_acquire_gpu(mailbox + LATEST * 8) > served
+            # One that serves no operation (0) is followed by none.
+            followed = served != 0 and ptx.ld_acquire_gpu(mailbox + LATEST * 8) > served
             if arch.vote_any_sync(followed or arch.globaltimer() - start > PATIENCE * ranks.timeout_ns):
                 going = Int32(0)
             record = Int32(block)

@@ -103,9 +103,9 @@ def number_of(ranks: sync.Ranks, tables: Tables, source: Int32, token: Int32) ->
 
 @cute.jit
 def number_sums(ranks: sync.Ranks, args: Any, order: Any, warp: Int32) -> None:
-    """By a whole block of a combine, with a barrier behind it: of each (token, k) of this rank that has a row, the
-    number of its copy's sum among those of the rank that has it. `order`: [tokens, top_k] in shared memory. Sums of
-    this rank's own domain, which stores bring, have their tokens'."""
+    """By a whole block of a combine, with a barrier behind it: of each (token, k) of this rank whose copy has a row,
+    be it another entry's, the number of that copy's sum among those of the rank that has it. `order`: [tokens, top_k]
+    in shared memory. Sums of this rank's own domain, which stores bring, have their tokens'."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     rank = Int32(warp)
@@ -115,19 +115,21 @@ def number_sums(ranks: sync.Ranks, args: Any, order: Any, warp: Int32) -> None:
         before, begin = Int32(0), Int32(0)
         while begin < args.tokens:
             token = begin + lane
-            mine = Int32(0)  # the token's entries with rows there, as bits
+            mine, kept = Int32(0), Int32(0)  # the token's entries there, and those of them that have rows, as bits
             for k in range_constexpr(p.top_k):
                 if token < args.tokens:
                     at = Int64(token * p.top_k + k) * 4
                     expert, row = ptx.ld_i32(args.topk_idx + at), ptx.ld_i32(args.send_rows + at)
-                    if expert >= low and expert < high and row >= 0:
+                    if expert >= low and expert < high:
                         mine = mine | (1 << k)
-            members = Int32(arch.vote_ballot_sync(mine != 0))
+                        if row >= 0:
+                            kept = kept | (1 << k)
+            members = Int32(arch.vote_ballot_sync(kept != 0))
             number = before + Int32(arch.popc(members & Int32(arch.lanemask_lt())))
             if near:
                 number = token
             for k in range_constexpr(p.top_k):
-                if (mine >> k) & 1 != 0:
+                if kept != 0 and (mine >> k) & 1 != 0:
                     order[token * p.top_k + k] = Uint16(number)
             before += Int32(arch.popc(members))
             begin += 32

@@ -134,6 +134,11 @@ class Combine(Kernel):
         return 16 // self.problem.itemsize
 
     @property
+    def name(self) -> str:
+        """With the half that it is, if it is one."""
+        return self.NAME + ("" if self.send and self.receive else "_start" if self.send else "_wait")
+
+    @property
     def options(self) -> dict[str, Any]:
         together = {"use_pdl": self.send and self.receive, "min_blocks_per_mp": 2, "preferred_smem_carveout": 100}
         return {"block": (THREADS, 1, 1), **together}

@@ -1,4 +1,4 @@
-"""Compiles what a run will launch, shared out between the ranks: all of them load it from the disk cache afterwards.
+"""Compiles what a run will launch, before it does: all ranks load it from the disk cache afterwards.
 
 python -m ep_ops.bench.kernels --preset full 4 2      # beforehand, with all cores: for runs of 4 and of 2 ranks
 """
@@ -47,11 +47,12 @@ def kernels(preset: Preset, world_size: int) -> list[Any]:
 
 
 def compile_together(wanted: list[Any], device: torch.device) -> int:
-    """Number of kernels compiled or found compiled. Collective; does nothing without a disk cache."""
+    """Number of kernels compiled or found compiled, by the first rank of each host and all its cores. Collective; does
+    nothing without a disk cache."""
     if jit.cache_dir() is None or dist.get_world_size() == 1:
         return 0
-    for kernel in wanted[dist.get_rank() :: dist.get_world_size()]:
-        jit.get(kernel, arch_of(device), lambda: False)
+    if device.index == 0:
+        compile_all(wanted, arch_of(device))
     dist.barrier()
     return len(wanted)
 

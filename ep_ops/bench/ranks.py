@@ -142,7 +142,7 @@ class Run:
             self.found |= domains_of(self.args) | {"wire": comm.config.wire}
 
     def compile(self, formats: list[tuple[str, str]], *comms: Communicator) -> None:
-        """Shared out between the ranks: each would compile all of it in its warmup."""
+        """Before the warmup, in which each rank would compile all of it."""
         from ep_ops.backends.cute import all_kernels
 
         from .kernels import compile_together

@@ -71,6 +71,10 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((3, 0, 2, 2), 3, 4, 128, alignment=2, share=0.4, domains=((0, 2), (1, 3)), wire="nvshmem", rows=3),
         draw, (2, 1, 4), (1, 1, 3),
     ),
+    "latency_across_bundled_dropping": lambda draw: latency.pair(
+        Shape((4, 4), 3, 8, alignment=4, share=0.12, domains=((0,), (1,)), wire="nvlink", rows=3),
+        draw, (2, 2, 4), (2, 2, 4),
+    ),
     "latency_across_bundled_three": lambda draw: latency.pair(
         Shape((2,) * 3, 3, 5, 64, domains=((0,), (1,), (2,)), wire="nvlink", rows=2), draw, (1, 0, 2), (1, 0, 2),
         split=True,

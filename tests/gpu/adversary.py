@@ -82,9 +82,13 @@ class Mail:
         number = 1 + self.operations % OPERATIONS
         self.operations += 1
         with torch.cuda.stream(stream):
-            self.served[number : number + 1].copy_(self._epoch)
-            self.box[LATEST : LATEST + 1].copy_(self._epoch)
+            torch.add(self._epoch, 0, out=self.served[number : number + 1])
         return number
+
+    def follows(self, stream: torch.cuda.Stream) -> None:
+        """Couriers of operations before this one are told that it has one of its own."""
+        with torch.cuda.stream(stream):
+            torch.add(self._epoch, 0, out=self.box[LATEST : LATEST + 1])
 
     def join(self) -> None:
         """The current stream follows the couriers, if a graph is captured of which they are a part."""
@@ -149,6 +153,9 @@ class Launcher(launcher.Launcher):
                 number = 0 if kernel is Alarm else mail.begins(stream)
                 event = torch.cuda.Event()
                 event.record(stream)
+                # A kernel between the event and the operation's, which may be launched while another ends.
+                if kernel is not Alarm:
+                    mail.follows(stream)
                 launch(terms, **given)
                 if kernel is Alarm:  # no operation: what it has put is delivered behind it
                     event.record(stream)

@@ -106,14 +106,12 @@ class Sleep:
 def operations(kernels: list[Kernel], name: str) -> list[Operation]:
     """The last ones come first."""
 
-    def last_first(*part: str) -> Iterator[Kernel]:
-        return (k for k in reversed(kernels) if all(word in k.name for word in (name, *part)))
+    def last_first(half: str) -> Iterator[Kernel]:
+        return (k for k in reversed(kernels) if f"{name}_{half}" in k.name)
 
     products = [k for k in kernels if PRODUCT.search(k.name) and "ep_" not in k.name]
     found = []
-    for send, receive in zip(
-        last_first("sendTrue", "receiveFalse"), last_first("sendFalse", "receiveTrue"), strict=False
-    ):
+    for send, receive in zip(last_first("start"), last_first("wait"), strict=False):
         beside = sum(max(0.0, min(send.end, p.end) - max(send.start, p.start)) for p in products)
         found.append(Operation(send, receive, beside))
     return found
@@ -128,11 +126,7 @@ def picture(kernels: list[Kernel]) -> str:
         )
     shown = kernels[parts[0] : parts[-1] + 1]
     zero = shown[0].start
-    return "\n".join(f"{k.start - zero:9.1f} .. {k.end - zero:9.1f} us  {short(k.name)}" for k in shown)
-
-
-def short(name: str) -> str:
-    return " ".join([name[:40], *re.findall("sendTrue|receiveTrue", name)])
+    return "\n".join(f"{k.start - zero:9.1f} .. {k.end - zero:9.1f} us  {k.name[:40]}" for k in shown)
 
 
 @pytest.fixture(scope="module")

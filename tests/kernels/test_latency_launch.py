@@ -17,6 +17,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
+from cute_kernels.latency.heap import WARPS, packets
 from ep_ops.backends.cute import latency
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
@@ -145,3 +146,14 @@ def test_puts_find_a_block_each(path, recorder) -> None:
         for puts, (senders, first, blocks) in zip((far + far * tokens, far * tokens), deals, strict=True):
             assert blocks == SMS and senders >= min(puts, SMS) * (far > 0)
             assert first == senders or (senders, first) == (SMS, 0)
+
+
+def test_all_blocks_push_sums_that_halves_would_push_in_turns(path, recorder) -> None:
+    """Where the warps of half the blocks have a packet each, or less, the others receive from the start."""
+    problem = recorder.problem
+    if problem.world_size == 1 or problem.world_size > problem.domain_ranks:
+        pytest.skip("for one domain of several ranks")
+    each = min(problem.top_k, problem.world_size - 1) * packets(problem.row_bytes)
+    fit = SMS // 2 * WARPS // each
+    assert path._combine_deal(fit, True, True) == (SMS // 2, SMS // 2, SMS)
+    assert path._combine_deal(fit + 1, True, True) == (SMS, 0, SMS)

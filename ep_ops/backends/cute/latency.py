@@ -11,6 +11,7 @@ from cute_kernels import marks
 from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import Combine
 from cute_kernels.latency.dispatch import Dispatch
+from cute_kernels.latency.heap import WARPS, packets
 
 from ...formats import OF_TOKENS
 from ...records import Delivery, Route, Sizes
@@ -68,6 +69,7 @@ class LatencyPath:
         self._alone = problem.world_size == 1
         self._far = problem.world_size - problem.domain_ranks
         self._far_rows = min(problem.top_k, self._far)  # of a token
+        self._near_packets = min(problem.top_k, problem.domain_ranks - 1) * packets(problem.row_bytes)  # of its sums
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
@@ -90,10 +92,13 @@ class LatencyPath:
         return senders, senders if send else 0, sms
 
     def _combine_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
+        """Half push and half receive, where no warp has more than a packet to push; else all do both."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms // 2
         if not receive:  # leaves the rest to what runs beside it
             return senders, 0, max(senders, 1)
+        if max_tokens * self._near_packets > senders * WARPS and not self._alone:
+            senders = sms
         return self.deal or self._with_puts(senders, self._far * max_tokens, send)
 
     def dispatch(
