@@ -208,7 +208,9 @@ class Nvshmem(Wire):
         self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
         value: Int64,
     ) -> None:  # fmt: skip
-        fence_by_block()
+        # What reads the source is no thread of this GPU: each thread's stores come before the put.
+        arch.fence_acq_rel_sys()
+        arch.sync_threads()
         count_put(ranks, rank, Int32(arch.thread_idx()[0]))
         _calls(self.library).put_signal_by_block(
             ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
@@ -225,16 +227,6 @@ class Nvshmem(Wire):
     def arrived(self, ranks: Ranks, word: Int64) -> None:
         # Where a network writes data and words by different ways, this is what makes the data visible.
         _calls(self.library).test(ranks.own + word, Int32(NVSHMEM_CMP_EQ), Uint64(ptx.ld_relaxed_sys(ranks.own + word)))
-
-
-@cute.jit
-def fence_by_block() -> None:
-    """By a block that has met at a barrier: what its threads have stored comes before what any of them puts. One fences
-    for all of them: fences of a multiprocessor wait for each other."""
-    tid, _, _ = arch.thread_idx()
-    if tid == 0:
-        arch.fence_acq_rel_sys()
-    arch.sync_threads()
 
 
 @dataclass(frozen=True)
