@@ -292,7 +292,7 @@ class Heap:
         passes on to those of its own domain, by [source rank]. Words and flags have 8 bytes each."""
         p, others, ranks = self.problem, self.problem.num_domains - 1, self.problem.world_size
         words = ("batch", "wanted", "sum", "returned")  # of each batch
-        by_rank = ("refused", "sent", "puts")  # see sync.settle
+        by_rank = ("refused", "sent", "puts")  # see operation.settle
         rows = self.batches * p.batch_tokens * p.row_bytes
         return {
             **{name: 8 * others * self.batches for name in words},

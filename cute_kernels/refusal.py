@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
-from . import ptx, sync
+from . import operation, ptx, sync
 from .heap import EPOCH, REASON_BYTES, Heap
 from .latency.heap import LatencyHeap
 from .launch import Kernel, RankArgs
@@ -74,10 +74,10 @@ class Refuse(Kernel):
             peer += THREADS
         arch.sync_threads()
         if tid == 0:
-            sync.note_begun(ranks)
+            operation.note_begun(ranks)
             if const_expr(self.problem.num_domains > 1):
-                sync.settle(ranks)
-            sync.note_met(ranks)
+                operation.settle(ranks)
+            operation.note_met(ranks)
             ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
 
     @cute.jit

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import arch
 
-from cute_kernels import ptx, sync
+from cute_kernels import operation, ptx, sync
 from cute_kernels.heap import Heap, Problem
 from cute_kernels.internode.wire import LAST, batch_word, copy_by_warp
 from cute_kernels.launch import Kernel, RankArgs
@@ -78,7 +78,7 @@ class Batches(Kernel):
         warp = arch.make_warp_uniform(tid // 32)
         none = Int64(0)
         if block == 0:
-            sync.say_hello(ranks, tid, 32 * WARPS, False)
+            operation.say_hello(ranks, tid, 32 * WARPS, False)
 
         item = Int32(warp * args.blocks + block)
         while item < world_size * batches:
@@ -123,4 +123,4 @@ class Batches(Kernel):
             if lane == 0:
                 ptx.st_i32(args.came + Int64(source) * 4, total)
             source += args.blocks * WARPS
-        sync.finish(ranks, args.blocks)
+        operation.finish(ranks, args.blocks)

@@ -52,7 +52,7 @@ class Wire:
     them and `nbytes` are multiples of 16, but words of 8.
 
     `late`: puts arrive at times of their own, and not before whatever is released after them. Those are counted, for
-    each rank that they go to (`sync.settle`).
+    each rank that they go to (`operation.settle`).
 
     `rows`: the most rows of few tokens that go to a rank in one put, with one word. More than 1, at most `BUNDLE`,
     where a put costs more than it takes a block to put the rows together (docs/across-domains.md)."""

@@ -14,7 +14,6 @@ Ranks of other NVLink domains get their sums by puts, first of all, a block a co
 owners add up in the tree over domains (docs/domains.md).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,16 +22,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
-from ..arrivals import Copy, Lists, guarded, lists, token_of
+from .. import operation, ptx, sync
+from ..arrivals import Copy, guarded, lists
 from ..copies import below, copies_of, lowest, set_of
 from ..experts import holder_of
-from ..heap import Problem
 from ..launch import Kernel, RankArgs
 from ..places import is_near
 from .bundled import bundle_of, bundles, first_of, number_sums
 from .far import Order, await_far, end, have_put, order_of, put_far, store_far
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, LatencyHeap, packets
+from .owed import copy_at, look_up, row_at
 from .packets import (
     THREADS,
     WARPS,
@@ -72,23 +71,6 @@ class CombineArgs(NamedTuple):
     senders: Int32
     first_receiver: Int32
     blocks: Int32
-
-
-class Found(NamedTuple):
-    """What a lane knows of one of the copies that its warp is to send: lane i of the i-th."""
-
-    begin: Int32  # of its rows in `owned`
-    rows: Int32  # how many; 0 where there is nothing to send
-    owner: Int32
-    line: Int32  # of the owner's staging rows
-
-
-class Near(NamedTuple):
-    """64 rows of `owned`: lane i holds the i-th from `begin` on and the (32 + i)-th."""
-
-    begin: Int32
-    rows: Int32
-    behind: Int32
 
 
 class Named(NamedTuple):
@@ -159,7 +141,7 @@ class Combine(Kernel):
 
         if const_expr(self.send):
             if bid == blocks - 1 and warp == WARPS - 1:
-                sync.say_hello(ranks, lane, 32, False)
+                operation.say_hello(ranks, lane, 32, False)
             if const_expr(p.num_domains > 1):
                 if bid < args.senders:
                     if const_expr(p.bundles):
@@ -196,7 +178,7 @@ class Combine(Kernel):
                         if lane == 0:
                             end(ranks)
                     if lane == 0:
-                        sync.note_met(ranks)
+                        operation.note_met(ranks)
                     arch.sync_warp()
             if bid >= args.first_receiver:
                 first = args.first_receiver
@@ -218,7 +200,7 @@ class Combine(Kernel):
         item = share.first
         last = Int32(-1)  # row of all that this lane meets
         while item < items:
-            found, near = self.look_up(ranks, args, item + lane * share.step, count)
+            found, near = look_up(ranks, self.tokens, args, item + lane * share.step, count)
             goes = found.rows > 0
             if const_expr(p.num_domains > 1):
                 if goes:
@@ -251,7 +233,7 @@ class Combine(Kernel):
         item = Int32(share.block)
         last = Int32(-1)
         while item < args.max_tokens * self.problem.world_size:
-            found, near = self.look_up(ranks, args, item + lane * share.blocks, 1)
+            found, near = look_up(ranks, self.tokens, args, item + lane * share.blocks, 1)
             goes = found.rows > 0
             if goes:
                 goes = not is_near(ranks, found.owner)
@@ -315,53 +297,6 @@ class Combine(Kernel):
                 put_far(ranks, "lines", owner, line, self.row_stride, place, sums * count)
             item += share.blocks
         tell_bad_row(ranks, last, args.num_rows)
-
-    @cute.jit
-    def look_up(
-        self, ranks: sync.Ranks, args: CombineArgs, item: Int32, each: cutlass.Constexpr[int]
-    ) -> tuple[Found, Near]:
-        """By a whole warp: the copy of a lane's `item`, of which there are `each` for a copy, and rows about where
-        those of lane 0 should lie."""
-        p = self.problem
-        at = lists(args.arrivals, args.num_rows)
-        total = ptx.ld_i32(at.sources + p.world_size * 4)
-        index = place_of(p, ranks.rank, args.max_tokens, item // each)
-        copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
-        listed = item < args.max_tokens * (p.world_size * each) and index < args.num_rows
-        if listed:
-            copy = copy_at(p, at, index, args.max_tokens)
-        near = self.rows_near(args, arch.shuffle_sync(index, 0))
-        if not listed or index >= total:
-            copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
-        return self.find(ranks, args, copy), near
-
-    @cute.jit
-    def find(self, ranks: sync.Ranks, args: CombineArgs, copy: Copy) -> Found:
-        """By each lane: where its copy goes. Copies of this rank's own tokens go nowhere."""
-        copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
-        token, number = token_of(self.problem, copy, args.max_tokens)
-        rows = copy.rows
-        if copy.source == ranks.rank:
-            rows = Int32(0)
-        line = number * self.tokens + token
-        if const_expr(self.problem.bundles):
-            line = ranks.rank * self.tokens + token
-        return Found(copy.begin, rows, copy.source, line)
-
-    @cute.jit
-    def rows_near(self, args: CombineArgs, index: Int32) -> Near:
-        """By a whole warp: rows about where those of the copy `index` should lie, if all experts are as likely. Most
-        warps need no others, and do not wait once more until they know."""
-        lane = arch.lane_idx()
-        expected = index * rows_of_copies(self.problem, 64) // 64
-        if args.num_rows <= args.max_tokens * self.problem.world_size:
-            expected = index  # where there is no more room than for one each, as of token-major rows
-        begin = cutlass.max(expected - 24, 0)
-        last = cutlass.max(args.num_rows - 1, 0)
-        at = lists(args.arrivals, args.num_rows).owned
-        row, _ = ptx.ld_pair(at + Int64(cutlass.min(begin + lane, last)) * 8)
-        behind, _ = ptx.ld_pair(at + Int64(cutlass.min(begin + 32 + lane, last)) * 8)
-        return Near(begin, row, behind)
 
     @cute.jit
     def sum_rows(
@@ -625,58 +560,6 @@ class Combine(Kernel):
                             acc[i] = ptx.add_rn(acc[i], part[i])
                             part[i] = Float32(0.0)
             first += together
-
-
-def rows_of_copies(problem: Problem, copies: int) -> int:
-    """Rows of so many copies of tokens that choose different experts, all equally likely."""
-    experts, k = problem.num_experts, min(problem.top_k, problem.num_experts)
-    missed = sum(math.comb(experts - held, k) / math.comb(experts, k) for held in problem.experts_per_rank)
-    return round(copies * k / (problem.world_size - missed))
-
-
-@cute.jit
-def place_of(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: Int32, number: Int32) -> Int32:
-    """Where the `number`-th copy lies in the list of at most W x max_tokens. Sources have about as many copies each, in
-    their order: numbers take turns among the others, so that all links are busy, and come to this rank's own last."""
-    others = max(problem.world_size - 1, 1)
-    part = (rank + 1 + number % others) % problem.world_size
-    index = part * max_tokens + number // others
-    if number >= others * max_tokens:
-        index = rank * max_tokens + number - others * max_tokens
-    return index
-
-
-@cute.jit
-def copy_at(problem: cutlass.Constexpr[Problem], at: Lists, index: Int32, max_tokens: Int32) -> Copy:
-    """By each lane: copy `index` of the list, garbage if there are not so many."""
-    place = at.copies + Int64(index) * 8
-    begin, home = ptx.ld_pair(place)
-    end = ptx.ld_i32(place + 8)
-    source = Uint32(home) // (Uint32(max_tokens) * problem.most_copies)
-    return Copy(begin, end, home, Int32(source))
-
-
-@cute.jit
-def row_at(at: Lists, near: Near, found: Found, lanes: Int32) -> Int32:
-    """By a whole warp: a lane's row of the copy that the lowest of `lanes` has found; none if there is no lane."""
-    lane = arch.lane_idx()
-    i = lowest(lanes) & 31
-    begin, rows = arch.shuffle_sync(found.begin, i), arch.shuffle_sync(found.rows, i)
-    if lanes == 0:
-        rows = Int32(0)
-    row = Int32(-1)
-    first = begin - near.begin
-    if first >= 0 and first + rows <= 64:
-        mine = first + lane
-        row = arch.shuffle_sync(near.rows, mine & 31)
-        behind = arch.shuffle_sync(near.behind, mine & 31)
-        if mine >= 32:
-            row = behind
-        if lane >= rows:
-            row = Int32(-1)
-    elif lane < rows:
-        row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
-    return row
 
 
 @cute.jit

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import operation, ptx, sync
 from ..copies import lowest, set_of
 from ..delivery import Arrived, Delivery
 from ..experts import first_expert, holder_of, local_experts
@@ -179,7 +179,7 @@ class Dispatch(Kernel):
                     self.push_route(ranks, args, peers, Share(senders - 1 - bid, senders, warp, lane))
                     self.push_rows(ranks, args, peers, Share(bid, senders, warp, lane))
             if bid == blocks - 1 and warp == WARPS - 1:
-                sync.say_hello(ranks, lane, 32, False)
+                operation.say_hello(ranks, lane, 32, False)
 
         if const_expr(self.receive):
             smem = cutlass.memory.SmemAllocator()
@@ -222,7 +222,7 @@ class Dispatch(Kernel):
                             if lane == 0:
                                 end(ranks)
                     if tid == 0:
-                        sync.note_met(ranks)
+                        operation.note_met(ranks)
                 if bid - first_receiver < takers:
                     share = Share(bid - first_receiver, takers, warp, lane)
                     if const_expr(self.token_major):

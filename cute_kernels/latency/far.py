@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import operation, ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
 from ..heap import EPOCH, TICKET, Problem
 from ..places import place_of
@@ -66,7 +66,7 @@ def end(ranks: sync.Ranks) -> None:
     blocks, _, _ = arch.grid_dim()
     while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:
         pass
-    sync.end_refused(ranks)
+    operation.end_refused(ranks)
     ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
     ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
 

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import copies_of
 from ..heap import SEND, Heap
@@ -114,7 +114,7 @@ class Combine(Kernel):
         p, rings = self.problem, (self.ring, self.sum_ring)
         tid, _, _ = arch.thread_idx()
         if bid == 0:
-            sync.say_hello(ranks, tid, 32 * (WARPS + 1), True)
+            operation.say_hello(ranks, tid, 32 * (WARPS + 1), True)
         smem = cutlass.memory.SmemAllocator()
         stages = WARPS * max(ring.stages for ring in rings)
         barriers = smem.allocate_array(Int64, stages)
@@ -132,7 +132,7 @@ class Combine(Kernel):
             self.take_part(parts, (outbox, buffers, barriers, notes, sources), args)
             # What was counted reaches all threads.
             arch.sync_threads()
-            sync.finish(ranks, found[0])
+            operation.finish(ranks, found[0])
 
     @cute.jit
     def take_part(self, parts: Parts, shared: Any, args: CombineArgs) -> None:

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import operation, ptx, sync
 from ..arrivals import given_row
 from ..experts import holder_of
 from ..heap import Heap
@@ -86,7 +86,7 @@ class Gather(Kernel):
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
         sync.fence_async()
         if bid == 0:
-            sync.say_hello(ranks, tid, 32 * WARPS, True)
+            operation.say_hello(ranks, tid, 32 * WARPS, True)
         warp = arch.make_warp_uniform(tid // 32)
         smem = cutlass.memory.SmemAllocator()
         stages = WARPS * shape.stages
@@ -117,7 +117,7 @@ class Gather(Kernel):
             count = args.tokens * shape.pieces
             items = deal_out(ranks.own, warp * blocks + bid, blocks * WARPS, count, Boolean(True))
             run(self, Ring(shape, buffers, barriers, warp), items, (ranks, args, count), (notes, total, partial))
-        sync.finish(ranks, blocks, fetched=True)
+        operation.finish(ranks, blocks, fetched=True)
 
     # What the warp does in its loop (pipeline.Work).
 

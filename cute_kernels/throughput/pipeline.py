@@ -13,8 +13,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
+from .. import ptx
+from ..heap import CLAIMS
 from ..rows import Ring
-from ..sync import claim, granted
 
 
 class Work(Protocol):
@@ -130,3 +131,22 @@ def run(work: cutlass.Constexpr[Work], ring: Ring, items: Items, lists: Any, sta
             arch.sync_warp()
             used += 1
         more = Int32(used < loaded or work.left(job) or ahead.item < items.total)
+
+
+@cute.jit
+def claim(own: Int64) -> Int32:
+    """By a whole warp: claims the next item of the operation that no warp has. The answer, in lane 0, is how many were
+    claimed before; it is used late (`granted`), so that nobody waits for it.
+
+    SMs are not equally fast (they share ways to the link), so items that were dealt out beforehand would leave some of
+    them waiting for others at the end.
+    """
+    ticket = Int32(0)
+    if arch.lane_idx() == 0:
+        ticket = ptx.atom_inc(own + CLAIMS * 8)
+    return ticket
+
+
+def granted(ticket: Int32) -> Int32:
+    """The answer to a claim, for the whole warp."""
+    return arch.shuffle_sync(ticket, 0)

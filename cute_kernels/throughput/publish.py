@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import operation, ptx, sync
 from ..formats import Form
 from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
 from ..internode.sending import Rows, copy_rows, relay, row_in, send_rows, send_weights
@@ -105,7 +105,7 @@ class Publish(Kernel):
         blocks, _, _ = arch.grid_dim()
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         if bid == 0:
-            sync.say_hello(ranks, tid, THREADS, True)
+            operation.say_hello(ranks, tid, THREADS, True)
 
         # Every block runs and has read the epoch: the pull kernel may take the multiprocessors that are left. It reads
         # the epoch, x and a known route without waiting for this kernel to end, so all that must have been written
@@ -123,7 +123,7 @@ class Publish(Kernel):
         elif const_expr(self.rows):
             self.do_rows(ranks, smem, bid - self.tile_blocks, blocks - self.tile_blocks, args)
         if const_expr(self.ends_operation):
-            sync.finish(ranks, blocks)
+            operation.finish(ranks, blocks)
 
     @cute.jit
     def do_rows(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..delivery import Arrived, Delivery
 from ..experts import local_experts
@@ -104,7 +104,7 @@ class Pull(Kernel):
         ranks = sync.Ranks(Heap(p), args.ranks)
         if const_expr(self.begins_operation):
             if bid == 0:
-                sync.say_hello(ranks, tid, 32 * (shape.warps + 1), True)
+                operation.say_hello(ranks, tid, 32 * (shape.warps + 1), True)
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, shape.warps * shape.stages)
         buffers = smem.allocate_array(Uint8, shape.warps * shape.stages * shape.stride, byte_alignment=128)
@@ -148,7 +148,7 @@ class Pull(Kernel):
             self.take_part(parts, (ring_memory, places, sources, known, lost), number, args)
             # What was counted reaches all threads.
             arch.sync_threads()
-            sync.finish(ranks, found[0])
+            operation.finish(ranks, found[0])
         if const_expr(self.joins):
             if bid == 0:
                 arch.griddepcontrol_wait()

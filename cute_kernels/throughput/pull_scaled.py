@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..delivery import Arrived, Delivery
 from ..heap import Heap
@@ -86,7 +86,7 @@ class PullScaled(Kernel):
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         if const_expr(self.begins_operation):
             if bid == 0:
-                sync.say_hello(ranks, tid, 32 * (WARPS + 1), True)
+                operation.say_hello(ranks, tid, 32 * (WARPS + 1), True)
         smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, WARPS * shape.stages)
         notes = Notes(smem, WARPS * shape.stages)
@@ -111,7 +111,7 @@ class PullScaled(Kernel):
         if const_expr(not self.begins_operation):
             # The publish kernel has left the epoch before it changes.
             arch.griddepcontrol_wait()
-        sync.finish(ranks, blocks)
+        operation.finish(ranks, blocks)
 
     @cute.jit
     def move(self, ranks: sync.Ranks, ring: Ring, shared: Any, warp: Int32, args: PullScaledArgs) -> None:

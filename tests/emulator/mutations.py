@@ -37,7 +37,8 @@ class Mutation(NamedTuple):
     new: str
 
 
-SUMS, SENDING, SYNC = "internode/sums.py", "internode/sending.py", "sync.py"
+SUMS, SENDING = "internode/sums.py", "internode/sending.py"
+SYNC, OPERATION = "sync.py", "operation.py"
 LANES = "{}arch.sync_warp()\n"
 FAR, DISPATCH, COMBINE = "latency/far.py", "latency/dispatch.py", "latency/combine.py"
 PUBLISH, STAGED = "throughput/publish.py", "throughput/staged.py"
@@ -51,12 +52,14 @@ MUTATIONS = {
     ),
     "refusal": Mutation(
         "across_refused_small", SYNC, '                ptx.st_release_sys(ranks.at(ranks.own, "refusal")',
-        '                ptx.st_release_sys(ranks.own + CLAIMS * 8 + 8',
+        '                ptx.st_release_sys(ranks.own + 17 * 8',
     ),
     "sent": Mutation(
-        "latency_across_refused", SYNC, 'expected += await_said(ranks, "sent", rank)', "expected += Int64(0) "
+        "latency_across_refused", OPERATION, 'expected += await_said(ranks, "sent", rank)', "expected += Int64(0) "
     ),
-    "come": Mutation("latency_across_refused", SYNC, "while Int64(words_come(ranks)) < expected", "while Int64(1) < 0"),
+    "come": Mutation(
+        "latency_across_refused", OPERATION, "while Int64(words_come(ranks)) < expected", "while Int64(1) < 0"
+    ),
     "route told": Mutation(
         "across_small", PUBLISH, "                come = ranks.wait(\"route\", index, source, tile)\n            if",
         "                come = Boolean(True)\n            if",
@@ -130,7 +133,7 @@ MUTATIONS = {
         "latency_across_ahead", FAR,
         "    while ptx.ld_acquire_gpu(ranks.own + TICKET * 8) != blocks:\n        pass\n", "",
     ),
-    "settle, few tokens": Mutation("latency_across_refused", FAR, "    sync.end_refused(ranks)\n", ""),
+    "settle, few tokens": Mutation("latency_across_refused", FAR, "    operation.end_refused(ranks)\n", ""),
     "few, lines arrived": Mutation(
         "latency_tokens", DISPATCH, "                waiting = missing\n", "                waiting = Int32(0)\n"
     ),
