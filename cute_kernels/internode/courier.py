@@ -18,9 +18,14 @@ PATIENCE = 4
 """How many deadlines of a wait a courier stays at most: an operation that ends at all has ended by then."""
 
 
+ENDED, FOLLOWED, PATIENT = 1, 2, 3
+"""Why a courier went: its operation had ended, the next one had begun, or it had been there for too long."""
+
+
 class CourierArgs(NamedTuple):
     ranks: RankArgs
     served: Int64  # address of the epoch of the operation that it serves
+    log: Int64  # 4 words: when it came and went (globaltimer), how often it looked, why it went
     seed: Int32
     blocks: Int32
 
@@ -50,14 +55,17 @@ class Courier(Kernel):
         mailbox, served = mailbox_of(ranks), ptx.ld_u64(args.served)
         draw = Uint32(args.seed + block * 40503 + Int32(served) * 7919)
         start = Int64(arch.globaltimer())
-        going = Int32(ROUNDS)
+        going, looks, why = Int32(ROUNDS), Int32(0), Int32(ENDED)
         while going > 0:
+            looks += 1
             if arch.vote_all_sync(ptx.ld_acquire_gpu(ranks.own + EPOCH * 8) > served):
                 going -= 1
             # One that serves no operation (0) is followed by none.
             followed = served != 0 and ptx.ld_acquire_gpu(mailbox + LATEST * 8) > served
-            if arch.vote_any_sync(followed or arch.globaltimer() - start > PATIENCE * ranks.timeout_ns):
-                going = Int32(0)
+            if arch.vote_any_sync(followed):
+                going, why = Int32(0), Int32(FOLLOWED)
+            if arch.vote_any_sync(arch.globaltimer() - start > PATIENCE * ranks.timeout_ns):
+                going, why = Int32(0), Int32(PATIENT)
             record = Int32(block)
             while record < self.depth and going > 0:
                 draw = Uint32(draw * 1664525 + 1013904223)
@@ -67,6 +75,9 @@ class Courier(Kernel):
                 if state & 1 != 0 and (going == 1 or (draw >> 29) == 0):
                     deliver(ranks, record_of(mailbox, record), Int64(state), draw)
                 record += args.blocks
+        if block == 0 and arch.lane_idx() == 0:
+            for i, word in enumerate((start, Int64(arch.globaltimer()), Int64(looks), Int64(why))):
+                ptx.st_u64(args.log + i * 8, word)
 
 
 @cute.jit

@@ -71,7 +71,8 @@ class Ranks:
         """The courier of a rank's operation."""
         served = self.memory.take(8, "served")
         self.memory.store_long(served, epoch)
-        values = dict(ranks=self.args(rank, 0), served=served, seed=self.draw.getrandbits(30), blocks=blocks)
+        values = dict(ranks=self.args(rank, 0), served=served, log=self.memory.take(32, "log"),
+                      seed=self.draw.getrandbits(30), blocks=blocks)  # fmt: skip
         return Launch(kernel, numbered(kernel.Args, **values))
 
     def couriers(self) -> list[Launch]:

@@ -10,18 +10,21 @@ that waits for that kernel. So a communicator is warmed up first, with no mailbo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cute_kernels import jit
 from cute_kernels.alarm import Alarm
-from cute_kernels.heap import EPOCH, STATE_BYTES
+from cute_kernels.heap import BEGUN, EPOCH, MET, NOTE_WORDS, NOTES, STATE_BYTES, Heap
 from cute_kernels.internode.courier import Courier
-from cute_kernels.internode.wire import LATEST, Adversary, mailbox_bytes
+from cute_kernels.internode.wire import HEADER_WORDS, LATEST, RECORD_WORDS, Adversary, mailbox_bytes
+from cute_kernels.marks import SHIFT
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops import config
@@ -32,6 +35,8 @@ DEPTH, COURIERS = 64, 2
 """Puts that a mailbox has room for, fewer than an operation has; blocks of a courier."""
 OPERATIONS = 8192
 """So many operations later nobody looks at a courier's epoch any more."""
+LOGGED, SHOWN = 4, 12
+"""Words that a courier leaves when it goes, and of how many of the last ones a failed test shows them."""
 LATER = (Pull, PullScaled)
 """Kernels of an operation that another kernel has begun."""
 
@@ -73,8 +78,10 @@ class Mail:
         self.device = heap.local.device
         self.box = torch.zeros(mailbox_bytes(DEPTH) // 8, dtype=torch.int64, device=self.device)
         self.served = torch.zeros(1 + OPERATIONS, dtype=torch.int64, device=self.device)  # the first: 0 for ever
+        self.log = torch.zeros(1 + OPERATIONS, LOGGED, dtype=torch.int64, device=self.device)
         self.stream = torch.cuda.Stream(self.device, priority=-1)
         self.operations = 0
+        self.notes = heap.local
         self._epoch = heap.local[:STATE_BYTES].view(torch.int64)[EPOCH : EPOCH + 1]
 
     def begins(self, stream: torch.cuda.Stream) -> int:
@@ -89,6 +96,20 @@ class Mail:
         """Couriers of operations before this one are told that it has one of its own."""
         with torch.cuda.stream(stream):
             torch.add(self._epoch, 0, out=self.box[LATEST : LATEST + 1])
+
+    def show(self, heap: Heap) -> None:
+        """What the last operations noted, and when couriers came and went: for whoever reads why a test has failed."""
+        torch.cuda.synchronize(self.device)
+        rank = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
+        left = self.box[HEADER_WORDS::RECORD_WORDS].tolist()
+        print(rank, f"{self.operations} couriers; puts left:", [i for i, state in enumerate(left) if state & 1])
+        for number in range(max(1, self.operations - SHOWN + 1), self.operations + 1):
+            came, went, looks, why = self.log[1 + (number - 1) % OPERATIONS].tolist()
+            epoch = int(self.served[1 + (number - 1) % OPERATIONS])
+            print(rank, f"courier of operation {epoch}: {came} to {went}, {looks} looks, went for reason {why}")
+        words = self.notes[heap.offset["notes"] :][: 8 * NOTES * NOTE_WORDS].view(torch.int64).view(NOTES, NOTE_WORDS)
+        for mark, begun, met in sorted(words[:, [0, BEGUN, MET]].tolist())[-SHOWN:]:
+            print(rank, f"operation {mark >> SHIFT}: begun {begun}, met all {met}")
 
     def join(self) -> None:
         """The current stream follows the couriers, if a graph is captured of which they are a part."""
@@ -128,8 +149,8 @@ class Launcher(launcher.Launcher):
         """A courier, for the operation whose epoch has that place."""
         mail = self.mail
         assert mail is not None
-        served, seed = mail.served.data_ptr() + 8 * number, mail.operations * 40503 % 2**30
-        self._courier(*self._ranks, 0, served, seed, COURIERS, mail.stream.cuda_stream)
+        served, log = mail.served.data_ptr() + 8 * number, mail.log.data_ptr() + 8 * LOGGED * number
+        self._courier(*self._ranks, 0, served, log, mail.operations * 40503 % 2**30, COURIERS, mail.stream.cuda_stream)
 
     def stream_of(self, raw: int) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self.device)
@@ -138,8 +159,11 @@ class Launcher(launcher.Launcher):
     def clear(self) -> None:
         super().clear()
         if self.mail is not None:
+            if self.mail in _awake:
+                with contextlib.suppress(torch.AcceleratorError):
+                    self.mail.show(Heap(self.problem))
             _awake.discard(self.mail)
-            self.mail._epoch = self.mail.box[:0]  # no view of the heap is left
+            self.mail.notes = self.mail._epoch = self.mail.box[:0]  # no view of the heap is left
 
     def get(self, kernel: Any, *variant: Any) -> Any:
         launch = super().get(kernel, *variant)

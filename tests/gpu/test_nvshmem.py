@@ -135,7 +135,8 @@ class Wired:
         self.run = {kernel: loaded(kernel, arch) for kernel in kernels}
         self.courier = loaded(Courier(heap.problem, depth), arch) if adversary else None
         if self.courier is not None:  # of an operation that has ended: loaded while a kernel waits for it it would hang
-            self.courier(*self.ranks, 0, self.served.data_ptr(), 0, 2, self.side.cuda_stream)
+            self.log = torch.zeros(4, dtype=torch.int64, device=device)
+            self.courier(*self.ranks, 0, self.served.data_ptr(), self.log.data_ptr(), 0, 2, self.side.cuda_stream)
         torch.cuda.synchronize()
         dist.barrier()
 
@@ -149,7 +150,8 @@ class Wired:
         self.run[kernel](*self.ranks, terms, *(given.get(name, 0) for name in fields), stream)
         if self.courier is not None:
             served = self.served.data_ptr() + 8 * self.epoch
-            self.courier(*self.ranks, terms, served, seed % 2**30, 2, self.side.cuda_stream)
+            log = self.log.data_ptr()
+            self.courier(*self.ranks, terms, served, log, seed % 2**30, 2, self.side.cuda_stream)
 
     def close(self) -> None:
         torch.cuda.synchronize()
