@@ -195,7 +195,7 @@ def relay(
         count += others * p.tiles
     item = Int32(tid)
     start, polls = Int64(arch.globaltimer()), Int32(0)
-    while item < count:
+    while arch.vote_any_sync(item < count):
         # Of words by number first, then by slot: those that are sent first come first.
         number = item // others
         slot = item - number * others + 1
@@ -208,10 +208,13 @@ def relay(
             source = on_rail(ranks, slot)
             word = word_at(ranks, "weighed", slot, number, p.tiles)
             flag = ranks.at(Int64(0), "relayed_weights") + Int64(source * p.tiles + number) * 8
-        seen = ptx.ld_acquire_sys(ranks.own + word)
-        polls += 1
-        if (seen >> SHIFT) == (ranks.mark >> SHIFT):
-            p.wire.arrived(ranks, word)
+        seen, came = Int64(0), Boolean(False)
+        if item < count:
+            seen = ptx.ld_acquire_sys(ranks.own + word)
+            polls += 1
+            came = (seen >> SHIFT) == (ranks.mark >> SHIFT)
+        p.wire.arrived(ranks, word, came)
+        if came:
             # What was acquired comes before the flags.
             arch.fence_acq_rel_sys()
             index = Int32(0)

@@ -158,9 +158,10 @@ def await_wanted(ranks: sync.Ranks, slot: Int32, batch: Int32, owner: Int32) -> 
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     came = Int64(0)
+    word = word_at(ranks, "wanted", slot, batch, ranks.heap.batches)
     if lane == 0:
-        word = word_at(ranks, "wanted", slot, batch, ranks.heap.batches)
-        came = p.wire.wait(ranks, word, owner, batch)
+        came = sync.await_word(ranks, ranks.own + word, owner, batch)
+    p.wire.arrived(ranks, word, lane == 0)
     # What lane 0 acquired comes before what the others read.
     complete = arch.shuffle_sync(Int32(came >= 0), 0) != 0
     wanted = Int32(0)
@@ -341,17 +342,20 @@ def await_sums(
         if const_expr(in_two_parts(p)):
             key += domain * 64
         came = ranks.wait("token", number, copies.holder, token)
+    word = Int64(0)
     if leads:
         key = domain * 64 if in_two_parts(p) else Int32(64)  # behind those of its own domain
         stager = on_rail(ranks, slot)
         if const_expr(scalars):
             word = word_at(ranks, "returned", slot, batch, ranks.heap.batches)
-            came = p.wire.wait(ranks, word, stager, token, 2) >= 0
+            came = sync.await_word(ranks, ranks.own + word, stager, token, 2) >= 0
         if const_expr(rows):
-            mask = p.wire.wait(ranks, word_at(ranks, "sum", slot, batch, ranks.heap.batches), stager, token, 2)
+            word = word_at(ranks, "sum", slot, batch, ranks.heap.batches)
+            mask = sync.await_word(ranks, ranks.own + word, stager, token, 2)
             came = came and mask >= 0
             row = row_in(Int32(mask), token - batch * p.batch_tokens)
             number = ((slot - 1) * ranks.heap.batches + batch) * p.batch_tokens + row + FAR
+    p.wire.arrived(ranks, word, leads)
     # Hands what each lane acquired to the whole warp.
     complete = arch.vote_all_sync(came)
     if not (near or leads):

@@ -23,12 +23,13 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint64, const_expr
+from cutlass import Boolean, Int32, Int64, Uint64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx
+from ..copies import lowest
 from ..marks import SHIFT
-from ..sync import Ranks, await_word
+from ..sync import Ranks
 
 LAST = 1 << (SHIFT - 1)
 """Set in a batch's word, beside its number of rows, if the sender has no more."""
@@ -81,17 +82,9 @@ class Wire:
         """By a whole warp."""
         raise NotImplementedError
 
-    def arrived(self, ranks: Ranks, word: Int64) -> None:
-        """By one thread that has acquired what stands in this rank's `word`: whatever else it takes to see what came
-        with it."""
-
-    def wait(self, ranks: Ranks, word: Int64, peer: Int32, detail: Int32, deadlines: int = 1) -> Int64:
-        """By one thread: until `peer` has set this rank's `word` in this operation; what it carries beside the epoch,
-        or -1 when the wait was given up. `detail`: which of the peer's batches it is of, for the report. `deadlines`:
-        as of `await_word`."""
-        found = await_word(ranks, ranks.own + word, peer, detail, deadlines)
-        self.arrived(ranks, word)
-        return found
+    def arrived(self, ranks: Ranks, word: Int64, came: Boolean) -> None:
+        """By a whole warp, each of whose lanes has acquired what stands in a `word` of this rank, if its `came` says
+        so: whatever else it takes for the warp to see what came with these words."""
 
 
 @cute.jit
@@ -224,9 +217,20 @@ class Nvshmem(Wire):
     def flush(self, ranks: Ranks) -> None:
         _calls(self.library).flush()
 
-    def arrived(self, ranks: Ranks, word: Int64) -> None:
-        # Where a network writes data and words by different ways, this is what makes the data visible.
-        _calls(self.library).test(ranks.own + word, Int32(NVSHMEM_CMP_EQ), Uint64(ptx.ld_relaxed_sys(ranks.own + word)))
+    def arrived(self, ranks: Ranks, word: Int64, came: Boolean) -> None:
+        test_by_warp(self.library, ranks.own + word, came)
+
+
+@cute.jit
+def test_by_warp(library: cutlass.Constexpr[str], address: Int64, came: Boolean) -> None:
+    """One lane asks NVSHMEM for a word that it has, for all lanes that have one: where a network writes data and words
+    by different ways, this is what makes the data visible. Each call fences, and lanes would make theirs in turn."""
+    lanes = Int32(arch.vote_ballot_sync(came))
+    if arch.lane_idx() == lowest(lanes) and lanes != 0:
+        value = Uint64(ptx.ld_relaxed_sys(address))
+        _calls(library).test(address, Int32(NVSHMEM_CMP_EQ), value)
+    # What that lane has made visible comes before what the others read.
+    arch.sync_warp()
 
 
 @dataclass(frozen=True)

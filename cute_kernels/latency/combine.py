@@ -495,16 +495,14 @@ class Combine(Kernel):
         own, acc = sums
         p = self.problem
         lane = Int32(arch.lane_idx())
-        complete = Boolean(True)
+        comes = Boolean(False)
         if lane < order.copies:
-            if not is_near(ranks, order.holder):
-                number = Int32(order.place)
-                if const_expr(p.bundles):
-                    before = order.holder * self.tokens
-                    number = before + first_of(p, number - before)
-                complete = await_far(ranks, "lines", number, order.holder, token)
-        # What each lane acquired comes before what the others read.
-        arch.sync_warp()
+            comes = Boolean(not is_near(ranks, order.holder))
+        number = Int32(order.place)
+        if const_expr(p.bundles):
+            before = order.holder * self.tokens
+            number = before + first_of(p, number - before)
+        complete = await_far(ranks, "lines", comes, number, order.holder, token)
         count = order.copies
         if not arch.vote_all_sync(complete):
             count = Int32(0)

@@ -404,10 +404,7 @@ class Dispatch(Kernel):
             else:
                 if const_expr(p.num_domains > 1):
                     if not is_near(ranks, source):
-                        if lane == 0:
-                            await_far(ranks, "routes", source, source, Int32(0))
-                        # What lane 0 acquired comes before what the others read.
-                        arch.sync_warp()
+                        await_far(ranks, "routes", Boolean(lane == 0), source, source, Int32(0))
                 at = Int64(source * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
                 w0, w1, w2, w3 = receive_packet(
                     ranks, ranks.at(ranks.own, "routes") + at, "route", source, bid == blocks - 1, lane
@@ -571,13 +568,11 @@ class Dispatch(Kernel):
                     entries = args.max_tokens * p.top_k
                     if asked_expert(tables, source, token * p.top_k + k, entries, first, end) >= 0:
                         comes = Boolean(True)
-        if comes:
-            number = Int32(token)
-            if const_expr(p.bundles):
+        number = Int32(token)
+        if const_expr(p.bundles):
+            if comes:
                 number = first_of(p, number_of(ranks, tables, source, token))
-            await_far(ranks, "lines", source * self.tokens + number, source, token)
-        # What these lanes acquired comes before what the others read.
-        arch.sync_warp()
+        await_far(ranks, "lines", comes, source * self.tokens + number, source, token)
 
     @cute.jit
     def store_weights(

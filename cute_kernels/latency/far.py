@@ -44,14 +44,18 @@ def put_far(
 
 
 @cute.jit
-def await_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], number: Int32, peer: Int32, detail: Int32) -> Boolean:
-    """By one thread: until what `peer` puts into the place `number` has come, or the wait is given up, which is
-    False."""
+def await_far(
+    ranks: sync.Ranks, area: cutlass.Constexpr[str], waits: Boolean, number: Int32, peer: Int32, detail: Int32
+) -> Boolean:  # fmt: skip
+    """By a whole warp: until what `peer` puts into the place `number` has come, of each lane that `waits`. A lane whose
+    wait is given up has False. What the lanes acquired comes before what any of them reads behind this."""
     word = ranks.at(Int64(0), f"told_{area}") + Int64(number) * 8
-    flag = "token" if area == "lines" else "route"
-    came = sync.await_flag(ranks, ranks.own + word, flag, peer, detail)
-    if came:
-        ranks.heap.problem.wire.arrived(ranks, word)
+    came = Boolean(True)
+    if waits:
+        flag = "token" if area == "lines" else "route"
+        came = sync.await_flag(ranks, ranks.own + word, flag, peer, detail)
+    ranks.heap.problem.wire.arrived(ranks, word, waits and came)
+    arch.sync_warp()
     return came
 
 

@@ -247,6 +247,8 @@ class Publish(Kernel):
             if not self.await_tile(ranks, i):
                 failed[0] = 1
             i += THREADS
+        if const_expr(p.num_domains > 1 and self.route):
+            p.wire.arrived(ranks, ranks.at(Int64(0), "route") + Int64(tid) * 8, tid < p.world_size * p.tiles)
         # The barrier hands what was acquired to the whole block.
         arch.sync_threads()
         return 1 - failed[0]
@@ -263,8 +265,6 @@ class Publish(Kernel):
             near = is_near(ranks, source)
             if near or const_expr(self.route):
                 come = ranks.wait("route", index, source, tile)
-            if const_expr(self.route):
-                p.wire.arrived(ranks, ranks.at(Int64(0), "route") + Int64(index) * 8)
             if const_expr(self.told_bytes > 0):
                 if not near and come:
                     flag = ranks.at(ranks.own, "relayed_weights") + Int64(index) * 8

@@ -7,8 +7,6 @@ has ended nothing is under way that was put in it, and a network in which words 
 
 Of these the emulator shows nothing, because there is one order of all loads and stores in it:
 - what `wire.arrived` does, which makes data visible that came another way than its word;
-- `sync_warp` behind the waits of `add_tree`, which makes what one lane acquired known to the others: the vote that
-  follows lets no lane go on before the others either;
 - `sync_warp` before the lane that ends a dispatch of few tokens: no route comes of a rank that refuses, so the refusal
   is known when ranks meet, and the kernel ends when its last lane does;
 - the barriers before a put of a whole block: the network's own stand-in for that put has one, as NVSHMEM's has.
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(1, 9)
+SEEDS = range(1, 17)
 
 
 class Mutation(NamedTuple):
@@ -43,8 +41,6 @@ LANES = "{}arch.sync_warp()\n"
 FAR, DISPATCH, COMBINE = "latency/far.py", "latency/dispatch.py", "latency/combine.py"
 PUBLISH, STAGED = "throughput/publish.py", "throughput/staged.py"
 PLACE = "latency/place_tokens.py"
-
-SUM = 'word_at(ranks, "sum", slot, batch, ranks.heap.batches)'
 
 MUTATIONS = {
     "hello": Mutation(
@@ -65,8 +61,9 @@ MUTATIONS = {
         "                come = Boolean(True)\n            if",
     ),
     "weights arrived, rows arrived": Mutation(
-        "across_pairs_small", SENDING, "        if (seen >> SHIFT) == (ranks.mark >> SHIFT):",
-        "        seen = (seen & ((1 << SHIFT) - 1)) | ((ranks.mark >> SHIFT) << SHIFT)\n        if True:",
+        "across_pairs_small", SENDING, "            came = (seen >> SHIFT) == (ranks.mark >> SHIFT)\n",
+        "            seen = (seen & ((1 << SHIFT) - 1)) | ((ranks.mark >> SHIFT) << SHIFT)\n"
+        "            came = Boolean(True)\n",
     ),
     "weights told": Mutation(
         "across_small", PUBLISH, "come = sync.await_word(ranks, flag, source, tile) >= 0", "come = flag != 0"
@@ -80,7 +77,8 @@ MUTATIONS = {
         "elif token < 0:",
     ),
     "wanted": Mutation(
-        "across_small", SUMS, "        came = p.wire.wait(ranks, word, owner, batch)\n", "        came = Int64(0)\n"
+        "across_small", SUMS, "        came = sync.await_word(ranks, ranks.own + word, owner, batch)\n",
+        "        came = Int64(0)\n",
     ),
     "pushed, at the stager": Mutation(
         "across_pairs_small", SUMS, "    missing = Boolean(lane < p.most_copies and (copies >> lane) & 1 != 0)",
@@ -91,32 +89,28 @@ MUTATIONS = {
         "        came = near",
     ),
     "sums arrived": Mutation(
-        "across_small", SUMS, f"            mask = p.wire.wait(ranks, {SUM}, stager, token, 2)\n",
-        f"            mask = ptx.ld_relaxed_sys(ranks.own + {SUM}) & ((1 << 27) - 1)\n",
+        "across_small", SUMS, "            mask = sync.await_word(ranks, ranks.own + word, stager, token, 2)\n",
+        "            mask = ptx.ld_relaxed_sys(ranks.own + word) & ((1 << 27) - 1)\n",
     ),
     "scalars arrived": Mutation(
-        "across_small", SUMS, "            came = p.wire.wait(ranks, word, stager, token, 2) >= 0\n",
+        "across_small", SUMS, "            came = sync.await_word(ranks, ranks.own + word, stager, token, 2) >= 0\n",
         "            came = word > 0\n",
     ),
     "few route arrived": Mutation(
-        "latency_across_ahead", DISPATCH, 'await_far(ranks, "routes", source, source, Int32(0))', "pass"
-    ),
-    "few route arrived, for the other lanes": Mutation(
-        "latency_across_routes", DISPATCH,
-        "                        # What lane 0 acquired comes before what the others read.\n" + LANES.format(" " * 24),
-        "",
+        "latency_across_ahead", DISPATCH,
+        'await_far(ranks, "routes", Boolean(lane == 0), source, source, Int32(0))', "pass",
     ),
     "few row arrived": Mutation(
         "latency_across_ahead", DISPATCH,
-        'await_far(ranks, "lines", source * self.tokens + number, source, token)', "pass",
+        'await_far(ranks, "lines", comes, source * self.tokens + number, source, token)', "pass",
     ),
-    "few row arrived, for the other lanes": Mutation(
-        "latency_across", DISPATCH,
-        "        # What these lanes acquired comes before what the others read.\n" + LANES.format(" " * 8),
-        "",
+    "few route, row or sum arrived, for the other lanes": Mutation(
+        "latency_across", FAR,
+        "    ranks.heap.problem.wire.arrived(ranks, word, waits and came)\n" + LANES.format(" " * 4), "",
     ),
     "few sum arrived": Mutation(
-        "latency_across_ahead", COMBINE, 'await_far(ranks, "lines", number, order.holder, token)', "Boolean(True)"
+        "latency_across_ahead", COMBINE, 'await_far(ranks, "lines", comes, number, order.holder, token)',
+        "Boolean(True)",
     ),
     "hello, in a dispatch of few tokens": Mutation(
         "latency_across_ahead", DISPATCH, "sync.meet_all(ranks, lane)", "pass"
