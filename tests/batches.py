@@ -108,9 +108,10 @@ class Batches(Kernel):
             total, batch, more = Int32(0), Int32(0), Int32(1)
             while more != 0:
                 found = Int32(-1)
+                word = ranks.at(none, "words") + Int64(source * batches + batch) * 8
                 if lane == 0:
-                    word = ranks.at(none, "words") + Int64(source * batches + batch) * 8
-                    found = Int32(wire.wait(ranks, word, source, batch))
+                    found = Int32(sync.await_word(ranks, ranks.own + word, source, batch))
+                wire.arrived(ranks, word, lane == 0)
                 found = arch.shuffle_sync(found, 0)
                 more = Int32(0)
                 if found >= 0:
