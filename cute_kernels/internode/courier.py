@@ -36,9 +36,8 @@ class Courier(Kernel):
     left to deliver, or until the next operation has begun, which has a courier of its own. Each block has the records
     whose number leaves its own when it is divided by the number of blocks.
 
-    Kernels of few tokens take every multiprocessor, and nothing but their warps' half of it; they want all of its
-    memory to be shared memory. A block that wants another share of it waits there until they have ended, which wait for
-    it, so couriers want the same."""
+    They want as much of a multiprocessor to be shared memory as the kernels of few tokens do, beside which they run: a
+    block may have to wait for a multiprocessor whose memory is shared out otherwise."""
 
     depth: int
 
