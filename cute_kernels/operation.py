@@ -99,9 +99,10 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
 def end_refused(ranks: Ranks) -> None:
     """By one thread, at an operation's end: if some rank has refused it, others may not have waited for what this one
     has put, which must arrive before the places there are used again."""
-    refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
-    if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
-        settle(ranks)
+    if const_expr(ranks.heap.problem.wire.late):
+        refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
+        if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
+            settle(ranks)
 
 
 @cute.jit
@@ -124,9 +125,11 @@ def settle(ranks: Ranks) -> None:
             if not is_near(ranks, rank):
                 expected += await_said(ranks, "sent", rank) & ((1 << SHIFT) - 1)
             rank += 1
-        start, stop = Int64(arch.globaltimer()), Boolean(False)
-        while Int64(words_come(ranks)) < expected and not stop:
-            stop = too_late(ranks, start, "sent", ranks.rank, expected)
+        start, stop, come = Int64(arch.globaltimer()), Boolean(False), Int64(0)
+        while come < expected and not stop:
+            come = Int64(words_come(ranks))
+            if come < expected:
+                stop = too_late(ranks, start, "sent", ranks.rank, expected)
 
 
 @cute.jit

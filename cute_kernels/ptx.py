@@ -86,6 +86,10 @@ def st_v4(addr: Int64, words: Sequence[Any]) -> None:
 
 
 def ld_acquire_sys(addr: Int64) -> Int64:
+    """Whose result is to be used. In a kernel that calls functions (those of a device library) one whose result is not
+    makes the assembler (of CUDA 13.0, among others) forget what every access to global memory needs, and some of them
+    are then illegal instructions. On the left of `and` or `or` the DSL computes a call twice, and one result is not
+    used: give it a name first."""
     return arch.inline_ptx("ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
 
 

@@ -275,7 +275,8 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     heed_alarm(ranks)
     if const_expr(ranks.heap.problem.num_domains > 1):
         ptx.st_relaxed_sys(ranks.own + ALIVE * 8, arch.globaltimer())
-    if ptx.ld_acquire_sys(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > limit:
+    failed = ptx.ld_acquire_sys(ranks.own + FAILED * 8)
+    if failed != 0 or arch.globaltimer() - start > limit:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
     heed_refusals(ranks)
@@ -328,7 +329,7 @@ def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
         if is_near(ranks, rank):
             heap = ranks.peer(rank)
             since = arch.globaltimer() - ptx.ld_relaxed_sys(heap + ALIVE * 8)
-            found = ptx.ld_relaxed_sys(heap + EPOCH * 8) == ranks.epoch and since > ranks.timeout_ns // 2
+            found = since > ranks.timeout_ns // 2 and ptx.ld_relaxed_sys(heap + EPOCH * 8) == ranks.epoch
     return found
 
 
@@ -392,7 +393,8 @@ def too_late(ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int
     """By one thread that has waited for `peer` since `start`, and that no refusal stops: whether it waits no longer."""
     stop = Boolean(False)
     heed_alarm(ranks)
-    if ptx.ld_acquire_sys(ranks.own + FAILED * 8) != 0 or arch.globaltimer() - start > ranks.timeout_ns:
+    failed = ptx.ld_acquire_sys(ranks.own + FAILED * 8)
+    if failed != 0 or arch.globaltimer() - start > ranks.timeout_ns:
         stop = Boolean(True)
         fail(ranks, Int32(TIMEOUT), flag, peer, Int32(0), seen)
     return stop
@@ -461,7 +463,8 @@ def own_alarm(ranks: Ranks) -> Int64:
     alarm = Int64(0)
     # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is told:
     # the host will, when it sees it.
-    if ptx.ld_acquire_sys(ranks.report) != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
+    written = ptx.ld_acquire_sys(ranks.report)
+    if written != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
         shift = 0
         for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
             alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)

@@ -10,7 +10,7 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..heap import EPOCH, Heap
 from ..launch import Kernel, RankArgs
-from .wire import BYTES, HERE, LATEST, RANK, TAKEN, THERE, VALUE, WORD, mailbox_of, record_of
+from .wire import BYTES, CAME, HERE, LATEST, RANK, TAKEN, THERE, VALUE, WORD, mailbox_of, record_of
 
 ROUNDS = 12
 """In how many looks at all records, behind the operation's end, the last ones are delivered."""
@@ -54,6 +54,8 @@ class Courier(Kernel):
         mailbox, served = mailbox_of(ranks), ptx.ld_u64(args.served)
         draw = Uint32(args.seed + block * 40503 + Int32(served) * 7919)
         start = Int64(arch.globaltimer())
+        if arch.lane_idx() == 0 and served != 0:
+            ptx.st_release_gpu(mailbox + (CAME + block) * 8, served + 1)
         going, looks, why = Int32(ROUNDS), Int32(0), Int32(ENDED)
         while going > 0:
             looks += 1
@@ -77,6 +79,37 @@ class Courier(Kernel):
         if block == 0 and arch.lane_idx() == 0:
             for i, word in enumerate((start, Int64(arch.globaltimer()), Int64(looks), Int64(why))):
                 ptx.st_u64(args.log + i * 8, word)
+
+
+class GateArgs(NamedTuple):
+    ranks: RankArgs
+    served: Int64  # address of the epoch of the operation that comes next
+    couriers: Int32  # blocks of its courier
+    blocks: Int32
+
+
+@dataclass(frozen=True)
+class Gate(Kernel):
+    """Comes before an operation in its stream, and ends when the operation's courier has come. An operation that began
+    before might take every multiprocessor, and wait for what only that courier delivers."""
+
+    NAME, Args = "ep_courier_gate", GateArgs
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (32, 1, 1)}
+
+    @cute.kernel
+    def kernel(self, args: GateArgs) -> None:
+        ranks = sync.Ranks(Heap(self.problem), args.ranks)
+        if arch.lane_idx() < args.couriers:
+            served, start = ptx.ld_u64(args.served), Int64(arch.globaltimer())
+            came = mailbox_of(ranks) + (CAME + arch.lane_idx()) * 8
+            waiting = True
+            while waiting:
+                waiting = ptx.ld_acquire_gpu(came) <= served
+                if arch.globaltimer() - start > PATIENCE * ranks.timeout_ns:
+                    waiting = False
 
 
 @cute.jit

@@ -129,7 +129,8 @@ def pass_sums(
             i += threads // 32
         # Hands what each warp acquired to the whole block, and tells it whether all came: no sum may cross of which a
         # copy has not come.
-        if ptx.barrier_count(Int32(complete)) == threads and mask != 0:
+        whole = ptx.barrier_count(Int32(complete))
+        if whole == threads and mask != 0:
             if const_expr(scalars):
                 if warp == 0:
                     if const_expr(ids):
@@ -182,10 +183,12 @@ def await_pushed(ranks: sync.Ranks, slot: Int32, token: Int32, copies: Int32, ow
     index = (slot * p.most_copies + lane) * p.max_tokens + token
     missing = Boolean(lane < p.most_copies and (copies >> lane) & 1 != 0)
     start, polls, came = Int64(arch.globaltimer()), Int32(0), Boolean(True)
-    while arch.vote_any_sync(missing) and came:
+    waiting = arch.vote_any_sync(missing)
+    while waiting and came:
         if missing:
             if ranks.seen("token", index):
                 missing = Boolean(False)
+        waiting = arch.vote_any_sync(missing)
         polls += 1
         if polls == sync.POLLS_PER_CHECK:
             polls = Int32(0)
@@ -376,7 +379,8 @@ def await_sums(
     mine = Int32(0)
     for k in range_constexpr(p.top_k):
         theirs, what = arch.shuffle_sync(place, k), arch.shuffle_sync(number, k)
-        if arch.shuffle_sync(key, k) < (1 << 30) and theirs == lane:
+        known = arch.shuffle_sync(key, k)
+        if known < (1 << 30) and theirs == lane:
             mine = what
     count = Int32(arch.popc(Int32(arch.vote_ballot_sync(near or leads))))
     return mine, count, complete

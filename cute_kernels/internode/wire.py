@@ -291,10 +291,12 @@ RECORD_WORDS = 8
 """Words (8 bytes each) of what is left for a courier. The state is twice as large as the number of puts that were left
 there and delivered, and one more while one is to be delivered; behind it are the arguments of that put, and the state
 in which a courier took it last."""
-POSTED, LATEST = 0, 1
-"""Words of a mailbox before its records: how many puts were left there, and the epoch of the last operation that has a
-courier of its own."""
+POSTED, LATEST, CAME = 0, 1, 2
+"""Words of a mailbox before its records: how many puts were left there, the epoch of the last operation that has a
+courier of its own, and, for each of a courier's blocks, one more than the epoch of the last operation for which it has
+come."""
 HEADER_WORDS = 8
+MOST_COURIERS = HEADER_WORDS - CAME
 
 
 def mailbox_bytes(depth: int) -> int:

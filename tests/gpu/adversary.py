@@ -2,7 +2,8 @@
 
 Every kernel of a communicator leaves its puts in a mailbox of its rank. A courier runs beside each operation, on a
 stream of its own, and delivers what lies there late, in pieces and in any order, behind the operation's end as well
-(cute_kernels/internode/courier.py). Its blocks need a multiprocessor that the kernels leave.
+(cute_kernels/internode/courier.py). The operation begins when its courier is there: behind it, a courier might find no
+place beside a kernel that waits for what only the courier delivers.
 
 A kernel that is launched for the first time is loaded, which may have to wait for those that run, hence for a courier
 that waits for that kernel. So a communicator is warmed up first, with no mailbox, and then handed to `wake`.
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from cute_kernels import jit
 from cute_kernels.alarm import Alarm
 from cute_kernels.heap import BEGUN, EPOCH, MET, NOTE_WORDS, NOTES, STATE_BYTES, Heap
-from cute_kernels.internode.courier import Courier
+from cute_kernels.internode.courier import Courier, Gate
 from cute_kernels.internode.wire import HEADER_WORDS, LATEST, RECORD_WORDS, Adversary, mailbox_bytes
 from cute_kernels.marks import SHIFT
 from cute_kernels.throughput.pull import Pull
@@ -52,7 +53,7 @@ def problem_of(given: config.Config) -> Any:
 
 def kernels_of(given: config.Config, formats: Any = ()) -> list[Any]:
     """Everything that a communicator over any wire launches."""
-    courier = [Courier(problem_of(given), DEPTH)] if given.wire == NAME else []
+    courier = [Courier(problem_of(given), DEPTH), Gate(problem_of(given))] if given.wire == NAME else []
     return [*backend.all_kernels(given, formats), *courier]
 
 
@@ -69,6 +70,17 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
         usual(graph, *error)
 
     patch(torch.cuda.graph, "__exit__", leave)
+    destroy = backend.CuteBackend.destroy
+
+    def show(self: Any, keep: bool) -> None:
+        mail = getattr(self._launcher, "mail", None)
+        if mail in _awake and self._report.failed() is not None:
+            with contextlib.suppress(torch.AcceleratorError):
+                mail.show(Heap(self._launcher.problem))
+            _awake.discard(mail)
+        destroy(self, keep)
+
+    patch(backend.CuteBackend, "destroy", show)
 
 
 class Mail:
@@ -138,10 +150,13 @@ class Launcher(launcher.Launcher):
     def wake(self) -> None:
         """From now on puts are left in the mailbox."""
         assert self.mail is not None
-        self._courier = jit.get(Courier(self.problem, DEPTH), self._arch, torch.cuda.is_current_stream_capturing)
+        capturing = torch.cuda.is_current_stream_capturing
+        self._courier = jit.get(Courier(self.problem, DEPTH), self._arch, capturing)
+        self._gate = jit.get(Gate(self.problem), self._arch, capturing)
         self._table[-1] = self.mail.box.data_ptr()
         torch.cuda.synchronize(self.device)
         self.send(0)  # loads it
+        self.hold(0, 0, torch.cuda.current_stream(self.device))
         torch.cuda.synchronize(self.device)
         _awake.add(self.mail)
 
@@ -152,6 +167,12 @@ class Launcher(launcher.Launcher):
         served, log = mail.served.data_ptr() + 8 * number, mail.log.data_ptr() + 8 * LOGGED * number
         self._courier(*self._ranks, 0, served, log, mail.operations * 40503 % 2**30, COURIERS, mail.stream.cuda_stream)
 
+    def hold(self, number: int, couriers: int, stream: torch.cuda.Stream) -> None:
+        """What comes next in the stream begins when that courier has come."""
+        assert self.mail is not None
+        served = self.mail.served.data_ptr() + 8 * number
+        self._gate(*self._ranks, 0, served, couriers, 1, stream.cuda_stream)
+
     def stream_of(self, raw: int) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self.device)
         return current if raw == current.cuda_stream else torch.cuda.ExternalStream(raw, self.device)
@@ -159,9 +180,6 @@ class Launcher(launcher.Launcher):
     def clear(self) -> None:
         super().clear()
         if self.mail is not None:
-            if self.mail in _awake:
-                with contextlib.suppress(torch.AcceleratorError):
-                    self.mail.show(Heap(self.problem))
             _awake.discard(self.mail)
             self.mail.notes = self.mail._epoch = self.mail.box[:0]  # no view of the heap is left
 
@@ -174,17 +192,17 @@ class Launcher(launcher.Launcher):
         def launched(terms: int, **given: Any) -> None:
             with torch.cuda.device(self.device):
                 stream = self.stream_of(self._stream(self.device.index))
-                number = 0 if kernel is Alarm else mail.begins(stream)
-                event = torch.cuda.Event()
-                event.record(stream)
-                # A kernel between the event and the operation's, which may be launched while another ends.
-                if kernel is not Alarm:
-                    mail.follows(stream)
-                launch(terms, **given)
                 if kernel is Alarm:  # no operation: what it has put is delivered behind it
-                    event.record(stream)
-                mail.stream.wait_event(event)
+                    launch(terms, **given)
+                    mail.stream.wait_stream(stream)
+                    self.send(0)
+                    return
+                number = mail.begins(stream)
+                mail.stream.wait_stream(stream)
                 self.send(number)
+                mail.follows(stream)
+                self.hold(number, COURIERS, stream)
+                launch(terms, **given)
 
         return launched
 

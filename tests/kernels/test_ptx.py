@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 import shutil
@@ -36,7 +37,17 @@ BULK_OUT = "cp.async.bulk.global.shared::cta.bulk_group"
 
 @functools.cache
 def compiled_ptx(kernel, arch: str) -> str:
-    return jit.compile_kernel(kernel, arch, keep_ptx=True).__ptx__
+    ptx = jit.compile_kernel(kernel, arch, keep_ptx=True).__ptx__
+    assert not unused_acquires(ptx), "ptx.ld_acquire_sys says what comes of it"
+    return ptx
+
+
+def unused_acquires(ptx: str) -> list[str]:
+    """Loads of a kernel that acquire, and whose result nothing reads."""
+    body = ptx[ptx.index(".visible .entry") :]
+    body = body[: body.index("\n}\n")]
+    named = collections.Counter(re.findall(r"%\w+", body))
+    return [load for load, to in re.findall(r"(ld\.acquire\S+ (%\w+), .*)", body) if named[to] == 1]
 
 
 def count(ptx: str, instruction: str) -> int:

@@ -15,7 +15,7 @@ from test_ptx import ARCHS, compiled_ptx, count
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
-from cute_kernels.internode.courier import Courier
+from cute_kernels.internode.courier import Courier, Gate
 
 LIBRARY = wire.find_library()
 needs_library = pytest.mark.skipif(
@@ -33,6 +33,7 @@ def kernels() -> dict[str, Any]:
         "nvlink": Batches(problem(wire.Nvlink())),
         "adversary": Batches(adversary),
         "courier": Courier(adversary, depth_of(4)),
+        "gate": Gate(adversary),
     }
 
 
@@ -42,7 +43,7 @@ def test_without_nvshmem(name: str, arch: str) -> None:
     ptx = compiled_ptx(kernels()[name], arch)
     assert "nvshmem" not in ptx
     # What an adversary is told, and its courier tells it, stays on the GPU.
-    assert (count(ptx, "st.release.gpu.global.b64") > 0) == (name != "nvlink")
+    assert (count(ptx, "st.release.gpu.global.b64") > 0) == (name in ("adversary", "courier"))
 
 
 @needs_library
