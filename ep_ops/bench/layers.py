@@ -37,12 +37,11 @@ class Layer:
         draw = torch.Generator(comm.device).manual_seed(1 + comm.rank)
 
         def normal(*shape: int) -> Tensor:
-            made = torch.randn(shape, generator=draw, dtype=workload.torch_dtype, device=comm.device)
-            return made * shape[-2] ** -0.5 if len(shape) > 1 else made
+            return torch.randn(shape, generator=draw, dtype=workload.torch_dtype, device=comm.device)
 
         hidden, local = workload.hidden, comm.num_local_experts
         self.weights = [
-            normal(*shape).requires_grad_()
+            (normal(*shape) * shape[-2] ** -0.5).requires_grad_()
             for shape in ((local, hidden, 2 * width), (local, width, hidden),
                           (hidden, 2 * shared_width), (shared_width, hidden))
         ]  # fmt: skip

@@ -54,7 +54,7 @@ MUTATIONS = {
         "latency_across_refused", OPERATION, 'expected += await_said(ranks, "sent", rank)', "expected += Int64(0) "
     ),
     "come": Mutation(
-        "latency_across_refused", OPERATION, "while Int64(words_come(ranks)) < expected", "while Int64(1) < 0"
+        "latency_across_refused", OPERATION, "while come < expected and not stop", "while Int64(1) < 0"
     ),
     "route told": Mutation(
         "across_small", PUBLISH, "                come = ranks.wait(\"route\", index, source, tile)\n            if",
