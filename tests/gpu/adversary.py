@@ -6,8 +6,8 @@ stream of its own, and delivers what lies there late, in pieces and in any order
 place beside a kernel that waits for what only the courier delivers.
 
 A kernel that is launched for the first time is loaded, which may have to wait for those that run, hence for a courier
-that waits for that kernel. So a communicator is warmed up first, with no mailbox, and then handed to `wake`; and the
-courier of an operation that is new all the same is launched behind it.
+that waits for that kernel. So a communicator launches all that a test will, with no mailbox, and is then handed to
+`wake`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ LATER = (Pull, PullScaled)
 """Kernels of an operation that another kernel has begun."""
 
 _awake: weakref.WeakSet[Any] = weakref.WeakSet()
-_loaded: set[Any] = set()
-"""Kernels that have been launched beside a courier."""
 
 
 def problem_of(given: config.Config) -> Any:
@@ -202,16 +200,10 @@ class Launcher(launcher.Launcher):
                     return
                 number = mail.begins(stream)
                 mail.stream.wait_stream(stream)
-                if kernel in _loaded:
-                    self.send(number)
-                    mail.follows(stream)
-                    self.hold(number, COURIERS, stream)
-                    launch(terms, **given)
-                else:
-                    mail.follows(stream)
-                    launch(terms, **given)
-                    self.send(number)
-                    _loaded.add(kernel)
+                self.send(number)
+                mail.follows(stream)
+                self.hold(number, COURIERS, stream)
+                launch(terms, **given)
 
         return launched
 

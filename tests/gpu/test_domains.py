@@ -98,10 +98,22 @@ def make(request, monkeypatch) -> Make:
                 x = torch.empty(0, comm.hidden_size, dtype=comm.dtype, device="cuda")
                 idx = torch.empty(0, TOP_K, dtype=torch.int32, device="cuda")
                 send(comm, x, idx, idx.float(), format, layout)
+            refuse(comm)
             adversary.wake(comm)
         return comm
 
     return made
+
+
+def refuse(comm: ep_ops.Communicator) -> None:
+    """On all ranks: launches the kernel that says so, which no warm-up does."""
+    idx = torch.empty(0, TOP_K, dtype=torch.int32, device="cuda")
+    with pytest.raises(TypeError, match="x has dtype"):
+        comm.dispatch(torch.empty(0, comm.hidden_size, device="cuda"), idx, idx.float())
+    torch.cuda.synchronize()
+    with contextlib.suppress(ValueError):  # another rank's refusal
+        comm.check_errors()
+    comm.check_errors()
 
 
 # ---------------------------------------------------------------------- every operator
@@ -574,9 +586,11 @@ def test_token_major_captured(half, make, seed, together):
 
 
 def send(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor, format: str, layout: str) -> None:
-    """Rows in a format, along a new route and along the same."""
+    """Rows in a format, expert-grouped and token-major, along a new route and along the same."""
     sent = comm.dispatch(x, idx, weights, format=format, scales_as=layout)
     comm.dispatch_planned(x, sent.route, weights, format=format, scales_as=layout)
+    tokens = comm.dispatch_tokens(x, idx, weights, format=format, scales_as=layout)
+    comm.dispatch_tokens_planned(x, tokens.route, weights, format=format, scales_as=layout)
 
 
 @in_rounds
@@ -591,8 +605,6 @@ def test_formats(way, half, make, few, seed, monkeypatch):
             x = torch.randn(tokens, FORMAT_HIDDEN, device="cuda").mul(10.0 ** (step - 2)).bfloat16()
             weights = torch.rand(idx.shape, device="cuda")
             send(comm, x, idx, weights, name, layout)
-            sent = comm.dispatch_tokens(x, idx, weights, format=name, scales_as=layout)
-            comm.dispatch_tokens_planned(x, sent.route, weights, format=name, scales_as=layout)
             torch.cuda.synchronize()
             comm.check_errors()
 
