@@ -45,6 +45,11 @@ def views(arrivals: Tensor, num_rows: int) -> Arrivals:
     return Arrivals(copies.view(num_rows + 1, 2), owned.view(num_rows, 2), sources)
 
 
+def sources(arrivals: Tensor, num_rows: int) -> Tensor:
+    """The list of that name alone, which takes less of the host's time than all."""
+    return arrivals[4 * num_rows + 2 :]
+
+
 def recv_from(arrivals: Tensor, num_rows: int) -> Tensor:
     """Who asked for each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for rows that nobody owns.
 

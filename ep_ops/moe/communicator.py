@@ -99,7 +99,8 @@ class MoECommunicator:
         self._counts: Counts | None = None
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64)  # rows kept and dropped, before a place()
         if config.statistics:
-            self._counts = Counts(comm.num_local_experts, comm.world_size, comm.device)
+            sizes = row_bytes(comm.hidden_size, comm.dtype.itemsize)
+            self._counts = Counts(comm.num_local_experts, comm.world_size, sizes, comm.device)
 
     def sibling(self, placement: Sequence[int] | None = None) -> MoECommunicator:
         """One for another layer: with the same communicator and its memory, and with a placement (this one's, unless
@@ -226,7 +227,7 @@ class MoECommunicator:
     def _arrived(self, sent: Dispatched | DispatchedTokens, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
         x, weights, route, dropped = sent.x, sent.weights, sent.route, sent.dropped
         if self._counts is not None and not recomputing():
-            self._counts.dispatched(route, dropped, self._row_bytes(how.format))
+            self._counts.dispatched(route, dropped, how.format)
         local_idx = sent.local_idx if isinstance(sent, DispatchedTokens) else None
         handle = DispatchHandle(route, weights if local_idx is None else None, dropped, local_idx)
         if route.slots:
@@ -237,7 +238,7 @@ class MoECommunicator:
     def _returned(self, handle: DispatchHandle) -> None:
         """Counts what a combine has given back."""
         if self._counts is not None and not recomputing():
-            self._counts.combined(handle.route, self._row_bytes())
+            self._counts.combined(handle.route)
 
     # ------------------------------------------------------------------ what a call is told
 
@@ -250,8 +251,8 @@ class MoECommunicator:
         return quant
 
     def _given(self, how: Quant, max_tokens: int | None) -> dict[str, Any]:
-        room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
-        return {**room, "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
+        most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
+        return {**self._room(most), "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
 
     def _room(self, max_tokens: int) -> dict[str, Any]:
         """For as many tokens of each rank; no more than the worst case takes."""
@@ -266,9 +267,6 @@ class MoECommunicator:
             most = comm.world_size * max_tokens if self._token_major else comm.capacity(max_tokens)
             capacity = min(capacity, most)  # type: ignore[type-var]
         return {"capacity": capacity, "max_tokens": max_tokens}
-
-    def _row_bytes(self, format: str = "") -> int:
-        return row_bytes(self.comm.hidden_size, self.comm.dtype.itemsize, format)
 
     def _refuse(self, operator: str, reason: str, max_tokens: int | None) -> None:
         """``max_tokens``: of the call."""

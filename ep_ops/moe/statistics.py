@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ep_ops.formats import format_of, per_row
+from ep_ops.formats import FORMATS, per_row
 from ep_ops.records import Operation, Route
 
 
@@ -55,52 +55,64 @@ def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor,
 
 
 class Counts:
-    """Sums over operations, in device memory: captured graphs add to them when they are replayed."""
+    """Sums over operations, in device memory: captured graphs add to them when they are replayed.
 
-    def __init__(self, num_local_experts: int, world_size: int, device: torch.device) -> None:
+    Where rows lie in a route tells how many copies came from each rank, not how large they were. So there is a line of
+    sums for each size that rows have in some format, and bytes are worked out when somebody asks.
+    """
+
+    def __init__(self, num_local_experts: int, world_size: int, sizes: dict[str, int], device: torch.device) -> None:
+        """`sizes`: bytes of a row as it travels, by format."""
+        self._sizes = sorted(set(sizes.values()))
+        self._lines = {format: self._sizes.index(size) for format, size in sizes.items()}
+        self._own = sizes[""]
+        # A line: dispatches, rows kept and dropped by expert, and copies as `Route.sources` has them.
+        self._widths = (1, num_local_experts, num_local_experts, world_size + 1)
         with torch.inference_mode(False):  # else nothing else could add to them
-            self._dispatches = torch.zeros((), dtype=torch.int64, device=device)
-            self._rows = torch.zeros(2, num_local_experts, dtype=torch.int64, device=device)  # kept, dropped
-            # As `Route.sources` has them: sums over the ranks up to and with each.
-            self._bytes = torch.zeros(2, world_size + 1, dtype=torch.int64, device=device)  # received, returned
+            self._one = torch.ones(1, dtype=torch.int32, device=device)
+            self._sums = torch.zeros(len(self._sizes), sum(self._widths), dtype=torch.int64, device=device)
+            self._returned = torch.zeros(world_size + 1, dtype=torch.int64, device=device)
 
-    def dispatched(self, route: Route, dropped: Tensor, row_bytes: int) -> None:
-        self._dispatches.add_(1)
-        self._rows[0].add_(route.counts)
-        self._rows[1].add_(dropped)
-        self._bytes[0].add_(route.sources, alpha=row_bytes)
+    def dispatched(self, route: Route, dropped: Tensor, format: str) -> None:
+        self._sums[self._lines[format]].add_(torch.cat((self._one, route.counts, dropped, route.sources)))
 
-    def combined(self, route: Route, row_bytes: int) -> None:
-        self._bytes[1].add_(route.sources, alpha=row_bytes)
+    def combined(self, route: Route) -> None:
+        self._returned.add_(route.sources)
 
     def reset(self) -> None:
-        for sums in (self._dispatches, self._rows, self._bytes):
+        for sums in (self._sums, self._returned):
             sums.zero_()
 
     def forget_rows(self) -> None:
         """When somebody else has noted them."""
-        self._rows.zero_()
+        first, experts = self._widths[:2]
+        self._sums[:, first : first + 2 * experts].zero_()
 
     # What follows waits for the device.
 
     @property
     def dispatches(self) -> int:
-        return int(self._dispatches)
+        return int(self._read()[0].sum())
 
     @property
     def rows(self) -> Tensor:
         """[2, El] rows kept and dropped, by local expert."""
-        return self._rows.cpu()
+        _, kept, dropped, _ = self._read()
+        return torch.stack((kept.sum(0), dropped.sum(0)))
 
     @property
     def bytes(self) -> Tensor:
         """[2, W] bytes received from and returned to each rank."""
-        return self._bytes.cpu().diff()
+        received = torch.tensor(self._sizes) @ self._read()[3]
+        return torch.stack((received, self._own * self._returned.cpu())).diff()
+
+    def _read(self) -> tuple[Tensor, ...]:
+        return self._sums.cpu().split(self._widths, 1)
 
 
-def row_bytes(hidden_size: int, itemsize: int, format: str = "") -> int:
-    """Bytes of a row as it travels: its numbers, or its codes and scales."""
-    if not format:
-        return hidden_size * itemsize
-    form = format_of(format)
-    return hidden_size + per_row(form, hidden_size) * form.scale_dtype.itemsize
+def row_bytes(hidden_size: int, itemsize: int) -> dict[str, int]:
+    """Bytes of a row as it travels, by format ("": none): its numbers, or its codes and scales."""
+    coded = {
+        name: hidden_size + per_row(form, hidden_size) * form.scale_dtype.itemsize for name, form in FORMATS.items()
+    }
+    return {"": hidden_size * itemsize, **coded}
