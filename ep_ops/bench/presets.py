@@ -94,7 +94,7 @@ def quick() -> Preset:
 
 def over_sms(sms: tuple[int, ...] = SMS) -> Preset:
     """Workload A with each budget for both directions."""
-    return Preset(tuple(Case(WORKLOAD_A, (*FORWARD, "gathered"), n, n) for n in sms), sms)
+    return Preset(tuple(Case(WORKLOAD_A, (*FORWARD, "gathered", *TOKEN_MAJOR), n, n) for n in sms), sms)
 
 
 def over_sizes() -> Preset:
