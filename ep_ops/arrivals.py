@@ -39,15 +39,11 @@ def rows_of(numel: int, world_size: int) -> int:
 
 
 def views(arrivals: Tensor, num_rows: int) -> Arrivals:
-    """The lists of ``arrivals``, which share its memory."""
+    """The lists of ``arrivals``, which share its memory. (Not by slices: Inductor of torch 2.11 does not compile one
+    whose size it does not know.)"""
     pairs = 2 * num_rows
     copies, owned, sources = arrivals.split((pairs + 2, pairs, arrivals.numel() - 2 * pairs - 2))
     return Arrivals(copies.view(num_rows + 1, 2), owned.view(num_rows, 2), sources)
-
-
-def sources(arrivals: Tensor, num_rows: int) -> Tensor:
-    """The list of that name alone, which takes less of the host's time than all."""
-    return arrivals[4 * num_rows + 2 :]
 
 
 def recv_from(arrivals: Tensor, num_rows: int) -> Tensor:

@@ -109,7 +109,7 @@ class Route(NamedTuple):
     @property
     def sources(self) -> Tensor:
         """[W + 1] where in ``copies`` those of each source rank begin; the last: the number of copies."""
-        return lists.sources(self.arrivals, self.num_rows)
+        return lists.views(self.arrivals, self.num_rows).sources
 
     @property
     def segments(self) -> Segments:

@@ -99,8 +99,8 @@ class MoECommunicator:
         self._counts: Counts | None = None
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64)  # rows kept and dropped, before a place()
         if config.statistics:
-            sizes = row_bytes(comm.hidden_size, comm.dtype.itemsize)
-            self._counts = Counts(comm.num_local_experts, comm.world_size, sizes, comm.device)
+            bytes_of = row_bytes(comm.hidden_size, comm.dtype.itemsize)
+            self._counts = Counts(comm.num_local_experts, comm.world_size, bytes_of, comm.device)
 
     def sibling(self, placement: Sequence[int] | None = None) -> MoECommunicator:
         """One for another layer: with the same communicator and its memory, and with a placement (this one's, unless

@@ -137,7 +137,8 @@ def sum_of_places(y: Tensor, places: Tensor, weights: Tensor | None = None) -> T
     for k in range(places.shape[1]):
         own = _of_places(y, places[:, k])
         total = total + (own if weights is None else own * weights[:, k, None].to(_exact(y)))
-    return total.to(y.dtype)
+    # A cast that changes nothing, behind all else of a forward, costs the gradient where torch 2.11 compiles it.
+    return total if total.dtype == y.dtype else total.to(y.dtype)
 
 
 def _of_places(y: Tensor, place: Tensor) -> Tensor:
