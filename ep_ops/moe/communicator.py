@@ -251,8 +251,8 @@ class MoECommunicator:
         return quant
 
     def _given(self, how: Quant, max_tokens: int | None) -> dict[str, Any]:
-        most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
-        return {**self._room(most), "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
+        room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
+        return {**room, "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
 
     def _room(self, max_tokens: int) -> dict[str, Any]:
         """For as many tokens of each rank; no more than the worst case takes."""

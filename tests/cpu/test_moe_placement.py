@@ -181,6 +181,22 @@ def test_recomputed_dispatches_count_once() -> None:
         assert moe.stats().dispatches == 1 and int(moe.load().sum()) == int((given.ids >= 0).sum())
 
 
+def test_bytes_of_rows_of_several_sizes() -> None:
+    """One after the other in formats of a communicator; what is counted of each is added up, and forgotten with it."""
+    given, rows = drawn(0, 0, MOST), [H * 4, H + H // 32, H * 4]
+    copies = int((given.ids >= 0).any(1).sum())
+    assert copies > 0 and rows[0] != rows[1]
+    with communicator(statistics=True) as moe, torch.no_grad():
+        for quant in (None, Quant("wire:e4m3/32/mx"), None):
+            _, handle = moe.dispatch(given.x, given.ids, given.weights, quant)
+            moe.combine(torch.zeros(handle.route.num_rows, H), handle)
+        stats = moe.stats()
+        assert stats.dispatches == 3 and int(stats.rows.sum()) == 3 * int((given.ids >= 0).sum())
+        assert stats.received.tolist() == [copies * sum(rows)] and stats.returned.tolist() == [3 * copies * H * 4]
+        moe.reset_stats()
+        assert not moe.stats().received.any()
+
+
 def noted(number: int, begun: float, waits: tuple[float, ...]) -> Operation:
     return Operation(number, "dispatch", True, True, False, 8, "", begun, None, waits)
 

@@ -106,7 +106,7 @@ def make(request, monkeypatch) -> Make:
 
 
 def refuse(comm: ep_ops.Communicator) -> None:
-    """On all ranks: launches the kernel that says so, which no warm-up does."""
+    """A call that all ranks refuse: it launches the kernel that tells others of it, which no warm-up does."""
     idx = torch.empty(0, TOP_K, dtype=torch.int32, device="cuda")
     with pytest.raises(TypeError, match="x has dtype"):
         comm.dispatch(torch.empty(0, comm.hidden_size, device="cuda"), idx, idx.float())
