@@ -189,6 +189,7 @@ BENCHMARKS = {
     "latency": "dispatch and combine of few tokens in CUDA graphs: pairs, halves, beside matrix products",
     "overlap": "two micro-batches in turns, and a shared expert between the halves of an operation",
     "moe": "what MoECommunicator, its statistics and a placement cost over the operators",
+    "wire": "puts between NVLink domains, over stores and NVSHMEM: batches, and a put that is answered",
     "live_rows": "SwiGLU of the rows that there are, beside PyTorch over all the rows that there is room for",
     "layer": "a whole layer, forward and backward, with room for exactly the rows that come and for more",
     "training": "loss curves with quantised rows, beside those of bfloat16",

@@ -37,6 +37,12 @@ def die(after: float = 0.0) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def names(text: str, victim: int) -> bool:
+    """Whether a failure says who died: as the one who was waited for, or as the one whom that rank has not seen, where
+    its own wait began no earlier than the one that failed (processes that share a GPU run one after the other)."""
+    return f"for rank {victim} " in text or f"has not seen rank {victim} in it" in text
+
+
 class Rank:
     """What a rank does with one communicator."""
 
@@ -164,7 +170,7 @@ def main(rank: int, world_size: int, left: int, port: int, seed: int, size: int,
                 break
         told.append(dict(
             victim=victim, moment=moment, few=bound == FEW, way=way, steps=i - STEPS, domains=comm.domains,
-            seconds=time.monotonic() - start, named=f"for rank {victim} " in text, text=text,
+            seconds=time.monotonic() - start, named=names(text, victim), text=text,
         ))  # fmt: skip
         with open(out, "w") as file:
             json.dump(told, file)

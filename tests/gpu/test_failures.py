@@ -62,6 +62,7 @@ def test_absent_rank(together):
             assert mine[0].kind in ("dispatch", "combine") and mine[0].number > theirs[0].number
             (stopped,) = (noted for noted in mine if noted.number == theirs[0].number + 1)
             assert stopped.kind == "dispatch" and stopped.max_tokens == 64 and stopped.met is None
+            assert absent in mine[0].unseen
             assert all(noted.met is not None and noted.met >= noted.begun for noted in theirs) and len(theirs) == 16
             text = str(told.value)
             for rank, last in ((comm.rank, mine[0]), (absent, theirs[0])):

@@ -63,6 +63,24 @@ def test_what_people_read() -> None:
     assert history.told(0, []) == "rank 0, last first: nothing"
 
 
+def begun(*numbers: int) -> bytes:
+    """The marks with which ranks have begun operations of a bank; with 0, none yet."""
+    return struct.pack(f"<{len(numbers)}q", *(number << marks.SHIFT | marks.pack("plan", 8) for number in numbers))
+
+
+def test_ranks_that_have_not_begun_are_named() -> None:
+    """Those of the last two operations, whose marks lie in one bank each; of older ones nothing is known."""
+    memory = noted(*((number, "dispatch", number * 10**9, 0, 0) for number in (4, 5, 6)))
+    found = history.operations(memory, b"", (begun(6, 4, 6, 0), begun(5, 7, 3, 5)))
+    assert [(one.number, one.unseen) for one in found] == [(6, (1, 3)), (5, (2,)), (4, ())]
+    ends = [line.split(", ")[-1] for line in history.told(0, found[1:]).split("; ")]
+    assert ends == ["has not seen rank 2 in it", "has not seen all ranks in it"]
+    assert history.told(0, found).split("; ")[0].endswith(", has not seen ranks 1, 3 in it")
+    many = history.operations(memory, b"", (begun(*[6] * 3, *[4] * 11), begun()))
+    line = history.told(0, many).split("; ")[0]
+    assert line.endswith(", has not seen ranks 3, 4, 5, 6, 7, 8, 9, 10 and 3 more in it")
+
+
 def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
     made: Any = object.__new__(CuteBackend)
     made._config = SimpleNamespace(name="x")

@@ -461,7 +461,9 @@ class CuteBackend:
         notes, waited = (
             self.memory.read(rank, heap.offset[name], heap.size[name]) for name in ("notes", "waited")
         )  # fmt: skip
-        return history.operations(notes, waited)
+        hello, bank = heap.offset["hello"], heap.distance["hello"]
+        hellos = [self.memory.read(rank, first, heap.size["hello"]) for first in (hello, hello + bank)]
+        return history.operations(notes, waited, hellos)
 
     def _reason(self, peer: int, epoch: int) -> str:
         """What a rank that refused has left here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from cute_kernels import marks
@@ -14,9 +14,13 @@ from ...records import Operation
 TOLD = 3
 """Of how many operations of a rank an error tells."""
 
+MOST = 8
+"""Of how many ranks that were not seen."""
 
-def operations(memory: bytes, waited: bytes = b"") -> list[Operation]:
-    """Of a rank's notes (`NOTES` of them) and of what it has waited, the last one first."""
+
+def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = ()) -> list[Operation]:
+    """Of a rank's notes (`NOTES` of them), of what it has waited, and of both banks of the marks with which ranks have
+    begun operations there; the last one first."""
     found = []
     words_of = struct.unpack(f"<{len(waited) // 8}q", waited)
     ranks = len(words_of) // NOTES
@@ -29,7 +33,16 @@ def operations(memory: bytes, waited: bytes = b"") -> list[Operation]:
         use, place = divmod(number, NOTES)
         waits = tuple(_seconds(word, use) for word in words_of[place * ranks : (place + 1) * ranks])
         found.append(Operation(number, *terms, begun * 1e-9, met * 1e-9 if seen else None, waits))
-    return sorted(found, reverse=True)
+    found.sort(reverse=True)
+    if hellos:
+        found[:2] = [one._replace(unseen=_unseen(hellos[one.number % 2], one.number)) for one in found[:2]]
+    return found
+
+
+def _unseen(hellos: bytes, number: int) -> tuple[int, ...]:
+    """Ranks whose mark is one of an operation before that."""
+    found = struct.unpack(f"<{len(hellos) // 8}q", hellos)
+    return tuple(rank for rank, mark in enumerate(found) if marks.unpack(mark)[0] < number)
 
 
 def _seconds(word: int, use: int) -> float:
@@ -47,8 +60,17 @@ def _of_one(noted: Operation) -> str:
     if noted.kind == "refused":
         return f"{noted.number} refused"
     begun = datetime.fromtimestamp(noted.begun).strftime("%H:%M:%S.%f")
-    met = "has not seen all ranks in it"
+    met = f"has not seen {_ranks(noted.unseen)} in it"
     if noted.met is not None:
         met = f"has seen all ranks in it {1e6 * (noted.met - noted.begun):.0f} us later"
     rows = f", format {noted.format}" if noted.format else ""
     return f"{noted.number} ep::{noted.kind} (max_tokens {noted.max_tokens}{rows}) begun at {begun}, {met}"
+
+
+def _ranks(unseen: Sequence[int]) -> str:
+    """Those that were not seen, where they are known."""
+    if not unseen:
+        return "all ranks"
+    if len(unseen) == 1:
+        return f"rank {unseen[0]}"
+    return f"ranks {', '.join(map(str, unseen[:MOST]))}{f' and {len(unseen) - MOST} more' * (len(unseen) > MOST)}"
