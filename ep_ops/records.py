@@ -188,4 +188,4 @@ class Operation(NamedTuple):
     begun: float
     met: float | None  # when it had seen that all ranks have begun it; None: it has not
     waits: tuple[float, ...] = ()  # for each rank, the longest that a thread here waited for it in this operation
-    unseen: tuple[int, ...] = ()  # of the last two operations: ranks that had not begun it, as far as this rank has seen
+    unseen: tuple[int, ...] = ()  # of the last two operations: ranks that have not begun it, as far as is known here
