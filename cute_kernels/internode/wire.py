@@ -201,9 +201,7 @@ class Nvshmem(Wire):
         self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
         value: Int64,
     ) -> None:  # fmt: skip
-        # What reads the source is no thread of this GPU: each thread's stores come before the put.
-        arch.fence_acq_rel_sys()
-        arch.sync_threads()
+        fence_by_block()
         count_put(ranks, rank, Int32(arch.thread_idx()[0]))
         _calls(self.library).put_signal_by_block(
             ranks.own + there, ranks.own + here, Uint64(nbytes), ranks.own + word, Uint64(value),
@@ -219,6 +217,19 @@ class Nvshmem(Wire):
 
     def arrived(self, ranks: Ranks, word: Int64, came: Boolean) -> None:
         test_by_warp(self.library, ranks.own + word, came)
+
+
+@cute.jit
+def fence_by_block() -> None:
+    """What reads the source is no thread of this GPU: what all threads of the block have stored comes before the put.
+    One fences for all of them: fences of a multiprocessor wait for each other."""
+    # Every thread's stores come before the one's fence.
+    arch.sync_threads()
+    tid, _, _ = arch.thread_idx()
+    if tid == 0:
+        arch.fence_acq_rel_sys()
+    # The fence comes before any thread's put.
+    arch.sync_threads()
 
 
 @cute.jit
