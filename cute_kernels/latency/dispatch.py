@@ -11,12 +11,11 @@ blocks fit on the device at once.
 **Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
 ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
 
-Ranks of other NVLink domains get their packets by puts, first of all, one a route (far.py), and one a row or several
-rows (bundled.py); there the last block meets all ranks, too.
+How blocks push stands in sender.py. Ranks of other NVLink domains get their packets by puts, first of all; there the
+last block meets all ranks, too.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,16 +23,14 @@ from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
-from ..copies import lowest, set_of
-from ..delivery import Arrived, Delivery
-from ..experts import first_expert, holder_of, local_experts
-from ..launch import Kernel, RankArgs
+from ..delivery import Arrived
+from ..experts import first_expert, local_experts
 from ..places import is_near
 from ..placing_tokens import clear_places
 from ..swizzled import Begins
-from .bundled import bundle_of, bundles, first_of, number_of, number_rows, tokens_for
-from .far import await_far, end, far_rank, have_put, put_far, store_far
-from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
+from .bundled import first_of, number_of, number_rows
+from .far import await_far, end, have_put
+from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 from .lists import own_weights, write_lists
 from .packets import (
     THREADS,
@@ -49,7 +46,6 @@ from .packets import (
     open_next_epoch,
     receive_packet,
     seal,
-    st_line,
     store_payload,
 )
 from .place import (
@@ -64,93 +60,17 @@ from .place import (
     write_segments,
 )
 from .place_tokens import place_tokens, write_copies, write_send_rows
-from .quantised import WEIGHTS, first_weight, packets_of, row_words, store_row
-from .reach import Peers, heap_of, rotated
+from .quantised import WEIGHTS, first_weight, row_words, store_row
+from .reach import Peers
+from .sender import DispatchArgs, Sender
 
 BATCH = 4
 """How many packets a warp waits for together."""
 
 
-class DispatchArgs(NamedTuple):
-    ranks: RankArgs
-    x: Int64
-    topk_weights: Int64
-    scales: Int64
-    topk_idx: Int64
-    send_rows: Int64
-    arrivals: Int64
-    offs: Int64
-    counts: Int64
-    dropped: Int64
-    recv_x: Int64
-    recv_weights: Int64
-    recv_scales: Int64
-    recv_idx: Int64
-    tokens: Int32
-    max_tokens: Int32
-    capacity: Int32
-    alignment: Int32
-    slots: Int32
-    zeros: Int32  # whether padding is cleared
-    senders: Int32
-    first_receiver: Int32
-    blocks: Int32
-
-
 @dataclass(frozen=True)
-class Dispatch(Kernel):
-    """`tokens`: most tokens of a rank. `weights`: routing weights travel behind the rows.
-
-    `send` and `receive`: both for a whole operation. Of a split one the start only sends, and the wait only receives
-    and ends the operation. Only whole ones are launched ahead of their turn (programmatic dependent launch): a start
-    and a wait have more than one kernel before them.
-
-    `format` and `layout`: what rows travel as, and what they arrive as (delivery.py); `given`: x and its scales are in
-    that format already.
-
-    `token_major`: of what receives. A row for each token that comes, with local ids and weights [R, K] beside it. What
-    only sends is the same for both kinds of rows.
-    """
-
-    NAME, Args = "ep_latency_dispatch", DispatchArgs
-
-    tokens: int
-    weights: bool
-    send: bool = True
-    receive: bool = True
-    format: str = ""
-    layout: str = ""
-    given: bool = False
-    token_major: bool = False
-
-    @property
-    def delivery(self) -> Delivery:
-        return Delivery(self.problem, self.format, self.layout)
-
-    @property
-    def heap(self) -> LatencyHeap:
-        return LatencyHeap(self.problem, self.tokens)
-
-    @property
-    def row_packets(self) -> int:
-        if self.format:
-            return packets_of(self.delivery.form, self.problem.top_k, self.weights)
-        return packets(self.problem.row_bytes + (self.heap.weight_bytes if self.weights else 0))
-
-    @property
-    def row_stride(self) -> int:
-        """Bytes of a row on its way: those behind one another in a put have no gaps."""
-        return self.row_packets * PACKET_BYTES
-
-    @property
-    def name(self) -> str:
-        """With the half that it is, if it is one."""
-        return self.NAME + ("" if self.send and self.receive else "_start" if self.send else "_wait")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        together = {"use_pdl": self.send and self.receive, "min_blocks_per_mp": 2, "preferred_smem_carveout": 100}
-        return {"block": (THREADS, 1, 1), **together}
+class Dispatch(Sender):
+    """See above; what the fields say stands with :class:`.sender.Sender`."""
 
     @cute.kernel
     def kernel(self, args: DispatchArgs) -> None:
@@ -238,152 +158,6 @@ class Dispatch(Kernel):
                         write_copies(ranks, tables, args, copies, self.weights)
                     else:
                         write_lists(p, tables, args)
-
-    @cute.jit
-    def put_routes(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
-        """This rank's route, to each rank of another domain by a block."""
-        p = self.problem
-        lane = share.lane
-        total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
-        item = Int32(share.block)
-        while item < p.world_size - 1:
-            rank = (ranks.rank + 1 + item) % p.world_size
-            if not is_near(ranks, rank):
-                at = Int64(rank) * (ranks.heap.route_packets * PACKET_BYTES)
-                packet = Int32(share.warp)
-                while packet < total:
-                    words = seal(own_route_words(ranks, args, packet, lane, True), lane, ranks.mark)
-                    store_far(ranks, "routes_out", at + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                put_far(ranks, "routes", rank, ranks.rank, ranks.heap.route_packets * PACKET_BYTES, at, total)
-            item += share.blocks
-
-    @cute.jit
-    def put_rows(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
-        """Each row once to every rank of another domain that holds one of its experts, a row and rank a block."""
-        p = self.problem
-        lane = share.lane
-        count = self.row_packets
-        item = Int32(share.block)
-        while item < args.tokens * min(p.top_k, p.world_size - p.domain_ranks):
-            number = item // args.tokens
-            token = item - number * args.tokens
-            expert = Int32(-1)
-            if lane < p.top_k:
-                expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + lane) * 4)
-            names = expert >= 0 and expert < p.num_experts
-            holder = Int32(0)
-            if names:
-                holder = Int32(holder_of(p, expert))
-            rank = far_rank(p, set_of(p, holder, names and not is_near(ranks, holder)), number)
-            if rank >= 0:
-                at = Int64(rank * self.tokens + token) * self.row_stride
-                packet = Int32(share.warp)
-                while packet < count:
-                    words = seal(self.row_words(ranks, args, token, packet, lane), lane, ranks.mark)
-                    store_far(ranks, "lines_out", at + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                put_far(ranks, "lines", rank, ranks.rank * self.tokens + token, self.row_stride, at, Int32(count))
-            item += share.blocks
-
-    @cute.jit
-    def put_bundles(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
-        """Likewise, several rows for a rank together, a block each time."""
-        p = self.problem
-        lane = share.lane
-        count = self.row_packets
-        item = Int32(share.block)
-        while item < bundles(p, args.tokens):
-            rank, first = bundle_of(ranks, item)
-            rows, token = Int32(0), Int32(0)
-            if not is_near(ranks, rank):
-                rows, token = tokens_for(p, args, rank, first)
-            if rows > 0:
-                at = Int64(rank * self.tokens + first) * self.row_stride
-                packet = Int32(share.warp)
-                while packet < rows * count:
-                    row = packet // count
-                    mine = self.row_words(ranks, args, arch.shuffle_sync(token, row), packet - row * count, lane)
-                    words = seal(mine, lane, ranks.mark)
-                    store_far(ranks, "lines_out", at + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                put_far(ranks, "lines", rank, ranks.rank * self.tokens + first, self.row_stride, at, rows * count)
-            item += share.blocks
-
-    @cute.jit
-    def push_route(self, ranks: sync.Ranks, args: DispatchArgs, peers: Peers, share: Share) -> None:
-        """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
-        p = self.problem
-        lane = share.lane
-        packet = share.first
-        total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
-        while packet < total:
-            now = sync.again(ranks)
-            words = seal(own_route_words(ranks, args, packet, lane, p.num_domains == 1), lane, now.mark)
-            at = Int64(ranks.rank * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
-            peer = (ranks.rank + 1) % p.world_size
-            while peer != ranks.rank:
-                if const_expr(p.num_domains == 1):
-                    st_line(now.at(heap_of(peers, peer), "routes") + at, words)
-                else:
-                    heap = heap_of(peers, peer)
-                    if is_near(ranks, peer):
-                        st_line(now.at(heap, "routes") + at, words)
-                peer = (peer + 1) % p.world_size
-            packet += share.step
-
-    @cute.jit
-    def push_rows(self, ranks: sync.Ranks, args: DispatchArgs, peers: Peers, share: Share) -> None:
-        """Each row once to every other rank that holds one of its experts, a packet a warp."""
-        p = self.problem
-        lane = share.lane
-        count = self.row_packets
-        item = share.first
-        while item < args.tokens * count:
-            token = item // count
-            packet = item - token * count
-            expert = Int32(-1)
-            if lane < p.top_k:
-                expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + lane) * 4)
-            words = self.row_words(ranks, args, token, packet, lane)
-            now = sync.again(ranks)
-            words = seal(words, lane, now.mark)
-            holder = holder_of(p, expert)
-            others = expert >= 0 and expert < p.num_experts and holder != ranks.rank
-            if const_expr(p.num_domains > 1):
-                if others:
-                    others = is_near(ranks, holder)
-            wanted = set_of(p, holder, others)
-            at = Int64(ranks.rank * self.tokens + token) * self.row_stride + packet * PACKET_BYTES + lane * 16
-            for i in range_constexpr(len(wanted)):
-                # Higher ranks first: not all ranks begin with the same one.
-                left = rotated(wanted[i], ranks.rank + 1)
-                while left != 0:
-                    peer = 32 * i + ((lowest(left) + ranks.rank + 1) & 31)
-                    left = left & (left - 1)
-                    st_line(now.at(heap_of(peers, peer), "lines") + at, words)
-            item += share.step
-
-    @cute.jit
-    def row_words(self, ranks: sync.Ranks, args: DispatchArgs, token: Int32, packet: Int32, lane: Int32) -> Words:
-        """A lane's payload vector of a row's packet: 16 bytes of the row, or weights behind its end."""
-        p = self.problem
-        if const_expr(self.format != ""):
-            return row_words(self.delivery.form, self.given, self.weights, ranks, args, token, packet, lane)
-        offset = (packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16
-        got = ptx.ld_v4(args.x + Int64(token) * p.row_bytes + cutlass.min(offset, p.row_bytes - 16))
-        w0, w1, w2, w3 = got[0], got[1], got[2], got[3]
-        if const_expr(self.weights):
-            if (packet + 1) * PAYLOAD_BYTES > p.row_bytes:
-                if offset >= p.row_bytes:
-                    words = cute.make_rmem_tensor((4,), Uint32)
-                    for i in range_constexpr(4):
-                        k = (offset - p.row_bytes) // 4 + i
-                        words[i] = Uint32(0)
-                        if k < p.top_k:
-                            words[i] = Uint32(ptx.ld_i32(args.topk_weights + Int64(token * p.top_k + k) * 4))
-                    w0, w1, w2, w3 = words[0], words[1], words[2], words[3]
-        return w0, w1, w2, w3
 
     @cute.jit
     def gather_routes(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, warp: Int32, lane: Int32) -> None:
