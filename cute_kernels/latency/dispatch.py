@@ -11,8 +11,8 @@ blocks fit on the device at once.
 **Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
 ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
 
-How blocks push stands in sender.py. Ranks of other NVLink domains get their packets by puts, first of all; there the
-last block meets all ranks, too.
+How blocks push stands in dispatch_sender.py. Ranks of other NVLink domains get their packets by puts, first of all;
+there the last block meets all ranks, too.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from ..places import is_near
 from ..placing_tokens import clear_places
 from ..swizzled import Begins
 from .bundled import first_of, number_of, number_rows
+from .dispatch_sender import DispatchArgs, DispatchSender
 from .far import await_far, end, have_put
 from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 from .lists import own_weights, write_lists
@@ -62,15 +63,14 @@ from .place import (
 from .place_tokens import place_tokens, write_copies, write_send_rows
 from .quantised import WEIGHTS, first_weight, row_words, store_row
 from .reach import Peers
-from .sender import DispatchArgs, Sender
 
 BATCH = 4
 """How many packets a warp waits for together."""
 
 
 @dataclass(frozen=True)
-class Dispatch(Sender):
-    """See above; what the fields say stands with :class:`.sender.Sender`."""
+class Dispatch(DispatchSender):
+    """See above; what the fields say stands with :class:`.dispatch_sender.DispatchSender`."""
 
     @cute.kernel
     def kernel(self, args: DispatchArgs) -> None:

@@ -6,7 +6,7 @@ route (far.py), and one a row or several rows (bundled.py), which a block puts t
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,8 +21,9 @@ from ..launch import Kernel, RankArgs
 from ..places import is_near
 from .bundled import bundle_of, bundles, tokens_for
 from .far import far_rank, put_far, store_far
-from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, packets
-from .packets import THREADS, WARPS, Share, Words, lane_vector, seal, st_line
+from .halves import Halves
+from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
+from .packets import WARPS, Share, Words, lane_vector, seal, st_line
 from .place import own_route_words
 from .quantised import packets_of, row_words
 from .reach import Peers, heap_of, rotated
@@ -55,14 +56,10 @@ class DispatchArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sender(Kernel):
+class DispatchSender(Halves, Kernel):
     """A dispatch, as far as it sends.
 
-    `tokens`: most tokens of a rank. `weights`: routing weights travel behind the rows.
-
-    `send` and `receive`: both for a whole operation. Of a split one the start only sends, and the wait only receives
-    and ends the operation. Only whole ones are launched ahead of their turn (programmatic dependent launch): a start
-    and a wait have more than one kernel before them.
+    `weights`: routing weights travel behind the rows. `tokens`, `send`, `receive`: see halves.py.
 
     `format` and `layout`: what rows travel as, and what they arrive as (delivery.py); `given`: x and its scales are in
     that format already.
@@ -87,10 +84,6 @@ class Sender(Kernel):
         return Delivery(self.problem, self.format, self.layout)
 
     @property
-    def heap(self) -> LatencyHeap:
-        return LatencyHeap(self.problem, self.tokens)
-
-    @property
     def row_packets(self) -> int:
         if self.format:
             return packets_of(self.delivery.form, self.problem.top_k, self.weights)
@@ -100,16 +93,6 @@ class Sender(Kernel):
     def row_stride(self) -> int:
         """Bytes of a row on its way: those behind one another in a put have no gaps."""
         return self.row_packets * PACKET_BYTES
-
-    @property
-    def name(self) -> str:
-        """With the half that it is, if it is one."""
-        return self.NAME + ("" if self.send and self.receive else "_start" if self.send else "_wait")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        together = {"use_pdl": self.send and self.receive, "min_blocks_per_mp": 2, "preferred_smem_carveout": 100}
-        return {"block": (THREADS, 1, 1), **together}
 
     @cute.jit
     def put_routes(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:

@@ -1,0 +1,232 @@
+"""What a latency combine sends (combine.py): each copy's sum, to the owner of its token. Nothing is waited for here.
+
+Inside an NVLink domain a warp pushes a packet. Ranks of other domains get their sums by puts, a block a copy (far.py),
+or several copies (bundled.py).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..arrivals import Copy, guarded, lists
+from ..copies import lowest
+from ..launch import Kernel, RankArgs
+from ..places import is_near
+from .bundled import bundle_of, bundles
+from .far import put_far, store_far
+from .halves import Halves
+from .heap import PACKET_BYTES, PAYLOAD_VECTORS, packets
+from .owed import copy_at, look_up, row_at
+from .packets import WARPS, Share, Words, lane_vector, seal, st_line
+from .reach import Peers, heap_of
+
+BATCH = 4
+"""How many rows a warp loads together; half as many of this rank's own where there are more copies than `COPIES`: one
+rank then has few of a token, and registers are few."""
+
+
+class CombineArgs(NamedTuple):
+    ranks: RankArgs
+    y: Int64
+    recv_weights: Int64
+    topk_idx: Int64
+    send_rows: Int64
+    arrivals: Int64
+    out: Int64
+    tokens: Int32
+    max_tokens: Int32
+    num_rows: Int32  # of y and recv_weights
+    senders: Int32
+    first_receiver: Int32
+    blocks: Int32
+
+
+@dataclass(frozen=True)
+class CombineSender(Halves, Kernel):
+    """A combine, as far as it sends. `weighted`: rows times their routing weight. `tokens`, `send`, `receive`: see
+    halves.py."""
+
+    NAME, Args = "ep_latency_combine", CombineArgs
+
+    tokens: int
+    weighted: bool
+    send: bool = True
+    receive: bool = True
+
+    @property
+    def row_packets(self) -> int:
+        return packets(self.problem.row_bytes)
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes of a sum on its way: those behind one another in a put have no gaps."""
+        return self.row_packets * PACKET_BYTES
+
+    @property
+    def values(self) -> int:
+        """Numbers in 16 bytes."""
+        return 16 // self.problem.itemsize
+
+    @cute.jit
+    def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, share: Share) -> None:
+        """Packets of copies from other ranks. In each round the lanes look up one of the warp's next 32 items each;
+        then the warp sends those that go anywhere, and reads the rows of the next one while it sends one.
+
+        There are as many items as there might be copies, so that how many there are, where they lie and what rows they
+        have is all read at once.
+        """
+        p = self.problem
+        lane = share.lane
+        count = self.row_packets
+        at = lists(args.arrivals, args.num_rows)
+        items = args.max_tokens * (p.world_size * count)
+        item = share.first
+        last = Int32(-1)  # row of all that this lane meets
+        while item < items:
+            found, near = look_up(ranks, self.tokens, args, item + lane * share.step, count)
+            goes = found.rows > 0
+            if const_expr(p.num_domains > 1):
+                if goes:
+                    goes = is_near(ranks, found.owner)
+            left = Int32(arch.vote_ballot_sync(goes))
+            row = row_at(at, near, found, left)
+            while left != 0:
+                i = lowest(left)
+                left = left & (left - 1)
+                ahead = row_at(at, near, found, left)
+                owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
+                now = sync.again(ranks)
+                last = cutlass.max(last, row)
+                if row >= args.num_rows:
+                    row = Int32(-1)
+                packet = (item + i * share.step) % count
+                words = self.sum_rows(args, row, packet, lane, BATCH)
+                place = Int64(line) * self.row_stride + packet * PACKET_BYTES + lane * 16
+                st_line(now.at(heap_of(peers, owner), "lines") + place, seal(words, lane, now.mark))
+                row = ahead
+            item += 32 * share.step
+        # Told behind the loop: nothing is to be slow in it.
+        tell_bad_row(ranks, last, args.num_rows)
+
+    @cute.jit
+    def put_sums(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+        """Likewise of copies from other domains, a whole block each, which puts all packets at once."""
+        lane = share.lane
+        at = lists(args.arrivals, args.num_rows)
+        item = Int32(share.block)
+        last = Int32(-1)
+        while item < args.max_tokens * self.problem.world_size:
+            found, near = look_up(ranks, self.tokens, args, item + lane * share.blocks, 1)
+            goes = found.rows > 0
+            if goes:
+                goes = not is_near(ranks, found.owner)
+            left = Int32(arch.vote_ballot_sync(goes))
+            row = row_at(at, near, found, left)
+            while left != 0:
+                i = lowest(left)
+                left = left & (left - 1)
+                ahead = row_at(at, near, found, left)
+                owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
+                last = cutlass.max(last, row)
+                if row >= args.num_rows:
+                    row = Int32(-1)
+                place = Int64(owner * self.tokens + line % self.tokens) * self.row_stride
+                packet = Int32(share.warp)
+                while packet < self.row_packets:
+                    words = seal(self.sum_rows(args, row, packet, lane, BATCH), lane, ranks.mark)
+                    store_far(ranks, "lines_out", place + packet * PACKET_BYTES + lane * 16, words)
+                    packet += WARPS
+                put_far(ranks, "lines", owner, line, self.row_stride, place, Int32(self.row_packets))
+                row = ahead
+            item += 32 * share.blocks
+        tell_bad_row(ranks, last, args.num_rows)
+
+    @cute.jit
+    def put_bundles(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+        """Likewise, several sums for an owner together, a block each time."""
+        p = self.problem
+        lane = share.lane
+        count = self.row_packets
+        at = lists(args.arrivals, args.num_rows)
+        item = Int32(share.block)
+        last = Int32(-1)
+        while item < bundles(p, args.max_tokens):
+            owner, first = bundle_of(ranks, item)
+            copy, sums = Copy(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
+            if not is_near(ranks, owner):
+                begin = ptx.ld_i32(at.sources + Int64(owner) * 4) + first
+                end = ptx.ld_i32(at.sources + Int64(owner + 1) * 4)
+                sums = cutlass.min(end - begin, cutlass.min(args.max_tokens - first, p.wire.rows))
+                index = begin + lane
+                if lane < sums and index >= 0 and index < args.num_rows:
+                    copy = copy_at(p, at, index, args.max_tokens)
+                copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
+            if sums > 0:
+                place = Int64(owner * self.tokens + first) * self.row_stride
+                packet = Int32(share.warp)
+                while packet < sums * count:
+                    i = packet // count
+                    begin, rows = arch.shuffle_sync(copy.begin, i), arch.shuffle_sync(copy.rows, i)
+                    row = Int32(-1)
+                    if lane < rows:
+                        row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
+                    last = cutlass.max(last, row)
+                    if row >= args.num_rows:
+                        row = Int32(-1)
+                    words = seal(self.sum_rows(args, row, packet - i * count, lane, BATCH), lane, ranks.mark)
+                    store_far(ranks, "lines_out", place + packet * PACKET_BYTES + lane * 16, words)
+                    packet += WARPS
+                line = ranks.rank * self.tokens + first
+                put_far(ranks, "lines", owner, line, self.row_stride, place, sums * count)
+            item += share.blocks
+        tell_bad_row(ranks, last, args.num_rows)
+
+    @cute.jit
+    def sum_rows(
+        self, args: CombineArgs, row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int]
+    ) -> Words:
+        """The rounded sum over k ascending of the rows that the lanes hold, in a lane's payload vector."""
+        p = self.problem
+        weight = Float32(1.0)
+        if const_expr(self.weighted):
+            if row >= 0:
+                weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+        acc = cute.make_rmem_tensor((self.values,), Float32)
+        for i in range_constexpr(self.values):
+            acc[i] = Float32(0.0)
+        vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
+        words = cute.make_rmem_tensor((4 * batch,), Uint32)
+        left = arch.vote_ballot_sync(row >= 0)
+        while left != 0:
+            loading = left
+            for b in range_constexpr(batch):
+                if loading != 0:
+                    k = arch.popc((loading & -loading) - 1)
+                    loading = loading & (loading - 1)
+                    got = ptx.ld_v4(args.y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes + vector)
+                    for i in range_constexpr(4):
+                        words[4 * b + i] = got[i]
+            for b in range_constexpr(batch):
+                if left != 0:
+                    k = arch.popc((left & -left) - 1)
+                    left = left & (left - 1)
+                    values = ptx.unpack([words[4 * b + i] for i in range(4)], p.dtype)
+                    if const_expr(self.weighted):
+                        w = arch.shuffle_sync(weight, k)
+                        values = [ptx.mul_rn(value, w) for value in values]
+                    for i in range_constexpr(self.values):
+                        acc[i] = ptx.add_rn(acc[i], values[i])
+        packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
+        return packed[0], packed[1], packed[2], packed[3]
+
+
+@cute.jit
+def tell_bad_row(ranks: sync.Ranks, row: Int32, num_rows: Int32) -> None:
+    """Reports a row that lies behind the `num_rows` that there are."""
+    if row >= num_rows:
+        sync.refuse(ranks, sync.BAD_ROW, row, num_rows)
