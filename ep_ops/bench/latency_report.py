@@ -13,6 +13,7 @@ NAMES = {
     "pair_aligned": "dispatch + combine, padded to 16 rows",
     "pair_cleared": "the same, padding cleared",
     "pair_fp8": "FP8 dispatch + combine",
+    "pair_fp8_warm": "FP8 dispatch + combine, rows of experts in cache",
     "pair_tokens": "token-major dispatch + combine",
     "pair_single": "dispatch + combine, a graph of one pair",
     "pair_eager": "dispatch + combine, eager",
