@@ -18,7 +18,9 @@ _numbers: dict[str, itertools.count[int]] = {}  # by the name of the group
 
 
 def group_of(group: Any) -> dist.ProcessGroup | None:
-    """What was given as `group`."""
+    """What was given as `group`. TypeError for what is none."""
+    if group is not None and not hasattr(group, "size"):
+        raise TypeError(f"group is {group!r}; allowed: a process group of torch.distributed, or None")
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD
@@ -66,16 +68,17 @@ def next_name(group: dist.ProcessGroup | None) -> str:
     return f"ep{next(_numbers.setdefault(of, itertools.count()))}{of}"
 
 
-def device_of(device: torch.device | str | int | None) -> torch.device:
-    """``device`` with its index."""
+def device_of(device: torch.device | str | int | None) -> tuple[torch.device, str | None]:
+    """``device`` with its index; or the CPU, by which all ranks can be told of it, and why it cannot be had."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is '{device}', but torch {torch.__version__} sees no GPU; pass device='cpu' or none")
+        why = f"device is '{device}', but torch {torch.__version__} sees no GPU; pass device='cpu' or none"
+        return torch.device("cpu"), why
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return device, None
 
 
 def many_rows(name: str, rows: int, row_bytes: int, tokens: int) -> str:

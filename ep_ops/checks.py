@@ -241,13 +241,11 @@ def _capacity(capacity: int) -> None:
 def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
     _alignment(alignment)
     _capacity(capacity)
+    if slots < 0 or slots % alignment:
+        raise ValueError(f"slots is {slots}; allowed: 0 (flat layout) or a positive multiple of alignment {alignment}")
     if capacity % alignment:
         raise ValueError(f"capacity is {capacity}; it must be a multiple of alignment {alignment}")
     if slots:
-        if slots < 0 or slots % alignment:
-            raise ValueError(
-                f"slots is {slots}; allowed: 0 (flat layout) or a positive multiple of alignment {alignment}"
-            )
         if capacity != comm.num_local_experts * slots:
             needed = comm.num_local_experts * slots
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     ahead.add_argument(
         "--wire", choices=("nvlink", "nvshmem"), default="nvshmem", help="between NVLink domains (default: %(default)s)"
     )
-    ahead.add_argument("--arch", help="as sm_90a, sm_100a (default: this host's GPU's)")
+    ahead.add_argument("--arch", type=arch, help="as sm_90a, sm_100a (default: this host's GPU's)")
     ahead.set_defaults(run=run_compile)
 
     doctor = commands.add_parser(
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=run_doctor)
     commands.add_parser(
-        "bench", help="measure, or model: ep-ops bench throughput|latency|overlap|moe|model [options]", add_help=False
+        "bench", help=f"measure, or model: ep-ops bench {'|'.join(BENCHMARKS)} [options]", add_help=False
     )
     return top
 
@@ -88,6 +89,12 @@ def positive(text: str) -> int:
     if value < 1:
         raise ValueError
     return value
+
+
+def arch(text: str) -> str:
+    if re.fullmatch(r"sm_(9\d|1\d\d)a", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of sm_90a, sm_100a and newer ones")
+    return text
 
 
 def numbers(text: str) -> list[int]:
@@ -170,7 +177,7 @@ def run_compile(args: argparse.Namespace) -> int:
         )  # fmt: skip
         formats = ahead.formats_of(args.format, args.hidden_size)
         count = ahead.compile_communicator(config, arch, formats)
-    except ValueError as refused:
+    except (ValueError, RuntimeError) as refused:
         print(f"ep-ops compile: {refused}", file=sys.stderr)
         return 2
     print(f"{count} kernels for {arch} are in {ahead.folder()}")
@@ -197,9 +204,9 @@ BENCHMARKS = {
 }
 BENCHMARK_NOTES = (
     "All but model run on all GPUs of this host, one process for each, or on the ranks of torchrun; without GPUs, or",
-    "with --device cpu, on processes of the reference backend, whose figures say nothing about GPUs: try small sizes",
-    "(throughput --preset tiny; latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3). They print what",
-    "they have found as they go on, and with --out FILE write it as JSON, anew after each result.",
+    "with --device cpu, all but wire run on processes of the reference backend, whose figures say nothing about GPUs:",
+    "try small sizes (throughput --preset tiny; latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3).",
+    "They print what they have found as they go on, and with --out FILE write it as JSON, anew after each result.",
 )
 
 

@@ -117,7 +117,7 @@ class Communicator(Methods, TokenMajor):
         name: str | None = None,
     ) -> None:
         self.group = group = group_of(group)
-        self.device = device_of(device)
+        self.device, unusable = device_of(device)
         self.multiprocessors = multiprocessors(self.device)  # before torch changes contexts
         exchange = Exchange(group, self.device)
         self.rank, self.world_size = exchange.rank, exchange.world_size
@@ -131,7 +131,7 @@ class Communicator(Methods, TokenMajor):
             combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
             domain_size, wire(), staging_bytes, bundle=bundle(),
         )  # fmt: skip
-        problem = own.problem() or backends.problem(own)
+        problem = unusable or own.problem() or backends.problem(own)
         if not sequence:
             problem = (
                 f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank, as [4] * world_size"

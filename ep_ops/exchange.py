@@ -37,7 +37,9 @@ class Exchange:
         if self.world_size == 1:
             return rows
         width = rows.shape[1:]
-        flat = rows.contiguous().view(rows.shape[0], width.numel()).view(torch.uint8).to(self.wire_device)
+        # What has one number at most counts as contiguous with strides of 0, too, of which there is no view of bytes.
+        rows = rows.contiguous() if rows.numel() > 1 else rows.clone(memory_format=torch.contiguous_format)
+        flat = rows.view(rows.shape[0], width.numel()).view(torch.uint8).to(self.wire_device)
         received = flat.new_empty(sum(recv_counts), flat.shape[1])
         dist.all_to_all_single(received, flat, list(recv_counts), list(send_counts), group=self.group)
         return received.to(self.device).view(rows.dtype).view(-1, *width)

@@ -82,12 +82,12 @@ def weights(wanted: Wanted, given: Tensor | None) -> Tensor | None:
 
 
 def ids(topk_idx: Tensor) -> Tensor:
-    """[..., K] as int32 [T, K], of int64."""
+    """[..., K] as int32 [T, K], of int64, of which what int32 does not hold stays an id that no operator takes."""
     if not isinstance(topk_idx, Tensor):
         return topk_idx
     if topk_idx.dim() > 2:
         topk_idx = topk_idx.flatten(0, -2)
-    return topk_idx.to(torch.int32) if topk_idx.dtype == torch.int64 else topk_idx
+    return topk_idx.clamp(-2, 2**31 - 1).to(torch.int32) if topk_idx.dtype == torch.int64 else topk_idx
 
 
 def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:

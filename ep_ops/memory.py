@@ -54,7 +54,20 @@ def memory_plan(
     ``domain_size``: ranks of each NVLink domain; None: all are in one.
     Raises ValueError for values that no communicator accepts.
     """
-    experts = even_experts(num_experts, world_size) if experts_per_rank is None else tuple(experts_per_rank)
+    if backend not in ("cute", "reference"):
+        raise ValueError(f"backend is {backend!r}; allowed: 'cute' or 'reference'")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}; it must be a positive int")
+    if not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank!r}; allowed: 0..{world_size - 1}")
+    if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+        raise ValueError(f"capacity is {capacity!r}; it must be None or an int from 0 on")
+    if experts_per_rank is None:
+        experts = even_experts(num_experts, world_size) if isinstance(num_experts, int) else ()
+    elif isinstance(experts_per_rank, Sequence):
+        experts = tuple(experts_per_rank)
+    else:
+        raise ValueError(f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank")
     device_type = "cpu" if backend == "reference" else "cuda"
     config = Config(
         "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,

@@ -64,7 +64,7 @@ class Methods:
             max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
-        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        sizes = self._sizes("plan", capacity, slots, max_tokens, alignment)
         topk_idx, batch = inputs.to_plan(self, topk_idx)
         send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self.place)
         if self.overflowed is not None:
@@ -103,7 +103,7 @@ class Methods:
         Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
         is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
         """
-        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        sizes = self._sizes("dispatch", capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
@@ -158,6 +158,8 @@ class Methods:
 
         Differentiable. (Of a token-major route :meth:`dispatch_tokens_planned` takes weights, this one x alone.)
         """
+        if not isinstance(route, Route):
+            self._refuse_route("dispatch_planned", route)
         if route.token_major:
             self._refuse_weights("dispatch_planned", topk_weights, route)
         args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
@@ -180,6 +182,8 @@ class Methods:
         ``grad_format``: a format that begins with ``wire:``, the same on all ranks, in which backward sends the
         gradient to the rows; empty: as it is. docs/formats.md says how accurate that is.
         """
+        if not isinstance(route, Route):
+            self._refuse_route("combine", route)
         if route.token_major:
             self._refuse_weights("combine", weights, route)
         y, weights = inputs.with_weights(self, y, weights)
@@ -198,6 +202,8 @@ class Methods:
         generates the kernel that makes them, or has a product make them (``torch.mm``): that writes them there
         (docs/throughput.md). ValueError for more rows than ``symmetric_rows``.
         """
+        if not isinstance(route, Route):
+            self._refuse_route("combine_gathered", route)
         return _home(call("combine_gathered", y, *route[:6], route.max_tokens, self.name), route)
 
     def dispatch_start(
@@ -223,7 +229,7 @@ class Methods:
         starts in the same order on all ranks. In backward the gradient of the wait starts and that of the start waits,
         in the same flight. The tensors that are given must stay as they are until the wait. docs/overlap.md.
         """
-        sizes = self._sizes(capacity, slots, max_tokens, alignment)
+        sizes = self._sizes("dispatch_start", capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
@@ -244,6 +250,8 @@ class Methods:
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, flight: int = 0
     ) -> StartedCombine:
         """Begins :meth:`combine` beside the current stream; see :meth:`dispatch_start`."""
+        if not isinstance(route, Route):
+            self._refuse_route("combine_start", route, flight)
         if route.token_major:
             self._refuse_weights("combine_start", weights, route, flight)
         y, weights = inputs.with_weights(self, y, weights)
@@ -252,6 +260,8 @@ class Methods:
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """What :meth:`combine` returns. Differentiable."""
+        if not isinstance(started, StartedCombine):
+            raise TypeError(f"started is a {type(started).__name__}; allowed: what combine_start returned")
         ticket, y, weights, route, flight = started
         return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name, flight), route)
 
@@ -267,14 +277,28 @@ class Methods:
             )  # fmt: skip
 
     def _sizes(
-        self, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
+        self, operator: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
     ) -> tuple[int, int, int, int]:
         """The fields of `Sizes`."""
         align = self.alignment if alignment is None else alignment
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
-        if capacity is None:
-            capacity = self.num_local_experts * slots if slots else self._worst_case(tokens, align)
+        if not (type(align) is type(tokens) is type(slots) is int and (capacity is None or type(capacity) is int)):
+            self._refuse_sizes(operator, capacity=capacity, slots=slots, max_tokens=tokens, alignment=align)
+        if capacity is None:  # an alignment below 1 is for the operator to refuse
+            capacity = self.num_local_experts * slots if slots else self._worst_case(tokens, max(align, 1))
         return capacity, align, slots, tokens
+
+    def _refuse_sizes(self, operator: str, **given: Any) -> None:
+        """What is no number, with which the call would fail before the operator can tell the others."""
+        tokens = given["max_tokens"]
+        for name, value in given.items():
+            if value is not None and not hasattr(value, "__index__"):
+                reason = f"{name} is {value!r}; it must be an int"
+                refuse(operator, self.backend, reason, max_tokens=tokens if name != "max_tokens" else 0)
+
+    def _refuse_route(self, operator: str, route: Any, flight: int = 0) -> None:
+        reason = f"route is a {type(route).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"
+        refuse(operator, self.backend, reason, flight)
 
     def _worst_case(self, tokens: int, alignment: int) -> int:
         """Rows of the default capacity, of which is warned where they are large."""

@@ -27,7 +27,7 @@ from ep_ops import Communicator
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .ranks import Run, add_domain_options, add_options, domains_of, names_of, numbers, on_every_rank
+from .ranks import Run, add_domain_options, add_options, domains_of, gpus, names_of, numbers, on_every_rank
 from .steps import Idle, Product, Steps, host_layers
 from .timing import Timing
 from .workloads import Workload, measure_traffic
@@ -66,9 +66,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
     if args.device == "auto":
-        args.device = "cuda"
+        args.device = "cuda" if gpus() else "cpu"
+    if min(*args.tokens, args.hidden, args.experts, args.top_k, args.pairs, args.replays) < 1:
+        options.error("--tokens, --hidden, --experts, --top-k, --pairs and --replays must be positive")
+    if args.hidden % 8 or args.top_k > args.experts:
+        options.error("--hidden must be a multiple of 8 (rows of 16 bytes), and --top-k at most --experts")
     return on_every_rank(measure, args, 120.0)
 
 

@@ -56,7 +56,7 @@ class MoECommunicator:
     """
 
     def __init__(self, config: MoECommunicatorConfig, **communicator: Any) -> None:
-        exchange = Exchange(group_of(config.group), device_of(communicator.get("device")))
+        exchange = Exchange(group_of(config.group), device_of(communicator.get("device"))[0])
         placements.agree(exchange, config.placement, config.problem())
         few = {"latency": config.max_tokens_per_rank, "throughput": 0, "auto": config.latency_max_tokens}[config.mode]
         comm = Communicator(
@@ -279,7 +279,8 @@ class MoECommunicator:
         """Dispatches that follow use ``placement`` (the same number of physical experts). Collective, outside of
         compiled functions; nothing is compiled or captured anew, since the map lies in device memory, which this writes
         in the order of the current stream. The weights are the caller's to move, before (``ep_ops.moe.moves``). Handles
-        keep the places that they were made with. Waits for the device if there are statistics.
+        keep the places that they were made with. Waits for the device if there are statistics, which count a dispatch
+        by the placement when it ends: let requests end before, and take no ``previous_handle`` of the one before.
 
         ValueError on all ranks for a placement of another length, one that leaves out an expert, or where ranks differ.
         """

@@ -30,8 +30,10 @@ SLACK = 0.05
 
 def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
     """What is wrong with a placement of so many logical experts, or None."""
-    if not isinstance(placement, Sequence):
+    if not isinstance(placement, Sequence) or isinstance(placement, str):
         return f"placement is {placement!r}; it must hold the logical expert of each physical one"
+    if not is_int(num_experts):
+        return f"num_experts is {num_experts!r}; it must be a positive int"
     for place, expert in enumerate(placement):
         if not is_int(expert) or not 0 <= expert < num_experts:
             return f"placement[{place}] is {expert!r}; allowed: logical experts, 0..{num_experts - 1}"
@@ -75,7 +77,7 @@ class ReplicaMap:
     def of(self, topk_ids: Tensor) -> Tensor:
         """Logical ids [..., K], int32 or int64, as int32 physical ones. What is no id of an expert stays none, and what
         no operator takes stays as it is: the operator says so, on all ranks."""
-        if not isinstance(topk_ids, Tensor) or topk_ids.dtype not in (torch.int32, torch.int64):
+        if not isinstance(topk_ids, Tensor) or topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() < 2:
             return topk_ids
         flat = topk_ids.flatten(0, -2)
         tokens = flat.shape[0]
@@ -107,7 +109,8 @@ def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] |
     swaps an expert with another rank, as long as it has more than ``SLACK`` above the mean and that helps. The same on
     all ranks for the same arguments.
 
-    ``held``: the physical experts of each rank. ValueError for more experts than these.
+    ``held``: the physical experts of each rank. ValueError for more experts than these, and for a ``before`` that is no
+    placement of so many.
     """
     experts, places = len(load), sum(held)
     if places < experts:
@@ -115,6 +118,10 @@ def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] |
             f"load has {experts} logical experts; allowed: at most {places}, the physical ones of ranks that hold"
             f" {tuple(held)}"
         )
+    if before is not None and (problem := problem_of(before, experts)):
+        raise ValueError(problem.replace("placement", "before"))
+    if before is not None and len(before) != places:
+        raise ValueError(f"before has {len(before)} places; allowed: {places}, the physical experts of all ranks")
     replicas = _replicas(load, places, sum(count > 0 for count in held))
     was = _by_rank(before, held) if before is not None else [()] * len(held)
     share = [rows / count for rows, count in zip(load, replicas, strict=True)]

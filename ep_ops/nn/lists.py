@@ -102,8 +102,11 @@ def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
     """x [R, H] -> [L, H]: the row of each place, zeros where nothing is. For GEMMs that do not gather themselves; codes
     and scales of quantised rows may be gathered as well.
 
-    The gradient of a row is the sum of its places', k ascending, as of :func:`reduce_rows`.
+    The gradient of a row is the sum of its places', k ascending, as of :func:`reduce_rows`. ValueError for another
+    number of rows than the lists were made of.
     """
+    if x.shape[0] != lists.places.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, of which the lists were made")
     return _Gather.apply(x, lists.rows, lists.flat, lists.places)
 
 
@@ -112,8 +115,13 @@ def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) ->
 
     In fp32 (fp64 where y is), k ascending, each product and each sum rounded, then rounded once to y's dtype: what a
     combine of rows grouped by expert does on the expert's rank. Differentiable in y and weights; in y, places that hold
-    nothing get zeros.
+    nothing get zeros. ValueError for sizes that are not those of the lists.
     """
+    if y.shape[0] != lists.rows.shape[0]:
+        raise ValueError(f"y has {y.shape[0]} rows; allowed: {lists.rows.shape[0]}, the places of the lists")
+    if weights is not None and weights.shape != lists.places.shape:
+        allowed = f"{tuple(lists.places.shape)}, the shape of local_idx"
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; allowed: {allowed}")
     return _Reduce.apply(y, weights, lists.rows, lists.flat, lists.places)
 
 

@@ -149,7 +149,7 @@ class DenseMoE(nn.Module):
         weights, experts = choose_experts(x, self.router, self.top_k)
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         for e in range(self.w_in.shape[0]):
-            weight = (weights * (experts == e)).sum(dim=1, keepdim=True)
+            weight = (weights * (experts == e)).sum(dim=-1, keepdim=True)
             out = out + weight * (swiglu(x @ self.w_in[e]) @ self.w_out[e])
         out = out.to(x.dtype)
         return out if self.shared is None else out + self.shared(x)

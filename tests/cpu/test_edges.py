@@ -1,0 +1,218 @@
+"""Sizes and arguments at the edge: one number at most, a rank without experts, what no operator is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+
+import ep_ops
+from ep_ops.moe import MoECommunicator, MoECommunicatorConfig, balanced
+from ep_ops.nn import DenseMoE, MoELayer, expert_lists, gather_mm, gather_rows, grouped_mm, reduce_rows
+
+SIZES: dict[str, Any] = dict(hidden_size=16, max_tokens_per_rank=8, dtype=torch.float32, backend="reference")
+
+
+def made(**more: Any) -> ep_ops.Communicator:
+    return ep_ops.Communicator(**{**SIZES, "num_experts": 4, "top_k": 2, **more})
+
+
+# ---------------------------------------------------------------------- one number at most
+
+
+def _one_choice(tokens: list[int]) -> None:
+    """Each token names one expert of rank 1, or none."""
+    rank = torch.distributed.get_rank()
+    with made(top_k=1) as comm:
+        x = torch.randn(tokens[rank], 16, generator=torch.Generator().manual_seed(rank))
+        idx = torch.full((tokens[rank], 1), 3, dtype=torch.int32)
+        idx[1:2] = -1
+        weights = torch.full((tokens[rank], 1), 0.5)
+        sent = comm.dispatch_tokens(x, idx, weights)
+        out = comm.combine(sent.x * sent.weights.sum(1, keepdim=True), sent.route)
+        assert torch.equal(out, torch.where(idx >= 0, x * 0.5, 0))
+        held = int(sent.route.sources[-1])
+        assert held == (sum(min(count, 1) + max(count - 2, 0) for count in tokens) if rank else 0)
+        assert sent.local_idx[:held].eq(1).all() and sent.weights[:held].eq(0.5).all()
+
+
+@pytest.mark.parametrize("tokens", [[0, 3], [1, 0], [1, 1], [2, 1], [0, 0]])
+def test_token_major_rows_of_one_expert_each(tokens: list[int]) -> None:
+    run_ranks(2, _one_choice, tokens)
+
+
+def _no_experts(by_place: bool, compiled: bool) -> None:
+    """Frozen weights: the graph hangs on x alone."""
+    rank = torch.distributed.get_rank()
+    draw = torch.Generator().manual_seed(rank)
+    with made(num_experts=2, experts_per_rank=[2, 0]) as comm:
+        x = torch.randn(5, 16, generator=draw).requires_grad_()
+        idx = torch.tensor([[0, 1]] * 5, dtype=torch.int32)
+        w = torch.eye(16).repeat(comm.num_local_experts, 1, 1) * 3
+
+        def layer(x: Tensor) -> Tensor:
+            if by_place:
+                sent = comm.dispatch_tokens(x, idx)
+                lists = expert_lists(sent.local_idx, comm.num_local_experts)
+                return comm.combine(reduce_rows(gather_mm(sent.x, w, lists), lists), sent.route)
+            rows = comm.dispatch(x, idx)
+            return comm.combine(grouped_mm(rows.x, w, rows.route.offs), rows.route)
+
+        run: Callable[[Tensor], Tensor] = (
+            torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        )
+        out = run(x)
+        out.sum().backward()
+        assert torch.equal(out, 6 * x) and torch.equal(x.grad, torch.full_like(x, 6.0))
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backward_of_a_rank_without_experts(by_place: bool, compiled: bool) -> None:
+    run_ranks(2, _no_experts, by_place, compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_matrices_leave_zeros_with_gradients(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 8, dtype=dtype, requires_grad=True)
+    w = torch.zeros(0, 8, 16, dtype=dtype, requires_grad=True)
+    out = grouped_mm(x, w, torch.zeros(0, dtype=torch.int32))
+    assert out.shape == (3, 16) and not out.any()
+    gx, gw = torch.autograd.grad(out.sum(), (x, w))
+    assert gx.shape == x.shape and not gx.any() and gw.shape == w.shape
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_dense_layer_takes_a_batch(top_k: int) -> None:
+    with made(top_k=top_k) as comm:
+        layer, dense = MoELayer(comm, 32), DenseMoE(comm, 32)
+        x = torch.randn(2, 4, 16)
+        torch.testing.assert_close(layer(x), dense(x))
+        torch.testing.assert_close(dense(x).view(8, 16), dense(x.view(8, 16)))
+
+
+# ---------------------------------------------------------------------- told to all ranks
+
+REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], str]] = {
+    "large ids": (lambda c, x, idx: c.dispatch(x, idx.long() + 2**32), " is 2147483647 on rank 0; expert ids are"),
+    "small ids": (lambda c, x, idx: c.dispatch(x, idx.long() - 2**32), " is -2 on rank 0; expert ids are"),
+    "alignment": (lambda c, x, idx: c.dispatch(x, idx, alignment=0), "alignment is 0; allowed: 1.."),
+    "capacity": (lambda c, x, idx: c.dispatch(x, idx, capacity=32.0), "capacity is 32.0; it must be an int"),
+    "max_tokens": (lambda c, x, idx: c.dispatch(x, idx, max_tokens="8"), "max_tokens is '8'; it must be an int"),
+    "slots": (lambda c, x, idx: c.plan(idx, slots=1.5), "slots is 1.5; it must be an int"),
+}
+
+
+def _refusing(name: str, grad: bool) -> None:
+    call, text = REFUSED[name]
+    x, idx = torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
+    with made() as comm, torch.set_grad_enabled(grad):
+        if comm.rank == 0:
+            with pytest.raises(ValueError) as told:
+                call(comm, x, idx)
+                comm.check_errors()
+        else:
+            with pytest.raises(ValueError, match="refused by rank 0") as told:
+                comm.plan(idx) if name == "slots" else comm.dispatch(x, idx)
+                comm.check_errors()
+        assert text in str(told.value)
+        rows = comm.dispatch(x, idx)  # and all goes on
+        assert torch.equal(comm.combine(rows.x, rows.route), 2 * x)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "ids" not in name])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_one_rank_gets_wrong_all_are_told(name: str, grad: bool) -> None:
+    run_ranks(2, _refusing, name, grad)
+
+
+def test_routes_are_not_what_holds_them() -> None:
+    with made() as comm:
+        rows = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+        for call in (comm.combine, comm.combine_gathered, comm.combine_start, comm.dispatch_planned):
+            with pytest.raises(ValueError, match="route is a Dispatched; allowed: a Route"):
+                call(rows.x, rows)
+        with pytest.raises(TypeError, match="started is a StartedDispatch; allowed: what combine_start returned"):
+            comm.combine_wait(comm.dispatch_start(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)))
+
+
+def _placed() -> None:
+    config = MoECommunicatorConfig(
+        num_experts=2, hidden_size=16, top_k=1, max_tokens_per_rank=8, placement=[0, 1], dtype=torch.float32
+    )  # fmt: skip
+    with MoECommunicator(config, backend="reference") as moe:
+        x, ids = torch.randn(4, 16), torch.zeros(4, 1, dtype=torch.int32)
+        rank = torch.distributed.get_rank()
+        with pytest.raises(ValueError, match=r"topk_idx has shape \(4,\); allowed: \[T, 1\]"):
+            moe.dispatch(x, ids[:, 0] if rank == 0 else ids)
+
+
+def test_ids_of_one_dimension_beside_a_placement() -> None:
+    run_ranks(2, _placed)
+
+
+# ---------------------------------------------------------------------- of this rank alone
+
+
+def test_ids_beyond_int32_are_no_experts() -> None:
+    with made() as comm:
+        for name in ("large ids", "small ids"):
+            call, text = REFUSED[name]
+            with pytest.raises(ValueError, match=text):
+                call(comm, torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+                comm.check_errors()
+
+
+def test_lists_of_other_rows() -> None:
+    lists = expert_lists(torch.tensor([[0, 1], [1, -1], [-1, -1]], dtype=torch.int32), 2)
+    places = lists.rows.shape[0]
+    with pytest.raises(ValueError, match="x has 2 rows; allowed: 3"):
+        gather_rows(torch.randn(2, 8), lists)
+    with pytest.raises(ValueError, match=f"y has 3 rows; allowed: {places}"):
+        reduce_rows(torch.randn(3, 8), lists)
+    with pytest.raises(ValueError, match=r"weights has shape \(3, 3\); allowed: \(3, 2\)"):
+        reduce_rows(torch.randn(places, 8), lists, torch.rand(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"world_size": 0}, "world_size is 0"), ({"rank": 5}, r"rank is 5; allowed: 0\.\.1"),
+        ({"rank": -1}, "rank is -1"), ({"capacity": -5}, "capacity is -5"), ({"backend": "auto"}, "backend is 'auto'"),
+        ({"experts_per_rank": 3}, "experts_per_rank is 3"), ({"num_experts": "4"}, "num_experts is '4'"),
+    ],
+)  # fmt: skip
+def test_memory_plan_takes_what_a_communicator_takes(given: dict[str, Any], text: str) -> None:
+    sizes: dict[str, Any] = dict(world_size=2, num_experts=4, hidden_size=64, top_k=2, max_tokens_per_rank=8)
+    with pytest.raises(ValueError, match=text):
+        ep_ops.memory_plan(**{**sizes, **given})
+
+
+def test_what_placements_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"before\[1\] is 7; allowed: logical experts, 0..1"):
+        balanced([1.0, 2.0], [1, 1], [0, 7])
+    with pytest.raises(ValueError, match="before has 3 places; allowed: 2"):
+        balanced([1.0, 2.0], [1, 1], [0, 1, 1])
+    for wrong in ("4", 4.0):
+        with pytest.raises(ValueError, match="num_experts is"):
+            MoECommunicator(
+                MoECommunicatorConfig(
+                    num_experts=wrong,
+                    hidden_size=16,
+                    top_k=1,
+                    max_tokens_per_rank=8,
+                    placement=[0, 1, 2, 3],  # type: ignore[arg-type]
+                )  # fmt: skip
+            )
+    with pytest.raises(TypeError, match="group is 5"):
+        made(group=5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="device is 'cuda', but torch .* sees no GPU"):
+        made(device="cuda")
