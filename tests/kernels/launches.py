@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,11 @@ import torch
 from cute_kernels.heap import Problem
 from cute_kernels.launch import names
 from ep_ops.backends.cute import outputs
+
+NO_FAILURES: Any = SimpleNamespace(
+    check=lambda: None, check_last=lambda: None, report=SimpleNamespace(failed=lambda: None)
+)
+"""Stands for a `Failures` whose kernels have reported nothing."""
 
 
 class Recorder:

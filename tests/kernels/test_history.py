@@ -13,7 +13,7 @@ from cute_kernels import marks
 from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS
 from cute_kernels.sync import TOLD_SO
 from ep_ops.backends.cute import history
-from ep_ops.backends.cute.backend import CuteBackend
+from ep_ops.backends.cute.failures import Failures
 
 
 def noted(*operations: tuple[int, str, int, int, int]) -> bytes:
@@ -82,9 +82,9 @@ def test_ranks_that_have_not_begun_are_named() -> None:
 
 
 def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
-    made: Any = object.__new__(CuteBackend)
+    made: Any = object.__new__(Failures)
     made._config = SimpleNamespace(name="x")
-    made._report = SimpleNamespace(failed=lambda: "waited 2 s for rank 1", concerned=lambda: (0, 1))
+    made.report = SimpleNamespace(failed=lambda: "waited 2 s for rank 1", concerned=lambda: (0, 1))
     made.last_operations = lambda rank: history.operations(noted((rank + 5, "combine", 10**9, 0, 0)))
     first, *lines = made._failed().split("\n")
     assert first == "communicator 'x' failed: waited 2 s for rank 1; destroy it and make a new one"
@@ -121,9 +121,9 @@ def test_whoever_runs_nothing_hears_of_a_failure(
     """By the alarm alone where it came over a wire, on which two words may come in any order."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     told: list[tuple[int, int]] = []
-    made: Any = object.__new__(CuteBackend)
+    made: Any = object.__new__(Failures)
     made._across, made._rank = across, 3
-    made._report = SimpleNamespace(pending=lambda: False, tell=lambda rank, epoch: told.append((rank, epoch)))
+    made.report = SimpleNamespace(pending=lambda: False, tell=lambda rank, epoch: told.append((rank, epoch)))
     made._read = lambda first, nbytes: struct.pack("<2q", 17, failed)
     made._heard = lambda epoch: (alarm, ())
     made.listen()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from launches import Recorder
+from launches import NO_FAILURES, Recorder
 
 from cute_kernels.heap import Problem
 from cute_kernels.refusal import Refuse
@@ -124,7 +124,7 @@ def backend(device: Device) -> Any:
     made: Any = object.__new__(CuteBackend)
     made._flights = streams.Flights(torch.device("cpu"), 2)
     made._config, made._order = SimpleNamespace(name="ep"), Order("ep")
-    made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)
+    made._failures = NO_FAILURES
     made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
     results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), Traffic.of((2, 2), 2, 128, 1)
     made._launcher = here = Launches(device)

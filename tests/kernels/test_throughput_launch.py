@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cutlass import Int32, Int64
-from launches import Recorder, allocate_on_cpu
+from launches import NO_FAILURES, Recorder, allocate_on_cpu
 
 from cute_kernels import jit, marks, sync
 from cute_kernels.heap import Problem
@@ -29,6 +29,7 @@ from ep_ops import arrivals, symmetric
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import CuteBackend, latency, launcher, residency
 from ep_ops.backends.cute.budget import Traffic
+from ep_ops.backends.cute.failures import Failures
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.cute.sent import sent
@@ -230,9 +231,10 @@ def test_a_dynamic_dispatch_that_is_refused(
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     made: Any = object.__new__(CuteBackend)
     made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
-    made._config, made._reason = SimpleNamespace(name="name"), lambda peer, epoch: "why"
-    made._read = lambda first, nbytes: struct.pack("<q", 8)  # behind operation 7
-    made._report = report = object.__new__(Report)
+    made._failures = failures = object.__new__(Failures)
+    failures._config, failures._reason = SimpleNamespace(name="name"), lambda peer, epoch: "why"
+    failures._read = lambda first, nbytes: struct.pack("<q", 8)  # behind operation 7
+    failures.report = report = object.__new__(Report)
     report._told, report._words = 0, [0] * 64  # type: ignore[assignment]
     plan = Placed(idx, torch.zeros(4 * 336 + 6, dtype=torch.int32), *[idx.new_zeros(3)] * 3)
 
@@ -413,7 +415,7 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     made._problem, made._local_experts, made._order, made._rank = problem, 2, Order("name"), 1
     made._latency_tokens, made._across = -1, True
     made._config = SimpleNamespace(name="name", symmetric_rows=48)  # type: ignore[assignment]
-    made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)  # type: ignore[assignment]
+    made._failures = NO_FAILURES
     held = torch.zeros(48 * 64 * 2, dtype=torch.uint8)
     made._rows = symmetric.SymmetricBuffer(held, (held.data_ptr(),))  # it is of this rank alone
     x, idx, sizes = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), Sizes(48, 16, 0, 1)
@@ -516,7 +518,7 @@ def test_dynamic_token_major(weighted: bool, recorder: Recorder, monkeypatch: py
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     made = object.__new__(CuteBackend)
     made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
-    made._report = SimpleNamespace(failed=lambda: None, pending=lambda: False)  # type: ignore[assignment]
+    made._failures = NO_FAILURES
     ids = torch.arange(3 * 100 * 4, dtype=torch.int32).view(300, 4)
 
     def plan_tokens(topk_idx: torch.Tensor, sizes: Sizes) -> tuple[Placed, torch.Tensor]:

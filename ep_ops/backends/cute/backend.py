@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import struct
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +10,9 @@ from torch import Tensor
 
 from cute_kernels import marks
 from cute_kernels.alarm import Alarm
-from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
+from cute_kernels.heap import REASON_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.rows import Slices
-from cute_kernels.sync import TOLD_SO
 
 from ... import arrivals, symmetric
 from ...config import Config, Member
@@ -24,12 +20,12 @@ from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
 from .. import gathered
 from ..base import Blank, DispatchTensors, Formats
 from ..split import Order, parts_of, ticket
-from . import history, latency, throughput, watch
+from . import latency, throughput
 from .budget import Traffic, default_budget
+from .failures import Failures
 from .launcher import Launcher
 from .memory import across, heap_of, problem_of, rows_bytes, token_bound
 from .outputs import Outputs
-from .report import Report
 from .residency import MARGIN
 from .sent import given_scales, sent
 from .streams import Flights, Given, Run
@@ -77,13 +73,10 @@ class CuteBackend:
         self._rows: symmetric.SymmetricBuffer | None = None
         if config.symmetric_rows:  # across domains nobody else reads them
             self._rows = symmetric.allocate(rows_bytes(config), None if self._across else member.group, member.device)
-        self._state = self.memory.local[:STATE_BYTES].view(torch.int64)
-        self._state[EPOCH] = 1
-        torch.cuda.synchronize(member.device)
-        self._report = Report(problem.num_experts, config.timeout, self._heard)
+        self._failures = failures = Failures(config, member.rank, member.device, self.memory)
         self._flights = Flights(member.device, FLIGHTS)
         place = problem, self.memory, member.multiprocessors
-        rest = member.rank, self._report.address, int(config.timeout * 1e9)
+        rest = member.rank, failures.report.address, int(config.timeout * 1e9)
         self._launcher = Launcher(*place, rest)
         self._side_launcher = Launcher(*place, rest, self._flights.side.raw)
         sms = self._launcher.multiprocessors
@@ -100,10 +93,8 @@ class CuteBackend:
         self._latency_beside = latency.LatencyPath(self._side_launcher, outputs, max(0, self._latency_tokens))
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = Order(config.name)
-        self._once = threading.Lock()
-        self._seen_failed = self._raised = False
-        self._callbacks: list[Callable[[str], None]] = []
-        watch.watch(self)
+        launcher = self._launcher
+        failures.watch(lambda: launcher.get(Alarm)(0, blocks=1))
 
     # ------------------------------------------------------------------ operators
 
@@ -131,19 +122,10 @@ class CuteBackend:
         most = self._problem.world_size * max_tokens * self._problem.top_k + self._local_experts * (alignment - 1)
         placed = self.throughput.plan(topk_idx, Sizes(capacity, alignment, 0, max_tokens), most)
         num_rows = int(placed.offs[-1]) if self._local_experts else 0
-        self._planned()
+        self._failures.check_last()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
         route = _route(topk_idx, placed, num_rows, Sizes(num_rows, alignment, 0, max_tokens))
         return (*self.throughput.along("dispatch_planned", x, topk_weights, route, delivery), *placed)
-
-    def _planned(self) -> None:
-        """When the host has waited for a plan: raises what has ended it, a refusal too. That has ended it on all ranks,
-        so that none goes on to the rows."""
-        if not self._report.pending():
-            return
-        (epoch,) = struct.unpack("<q", self._read(EPOCH * 8, 8))
-        if self._report.failed() is not None or self._report.refused_in() == epoch - 1:
-            self.check_errors()
 
     def dispatch_planned(
         self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
@@ -166,7 +148,7 @@ class CuteBackend:
         most = self._problem.world_size * max_tokens if self._local_experts else 0
         placed, recv_idx = self.throughput.plan_tokens(topk_idx, Sizes(most, 1, 0, max_tokens))
         num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
-        self._planned()
+        self._failures.check_last()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
         route = _route(topk_idx, placed, num_rows, Sizes(num_rows, 1, 0, max_tokens))
         rows = self.throughput.along("dispatch_tokens_planned", x, topk_weights, route, delivery, token_major=True)
@@ -295,7 +277,7 @@ class CuteBackend:
     def _start(
         self, flight: int, operator: str, given: Given, run: Run, receive: tuple[Run, Run] | None = None
     ) -> None:
-        self.check_errors()
+        self._failures.check()
         self._order.free(flight)
         self._flights.start(flight, given, run, receive)
         self._order.start(flight, operator)  # it has not, where that raises
@@ -308,7 +290,7 @@ class CuteBackend:
             if flight in self._flights:
                 self._order.start(flight, operator)
             raise RuntimeError(f"communicator {self._config.name!r}: ep::{operator}_wait: {error}") from error
-        self.check_errors()  # the operation has been ended in any case
+        self._failures.check()  # the operation has been ended in any case
         return results
 
     def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
@@ -318,7 +300,7 @@ class CuteBackend:
         While a CUDA graph is captured, and where the communicator has failed already, nothing is said: the others wait
         until the deadline.
         """
-        if torch.cuda.is_current_stream_capturing() or self._report.failed() is not None:
+        if torch.cuda.is_current_stream_capturing() or self.has_failed():
             return
         (whole, part), started = parts_of(operator), self._order.started
         if part == "wait":
@@ -355,7 +337,7 @@ class CuteBackend:
     def _begin(self) -> None:
         """By every operator that is neither start nor wait: what kernels reported is raised, split operations are not
         interrupted."""
-        self.check_errors()
+        self._failures.check()
         self._order.check()
 
     # ------------------------------------------------------------------ lifetime
@@ -413,123 +395,35 @@ class CuteBackend:
         self.dispatch_tokens_backward(None, recv_weights, route)
         self.dispatch_tokens_dynamic(x, None, topk_idx, 1)
 
+    # ------------------------------------------------------------------ failures (failures.py)
+
     def listen(self) -> None:
-        if self._report.pending() or torch.cuda.is_current_stream_capturing():
-            return
-        epoch, failed = struct.unpack("<2q", self._read(EPOCH * 8, 16))
-        told = failed == TOLD_SO or (self._across and self._heard(epoch)[0] != 0)
-        if told:  # and nothing has run here since that would have said so
-            self._report.tell(self._rank, epoch)
+        self._failures.listen()
 
     def check_errors(self) -> None:
-        if not self._report.pending():
-            return
-        watch.look(self)  # whoever sees it first tells the others
-        failed = self._failed()
-        if failed is not None:
-            self._raised = True
-            raise RuntimeError(failed)
-        refusal = self._report.refusal()
-        if refusal is not None:
-            peer, epoch, doing = refusal
-            why = f"{doing}: refused by rank {peer}: {self._reason(peer, epoch)}"
-            raise ValueError(f"communicator {self._config.name!r}: {why}")
-        refused = self._report.refused()
-        if refused is not None:
-            self._state[REFUSED] = 0
-            raise ValueError(f"communicator {self._config.name!r}: {refused}")
-
-    def _failed(self) -> str | None:
-        failed = self._report.failed()
-        if failed is None:
-            return None
-        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one{self._noted()}"
-
-    def _noted(self) -> str:
-        """Lines on what the ranks concerned did last, as far as that can be read."""
-        lines = ""
-        ranks: Sequence[int] = ()
-        with contextlib.suppress(RuntimeError):  # a graph is being captured, or the device is lost
-            ranks = self._report.concerned()
-        for rank in ranks:
-            with contextlib.suppress(RuntimeError):  # or that rank's memory is not mapped
-                lines += f"\n{history.told(rank, self.last_operations(rank))}"
-        return lines
+        self._failures.check()
 
     def last_operations(self, rank: int) -> list[Operation]:
-        heap = heap_of(self._config)
-        notes, waited = (
-            self.memory.read(rank, heap.offset[name], heap.size[name]) for name in ("notes", "waited")
-        )  # fmt: skip
-        hello, bank = heap.offset["hello"], heap.distance["hello"]
-        hellos = [self.memory.read(rank, first, heap.size["hello"]) for first in (hello, hello + bank)]
-        return history.operations(notes, waited, hellos)
-
-    def _reason(self, peer: int, epoch: int) -> str:
-        """What a rank that refused has left here."""
-        heap = heap_of(self._config)
-        text = self._read(
-            heap.offset["reason"] + epoch % 2 * heap.distance["reason"] + peer * REASON_BYTES, REASON_BYTES
-        )
-        return text.rstrip(b"\0").decode(errors="ignore")
-
-    def _heard(self, epoch: int) -> tuple[int, Sequence[int]]:
-        """The alarm, and the marks with which ranks have begun an operation."""
-        heap, ranks = heap_of(self._config), self._config.world_size
-        (alarm,) = struct.unpack("<q", self._read(heap.offset["alarm"], 8))
-        hello = heap.offset["hello"] + epoch % 2 * heap.distance["hello"]
-        begun = struct.unpack(f"<{ranks}q", self._read(hello, 8 * ranks))
-        return alarm, begun
-
-    def _read(self, first: int, nbytes: int) -> bytes:
-        """Bytes of this rank's symmetric memory. Does not wait for what runs."""
-        return self.memory.read(self._rank, first, nbytes)
-
-    # ------------------------------------------------------------------ failures (watch.py)
+        return self._failures.last_operations(rank)
 
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
-        self._callbacks.append(callback)
-
-    def waiting(self) -> str | None:
-        text = self._report.waiting()
-        return None if text is None else f"communicator {self._config.name!r}: {text}"
-
-    def failure(self) -> str | None:
-        if not self._report.pending():
-            return None
-        with self._once:
-            if self._seen_failed or (text := self._failed()) is None:
-                return None
-            self._seen_failed = True
-        return text
-
-    def on_failure(self, text: str) -> None:
-        """Tells the other ranks, unless they have told this one, and calls back."""
-        if not self._report.told():
-            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-                self._launcher.get(Alarm)(0, blocks=1)
-        for callback in self._callbacks:
-            callback(text)
+        self._failures.callbacks.append(callback)
 
     def has_failed(self) -> bool:
-        return self._report.failed() is not None
+        return self._failures.report.failed() is not None
 
     def unsaid(self) -> str | None:
-        if not self._report.pending():
-            return None
-        watch.look(self)
-        return None if self._raised else self._failed()
+        return self._failures.unsaid()
 
     def destroy(self, keep: bool) -> None:
         """Memory is kept until the process ends."""
-        watch.unwatch(self)
-        if keep or self._report.failed() is not None:
-            _kept.append((self.memory, self._rows, self._report))
+        self._failures.unwatch()
+        if keep or self.has_failed():
+            _kept.append((self.memory, self._rows, self._failures.report))
             return
         self._launcher.clear()
         self._side_launcher.clear()
-        # The views of the memory go first: what is left of it would be given back whenever Python's collector comes by.
-        self._state = self._state.new_empty(0)
+        self._failures.let_go()
         self.memory.free()
         if self._rows is not None:
             self._rows.free()

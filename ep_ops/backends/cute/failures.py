@@ -1,0 +1,159 @@
+"""What the kernels of a communicator have said of failures and refusals: read, told in words, raised, passed on."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
+from cute_kernels.sync import TOLD_SO
+
+from ...config import Config
+from ...records import Operation
+from ...symmetric import SymmetricBuffer
+from . import history, watch
+from .memory import across, heap_of
+from .report import Report
+
+
+class Failures:
+    """Of one communicator. Reads of symmetric memory do not wait for what runs on the device."""
+
+    def __init__(self, config: Config, rank: int, device: torch.device, memory: SymmetricBuffer) -> None:
+        self._config, self._rank, self._device, self._memory = config, rank, device, memory
+        self._heap, self._across = heap_of(config), across(config)
+        self._state = memory.local[:STATE_BYTES].view(torch.int64)
+        self._state[EPOCH] = 1
+        torch.cuda.synchronize(device)
+        self.report = Report(config.num_experts, config.timeout, self._heard)
+        self.callbacks: list[Callable[[str], None]] = []
+        self._alarm: Callable[[], None] = lambda: None
+        self._once = threading.Lock()
+        self._seen = self._raised = False
+
+    def listen(self) -> None:
+        """Has the report say what other ranks have told this one, if no kernel has run here since."""
+        if self.report.pending() or torch.cuda.is_current_stream_capturing():
+            return
+        epoch, failed = struct.unpack("<2q", self._read(EPOCH * 8, 16))
+        if failed == TOLD_SO or (self._across and self._heard(epoch)[0] != 0):
+            self.report.tell(self._rank, epoch)
+
+    def check(self) -> None:
+        """Raises what was reported: RuntimeError for a failure, ValueError for what was refused, here or elsewhere."""
+        if not self.report.pending():
+            return
+        watch.look(self)  # whoever sees it first tells the others
+        failed = self._failed()
+        if failed is not None:
+            self._raised = True
+            raise RuntimeError(failed)
+        refusal = self.report.refusal()
+        if refusal is not None:
+            peer, epoch, doing = refusal
+            why = f"{doing}: refused by rank {peer}: {self._reason(peer, epoch)}"
+            raise ValueError(f"communicator {self._config.name!r}: {why}")
+        refused = self.report.refused()
+        if refused is not None:
+            self._state[REFUSED] = 0
+            raise ValueError(f"communicator {self._config.name!r}: {refused}")
+
+    def check_last(self) -> None:
+        """Raises, once the host has waited for an operation, what has ended it on all ranks; what it refused of this
+        rank's values alone is left to the next :meth:`check`."""
+        if not self.report.pending():
+            return
+        (epoch,) = struct.unpack("<q", self._read(EPOCH * 8, 8))
+        if self.report.failed() is not None or self.report.refused_in() == epoch - 1:
+            self.check()
+
+    def unsaid(self) -> str | None:
+        """What the communicator failed of, unless :meth:`check` has raised it."""
+        if not self.report.pending():
+            return None
+        watch.look(self)
+        return None if self._raised else self._failed()
+
+    def last_operations(self, rank: int) -> list[Operation]:
+        """What that rank did last, as it noted in its memory."""
+        heap = self._heap
+        notes, waited = (self._memory.read(rank, heap.offset[name], heap.size[name]) for name in ("notes", "waited"))
+        hello, bank = heap.offset["hello"], heap.distance["hello"]
+        hellos = [self._memory.read(rank, first, heap.size["hello"]) for first in (hello, hello + bank)]
+        return history.operations(notes, waited, hellos)
+
+    def let_go(self) -> None:
+        """Of the memory's views: what is left of them is given back whenever Python's collector comes by."""
+        self._state = self._state.new_empty(0)
+
+    # ------------------------------------------------------------------ looked at by watch.py
+
+    def watch(self, alarm: Callable[[], None]) -> None:
+        """From now on another thread looks, too. `alarm` launches what tells the other ranks that this one has given
+        up, on the current stream."""
+        self._alarm = alarm
+        watch.watch(self)
+
+    def unwatch(self) -> None:
+        watch.unwatch(self)
+
+    def waiting(self) -> str | None:
+        text = self.report.waiting()
+        return None if text is None else f"communicator {self._config.name!r}: {text}"
+
+    def failure(self) -> str | None:
+        if not self.report.pending():
+            return None
+        with self._once:
+            if self._seen or (text := self._failed()) is None:
+                return None
+            self._seen = True
+        return text
+
+    def on_failure(self, text: str) -> None:
+        """Tells the other ranks, unless they have told this one, and calls back."""
+        if not self.report.told():
+            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+                self._alarm()
+        for callback in self.callbacks:
+            callback(text)
+
+    # ------------------------------------------------------------------ in words
+
+    def _failed(self) -> str | None:
+        failed = self.report.failed()
+        if failed is None:
+            return None
+        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one{self._noted()}"
+
+    def _noted(self) -> str:
+        """Lines on what the ranks concerned did last, as far as that can be read."""
+        lines = ""
+        ranks: Sequence[int] = ()
+        with contextlib.suppress(RuntimeError):  # a graph is being captured, or the device is lost
+            ranks = self.report.concerned()
+        for rank in ranks:
+            with contextlib.suppress(RuntimeError):  # or that rank's memory is not mapped
+                lines += f"\n{history.told(rank, self.last_operations(rank))}"
+        return lines
+
+    def _reason(self, peer: int, epoch: int) -> str:
+        """What a rank that refused has left here."""
+        first = self._heap.offset["reason"] + epoch % 2 * self._heap.distance["reason"] + peer * REASON_BYTES
+        return self._read(first, REASON_BYTES).rstrip(b"\0").decode(errors="ignore")
+
+    def _heard(self, epoch: int) -> tuple[int, Sequence[int]]:
+        """The alarm, and the marks with which ranks have begun an operation."""
+        heap, ranks = self._heap, self._config.world_size
+        (alarm,) = struct.unpack("<q", self._read(heap.offset["alarm"], 8))
+        hello = heap.offset["hello"] + epoch % 2 * heap.distance["hello"]
+        begun = struct.unpack(f"<{ranks}q", self._read(hello, 8 * ranks))
+        return alarm, begun
+
+    def _read(self, first: int, nbytes: int) -> bytes:
+        """Bytes of this rank's memory."""
+        return self._memory.read(self._rank, first, nbytes)
