@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -18,11 +16,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import agreement, ahead, backends, communicator, registry, symmetric
-from ep_ops.backends.cute.memory import sizes_of, token_bound
-from ep_ops.backends.reference import ReferenceBackend
-from ep_ops.memory import MemoryPlan
-from ep_ops.topology import choose_backend, gpu_facts
+from ep_ops import registry, symmetric
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
@@ -217,181 +211,6 @@ def test_methods_trace_in_one_graph() -> None:
         for tokens in (3, 2):
             given = (torch.randn(tokens, 8), torch.randint(-1, 6, (tokens, 2)).int(), torch.rand(tokens, 2))
             torch.testing.assert_close(compiled(*given), layer(*given))
-
-
-def test_memory_plan() -> None:
-    sizes = {key: SIZES[key] for key in ("num_experts", "hidden_size", "top_k", "max_tokens_per_rank")}
-    plan = ep_ops.memory_plan(world_size=4, backend="reference", **sizes)
-    rows = 4 * 4 * 2 + 2 * 15 + 2  # W * tokens * min(K, El), padding, rounded up to 16
-    assert plan["call: recv_x"] == rows * 16 and plan["call: recv_weights"] == rows * 4
-    assert all(line.endswith("B") for line in str(plan).splitlines()) and len(str(plan).splitlines()) == len(plan)
-    last = ep_ops.memory_plan(world_size=4, backend="reference", rank=3, capacity=32, **sizes)
-    assert last["call: recv_x"] == 32 * 16
-    with pytest.raises(ValueError, match="top_k is 99"):
-        ep_ops.memory_plan(world_size=4, backend="reference", **sizes | {"top_k": 99})
-    with make(backend="reference") as comm:
-        assert comm.memory_plan() == ep_ops.memory_plan(world_size=1, backend="reference", **sizes)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_planned_bytes_are_those_of_the_results(dtype: torch.dtype) -> None:
-    with make(dtype=dtype, alignment=4) as comm:
-        x, topk_idx = torch.zeros(4, 8, dtype=dtype), torch.zeros(4, 2, dtype=torch.int32)
-        topk_idx[:, 1] = 1
-        got = comm.dispatch(x, topk_idx, torch.ones(4, 2, dtype=comm.weights_dtype))
-        route = (got.route.send_rows, got.route.arrivals, got.route.offs, got.route.counts, got.dropped)
-        assert comm.memory_plan() == {  # the reference backend holds nothing
-            "call: recv_x": got.x.nbytes,
-            "call: recv_weights": got.weights.nbytes,
-            "call: route": sum(tensor.nbytes for tensor in route),
-            "call: combined out": comm.combine(got.x, got.route, got.weights).nbytes,
-        }
-
-
-def test_bounded_staging() -> None:
-    """Memory keeps the bound, in as few rounds as it takes; one that cannot be kept is refused with what can."""
-    sizes = dict(
-        world_size=16, num_experts=64, hidden_size=1024, top_k=4, max_tokens_per_rank=1000, domain_size=2,
-        latency_max_tokens=0,
-    )  # fmt: skip
-
-    def held(bound: int | None) -> int:
-        plan = ep_ops.memory_plan(staging_bytes=bound, **sizes)
-        return sum(nbytes for purpose, nbytes in plan.items() if purpose.startswith("symmetric"))
-
-    whole = held(None)
-    assert held(whole + 4096) == whole, "guards apart"
-    before = whole
-    for part in (2, 3, 8):
-        bound = whole // part
-        assert bound * 0.5 < held(bound) <= bound < before
-        before = held(bound)
-    with pytest.raises(
-        ValueError, match="staging_bytes is 1000; in 64 rounds of 16 tokens backend 'cute' holds"
-    ) as told:
-        held(1000)
-    (least,) = re.findall(r"holds (\d+) bytes", str(told.value))
-    assert held(int(least)) <= int(least) < whole / 8
-    with pytest.raises(ValueError, match="allowed: at least as many"):
-        held(int(least) - 1)
-    with pytest.raises(ValueError, match="staging_bytes is 0; it must be None or an int of at least 1"):
-        held(0)
-    sizes["domain_size"] = None  # one domain: bounded as well
-    whole = held(None)
-    assert held(whole // 2) <= whole // 2
-    sizes["latency_max_tokens"] = 128  # their memory is within the bound, and no call of theirs goes in rounds
-    most = held(None) // 4
-    assert held(most) <= most
-    given = {name: sizes[name] for name in ("num_experts", "hidden_size", "top_k")}
-    small = ahead.config_of(16, *given.values(), 1000, torch.bfloat16, None, 128, staging_bytes=most)
-    assert 0 < token_bound(small, sizes_of(small)) <= sizes_of(small).max_tokens < 1000
-
-
-def test_memory_plan_of_uneven_experts() -> None:
-    sizes = {key: SIZES[key] for key in ("num_experts", "hidden_size", "top_k", "max_tokens_per_rank")}
-    plans = [
-        ep_ops.memory_plan(world_size=2, experts_per_rank=(5, 1), alignment=1, backend="reference", rank=rank, **sizes)
-        for rank in range(2)
-    ]
-    assert [plan["call: recv_x"] for plan in plans] == [2 * 4 * 2 * 16, 2 * 4 * 1 * 16]
-    with pytest.raises(ValueError, match=r"experts_per_rank is \(-1, 7\); it must hold one int >= 0"):
-        ep_ops.memory_plan(world_size=2, experts_per_rank=(-1, 7), backend="reference", **sizes)
-
-
-def test_bytes_are_readable() -> None:
-    sizes = {"none": 0, "bytes": 1023, "kibi": 1024, "more": 1536 * 1024, "giga": 5 * 2**29}
-    text = str(MemoryPlan(sizes))
-    assert [line.split() for line in text.splitlines()] == [
-        ["none", "0", "B"],
-        ["bytes", "1023", "B"],
-        ["kibi", "1.00", "KiB"],
-        ["more", "1.50", "MiB"],
-        ["giga", "2.50", "GiB"],
-    ]
-    assert len({len(line) for line in text.splitlines()}) == 1, "columns"
-
-
-@pytest.mark.parametrize(
-    ("capability", "shared", "said"),
-    [
-        ((8, 0), 163 * 1024, "capability 8.0) is too old; backend 'cute' needs capability 9.0 or newer"),
-        ((12, 0), 99 * 1024, "capability 12.0) has 101376 bytes of shared memory a block; backend 'cute' needs 232448"),
-    ],
-)
-def test_gpus_that_cannot_hold_the_kernels_are_refused_by_name(
-    capability: tuple[int, int], shared: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the backend was asked for; "auto" takes the other one."""
-    gpu = SimpleNamespace(
-        name="NVIDIA Something", major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=re.escape(f"rank 0: GPU 3 (NVIDIA Something, {said}")):
-        make(device="cuda:3", backend="cute")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    facts = gpu_facts(torch.device("cuda", 3))
-    assert facts is not None and said in str(facts.lack) and choose_backend([facts])[0] == "reference"
-
-
-@pytest.mark.parametrize("beyond", [{"dtype": torch.float64}, {"num_experts": 20000}])
-def test_auto_leaves_to_reference_what_only_that_takes(beyond: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "choose_backend", lambda facts: ("cute", ""))  # as on a host of GPUs
-    monkeypatch.setattr(communicator, "multiprocessors", lambda device: 132)
-    chosen = []
-
-    def chose(kind: str, comm: ep_ops.Communicator) -> Any:
-        chosen.append(kind)
-        return ReferenceBackend(comm)
-
-    monkeypatch.setattr(backends, "make", chose)
-    for values in ({}, beyond):
-        with make(**values):
-            pass
-    assert chosen == ["cute", "reference"]
-
-
-def test_as_many_experts_as_the_kernels_place() -> None:
-    sizes: dict[str, Any] = dict(world_size=2, hidden_size=64, top_k=2, max_tokens_per_rank=8)
-    text = (
-        r"num_experts is 20000, at most 10000 a rank; on 2 ranks backend 'cute' needs [0-9]+ bytes of shared memory to"
-        r" place rows; allowed: at most [0-9]+"
-    )
-    with pytest.raises(ValueError, match=text) as told:
-        ep_ops.memory_plan(num_experts=20000, backend="cute", **sizes)
-    needed, has = (int(word) for word in re.findall(r"needs (\d+) .* at most (\d+)", str(told.value))[0])
-    assert needed > has
-    assert ep_ops.memory_plan(num_experts=4096, backend="cute", **sizes)
-    assert ep_ops.memory_plan(num_experts=20000, backend="reference", **sizes)
-
-
-@pytest.mark.parametrize(("world_size", "most"), [(2, 8188), (8, 8179), (32, 8140), (72, 8070)])
-def test_as_many_experts_as_the_readme_says(world_size: int, most: int) -> None:
-    sizes: dict[str, Any] = dict(world_size=world_size, hidden_size=64, top_k=2, max_tokens_per_rank=8)
-    assert ep_ops.memory_plan(num_experts=most, backend="cute", **sizes)
-    with pytest.raises(ValueError, match=f"num_experts is {most + 1}, "):
-        ep_ops.memory_plan(num_experts=most + 1, backend="cute", **sizes)
-
-
-def test_as_many_ranks_as_map_each_others_memory() -> None:
-    sizes: dict[str, Any] = dict(num_experts=64, hidden_size=64, top_k=2, max_tokens_per_rank=8)
-    for world_size in (31, 32, 33, 64, 72):
-        assert ep_ops.memory_plan(world_size=world_size, backend="cute", **sizes)
-    with pytest.raises(ValueError, match="73 ranks are in one NVLink domain; backend 'cute' takes at most 72 there"):
-        ep_ops.memory_plan(world_size=73, backend="cute", **sizes)
-    assert ep_ops.memory_plan(world_size=73, backend="reference", **sizes)
-
-
-def test_as_many_ranks_as_an_alarm_can_name() -> None:
-    """Across NVLink domains, whose ranks hold what other domains put here."""
-    sizes: dict[str, Any] = dict(num_experts=128, hidden_size=64, top_k=2, max_tokens_per_rank=8, backend="cute")
-    near, across = (ep_ops.memory_plan(world_size=64, domain_size=size, **sizes) for size in (64, 32))
-    for purpose in ("flags", "routes", "gradients of weights", "staged rows", "marked lines"):
-        assert across[f"symmetric: {purpose}"] > near[f"symmetric: {purpose}"]
-    sizes["num_experts"] = 1088
-    assert ep_ops.memory_plan(world_size=1024, domain_size=64, **sizes)
-    with pytest.raises(ValueError, match="world_size is 1088; backend 'cute' takes at most 1024 ranks"):
-        ep_ops.memory_plan(world_size=1088, domain_size=64, **sizes)
 
 
 def test_a_wire_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
