@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantise import refuse_hidden
 from ep_ops.operators.gradients import free_gradient
+from ep_ops.operators.once import once
 from ep_ops.operators.register import LIBRARY
 from ep_ops.records import Route
 from ep_ops.topology import lack_of_kernels
@@ -223,7 +223,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         free_gradient(ctx, output, codes, [scales])
 
 
-@once_differentiable
 def _gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     own = None
     if grad is not None and ctx.needs_input_grad[0]:
@@ -248,5 +247,6 @@ for _schema, (_run, _fake) in _OPERATORS.items():
     torch.library.register_fake(f"ep::{_name}", _fake, lib=LIBRARY)
     if _name != "swiglu_backward":
         torch.library.register_autograd(
-            f"ep::{_name}", torch._disable_dynamo(_gradient), setup_context=torch._disable_dynamo(_save), lib=LIBRARY
-        )
+            f"ep::{_name}", torch._disable_dynamo(once(f"ep::{_name}", _gradient)),
+            setup_context=torch._disable_dynamo(_save), lib=LIBRARY,
+        )  # fmt: skip

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ep_ops import formats
 from ep_ops.nn.grouped import grouped_mm
+from ep_ops.operators.once import once
 
 ROW = "e4m3/row/fp32"
 """The format that torch's row-wise grouped GEMM takes on Hopper."""
@@ -57,7 +58,7 @@ class _Scaled(torch.autograd.Function):
         return grouped_mm(formats.dequantise(rows, scales, form, w.dtype), exact, offs)
 
     @staticmethod
-    @once_differentiable
+    @functools.partial(once, "scaled_grouped_mm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         rows, scales, w, offs = ctx.saved_tensors
         grad = grad.contiguous()

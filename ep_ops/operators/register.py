@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import registry
 from . import eager
+from .once import once
 from .table import OPERATORS, Operator
 
 LIBRARY = torch.library.Library("ep", "DEF")
@@ -66,15 +66,14 @@ def _register_gradient(op: Operator) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         gradient.save(ctx, record(*inputs), asked(ctx), output)
 
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         by_name = gradient.backward(ctx, asked(ctx), *grads)
         return tuple(by_name.get(name) for name in record._fields)
 
     # Opaque to Dynamo, as what the operators run is.
     torch.library.register_autograd(
-        f"ep::{op.name}", torch._disable_dynamo(backward), setup_context=torch._disable_dynamo(setup_context),
-        lib=LIBRARY,
+        f"ep::{op.name}", torch._disable_dynamo(once(f"ep::{op.name}", backward)),
+        setup_context=torch._disable_dynamo(setup_context), lib=LIBRARY,
     )  # fmt: skip
 
 

@@ -173,6 +173,14 @@ def test_opcheck(slots: int) -> None:
     opcheck(torch.ops.ep.swiglu_quantised.default, (x, *along, POW2, "rows"), test_utils=utils)
 
 
+def test_second_derivatives_are_refused() -> None:
+    of, route = case(random.Random(fresh_seed()))
+    x = torch.randn(of.rows, 8, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(swiglu_rows(x, route).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradient of ep::swiglu was differentiated"):
+        torch.autograd.grad(grad.sum() + x.sum(), x)
+
+
 def test_refusals() -> None:
     draw = random.Random(fresh_seed())
     of, route = case(draw)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import cases
 import pytest
 import torch
 import toy
 from ranks import run_ranks
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -185,5 +188,34 @@ def test_second_derivatives_are_refused(exact):
     (grad,) = torch.autograd.grad(
         toy.layer(exact, x, topk_idx, weights, toy.scales(x.dtype)).sum(), x, create_graph=True
     )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="gradient of ep::dispatch was differentiated"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("of", ["rows", "weights", "grad_out", "checkpointed"])
+def test_no_second_derivative_is_left_out(exact, of, split):
+    """Also not by torch.autograd.grad, which comes to no node from which its inputs cannot be reached, and not where
+    the first gradients hang on nothing but what a combine has saved."""
+    x, topk_idx, weights = toy.inputs(3, dtype=torch.float64, grad=True)
+
+    def layer(x, weights):
+        rows = exact.dispatch_wait(exact.dispatch_start(x, topk_idx, weights)) if split else exact.dispatch(
+            x, topk_idx, weights
+        )  # fmt: skip
+        given = torch.sin(rows.x), rows.route, rows.weights
+        return exact.combine_wait(exact.combine_start(*given)) if split else exact.combine(*given)
+
+    run = functools.partial(checkpoint, layer, use_reentrant=False) if of == "checkpointed" else layer
+    out, start = run(x, weights), torch.ones(3, toy.HIDDEN, dtype=x.dtype, requires_grad=of == "grad_out")
+    asked = {"grad_out": start, "weights": weights}.get(of, x)
+    gradients = torch.autograd.grad(out, (x, weights), start, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives .* are not supported"):
+        torch.autograd.grad(sum(grad.square().sum() for grad in gradients) + asked.sum(), asked)
+    torch.autograd.grad(layer(x, weights).sum(), x)  # nothing is left under way
+
+
+def test_a_hessian_lacks_nothing(exact):
+    x, topk_idx, weights = toy.inputs(3, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.functional.hessian(lambda x: exact.dispatch(x, topk_idx, weights).x[0].sin().sum(), x)

@@ -1,0 +1,58 @@
+"""Gradients that cannot be differentiated a second time say so.
+
+``torch.autograd.function.once_differentiable`` lets such gradients hang on nothing, so ``torch.autograd.grad`` does not
+come to the node that raises: a Hessian would lack what went through an operator, without a word. And it does not look
+at what was saved: of a weighted combine the gradients depend on rows and weights, also where grad_out is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def once(name: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """``backward`` (ctx, *gradients) of the function ``name``, whose results raise if they are differentiated."""
+
+    def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():  # as ever without create_graph
+            return backward(ctx, *grads)
+        saved = ctx.saved_tensors  # once: whoever keeps them for checkpointing hands them out once
+        with torch.no_grad():
+            results = backward(_Context(ctx, saved), *grads)
+        origins = [t for t in (*grads, *saved) if isinstance(t, Tensor) and t.requires_grad]
+        made = [result for result in results if result is not None]
+        if not origins or not made:
+            return results
+        hanging = iter(_Once.apply(name, len(made), *made, *origins))
+        return tuple(None if result is None else next(hanging) for result in results)
+
+    return run
+
+
+class _Context:
+    """Of a backward, with the tensors that it has saved read already."""
+
+    def __init__(self, ctx: Any, saved: tuple[Any, ...]) -> None:
+        self._ctx, self.saved_tensors = ctx, saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The first ``count`` tensors; the others are what they were made of."""
+        ctx.name = name
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"the gradient of {ctx.name} was differentiated: second derivatives (backward through what create_graph="
+            "True made, torch.autograd.functional.hessian) are not supported"
+        )
