@@ -51,8 +51,7 @@ def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
     types = tuple(map(type, args))
     if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or args[0].is_meta:
-        if forward_ad._current_level >= 0 and not _is_compiling():
-            _refuse_tangents(name, args)
+        refuse_transforms(f"ep::{name}", args)
         return getattr(torch.ops.ep, name)(*args)
     return IMPLEMENTATIONS[name](*args)
 
@@ -64,6 +63,28 @@ def refuse(name: str, backend: Backend, reason: str, flight: int = 0, max_tokens
         with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
             backend.refuse(name, reason, flight, max_tokens)
     raise ValueError(reason)
+
+
+def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
+    """NotImplementedError for derivatives that there are none of. Operators without a forward-mode derivative would
+    return zeros without a word, and torch.func.grad would fail in words about somebody else's autograd.Function."""
+    if forward_ad._current_level < 0 and (_is_compiling() or _transforms() is None):
+        return
+    for arg in args:
+        if not isinstance(arg, Tensor) or not arg.is_floating_point():
+            continue
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(
+                f"{name} was given a tensor with a tangent: forward-mode differentiation (torch.func.jvp, "
+                "torch.autograd.forward_ad) is not supported; backward and torch.autograd.grad are"
+            )
+        if _is_compiling():  # whose own error names the transform
+            continue
+        if torch._C._functorch.is_gradtrackingtensor(arg) and arg.requires_grad and _is_grad_enabled():
+            raise NotImplementedError(
+                f"{name} was given a tensor of a gradient transform: torch.func.grad, vjp and what is made of them are "
+                "not supported; backward and torch.autograd.grad are"
+            )
 
 
 # Looked up once: each dot costs a decode step some of its time.
@@ -87,16 +108,6 @@ def _heeded() -> bool:
         or _profiler_enabled()
         or forward_ad._current_level >= 0  # torch.func.jvp enters a level as well
     )
-
-
-def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
-    """Operators without a forward-mode derivative would return zeros without a word."""
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.is_floating_point() and forward_ad.unpack_dual(arg).tangent is not None:
-            raise NotImplementedError(
-                f"ep::{name} was given a tensor with a tangent: forward-mode differentiation (torch.func.jvp, "
-                "torch.autograd.forward_ad) is not supported; reverse mode (backward, torch.func.vjp) is"
-            )
 
 
 def _plain(name: str, types: tuple[type, ...]) -> bool:

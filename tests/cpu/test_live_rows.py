@@ -181,6 +181,16 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(grad.sum() + x.sum(), x)
 
 
+def test_functional_derivatives_are_refused() -> None:
+    of, route = case(random.Random(fresh_seed()))
+    x = torch.randn(of.rows, 256)
+    for run in (lambda x: swiglu_rows(x, route), lambda x: swiglu_quantised(x, route)[0].float()):
+        with pytest.raises(NotImplementedError, match="given a tensor with a tangent"):
+            torch.func.jvp(run, (x,), (x,))
+        with pytest.raises(NotImplementedError, match="given a tensor of a gradient transform"):
+            torch.func.vjp(run, x)
+
+
 def test_refusals() -> None:
     draw = random.Random(fresh_seed())
     of, route = case(draw)

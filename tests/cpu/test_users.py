@@ -172,6 +172,18 @@ def test_tangents_are_refused(comm: ep_ops.Communicator) -> None:
         comm.dispatch(x, experts)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda x: comm.dispatch(x, experts).x, (x,), (torch.ones_like(x),))
+    compiled = torch.compile(lambda x: torch.func.jvp(lambda x: comm.dispatch(x, experts).x, (x,), (x,))[1])
+    with pytest.raises(NotImplementedError, match="ep::dispatch was given a tensor with a tangent"):
+        compiled(x)
+
+
+def test_gradient_transforms_are_refused(comm: ep_ops.Communicator) -> None:
+    x, experts, _ = routed(4)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match="ep::dispatch was given a tensor"):
+            transform(lambda x: comm.dispatch(x, experts).x.sum())(x)
+    own = torch.func.grad(lambda w: (comm.combine(*comm.dispatch(x, experts)[::2]) * w).sum())(torch.ones(16))
+    torch.testing.assert_close(own, 2 * x.sum(0))  # what is no operator's input may be differentiated
 
 
 def test_not_initialised_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
