@@ -10,7 +10,9 @@ What crosses ranks is in two lines of ``MoELayer.forward``, dispatch and combine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,11 +102,19 @@ class MoELayer(nn.Module):
         dispatch = self.comm.dispatch_start(
             x, experts, weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight, format=self.format
         )
-        shared = None if self.shared is None else self.shared(x)
-        yield None
+        try:
+            shared = None if self.shared is None else self.shared(x)
+            yield None
+        except BaseException:
+            _end(self.comm.dispatch_wait, dispatch)
+            raise
         received = self.comm.dispatch_wait(dispatch)
         combine = self.comm.combine_start(self._experts(received), received.route, received.weights, flight=flight)
-        yield None
+        try:
+            yield None
+        except BaseException:
+            _end(self.comm.combine_wait, combine)
+            raise
         out = self.comm.combine_wait(combine)
         yield out if shared is None else out + shared
 
@@ -121,6 +131,13 @@ class MoELayer(nn.Module):
     def expert_parameters(self) -> list[nn.Parameter]:
         """Those that only this rank holds; their gradients are complete after backward."""
         return [self.w_in, self.w_out]
+
+
+def _end(wait: Callable[[Any], Any], started: Any) -> None:
+    """What was started is not to stay under way where nobody comes to its wait: something was raised between them, as
+    checkpointing does to end a second run early, or the generator is not asked any more."""
+    with contextlib.suppress(RuntimeError), torch.no_grad():
+        wait(started)
 
 
 class DenseMoE(nn.Module):

@@ -214,3 +214,23 @@ def test_micro_batches_in_turns() -> None:
         assert torch.equal(layer.dropped, 2 * dropped)
         with pytest.raises(RuntimeError, match="dynamic is True"):
             next(MoELayer(comm, F, dynamic=True).steps(first))
+
+
+def test_nothing_stays_under_way_where_something_is_raised():
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such expert")
+
+    with communicator(torch.float32) as comm:
+        layer = MoELayer(comm, F, shared_intermediate_size=F)
+        x = torch.randn(4, H)
+        expected, shared = layer(x), layer.shared
+        layer.shared.forward = broken
+        with pytest.raises(KeyError, match="no such expert"):
+            layer(x)
+        del shared.forward
+        for halves in (1, 2):
+            left = layer.steps(x)
+            for _ in range(halves):
+                next(left)
+            left.close()
+            assert torch.equal(layer(x), expected)

@@ -10,6 +10,7 @@ import toy
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ep_ops.nn import DenseMoE, MoELayer, interleave
 from ep_ops.operators import OPERATORS, SAVE_FOR_CHECKPOINT
 
 FORWARD, BACKWARD = ["dispatch", "combine"], ["combine_backward", "dispatch_backward"]
@@ -65,3 +66,32 @@ def test_checkpointing(selective, compiled):
             assert ran == plain
         else:  # eager stops recomputing at the last tensor that backward needs
             assert ran[:2] == FORWARD and ran[-2:] == BACKWARD and ran[2:-2] in (["dispatch"], FORWARD)
+
+
+def _shared_alone(turns):
+    """Gradients of the shared expert, where nothing else is trained, beside the dense layer's, twice. (Checkpointing
+    ends its second run behind the last tensor that backward needs: within the shared expert, under a dispatch.)"""
+    results = []
+    with toy.communicator() as comm:
+        layer, dense = (kind(comm, 8, shared_intermediate_size=8) for kind in (MoELayer, DenseMoE))
+        for name, p in (*layer.named_parameters(), *dense.named_parameters()):
+            p.requires_grad_(name.startswith("shared."))
+        rank = torch.distributed.get_rank()
+        x = toy.inputs(6 - rank, seed=rank)[0]
+
+        def run(x):
+            return torch.cat(interleave(layer.steps(x[:2], 0), layer.steps(x[2:], 1))) if turns else layer(x)
+
+        for _ in range(2):
+            layer.zero_grad(), dense.zero_grad()
+            checkpoint(run, x, use_reentrant=False).sin().sum().backward()
+            dense(x).sin().sum().backward()
+            results.append([[p.grad for p in kind.shared.parameters()] for kind in (layer, dense)])
+    return results
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_second_run_that_ends_between_start_and_wait(turns):
+    for steps in run_ranks(2, _shared_alone, turns):
+        for ours, theirs in steps:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
