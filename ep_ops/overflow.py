@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .recompute import recomputing
+
 POLICIES = ("count", "raise")
 """See ``overflow`` of :class:`ep_ops.Communicator`."""
 
@@ -14,11 +16,13 @@ class Overflow:
 
     def __init__(self, num_local_experts: int, first_expert: int, device: torch.device) -> None:
         self._first = first_expert
-        self._rows = torch.zeros(num_local_experts, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # else nothing else could add to it
+            self._rows = torch.zeros(num_local_experts, dtype=torch.int32, device=device)
 
     def add(self, dropped: Tensor) -> None:
         """``dropped``: int32 [El] of one dispatch."""
-        self._rows.add_(dropped)
+        if not recomputing():
+            self._rows.add_(dropped)
 
     def check(self, name: str, rank: int) -> None:
         """ValueError if there are any; waits for the device."""

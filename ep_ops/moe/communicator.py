@@ -22,8 +22,8 @@ from ep_ops import backends
 from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator
 from ep_ops.exchange import Exchange
-from ep_ops.nn.recompute import recomputing
 from ep_ops.operators.eager import refuse
+from ep_ops.recompute import recomputing
 from ep_ops.records import Dispatched, DispatchedTokens, StartedCombine, StartedDispatch
 
 from . import placement as placements

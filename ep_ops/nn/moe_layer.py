@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ep_ops.communicator import Communicator
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.live_rows import swiglu_rows
-from ep_ops.nn.recompute import recomputing
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
+from ep_ops.recompute import recomputing
 from ep_ops.records import Dispatched
 
 

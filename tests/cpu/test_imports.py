@@ -24,7 +24,8 @@ ROOMS = {
     "ep_ops.arguments": (),
     "ep_ops.survivors": (),
     "ep_ops.inputs": ("ep_ops.survivors",),
-    "ep_ops.overflow": (),
+    "ep_ops.recompute": (),
+    "ep_ops.overflow": ("ep_ops.recompute",),
     "ep_ops.config": ("ep_ops.records",),
     "ep_ops.checks": ("ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "meta_kernels"),
     "ep_ops.topology": (),
@@ -55,11 +56,11 @@ ROOMS = {
     ),
     "ep_ops.nn": (
         "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.topology",
-        "ep_ops.operators", "ep_ops.backends", "cute_kernels",
+        "ep_ops.operators", "ep_ops.backends", "ep_ops.recompute", "cute_kernels",
     ),
     "ep_ops.moe": (
         "ep_ops.records", "ep_ops.config", "ep_ops.exchange", "ep_ops.arguments", "ep_ops.backends", "ep_ops.operators",
-        "ep_ops.formats", "ep_ops.communicator", "ep_ops.nn",
+        "ep_ops.formats", "ep_ops.communicator", "ep_ops.nn", "ep_ops.recompute",
     ),
     "ep_ops.integrations": (
         "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import fresh_seed
 from ranks import run_ranks
+from torch.utils.checkpoint import checkpoint
 
 import ep_ops
 from ep_ops.survivors import ExpertIds
@@ -156,6 +157,27 @@ def test_overflow_is_raised(how: str) -> None:
         comm.check_errors()
         comm.plan(idx, slots=5)
         with pytest.raises(ValueError, match="6 rows did not fit"):
+            comm.check_errors()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing_counts_a_row_that_did_not_fit_once(reentrant: bool, compiled: bool) -> None:
+    with torch.inference_mode():  # what is made there is used behind it
+        comm = small(overflow="raise")
+    with comm:
+        x, idx = torch.ones(16, 8, requires_grad=True), torch.zeros(16, 1, dtype=torch.int32)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            sent = comm.dispatch(x, idx, slots=5)
+            return comm.combine(sent.x.sin(), sent.route)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(layer, x, use_reentrant=reentrant)
+
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        run(x).sum().backward()
+        with pytest.raises(ValueError, match=" 11 rows did not fit"):
             comm.check_errors()
 
 
