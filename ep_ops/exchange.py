@@ -47,12 +47,12 @@ class Exchange:
     def all_gather_text(self, text: str) -> list[str]:
         """Of each rank the text, of which ``TEXT_BYTES`` bytes travel."""
         told = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        texts = self.all_gather(torch.tensor(list(told), dtype=torch.uint8)).tolist()
+        texts = self.all_gather(torch.tensor(list(told), dtype=torch.uint8, device="cpu")).tolist()
         return [bytes(numbers).rstrip(b"\0").decode(errors="ignore") for numbers in texts]
 
     def barrier(self) -> None:
         """Return after every rank has come here."""
-        self.all_gather(torch.zeros(1, dtype=torch.int32)).cpu()
+        self.all_gather(torch.zeros(1, dtype=torch.int32, device="cpu")).cpu()
 
 
 def _wire_device(group: Any, device: torch.device) -> torch.device:

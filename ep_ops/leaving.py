@@ -21,7 +21,7 @@ logger = logging.getLogger("ep_ops")
 
 def agreed_number(exchange: Exchange) -> int:
     """Collective: the same number on all ranks, and another one for each communicator."""
-    return int(exchange.all_gather(torch.tensor([secrets.randbits(62)]))[0])
+    return int(exchange.all_gather(torch.tensor([secrets.randbits(62)], device="cpu"))[0])
 
 
 def meet(group: Any, name: str, number: int, seconds: float) -> list[int]:

@@ -97,7 +97,8 @@ class MoECommunicator:
         self._splits = config.overlap and not self._exact
         self._usual = self._given(config.quant, None)
         self._counts: Counts | None = None
-        self._past = torch.zeros(2, config.num_experts, dtype=torch.int64)  # rows kept and dropped, before a place()
+        # Rows kept and dropped, before a place().
+        self._past = torch.zeros(2, config.num_experts, dtype=torch.int64, device="cpu")
         if config.statistics:
             bytes_of = row_bytes(comm.hidden_size, comm.dtype.itemsize)
             self._counts = Counts(comm.num_local_experts, comm.world_size, bytes_of, comm.device)
@@ -339,7 +340,7 @@ class MoECommunicator:
     def _logical(self, rows: Tensor) -> Tensor:
         """[2, E] of what physical experts of this rank have, [2, El]."""
         found = torch.zeros_like(self._past)
-        return found.index_add_(1, torch.tensor(self.local_experts, dtype=torch.int64), rows)
+        return found.index_add_(1, torch.tensor(self.local_experts, dtype=torch.int64, device="cpu"), rows)
 
     # ------------------------------------------------------------------ lifetime
 

@@ -94,7 +94,7 @@ def _table(placement: Sequence[int], num_experts: int) -> Tensor:
     for place, expert in enumerate(placement):
         places[expert].append(place)
     turns = [[-2, -1, *(own[turn % len(own)] for own in places), len(placement)] for turn in range(TURNS)]
-    return torch.tensor(turns, dtype=torch.int32)
+    return torch.tensor(turns, dtype=torch.int32, device="cpu")
 
 
 # ---------------------------------------------------------------------- choosing one

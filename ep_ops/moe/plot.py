@@ -44,7 +44,7 @@ def plot_waits(stats: Stats, path: str | Path) -> Path:
     """
     _refuse_none(stats)
     ranks = stats.waits.shape[0]
-    means = (stats.waits.mean(2) * (1 - torch.eye(ranks)) * 1e6).tolist()  # µs; nobody waits for itself
+    means = (stats.waits.mean(2) * (1 - torch.eye(ranks, device="cpu")) * 1e6).tolist()  # µs; nobody waits for itself
     heads = (
         "For how long each rank waited for each other one",
         f"waited for most: {_worst((stats.awaited * 1e6).tolist())}",

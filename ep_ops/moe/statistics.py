@@ -33,7 +33,7 @@ class Stats(NamedTuple):
         large, that of all others small."""
         others = self.waits.new_zeros(self.begun.shape[0])
         if self.operations:
-            others = (self.waits * (1 - torch.eye(len(others))[:, :, None])).amax(0).mean(1)
+            others = (self.waits * (1 - torch.eye(len(others), device="cpu")[:, :, None])).amax(0).mean(1)
         return others
 
     @property
@@ -47,8 +47,8 @@ def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor,
     """``Stats.operations``, ``begun`` and ``waits`` of what each rank has noted (``Communicator.last_operations``)."""
     by_number = [{operation.number: operation for operation in own} for own in noted]
     numbers = tuple(sorted(set(by_number[0]).intersection(*by_number[1:])))
-    times = torch.tensor([[own[n].begun for n in numbers] for own in by_number], dtype=torch.float64)
-    waits = torch.tensor([[own[n].waits for n in numbers] for own in by_number], dtype=torch.float64)
+    times = torch.tensor([[own[n].begun for n in numbers] for own in by_number], dtype=torch.float64, device="cpu")
+    waits = torch.tensor([[own[n].waits for n in numbers] for own in by_number], dtype=torch.float64, device="cpu")
     if not numbers:
         return numbers, times, times.new_zeros(len(noted), len(noted), 0)
     return numbers, times - times.amin(0), waits.transpose(1, 2)
@@ -103,7 +103,7 @@ class Counts:
     @property
     def bytes(self) -> Tensor:
         """[2, W] bytes received from and returned to each rank."""
-        received = torch.tensor(self._sizes) @ self._read()[3]
+        received = torch.tensor(self._sizes, device="cpu") @ self._read()[3]
         return torch.stack((received, self._own * self._returned.cpu())).diff()
 
     def _read(self) -> tuple[Tensor, ...]:

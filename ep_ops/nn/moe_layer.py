@@ -11,7 +11,7 @@ What crosses ranks is in two lines of ``MoELayer.forward``, dispatch and combine
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -189,7 +189,9 @@ def choose_experts(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tenso
     x [..., H], router [E, H] -> weights [..., K], expert ids [..., K] int32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
+    kind = x.device.type
+    # Meta devices have no autocast, not even one to be turned off.
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext():
         scores = torch.softmax(x.to(dtype) @ router.to(dtype).t(), dim=-1)
         weights, experts = scores.topk(top_k, dim=-1)
     return weights / weights.sum(dim=-1, keepdim=True), experts.to(torch.int32)
@@ -207,7 +209,8 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 def router_weight(num_experts: int, hidden_size: int, seed: int) -> nn.Parameter:
     """[E, H] float32: choosing among close scores is worth the precision."""
     generator = torch.Generator().manual_seed(seed)
-    return nn.Parameter(torch.randn(num_experts, hidden_size, generator=generator) * hidden_size**-0.5)
+    drawn = _drawn((num_experts, hidden_size), generator) * hidden_size**-0.5
+    return nn.Parameter(drawn.to(torch.get_default_device()))
 
 
 def expert_weights(
@@ -218,9 +221,14 @@ def expert_weights(
     w_out = torch.empty(len(experts), intermediate_size, hidden_size, dtype=dtype)
     for i, e in enumerate(experts):
         generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + e)
-        w_in[i] = torch.randn(w_in.shape[1:], generator=generator) * hidden_size**-0.5
-        w_out[i] = torch.randn(w_out.shape[1:], generator=generator) * intermediate_size**-0.5
+        w_in[i] = _drawn(w_in.shape[1:], generator) * hidden_size**-0.5
+        w_out[i] = _drawn(w_out.shape[1:], generator) * intermediate_size**-0.5
     return nn.Parameter(w_in), nn.Parameter(w_out)
+
+
+def _drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """The same numbers whatever torch's default dtype and device are."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def shared_expert(hidden_size: int, intermediate_size: int, dtype: torch.dtype, seed: int) -> SwiGLU | None:

@@ -28,7 +28,7 @@ class SymmetricBuffer:
             raise RuntimeError(f"the symmetric memory of rank {rank} is not mapped: it is in another NVLink domain")
         from cuda.bindings import driver
 
-        told = torch.empty(nbytes, dtype=torch.uint8)
+        told = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         device = self.local.device
         with torch.cuda.device(device):
             stream = torch.cuda.Stream(device)
@@ -43,7 +43,7 @@ class SymmetricBuffer:
     def free(self) -> None:
         """Give the memory back; no rank may touch it any more (barrier first). Calling it again does nothing."""
         release, self._release = self._release, None
-        self.local = torch.empty(0, dtype=torch.uint8)
+        self.local = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.addresses = ()
         if release is not None:
             release()

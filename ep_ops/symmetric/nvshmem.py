@@ -89,7 +89,8 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
             heap.freed.remove(number)
             _bindings().free(heap.blocks.pop(number))
         address = _bindings().malloc(nbytes)
-        lacking = (exchange.all_gather(torch.tensor([int(address == 0)])).flatten() > 0).nonzero().flatten().tolist()
+        lacks = exchange.all_gather(torch.tensor([int(address == 0)], device="cpu")).flatten() > 0
+        lacking = lacks.nonzero().flatten().tolist()
         if lacking:  # what others have got there is theirs to the end: giving it back is collective
             raise RuntimeError(
                 f"NVSHMEM has no {nbytes} bytes of symmetric memory left on ranks {lacking};"
@@ -105,7 +106,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
         addresses = tuple(_bindings().ptr(address, pe) for pe in range(exchange.world_size))
     # Nobody writes before everybody has zeroed, and has said so here.
     unmapped = int(any(addresses[rank] == 0 for rank in near))
-    ranks = exchange.all_gather(torch.tensor([unmapped])).flatten().nonzero().flatten().tolist()
+    ranks = exchange.all_gather(torch.tensor([unmapped], device="cpu")).flatten().nonzero().flatten().tolist()
     if ranks:
         raise RuntimeError(
             f"NVSHMEM does not map the memory of all ranks of their NVLink domains on ranks {ranks};"
@@ -153,7 +154,7 @@ def _initialise(exchange: Exchange) -> None:
     unique = bindings.uniqueid()
     if exchange.rank == 0:
         bindings.get_uniqueid(unique.ptr)
-    own = torch.tensor(list(ctypes.string_at(unique.ptr, UNIQUE_ID_BYTES)), dtype=torch.uint8)
+    own = torch.tensor(list(ctypes.string_at(unique.ptr, UNIQUE_ID_BYTES)), dtype=torch.uint8, device="cpu")
     told = bytes(exchange.all_gather(own)[0].tolist())
     ctypes.memmove(unique.ptr, told, UNIQUE_ID_BYTES)
     attributes = bindings.InitAttr()

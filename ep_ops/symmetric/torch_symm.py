@@ -16,7 +16,7 @@ from .rendezvous import meet
 def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
     """See :func:`ep_ops.symmetric.allocate`."""
     exchange = Exchange(group, device)
-    told = exchange.all_gather(torch.tensor([nbytes, secrets.randbits(62)], dtype=torch.int64)).tolist()
+    told = exchange.all_gather(torch.tensor([nbytes, secrets.randbits(62)], dtype=torch.int64, device="cpu")).tolist()
     sizes = [size for size, _ in told]
     if len(set(sizes)) > 1:
         raise ValueError(f"ranks ask for different sizes of symmetric memory: {sizes} bytes by rank")

@@ -13,7 +13,8 @@ from ranks import run_ranks
 from torch.autograd import forward_ad
 
 import ep_ops
-from ep_ops.nn import MoELayer
+from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
+from ep_ops.nn import DenseMoE, MoELayer
 
 SIZES: dict[str, Any] = {
     "num_experts": 6, "hidden_size": 16, "top_k": 2, "max_tokens_per_rank": 24, "dtype": torch.float32, "device": "cpu"
@@ -157,6 +158,55 @@ def unequal_pasts() -> tuple[str, str]:
 def test_names_count_by_group() -> None:
     first, second = run_ranks(2, unequal_pasts)
     assert first == second
+
+
+# ---------------------------------------------------------------------- defaults of torch
+
+
+def under_a_default_device() -> float:
+    """A model is often made on the meta device, and its communicator with it."""
+    with torch.device("meta"):
+        comm = ep_ops.Communicator(**SIZES)
+        layer = MoELayer(comm, 8, shared_intermediate_size=8)
+        assert all(p.is_meta for p in layer.parameters())
+        x = torch.randn(3, 16, requires_grad=True)
+        layer(x).sum().backward()  # shapes alone
+        assert x.grad is not None and x.grad.is_meta
+    with comm:
+        made, dense = (kind(comm, 8, shared_intermediate_size=8) for kind in (MoELayer, DenseMoE))
+        layer = layer.to_empty(device="cpu")
+        layer.load_state_dict(made.state_dict())
+        x = torch.randn(3, 16)
+        with torch.device("meta"):
+            out = layer(x)
+        return float((out - dense(x)).abs().max())
+
+
+def test_default_devices() -> None:
+    assert max(run_ranks(2, under_a_default_device)) < 1e-5
+
+
+def test_statistics_under_a_default_device() -> None:
+    sizes = {name: value for name, value in SIZES.items() if name != "device"}
+    config = MoECommunicatorConfig(**sizes, statistics=True, placement=[0, 1, 2, 3, 4, 5, 0])
+    with torch.device("meta"), MoECommunicator(config, device="cpu") as moe:
+        sent, handle = moe.dispatch(torch.ones(2, 16, device="cpu"), torch.tensor([[1, 2], [1, 4]], device="cpu"))
+        moe.combine(sent.x, handle)
+        assert moe.stats().rows.tolist() == [0, 2, 1, 0, 1, 0]
+        moe.place([5, 4, 3, 2, 1, 0, 0])
+        assert moe.load().tolist() == [0, 2, 1, 0, 1, 0] and moe.stats().received.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_initial_weights_do_not_depend_on_the_default_dtype(comm: ep_ops.Communicator, dtype: torch.dtype) -> None:
+    expected = MoELayer(comm, 8, shared_intermediate_size=8)
+    torch.set_default_dtype(dtype)
+    try:
+        made = MoELayer(comm, 8, shared_intermediate_size=8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for own, wanted in zip(made.parameters(), expected.parameters(), strict=True):
+        assert own.dtype == torch.float32 and torch.equal(own, wanted)
 
 
 # ---------------------------------------------------------------------- arguments that are off

@@ -27,7 +27,7 @@ class Report:
         self._timeout = timeout
         self._heard = heard
         self._told = 0  # epoch of the last refusal, of its first turn
-        self._memory = torch.zeros(_ALL, dtype=torch.int64, pin_memory=True)
+        self._memory = torch.zeros(_ALL, dtype=torch.int64, device="cpu", pin_memory=True)
         self.address = self._memory.data_ptr()
         self._words = (ctypes.c_int64 * _ALL).from_address(self.address)
 

@@ -64,7 +64,7 @@ class Meeting:
         """``told`` of all ranks [W, at least len(told)], and the refusals of those that have a problem."""
         message = [OPERATORS.index(operator), int(problem is not None), *told]
         message += [0] * (8 + 2 * self._world_size - len(message))  # one length for all operators
-        gathered = self._exchange.all_gather(torch.tensor(message)).cpu()
+        gathered = self._exchange.all_gather(torch.tensor(message, device="cpu")).cpu()
         operators = gathered[:, 0].tolist()
         if len(set(operators)) > 1:
             running = ", ".join(f"rank {rank}: {OPERATORS[index]}" for rank, index in enumerate(operators))

@@ -38,7 +38,7 @@ class Communicators:
 
     def agreed(self, tokens: int, device: torch.device) -> int:
         """The most that any rank has; waits for all."""
-        return int(Exchange(self._group, device).all_gather(torch.tensor(tokens)).max())
+        return int(Exchange(self._group, device).all_gather(torch.tensor(tokens, device="cpu")).max())
 
     def total(self, counts: Tensor) -> Tensor:
         """The sum over ranks; waits for all."""
