@@ -27,11 +27,22 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
     gradients over ranks, so those of the experts, which are sums over ranks, are divided by ``ranks`` as they come.
     Where experts are held several times (``ranks`` is a multiple of the communicator's), add their gradients up over
     the ranks that hold the same ones, after backward.
+
+    Parameters have to be there to stay: what ``load_state_dict(assign=True)`` puts in their place is not divided. A
+    model from the meta device is given to ``fully_shard``, then gets memory (``to_empty``), then comes here. ValueError
+    for experts without memory.
     """
-    apart = []
+    apart: list[str] = []
     for prefix, layer in expert_layers(model):
         experts = {id(p) for p in layer.expert_parameters()}  # type: ignore[operator]
-        apart += [f"{prefix}{name}" for name, p in layer.named_parameters() if id(p) in experts]
+        own = {f"{prefix}{name}": p for name, p in layer.named_parameters() if id(p) in experts}
+        for name, p in own.items():
+            if p.is_meta:  # whose hook would be lost with it
+                raise ValueError(
+                    f"{name} is on the meta device; allowed: parameters that have memory already (to_empty puts others"
+                    " in their place, of which the gradients would not be divided)"
+                )
+        apart += own
         apart += [f"{prefix}{name}" for name, _ in layer.named_buffers() if name == "dropped"]
     for p in expert_parameters(model):
         if p.requires_grad:

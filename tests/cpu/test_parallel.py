@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +33,13 @@ def trained(how: str, compiled: bool) -> float:
     sizes: dict[str, Any] = dict(num_experts=E, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
     with ep_ops.Communicator(**sizes, device="cpu") as comm:
         model, dense = Model(MoELayer(comm, 8, capacity=64)), Model(DenseMoE(comm, 8))
-        keep_experts_apart(model, comm.world_size)
+        if how == "meta":
+            values = model.state_dict()
+            model = model.to("meta")
+            with pytest.raises(ValueError, match="moe.w_in is on the meta device; allowed: parameters that have"):
+                keep_experts_apart(model, comm.world_size)
+        else:
+            keep_experts_apart(model, comm.world_size)
         names = [name for name, _ in model.named_parameters()]
         run: Any = model
         if how == "ddp":
@@ -43,6 +50,10 @@ def trained(how: str, compiled: bool) -> float:
 
             mesh = torch.distributed.init_device_mesh("cpu", (comm.world_size,))
             run = fully_shard(model, mesh=mesh, ignored_params=set(expert_parameters(model)))
+        if how == "meta":
+            model.to_empty(device="cpu")
+            set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+            keep_experts_apart(model, comm.world_size)
         xs = [torch.randn(4 + 3 * r, H, generator=torch.Generator().manual_seed(r)) for r in range(comm.world_size)]
         run(xs[comm.rank]).backward()
         torch.stack([dense(x) for x in xs]).mean().backward()
@@ -61,7 +72,7 @@ def trained(how: str, compiled: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("how", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+@pytest.mark.parametrize(("how", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False), ("meta", False)])
 def test_trained(how: str, compiled: bool) -> None:
     assert max(run_ranks(2, trained, how, compiled)) < 1e-4
 
