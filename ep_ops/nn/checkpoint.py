@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
 from ep_ops.nn.parallel import expert_layers
@@ -23,19 +23,23 @@ def resharding_state_dict(model: nn.Module, comm: Communicator) -> dict[str, Any
 
     ValueError for an expert parameter whose first dimension is not this rank's experts.
     """
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
+    # Wrappers of modules (checkpoint_wrapper) may leave themselves out of these names, and not of named_modules.
+    key_of = {id(value): key for key, value in state.items()}
+    state.update({key: value.detach() for key, value in state.items() if isinstance(value, Tensor)})
     first, held = comm.first_local_expert, comm.num_local_experts
     for prefix, layer in expert_layers(model):
         own = {id(p) for p in layer.expert_parameters()}  # type: ignore[operator]
-        names = [name for name, p in layer.named_parameters() if id(p) in own]
-        for name in (*names, *(name for name, _ in layer.named_buffers() if name == "dropped")):
-            whole = state.pop(prefix + name, None)
+        kept = [(name, p) for name, p in layer.named_parameters() if id(p) in own]
+        for name, tensor in (*kept, *((name, b) for name, b in layer.named_buffers() if name == "dropped")):
+            key = key_of.get(id(tensor), prefix + name)
+            whole = state.pop(key, None)
             if whole is None:  # a buffer that is not saved
                 continue
             if whole.dim() == 0 or whole.shape[0] != held:
                 raise ValueError(
-                    f"{prefix}{name} has shape {tuple(whole.shape)}; allowed: {held} first, the experts of rank"
+                    f"{key} has shape {tuple(whole.shape)}; allowed: {held} first, the experts of rank"
                     f" {comm.rank} of communicator {comm.name!r}"
                 )
-            state.update({f"{prefix}{name}.{first + i}": whole[i] for i in range(held)})
+            state.update({f"{key}.{first + i}": whole[i] for i in range(held)})
     return state

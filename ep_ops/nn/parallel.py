@@ -32,7 +32,9 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
     model from the meta device is given to ``fully_shard``, then gets memory (``to_empty``), then comes here. ValueError
     for experts without memory.
     """
-    apart: list[str] = []
+    # DDP asks by either name, which differ where the model itself is what a layer was wrapped in.
+    everyone = {id(p) for p in expert_parameters(model)}
+    apart = [name for name, p in model.named_parameters() if id(p) in everyone]
     for prefix, layer in expert_layers(model):
         experts = {id(p) for p in layer.expert_parameters()}  # type: ignore[operator]
         own = {f"{prefix}{name}": p for name, p in layer.named_parameters() if id(p) in experts}
@@ -72,7 +74,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup 
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that have experts of their own, with the prefix of their parameters' names."""
+    """The layers that have experts of their own, with the prefix of their parameters' names. Those that wrap such a
+    layer and pass on its attributes (``torch.compile``, ``checkpoint_wrapper``) are none: it would count twice."""
     for name, layer in model.named_modules():
-        if callable(getattr(layer, "expert_parameters", None)):
+        if "expert_parameters" in vars(layer) or hasattr(type(layer), "expert_parameters"):
             yield f"{name}." if name else "", layer

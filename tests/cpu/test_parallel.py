@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +34,12 @@ def trained(how: str, compiled: bool) -> float:
     sizes: dict[str, Any] = dict(num_experts=E, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
     with ep_ops.Communicator(**sizes, device="cpu") as comm:
         model, dense = Model(MoELayer(comm, 8, capacity=64)), Model(DenseMoE(comm, 8))
+        names = [name for name, _ in model.named_parameters()]
+        if how == "checkpointed":
+            model.moe = checkpoint_wrapper(model.moe)
+            model = checkpoint_wrapper(model)
+        if how == "compiled":
+            model.moe = torch.compile(model.moe, backend="aot_eager")
         if how == "meta":
             values = model.state_dict()
             model = model.to("meta")
@@ -40,9 +47,8 @@ def trained(how: str, compiled: bool) -> float:
                 keep_experts_apart(model, comm.world_size)
         else:
             keep_experts_apart(model, comm.world_size)
-        names = [name for name, _ in model.named_parameters()]
         run: Any = model
-        if how == "ddp":
+        if how in ("ddp", "checkpointed", "compiled"):
             run = DistributedDataParallel(model)
             run = torch.compile(run, backend="aot_eager") if compiled else run
         else:
@@ -72,7 +78,10 @@ def trained(how: str, compiled: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("how", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False), ("meta", False)])
+@pytest.mark.parametrize(
+    ("how", "compiled"),
+    [("ddp", False), ("ddp", True), ("checkpointed", False), ("compiled", False), ("fsdp", False), ("meta", False)],
+)
 def test_trained(how: str, compiled: bool) -> None:
     assert max(run_ranks(2, trained, how, compiled)) < 1e-4
 
