@@ -47,8 +47,10 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
         apart += own
         apart += [f"{prefix}{name}" for name, _ in layer.named_buffers() if name == "dropped"]
     for p in expert_parameters(model):
-        if p.requires_grad:
-            p.register_hook(lambda grad: grad / ranks)
+        asks = p.requires_grad
+        if p.is_floating_point():  # frozen ones as well, which may be trained later
+            p.requires_grad_().register_hook(lambda grad: grad / ranks)
+            p.requires_grad_(asks)
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *apart])
     return model

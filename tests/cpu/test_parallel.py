@@ -86,6 +86,21 @@ def test_trained(how: str, compiled: bool) -> None:
     assert max(run_ranks(2, trained, how, compiled)) < 1e-4
 
 
+def test_experts_that_are_trained_later() -> None:
+    sizes: dict[str, Any] = dict(num_experts=4, hidden_size=H, top_k=2, max_tokens_per_rank=32, dtype=torch.float32)
+    with ep_ops.Communicator(**sizes, device="cpu") as comm:
+        apart, plain = (MoELayer(comm, 8) for _ in range(2))
+        apart.w_in.requires_grad_(False)
+        keep_experts_apart(apart, 4)
+        assert [p.requires_grad for p in apart.expert_parameters()] == [False, True]
+        apart.w_in.requires_grad_()
+        x = torch.randn(5, H)
+        apart(x).sum().backward(), plain(x).sum().backward()
+        for own, whole in zip(apart.expert_parameters(), plain.expert_parameters(), strict=True):
+            assert own.grad is not None and whole.grad is not None
+            torch.testing.assert_close(own.grad * 4, whole.grad)
+
+
 def test_dropped_rows_are_counted_once_under_checkpointing() -> None:
     sizes: dict[str, Any] = dict(num_experts=4, hidden_size=H, top_k=2, max_tokens_per_rank=32, dtype=torch.float32)
     with ep_ops.Communicator(**sizes, alignment=1, device="cpu") as comm:
