@@ -58,12 +58,12 @@ def rows(wanted: Wanted, x: Tensor) -> Tensor:
     if x.dim() > 2:
         x = x.flatten(0, -2)
     narrow = x.dtype.itemsize == 1 or not x.is_floating_point()
-    if x.dtype != wanted.dtype and not narrow and _autocasts(x.device.type):
+    if x.dtype != wanted.dtype and not narrow and autocasts(x.device.type):
         x = x.to(wanted.dtype)
     return x
 
 
-def _autocasts(kind: str) -> bool:
+def autocasts(kind: str) -> bool:
     """Whether autocast is on for devices of that kind. (Meta devices have none, of which torch is not to be asked.)"""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ep_ops.inputs import autocasts
+
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """Multiply each expert's rows by its own matrix: expert e has the rows [offs[e-1], offs[e]) of x.
 
     x [R, M], w [El, M, N], offs [El] int32 -> [R, N]. Rows past ``offs[-1]`` are garbage, in x and in the result: they
-    reach no other row and no gradient of w.
+    reach no other row and no gradient of w. Under ``torch.autocast``, which knows no grouped product, w is brought to
+    the dtype of the rows.
     """
+    if w.dtype != x.dtype and autocasts(x.device.type):
+        w = w.to(x.dtype)
     if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and w.shape[0] > 0:
         return torch._grouped_mm(x, w, offs=offs)  # strides must be multiples of 16 bytes
     if w.shape[0] == 0:  # zeros that hang on x and w all the same: other ranks wait in the backward pass of this one

@@ -56,7 +56,7 @@ ROOMS = {
     ),
     "ep_ops.nn": (
         "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.topology",
-        "ep_ops.operators", "ep_ops.backends", "ep_ops.recompute", "cute_kernels",
+        "ep_ops.operators", "ep_ops.backends", "ep_ops.recompute", "ep_ops.inputs", "cute_kernels",
     ),
     "ep_ops.moe": (
         "ep_ops.records", "ep_ops.config", "ep_ops.exchange", "ep_ops.arguments", "ep_ops.backends", "ep_ops.operators",

@@ -99,6 +99,17 @@ def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
         out.float().sum().backward()
         assert layer.router.grad is not None and layer.router.grad.dtype == torch.float32
 
+        # Parameters in float32, as autocast is mostly used.
+        wide = MoELayer(comm, 32, shared_intermediate_size=16).float()
+        run = torch.compile(wide, fullgraph=True, backend="aot_eager") if compiled else wide
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = run(x.to(dtype))
+        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+        out.float().sum().backward()
+        for own, given in zip(wide.expert_parameters(), layer.expert_parameters(), strict=True):
+            assert own.grad is not None and given.grad is not None and own.grad.dtype == torch.float32
+            torch.testing.assert_close(own.grad, given.grad.float(), rtol=0.1, atol=0.1)
+
 
 def test_a_layer_in_float64() -> None:
     with ep_ops.Communicator(**SIZES | {"dtype": torch.float64}) as comm:
