@@ -75,6 +75,12 @@ def trained(how: str, compiled: bool) -> float:
             if not again:
                 norm = clip_grad_norm_(model, 1e-3)
                 torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(dense.parameters(), 1e-3))
+        experts = expert_parameters(model)
+        others = [p for p in model.parameters() if all(p is not own for own in experts)]
+        torch.optim.SGD([{"params": others}, {"params": experts}], lr=1e3, foreach=True).step()
+        torch.optim.SGD(dense.parameters(), lr=1e3).step()
+        for p, q in zip(experts, (dense.moe.w_in, dense.moe.w_out), strict=True):
+            torch.testing.assert_close(p, q[mine])
     return worst
 
 
