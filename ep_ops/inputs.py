@@ -64,8 +64,9 @@ def rows(wanted: Wanted, x: Tensor) -> Tensor:
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for devices of that kind. (Meta devices have none, of which torch is not to be asked.)"""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    """Whether autocast is on for devices of that kind. (Meta devices have none, of which torch is not to be asked;
+    torch.amp.is_autocast_available, which would say so, is not traced by torch 2.11.)"""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def scales(given: Tensor, batch: tuple[int, ...] | None) -> Tensor:

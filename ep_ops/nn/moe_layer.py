@@ -189,9 +189,8 @@ def choose_experts(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tenso
     x [..., H], router [E, H] -> weights [..., K], expert ids [..., K] int32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    kind = x.device.type
     # Meta devices have no autocast, not even one to be turned off.
-    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext():
+    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         scores = torch.softmax(x.to(dtype) @ router.to(dtype).t(), dim=-1)
         weights, experts = scores.topk(top_k, dim=-1)
     return weights / weights.sum(dim=-1, keepdim=True), experts.to(torch.int32)
