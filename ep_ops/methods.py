@@ -65,6 +65,8 @@ class Methods:
             alignment: segments are padded to a multiple of it; default: the communicator's.
         """
         sizes = self._sizes("plan", capacity, slots, max_tokens, alignment)
+        if topk_idx is None:  # of an operator without any tensor torch knows no kernel
+            refuse("plan", self.backend, "topk_idx is None; allowed: a tensor", max_tokens=sizes[-1])
         topk_idx, batch = inputs.to_plan(self, topk_idx)
         send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self.place)
         if self.overflowed is not None:
@@ -239,6 +241,8 @@ class Methods:
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
         """What :meth:`dispatch` returns. Differentiable."""
+        if not isinstance(started, StartedDispatch):
+            raise TypeError(f"started is a {type(started).__name__}; allowed: what dispatch_start returned")
         ticket, x, topk_weights, topk_idx, sizes, batch, delivery, flight = started
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self.place, *delivery, flight)
         if self.overflowed is not None:

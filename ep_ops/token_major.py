@@ -137,6 +137,8 @@ class TokenMajor:
 
     def dispatch_tokens_wait(self, started: StartedDispatch) -> DispatchedTokens:
         """What :meth:`dispatch_tokens` returns. Differentiable."""
+        if not isinstance(started, StartedDispatch):
+            raise TypeError(f"started is a {type(started).__name__}; allowed: what dispatch_tokens_start returned")
         ticket, x, topk_weights, topk_idx, (capacity, _, _, tokens), batch, delivery, flight = started
         given = x, topk_weights, topk_idx, capacity, tokens, *self.place, *delivery[:3], flight
         out = call("dispatch_tokens_wait", ticket, *given)

@@ -104,6 +104,7 @@ REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], s
     "capacity": (lambda c, x, idx: c.dispatch(x, idx, capacity=32.0), "capacity is 32.0; it must be an int"),
     "max_tokens": (lambda c, x, idx: c.dispatch(x, idx, max_tokens="8"), "max_tokens is '8'; it must be an int"),
     "slots": (lambda c, x, idx: c.plan(idx, slots=1.5), "slots is 1.5; it must be an int"),
+    "plan": (lambda c, x, idx: c.plan(None), "topk_idx is None; allowed: a tensor"),
 }
 
 
@@ -117,7 +118,7 @@ def _refusing(name: str, grad: bool) -> None:
                 comm.check_errors()
         else:
             with pytest.raises(ValueError, match="refused by rank 0") as told:
-                comm.plan(idx) if name == "slots" else comm.dispatch(x, idx)
+                comm.plan(idx) if name in ("slots", "plan") else comm.dispatch(x, idx)
                 comm.check_errors()
         assert text in str(told.value)
         rows = comm.dispatch(x, idx)  # and all goes on
@@ -138,6 +139,9 @@ def test_routes_are_not_what_holds_them() -> None:
                 call(rows.x, rows)
         with pytest.raises(TypeError, match="started is a StartedDispatch; allowed: what combine_start returned"):
             comm.combine_wait(comm.dispatch_start(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)))
+        for name in ("dispatch", "dispatch_tokens"):
+            with pytest.raises(TypeError, match=f"started is a Dispatched; allowed: what {name}_start returned"):
+                getattr(comm, f"{name}_wait")(rows)
 
 
 def _placed() -> None:
