@@ -156,6 +156,8 @@ class MoECommunicator:
         Token-major rows are what :func:`ep_ops.nn.reduce_rows` gives, or a kernel that does the same: weights are
         applied there.
         """
+        if not isinstance(handle, DispatchHandle):
+            self._refuse_handle("combine", "handle", handle)
         out = self.comm.combine(expert_output, handle.route, handle.weights)
         if self._counts is not None:
             self._returned(handle)
@@ -171,10 +173,12 @@ class MoECommunicator:
         previous_handle: DispatchHandle | None = None,
         *,
         max_tokens: int | None = None,
+        flight: int = 0,
     ) -> Request[tuple[DispatchOutput, DispatchHandle]]:
         """:meth:`dispatch`, whose result the request's ``wait()`` returns. With ``overlap`` this is a split operation:
-        :meth:`ep_ops.Communicator.dispatch_start` says what may stand between, and what runs beside it. Without, with
-        "exact" capacity, and along a previous handle everything has run already.
+        :meth:`ep_ops.Communicator.dispatch_start` says what may stand between, what runs beside it, and which
+        ``flight`` a second request takes while a first is under way. Without, with "exact" capacity, and along a
+        previous handle everything has run already.
         """
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
@@ -182,16 +186,18 @@ class MoECommunicator:
         how = self._quant if quant is None else self._how(quant, max_tokens)
         ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
         start: Any = self.comm.dispatch_tokens_start if self._token_major else self.comm.dispatch_start
-        started = start(input, ids, weights, **self._given(how, max_tokens))
+        started = start(input, ids, weights, flight=flight, **self._given(how, max_tokens))
         return Request(lambda: self._dispatch_wait(started, how))
 
     @ranged("ep_ops.moe.combine_async")
-    def combine_async(self, expert_output: Tensor, handle: DispatchHandle) -> Request[Tensor]:
+    def combine_async(self, expert_output: Tensor, handle: DispatchHandle, *, flight: int = 0) -> Request[Tensor]:
         """:meth:`combine`, whose result the request's ``wait()`` returns; see :meth:`dispatch_async`."""
         if not self._splits:
             done = self.combine(expert_output, handle)
             return Request(lambda: done)
-        started = self.comm.combine_start(expert_output, handle.route, handle.weights)
+        if not isinstance(handle, DispatchHandle):
+            self._refuse_handle("combine_start", "handle", handle, flight)
+        started = self.comm.combine_start(expert_output, handle.route, handle.weights, flight=flight)
         return Request(lambda: self._combine_wait(started, handle))
 
     @ranged("ep_ops.moe.dispatch_wait")
@@ -210,6 +216,8 @@ class MoECommunicator:
         self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None, how: Quant, handle: DispatchHandle
     ) -> tuple[DispatchOutput, DispatchHandle]:
         """A dispatch along a known route."""
+        if not isinstance(handle, DispatchHandle):
+            self._refuse_handle("dispatch_planned", "previous_handle", handle)
         route, token_major = handle.route, handle.route.token_major
         operator = "dispatch_tokens_planned" if token_major else "dispatch_planned"
         if topk_ids is not None:
@@ -273,6 +281,10 @@ class MoECommunicator:
         """``max_tokens``: of the call."""
         most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
         refuse(operator, self.comm.backend, reason, max_tokens=most)
+
+    def _refuse_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
+        reason = f"{name} is a {type(handle).__name__}; allowed: a DispatchHandle, the second of what dispatch returns"
+        refuse(operator, self.comm.backend, reason, flight)
 
     # ------------------------------------------------------------------ placement
 

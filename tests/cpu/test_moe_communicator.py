@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import cases
@@ -19,9 +20,11 @@ from moe_cases import (
     REPLICAS,
     ROWS,
     E,
+    Given,
     H,
     K,
     communicator,
+    computed,
     config,
     dense,
     drawn,
@@ -42,7 +45,7 @@ from ep_ops.moe import (
     MoECommunicator,
     Quant,
 )
-from ep_ops.nn import grouped_mm
+from ep_ops.nn import grouped_mm, interleave
 
 
 def ways() -> list[dict[str, Any]]:
@@ -126,6 +129,60 @@ def test_gradients(rows: str, compiled: bool, ranks: int) -> None:
     way["quant"] = Quant("wire:e4m3/128/pow2" if rows == "padded" else "")
     torch._dynamo.reset()
     for got, expected in on_ranks(ranks, gradients, cases.fresh_seed(), way, compiled):
+        for mine, theirs in zip(got, expected, strict=True):
+            assert theirs.abs().max() > 0.1
+            assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
+
+
+def in_turns(moe: MoECommunicator, givens: list[Given], w: Tensor) -> list[Tensor]:
+    """Micro-batches by turns, each in a flight of its own."""
+
+    def turns(given: Given, flight: int) -> Iterator[Tensor | None]:
+        request = moe.dispatch_async(given.x, given.ids, given.weights, flight=flight)
+        yield None
+        output, handle = request.wait()
+        request = moe.combine_async(computed(moe, output, w), handle, flight=flight)
+        yield None
+        yield request.wait()
+
+    return interleave(*(turns(given, flight) for flight, given in enumerate(givens)))
+
+
+def two_batches(seed: int, way: dict[str, Any], compiled: bool) -> list[list[Tensor]]:
+    """Results and gradients of two micro-batches, and of dense ones."""
+    with communicator(**way) as moe:
+        rank, found = moe.comm.rank, []
+        w = matrices(seed)
+        run = torch.compile(in_turns, fullgraph=True, backend="aot_eager") if compiled else in_turns
+        for each in (
+            lambda givens: run(moe, givens, w[list(moe.local_experts)]),
+            lambda givens: [dense(given, w) for given in givens],
+        ):
+            givens = [drawn(seed + batch, rank, tokens, grad=True) for batch, tokens in enumerate((MOST, 5))]
+            outs = each(givens)
+            sum(out.sin().sum() for out in outs).backward()
+            found.append([*(out.detach() for out in outs), *(t.grad for g in givens for t in (g.x, g.weights))])
+        if not compiled and way["overlap"]:
+            request = moe.dispatch_async(givens[0].x, givens[0].ids, flight=1)
+            with pytest.raises(RuntimeError, match="flight 1 is taken"):
+                moe.dispatch_async(givens[0].x, givens[0].ids, flight=1)
+            request.wait()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "overlap", "compiled", "ranks"),
+    [
+        ("grouped", True, False, 2),
+        ("token_major", True, True, 1),
+        ("padded", True, False, 1),
+        ("grouped", False, True, 2),
+    ],
+)
+def test_two_batches_in_turns(rows: str, overlap: bool, compiled: bool, ranks: int) -> None:
+    way = dict(layout=rows, placement=REPLICAS, statistics=True, overlap=overlap)
+    torch._dynamo.reset()
+    for got, expected in on_ranks(ranks, two_batches, cases.fresh_seed(), way, compiled):
         for mine, theirs in zip(got, expected, strict=True):
             assert theirs.abs().max() > 0.1
             assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
@@ -281,6 +338,14 @@ def refused() -> list[str]:
         note(lambda: moe.dispatch(given.x, given.ids, quant=None if rank else "e4m3/32/mx"))  # type: ignore[arg-type]
         output, handle = moe.dispatch(given.x, given.ids)
         note(lambda: moe.dispatch(given.x, None if rank else given.ids, previous_handle=handle))
+        note(
+            lambda: (
+                moe.dispatch(given.x, None, previous_handle=output)
+                if rank
+                else moe.dispatch(given.x, None, previous_handle=handle)
+            )
+        )
+        note(lambda: moe.combine(output.x, handle if rank else output))
         note(moe.stats)
         assert moe.combine(output.x, handle).shape == (MOST, H)  # it goes on
     with communicator(mode="latency") as few, torch.no_grad():
@@ -309,6 +374,11 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         ("refused by rank 1: topk_idx has 13 tokens", "topk_idx has 13 tokens"),
         ("quant is 'e4m3/32/mx'; allowed", "refused by rank 0: quant is"),
         ("topk_ids is given with previous_handle", "refused by rank 0: topk_ids is given"),
+        (
+            "refused by rank 1: previous_handle is a Disp",
+            "previous_handle is a DispatchOutput; allowed: a DispatchHandle",
+        ),
+        ("handle is a DispatchOutput; allowed: a DispatchHandle", "refused by rank 0: handle is a DispatchOutput"),
         ("statistics is False in the configuration",) * 2,
         ("placement is given, but the configuration has none",) * 2,
         ("previous_handle is given; mode 'latency'",) * 2,
