@@ -27,7 +27,7 @@ from ep_ops.recompute import recomputing
 from ep_ops.records import Dispatched, DispatchedTokens, StartedCombine, StartedDispatch
 
 from . import placement as placements
-from .config import EXACT, MoECommunicatorConfig, Quant, latency_problem
+from .config import EXACT, MoECommunicatorConfig, Quant, latency_problem, text_problem
 from .placement import ReplicaMap
 from .ranges import ranged
 from .records import DispatchHandle, DispatchOutput, Request
@@ -141,9 +141,9 @@ class MoECommunicator:
         Does not touch the host, unless the capacity is "exact". Differentiable. Errors are those of
         :meth:`ep_ops.Communicator.dispatch`, on all ranks.
         """
-        how = self._quant if quant is None else self._how(quant, max_tokens)
         if previous_handle is not None:
-            return self._along(input, topk_ids, weights, how, previous_handle)
+            return self._along(input, topk_ids, weights, quant, previous_handle)
+        how = self._quant if quant is None else self._how(quant, max_tokens, self._operator)
         ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
         given = self._usual if quant is None and max_tokens is None else self._given(how, max_tokens)
         return self._arrived(self._dispatch(input, ids, weights, **given), how)
@@ -183,7 +183,7 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        how = self._quant if quant is None else self._how(quant, max_tokens)
+        how = self._quant if quant is None else self._how(quant, max_tokens, self._operator)
         ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
         start: Any = self.comm.dispatch_tokens_start if self._token_major else self.comm.dispatch_start
         started = start(input, ids, weights, flight=flight, **self._given(how, max_tokens))
@@ -213,13 +213,16 @@ class MoECommunicator:
         return out
 
     def _along(
-        self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None, how: Quant, handle: DispatchHandle
-    ) -> tuple[DispatchOutput, DispatchHandle]:
+        self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None, quant: Quant | None,
+        handle: DispatchHandle,
+    ) -> tuple[DispatchOutput, DispatchHandle]:  # fmt: skip
         """A dispatch along a known route."""
         if not isinstance(handle, DispatchHandle):
-            self._refuse_handle("dispatch_planned", "previous_handle", handle)
+            operator = "dispatch_tokens_planned" if self._token_major else "dispatch_planned"
+            self._refuse_handle(operator, "previous_handle", handle)
         route, token_major = handle.route, handle.route.token_major
         operator = "dispatch_tokens_planned" if token_major else "dispatch_planned"
+        how = self._quant if quant is None else self._how(quant, route.max_tokens, operator)
         if topk_ids is not None:
             reason = "topk_ids is given with previous_handle, whose route is known; allowed: None"
             self._refuse(operator, reason, route.max_tokens)
@@ -251,15 +254,18 @@ class MoECommunicator:
 
     # ------------------------------------------------------------------ what a call is told
 
-    def _how(self, quant: Quant, max_tokens: int | None) -> Quant:
-        problem = None if isinstance(quant, Quant) else f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
-        if self._few and problem is None:
-            problem = latency_problem(quant)
+    def _how(self, quant: Quant, max_tokens: int | None, operator: str) -> Quant:
+        if isinstance(quant, Quant):
+            problem = text_problem(quant) or (latency_problem(quant) if self._few else None)
+        else:
+            problem = f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
         if problem is not None:
-            self._refuse(self._operator, problem, max_tokens)
+            self._refuse(operator, problem, max_tokens)
         return quant
 
     def _given(self, how: Quant, max_tokens: int | None) -> dict[str, Any]:
+        if not (max_tokens is None or type(max_tokens) is int or hasattr(max_tokens, "__index__")):
+            self._refuse(self._operator, f"max_tokens is {max_tokens!r}; it must be an int", None)
         room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
         return {**room, "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
 
@@ -284,7 +290,7 @@ class MoECommunicator:
 
     def _refuse_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
         reason = f"{name} is a {type(handle).__name__}; allowed: a DispatchHandle, the second of what dispatch returns"
-        refuse(operator, self.comm.backend, reason, flight)
+        refuse(operator, self.comm.backend, reason, flight, self.comm.max_tokens_per_rank)
 
     # ------------------------------------------------------------------ placement
 

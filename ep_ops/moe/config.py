@@ -98,6 +98,8 @@ class MoECommunicatorConfig:
         format, scales_as, scales = self.quant
         if scales is not None:
             return "quant has scales; allowed: those of a dispatch's own Quant, beside the input that they belong to"
+        if wrong := text_problem(self.quant):
+            return wrong
         try:
             if format:
                 layout_of(format_of(format), scales_as)
@@ -109,6 +111,14 @@ class MoECommunicatorConfig:
         if self.capacity == EXACT:
             return "capacity is 'exact'; mode 'latency' has no kernels for exact sizes; allowed: None or an int"
         return latency_problem(self.quant)
+
+
+def text_problem(quant: Quant) -> str | None:
+    """What of a format's names is no text, which operators take alone."""
+    for name, given in (("format", quant.format), ("scales_as", quant.scales_as)):
+        if not isinstance(given, str):
+            return f"{name} of quant is {given!r}; it must be a str"
+    return None
 
 
 def latency_problem(quant: Quant) -> str | None:

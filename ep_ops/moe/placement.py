@@ -32,7 +32,7 @@ def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
     """What is wrong with a placement of so many logical experts, or None."""
     if not isinstance(placement, Sequence) or isinstance(placement, str):
         return f"placement is {placement!r}; it must hold the logical expert of each physical one"
-    if not is_int(num_experts):
+    if not is_int(num_experts) or num_experts < 1:
         return f"num_experts is {num_experts!r}; it must be a positive int"
     for place, expert in enumerate(placement):
         if not is_int(expert) or not 0 <= expert < num_experts:

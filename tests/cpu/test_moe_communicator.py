@@ -294,6 +294,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(quant=Quant("e5m2")), "format is 'e5m2'; allowed"),
     (dict(quant=Quant("e4m3/row/fp32", "columns")), "scales_as is 'columns'; allowed for format"),
     (dict(quant=Quant("e4m3/32/mx", "", torch.ones(1))), "quant has scales; allowed"),
+    (dict(quant=Quant(None)), "format of quant is None; it must be a str"),  # type: ignore[arg-type]
+    (dict(mode="latency", quant=Quant("e4m3/32/mx", 5)), "scales_as of quant is 5; it must be a str"),  # type: ignore[arg-type]
     (dict(mode="throughput", latency_max_tokens=8), "latency_max_tokens is 8; mode 'throughput' has no bound"),
     (dict(mode="latency", capacity="exact"), "mode 'latency' has no kernels for exact sizes"),
     (dict(mode="latency", quant=Quant("e4m3/row/fp32")), "mode 'latency' has no kernels for a scale of the row"),
@@ -301,6 +303,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(placement=5), "placement is 5; it must hold"),
     (dict(placement=(0, 1, 2, 3, 5)), r"placement\[4\] is 5; allowed: logical experts, 0..4"),
     (dict(placement=(0, 1, 2, 4, 4)), "placement leaves out logical expert 3"),
+    (dict(placement=(0,), num_experts=0), "num_experts is 0; it must be a positive int"),
+    (dict(placement=(), num_experts=-1), "num_experts is -1; it must be a positive int"),
     (dict(top_k=0), "top_k is 0; it must be an int of at least 1"),
 )  # fmt: skip
 
@@ -347,7 +351,19 @@ def refused() -> list[str]:
         )
         note(lambda: moe.combine(output.x, handle if rank else output))
         note(moe.stats)
+        wrong: Any = handle if rank else handle.route
+        note(lambda: moe.combine(output.x, wrong))
+        note(lambda: moe.dispatch(given.x, None, previous_handle=wrong))
+        unnamed: Any = None if rank else Quant(None)  # type: ignore[arg-type]
+        note(lambda: moe.dispatch(given.x, given.ids, quant=unnamed))
+        note(lambda: moe.dispatch(given.x, None, quant=unnamed, previous_handle=handle))
         assert moe.combine(output.x, handle).shape == (MOST, H)  # it goes on
+    with communicator(layout="padded", overlap=True) as slots, torch.no_grad():
+        output, handle = slots.dispatch(given.x, given.ids)
+        note(lambda: slots.combine_async(output.x, None if rank else handle))  # type: ignore[arg-type]
+        for bound in ("12", 2.5):
+            odd: Any = bound if rank else MOST
+            note(lambda odd=odd: slots.dispatch_async(given.x, given.ids, max_tokens=odd))
     with communicator(mode="latency") as few, torch.no_grad():
         note(lambda: few.place(range(E)))
         _, handle = few.dispatch(given.x, given.ids)
@@ -380,6 +396,13 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         ),
         ("handle is a DispatchOutput; allowed: a DispatchHandle", "refused by rank 0: handle is a DispatchOutput"),
         ("statistics is False in the configuration",) * 2,
+        ("handle is a Route; allowed: a DispatchHandle", "refused by rank 0: handle is a Route"),
+        ("previous_handle is a Route; allowed: a DispatchHandle", "refused by rank 0: previous_handle is a Route"),
+        ("format of quant is None; it must be a str", "dispatch: refused by rank 0: format of quant is None"),
+        ("format of quant is None; it must be a str", "dispatch_planned: refused by rank 0: format of quant is None"),
+        ("refused by rank 1: handle is a NoneType", "handle is a NoneType; allowed: a DispatchHandle"),
+        ("refused by rank 1: max_tokens is '12'", "max_tokens is '12'; it must be an int"),
+        ("refused by rank 1: max_tokens is 2.5", "max_tokens is 2.5; it must be an int"),
         ("placement is given, but the configuration has none",) * 2,
         ("previous_handle is given; mode 'latency'",) * 2,
         ("format is 'wire:e4m3/row/fp32'; mode 'latency'",) * 2,
