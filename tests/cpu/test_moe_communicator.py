@@ -342,14 +342,6 @@ def refused() -> list[str]:
         note(lambda: moe.dispatch(given.x, given.ids, quant=None if rank else "e4m3/32/mx"))  # type: ignore[arg-type]
         output, handle = moe.dispatch(given.x, given.ids)
         note(lambda: moe.dispatch(given.x, None if rank else given.ids, previous_handle=handle))
-        note(
-            lambda: (
-                moe.dispatch(given.x, None, previous_handle=output)
-                if rank
-                else moe.dispatch(given.x, None, previous_handle=handle)
-            )
-        )
-        note(lambda: moe.combine(output.x, handle if rank else output))
         note(moe.stats)
         wrong: Any = handle if rank else handle.route
         note(lambda: moe.combine(output.x, wrong))
@@ -390,11 +382,6 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         ("refused by rank 1: topk_idx has 13 tokens", "topk_idx has 13 tokens"),
         ("quant is 'e4m3/32/mx'; allowed", "refused by rank 0: quant is"),
         ("topk_ids is given with previous_handle", "refused by rank 0: topk_ids is given"),
-        (
-            "refused by rank 1: previous_handle is a Disp",
-            "previous_handle is a DispatchOutput; allowed: a DispatchHandle",
-        ),
-        ("handle is a DispatchOutput; allowed: a DispatchHandle", "refused by rank 0: handle is a DispatchOutput"),
         ("statistics is False in the configuration",) * 2,
         ("handle is a Route; allowed: a DispatchHandle", "refused by rank 0: handle is a Route"),
         ("previous_handle is a Route; allowed: a DispatchHandle", "refused by rank 0: previous_handle is a Route"),
