@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,10 +143,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as missing:
         print(f"ep-ops bench model: there is no {missing.filename}; --runs names the folder", file=sys.stderr)
         return 2
-    if args.tokens < 1 or args.few_tokens < 1 or args.staging <= 0:
+    if args.tokens < 1 or args.few_tokens < 1 or not 0 < args.staging < math.inf:
         print("ep-ops bench model: --tokens, --few-tokens and --staging must be positive", file=sys.stderr)
         return 2
     gpu, limit = measured_gpu(many[0], few), int(args.staging * GIB)
+    try:
+        predicted = predictions(gpu, args.tokens, args.few_tokens, limit)
+    except ValueError as too_little:
+        print(f"ep-ops bench model: --staging is {args.staging:g}; {too_little}", file=sys.stderr)
+        return 2
     found = {
         "version": 1,
         "tokens": args.tokens,
@@ -154,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "gpu": dataclasses.asdict(gpu),
         "gb200": gb200(gpu).told,
         "wires": [dataclasses.asdict(wire) for wire in WIRES],
-        "predictions": predictions(gpu, args.tokens, args.few_tokens, limit),
+        "predictions": predicted,
         "measured": measured_errors(gpu, many, few),
         "published": [beside(gpu, entry, limit) for entry in PUBLISHED],
     }

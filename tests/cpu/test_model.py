@@ -410,3 +410,6 @@ def test_command_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--runs names the folder" in capsys.readouterr().err
     assert model.main(["--tokens", "0"]) == 2
     assert "must be positive" in capsys.readouterr().err
+    for staging, text in (("nan", "positive"), ("inf", "positive"), ("1e-6", "rounds of one token take")):
+        assert model.main(["--staging", staging]) == 2
+        assert text in capsys.readouterr().err
