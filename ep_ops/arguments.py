@@ -69,7 +69,8 @@ def next_name(group: dist.ProcessGroup | None) -> str:
 
 
 def device_of(device: torch.device | str | int | None) -> tuple[torch.device, str | None]:
-    """``device`` with its index; or the CPU, by which all ranks can be told of it, and why it cannot be had."""
+    """``device`` with its index, which the CPU has not; or the CPU, by which all ranks can be told of it, and why it
+    cannot be had."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -78,6 +79,8 @@ def device_of(device: torch.device | str | int | None) -> tuple[torch.device, st
         return torch.device("cpu"), why
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        device = torch.device("cpu")  # as tensors name it, whatever index was given
     return device, None
 
 

@@ -220,3 +220,13 @@ def test_what_placements_are_refused() -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="device is 'cuda', but torch .* sees no GPU"):
         made(device="cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])
+def test_a_cpu_has_no_number(device: Any) -> None:
+    """Tensors that are made on it have none."""
+    x, idx = torch.ones(4, 16), torch.zeros(4, 2, dtype=torch.int32)
+    with made(device=device) as comm:
+        assert comm.device == x.device
+        rows = comm.dispatch(x, idx)
+        assert torch.equal(comm.combine(rows.x, rows.route), 2 * x)
