@@ -338,6 +338,18 @@ def test_nothing_is_asked_of_what_is_gone() -> None:
         comm.check_errors()
 
 
+def _warmed_up_when_gone() -> None:
+    with make() as comm:
+        pass
+    if comm.rank == 0:  # alone: it would wait for the other rank
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            comm.warmup()
+
+
+def test_what_is_gone_waits_for_nobody() -> None:
+    run_ranks(2, _warmed_up_when_gone, timeout=30)
+
+
 def _one_never_comes() -> str:
     comm = make(timeout=0.5)
     if comm.rank == 1:

@@ -174,6 +174,19 @@ def test_what_is_made_in_inference_mode_goes_on_behind_it() -> None:
         assert int(moe.load().sum()) == int((given.ids >= 0).sum())
 
 
+def gone() -> None:
+    with communicator(placement=REPLICAS, statistics=True) as moe:
+        other = moe.sibling()
+    if dist.get_rank() == 0:  # alone: the other rank would be waited for, in whatever group is the default one
+        for call in (lambda: moe.place(REPLICAS[::-1]), moe.sibling, moe.load, other.load):
+            with pytest.raises(RuntimeError, match="was destroyed"):
+                call()
+
+
+def test_what_is_gone_waits_for_nobody() -> None:
+    run_ranks(2, gone, timeout=30)
+
+
 def test_recomputed_dispatches_count_once() -> None:
     given, w = drawn(0, 0, MOST, grad=True), matrices(0)
     with communicator(statistics=True) as moe:
