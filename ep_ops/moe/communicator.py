@@ -74,6 +74,9 @@ class MoECommunicator:
         )
         if config.mode == "latency" and (most := backends.latency_tokens(comm.config)) < config.max_tokens_per_rank:
             comm.destroy()
+            config_of_kernels = dataclasses.replace(comm.config, backend="cute", staging_bytes=None)
+            if why := backends.problem(config_of_kernels):
+                raise ValueError(f"mode 'latency' has no kernels for this: {why}; allowed: mode 'auto'")
             bound = "" if comm.staging_bytes is None else f" within staging_bytes {comm.staging_bytes}"
             raise ValueError(
                 f"max_tokens_per_rank is {config.max_tokens_per_rank}; mode 'latency' takes at most {most} of"

@@ -47,8 +47,8 @@ class MoECommunicatorConfig:
         layout: where rows lie. "grouped": [R, H], segments of local experts one behind the other; "padded":
             [local experts, slots, H]; "token_major": [R, H], a row for each token and rank.
         capacity: room for rows. None: the worst case, nothing is dropped. A number: R, or of "padded" the slots of each
-            local expert; what does not fit is dropped and counted. "exact": as many rows as come, for which every
-            dispatch waits for the device (not "padded").
+            local expert, 1 at least; what does not fit is dropped and counted. "exact": as many rows as come, for which
+            every dispatch waits for the device (not "padded").
         quant: of dispatches that name none.
         dispatch_sms, combine_sms: multiprocessors that throughput kernels may take; None: a model's choice.
         latency_max_tokens: the bound of "auto"; None: the backend's choice.
@@ -86,6 +86,8 @@ class MoECommunicatorConfig:
             return f"capacity is {self.capacity!r}; it must be None, 'exact' or an int of at least 0"
         if self.capacity == EXACT and self.layout == "padded":
             return "capacity is 'exact'; layout 'padded' has as many slots for each expert; allowed: None or an int"
+        if self.capacity == 0 and self.layout == "padded":
+            return "capacity is 0; layout 'padded' has a slot for each expert at least; allowed: None or that many"
         if self.latency_max_tokens is not None and self.mode != "auto":
             return f"latency_max_tokens is {self.latency_max_tokens!r}; mode {self.mode!r} has no bound; allowed: None"
         if self.placement is not None and (wrong := problem_of(self.placement, self.num_experts)):
