@@ -297,7 +297,7 @@ class Communicator(Methods, TokenMajor):
         here, without waiting for anybody: compile and capture anew. ``name``: by default this one's, and the number of
         ranks ("ep0 of 7").
         """
-        members = dist.get_process_group_ranks(group)
+        members = dist.get_process_group_ranks(group_of(group))
         ranks = [self.members.index(member) for member in members if member in self.members]
         if len(ranks) != len(members) or ranks != sorted(ranks):
             raise ValueError(

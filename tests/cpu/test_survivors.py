@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import fresh_seed
 from ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ep_ops
@@ -125,6 +126,23 @@ def other_groups() -> None:
 
 def test_other_groups() -> None:
     run_ranks(2, other_groups)
+
+
+def groups_of_other_kinds(seed: int) -> None:
+    comm, rank = ep_ops.Communicator(**SIZES), dist.get_rank()
+    group = dist.new_group([0, 2, 3])
+    if rank == 1:  # torch gives a rank that the group leaves out no group
+        with pytest.raises(TypeError, match="group is -100; allowed: a process group"):
+            comm.shrink(group)
+        assert not comm.destroyed
+    else:
+        ranks = [0, 2, 3]
+        check(comm.shrink(DeviceMesh.from_group(group, "cpu")), ranks, seed)
+    dist.barrier()
+
+
+def test_groups_of_other_kinds() -> None:
+    run_ranks(4, groups_of_other_kinds, fresh_seed())
 
 
 # ---------------------------------------------------------------------- overflow
