@@ -23,6 +23,7 @@ from ep_ops.backends.cute import kernels_of
 from ep_ops.config import even_experts
 
 from .link import Barrier, LinkCopy, arch_of
+from .options import positive
 from .presets import PRESETS, Preset
 
 
@@ -59,7 +60,7 @@ def compile_together(wanted: list[Any], device: torch.device) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m ep_ops.bench.kernels", description=__doc__)
-    options.add_argument("ranks", nargs="+", type=int, help="numbers of ranks")
+    options.add_argument("ranks", nargs="+", type=positive, help="numbers of ranks")
     options.add_argument("--preset", choices=PRESETS, default="full")
     options.add_argument("--arch", help="such as sm_90a (default: this machine's GPU's)")
     args = options.parse_args(argv)

@@ -27,7 +27,8 @@ from ep_ops import Communicator
 from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
-from .ranks import Run, add_domain_options, add_options, domains_of, gpus, names_of, numbers, on_every_rank
+from .options import add_domain_options, add_options, add_sizes, names_of, numbers, positive, read
+from .ranks import Run, domains_of, on_every_rank
 from .steps import Idle, Product, Steps, host_layers
 from .timing import Timing
 from .workloads import Workload, measure_traffic
@@ -49,12 +50,10 @@ def parser() -> argparse.ArgumentParser:
         prog="ep-ops bench latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--tokens", type=numbers, default=TOKENS, metavar="N,N", help="of each rank")
-    options.add_argument("--hidden", type=int, default=7168)
-    options.add_argument("--experts", type=int, default=256)
-    options.add_argument("--top-k", type=int, default=8)
-    options.add_argument("--pairs", type=int, default=16, help="operations in a graph (default: %(default)s)")
+    add_sizes(options)
+    options.add_argument("--pairs", type=positive, default=16, help="operations in a graph (default: %(default)s)")
     options.add_argument(
-        "--replays", type=int, default=2000, help="timed; a tenth of it for comparisons (default: %(default)s)"
+        "--replays", type=positive, default=2000, help="timed; a tenth of it for comparisons (default: %(default)s)"
     )
     options.add_argument("--only", type=names_of(NAMES), default=DEFAULT, metavar="NAME,NAME", help=" ".join(NAMES))
     options.add_argument(
@@ -66,15 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser()
-    args = options.parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if gpus() else "cpu"
-    if min(*args.tokens, args.hidden, args.experts, args.top_k, args.pairs, args.replays) < 1:
-        options.error("--tokens, --hidden, --experts, --top-k, --pairs and --replays must be positive")
-    if args.hidden % 8 or args.top_k > args.experts:
-        options.error("--hidden must be a multiple of 8 (rows of 16 bytes), and --top-k at most --experts")
-    return on_every_rank(measure, args, 120.0)
+    return on_every_rank(measure, read(parser(), argv), 120.0)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:

@@ -23,7 +23,8 @@ from ep_ops.nn import MoELayer, grouped_mm, swiglu
 from ep_ops.records import Dispatched
 
 from .figures import text_table
-from .ranks import Run, add_options, gpus, names_of, on_every_rank
+from .options import add_options, add_sizes, names_of, positive, read
+from .ranks import Run, on_every_rank
 
 WAYS = {
     "exact": "exact size, one host synchronisation",
@@ -46,23 +47,18 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="ep-ops bench layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--tokens", type=int, default=4096, help="of each rank (default: %(default)s)")
-    options.add_argument("--hidden", type=int, default=7168)
-    options.add_argument("--width", type=int, default=2048, help="inside each expert (default: %(default)s)")
-    options.add_argument("--experts", type=int, default=256)
-    options.add_argument("--top-k", type=int, default=8)
+    options.add_argument("--tokens", type=positive, default=4096, help="of each rank (default: %(default)s)")
+    add_sizes(options)
+    options.add_argument("--width", type=positive, default=2048, help="inside each expert (default: %(default)s)")
     options.add_argument("--times", type=float, help="the worst case, in multiples of the mean (default: as it is)")
-    options.add_argument("--iterations", type=int, default=20)
+    options.add_argument("--iterations", type=positive, default=20)
     options.add_argument("--only", type=names_of(WAYS), default=tuple(WAYS), metavar="NAME,NAME", help=" ".join(WAYS))
     add_options(options)
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if gpus() else "cpu"
-    return on_every_rank(measure, args, 120.0)
+    return on_every_rank(measure, read(parser(), argv), 120.0)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ep_ops.nn import swiglu, swiglu_quantised, swiglu_rows
 from ep_ops.records import Route
 
 from .machine import describe
+from .options import a_file, gpus, positive
 from .timing import Timer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -83,22 +83,23 @@ def live_bytes(options: argparse.Namespace, what: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ep-ops bench live_rows", description=__doc__)
-    parser.add_argument("--live", type=int, default=32768, help="rows that experts have (%(default)s)")
-    parser.add_argument("--times", type=int, default=4, help="room, in multiples of these (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=2048, help="F, a multiple of 128 (%(default)s)")
-    parser.add_argument("--experts", type=int, default=64, help="which divide --live (%(default)s)")
+    parser.add_argument("--live", type=positive, default=32768, help="rows that experts have (%(default)s)")
+    parser.add_argument("--times", type=positive, default=4, help="room, in multiples of these (%(default)s)")
+    parser.add_argument("--hidden", type=positive, default=2048, help="F, a multiple of 128 (%(default)s)")
+    parser.add_argument("--experts", type=positive, default=64, help="which divide --live (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--iterations", type=positive, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="(the first GPU, or else the CPU)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was found (JSON)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--out", type=a_file, metavar="FILE", help="write what was found (JSON)")
     options = parser.parse_args(argv)
-    if min(options.live, options.times, options.experts, options.iterations) < 1 or options.live % options.experts:
-        parser.error("--live, --times, --experts and --iterations must be positive, and --experts divide --live")
-    if options.hidden < 128 or options.hidden % 128:
-        parser.error("--hidden must be a multiple of 128")
+    if options.live % options.experts:
+        parser.error(f"--experts is {options.experts}; it must divide --live, {options.live}")
+    if options.hidden % 128:
+        parser.error(f"--hidden is {options.hidden}; it must be a multiple of 128")
 
-    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    on_gpu = gpus() > 0 if options.device == "auto" else options.device == "cuda"
+    device = torch.device("cuda:0" if on_gpu else "cpu")
     timer = Timer(device, lambda: None)
     found: list[dict[str, Any]] = []
     print(

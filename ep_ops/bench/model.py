@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         *many, few = [json.loads((args.runs / f"{name}.json").read_text()) for name in RUNS]
-    except FileNotFoundError as missing:
+    except (FileNotFoundError, NotADirectoryError) as missing:
         print(f"ep-ops bench model: there is no {missing.filename}; --runs names the folder", file=sys.stderr)
         return 2
     if args.tokens < 1 or args.few_tokens < 1 or not 0 < args.staging < math.inf:
@@ -166,8 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(model_report.text(found))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(model_report.as_json(found))
+        try:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(model_report.as_json(found))
+        except OSError as error:
+            print(f"ep-ops bench model: --out {args.out} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
         try:
             print(f"written: {args.out}, {model_report.plot(found, args.out.with_suffix('.svg'))}")
         except ImportError as error:

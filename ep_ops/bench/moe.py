@@ -18,7 +18,8 @@ from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
 
 from .figures import machine_line, text_table
 from .operators import MAX_ERROR, relative_error
-from .ranks import Run, add_options, numbers, on_every_rank
+from .options import add_options, add_sizes, numbers, positive, read
+from .ranks import Run, on_every_rank
 from .workloads import Workload, draw_route
 
 TIMEOUT = 120.0  # seconds that a rank waits for another
@@ -135,15 +136,10 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep-ops bench moe", description=__doc__)
     add_options(parser)
     parser.add_argument("--tokens", type=numbers, default=(8, 128, 4096), help="of each rank, as 8,128,4096")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=40)
+    add_sizes(parser)
+    parser.add_argument("--iterations", type=positive, default=40)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options().parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return on_every_rank(measure, args, TIMEOUT)
+    return on_every_rank(measure, read(options(), argv), TIMEOUT)

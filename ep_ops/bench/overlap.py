@@ -20,7 +20,8 @@ from . import overlap_variants
 from .figures import machine_line, pyplot, save, text_table
 from .layers import Layer
 from .operators import MAX_ERROR
-from .ranks import Run, add_options, on_every_rank
+from .options import add_options, add_sizes, positive, read
+from .ranks import Run, on_every_rank
 from .workloads import ALIGNMENT, Workload
 
 TIMEOUT = 120.0  # seconds that a rank waits for another
@@ -207,24 +208,19 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep-ops bench overlap", description=__doc__)
     add_options(parser)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch on each rank (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--width", type=int, default=2048, help="of each expert (%(default)s)")
-    parser.add_argument("--shared-width", type=int, default=2048, help="of the shared expert (%(default)s)")
+    parser.add_argument("--tokens", type=positive, default=4096, help="of a micro-batch on each rank (%(default)s)")
+    add_sizes(parser)
+    parser.add_argument("--width", type=positive, default=2048, help="of each expert (%(default)s)")
+    parser.add_argument("--shared-width", type=positive, default=2048, help="of the shared expert (%(default)s)")
     parser.add_argument("--routing", default="balanced", help="balanced, skewed, or as 'hot 0.2'")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--dispatch-sms", type=int, help="multiprocessors of a dispatch (the model's)")
-    parser.add_argument("--combine-sms", type=int, help="multiprocessors of a combine (the model's)")
+    parser.add_argument("--dispatch-sms", type=positive, help="multiprocessors of a dispatch (the model's)")
+    parser.add_argument("--combine-sms", type=positive, help="multiprocessors of a combine (the model's)")
     parser.add_argument("--variants", action="store_true", help="also budgets, GEMMs and orders of launch: what binds")
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--iterations", type=positive, default=20)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the timelines as FILE-timeline.svg (GPUs)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options().parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return on_every_rank(measure, args, TIMEOUT)
+    return on_every_rank(measure, read(options(), argv), TIMEOUT)

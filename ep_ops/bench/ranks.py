@@ -6,9 +6,8 @@ import argparse
 import datetime
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,10 @@ from ep_ops import Communicator
 from ep_ops.launch import launch, process_group
 
 from .machine import describe
+from .options import gpus
 from .timing import Timer
 
 Measure = Callable[[torch.device, argparse.Namespace], None]
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """For options that take some of `known`, separated by commas."""
-
-    def names(text: str) -> tuple[str, ...]:
-        given = tuple(text.split(","))
-        if unknown := set(given) - set(known):
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
-        return given
-
-    return names
-
-
-def add_options(options: argparse.ArgumentParser) -> None:
-    """What every benchmark takes."""
-    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, anew after each result")
-    options.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any"
-    )
-    options.add_argument("--backend", choices=("auto", "cute", "reference"), default="auto")
-    options.add_argument("--ranks", type=int, help="without torchrun: processes (default: one for each GPU; CPU: 2)")
-
-
-def add_domain_options(options: argparse.ArgumentParser) -> None:
-    """For benchmarks of operators as they are across NVLink domains."""
-    options.add_argument(
-        "--domain-size", type=int, metavar="N", help="declare NVLink domains of N ranks each (EP_OPS_WIRE: over what)"
-    )
-    options.add_argument(
-        "--staging-bytes", type=int, metavar="N", help="bound on the kernels' symmetric memory: rounds"
-    )
 
 
 def domains_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,18 +29,11 @@ def domains_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"domain_size": args.domain_size, "staging_bytes": args.staging_bytes}
 
 
-def gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def on_every_rank(measure: Measure, args: argparse.Namespace, timeout: float) -> int:
     """Run `measure(device, args)`, a module-level function, on all ranks: torchrun's, or new processes of this host.
 
     `timeout`: seconds that torch.distributed waits for a rank. Returns the exit code.
     """
-    if args.device == "cuda" and not gpus():
-        print("ep-ops bench: torch sees no GPU; try --device cpu", file=sys.stderr)
-        return 2
     if "LOCAL_RANK" not in os.environ:
         launch(_process, args.ranks or gpus() or 2, measure, args, timeout)
         return 0

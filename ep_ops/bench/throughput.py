@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 
 from . import sweeps
+from .options import add_domain_options, add_options, gpus, names_of, numbers, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
-from .ranks import add_domain_options, add_options, gpus, names_of, numbers, on_every_rank
+from .ranks import on_every_rank
 from .report import complete, summary, table
 from .session import TIMEOUT, Session
 from .workloads import expected_traffic
@@ -31,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--preset", choices=PRESETS, help="what to measure (default: quick; on CPUs: tiny)")
     options.add_argument("--sms", type=numbers, metavar="N,N", help="budgets that preset sms tries")
-    options.add_argument("--dispatch-sms", type=int, metavar="N", help="where the preset leaves it to the backend")
-    options.add_argument("--combine-sms", type=int, metavar="N", help="likewise")
+    options.add_argument("--dispatch-sms", type=positive, metavar="N", help="where the preset leaves it to the backend")
+    options.add_argument("--combine-sms", type=positive, metavar="N", help="likewise")
     everything = ("link", *MEASURABLE)
     options.add_argument(
         "--only", type=names_of(everything), metavar="NAME,NAME", help=f"measure nothing but: {' '.join(everything)}"
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--skip", type=names_of(everything), default=(), metavar="NAME,NAME", help="measure all but these"
     )
-    options.add_argument("--iterations", type=int, default=20, help="timed calls of each (default: %(default)s)")
+    options.add_argument("--iterations", type=positive, default=20, help="timed calls of each (default: %(default)s)")
     options.add_argument("--seconds", type=float, help="start no further workload after that many seconds")
     add_options(options)
     add_domain_options(options)
@@ -56,9 +57,7 @@ def preset_of(args: argparse.Namespace) -> Preset:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if gpus() else "cpu"
+    args = read(parser(), argv)
     if args.preset is None:
         args.preset = "quick" if args.device == "cuda" or args.dry_run else "tiny"
     if args.dry_run:

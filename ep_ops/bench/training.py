@@ -24,7 +24,8 @@ from ep_ops.demo import LENGTH, VOCABULARY, Language, Model, gradients
 from ep_ops.nn import MoELayer
 
 from .figures import pyplot
-from .ranks import Run, add_options, gpus, names_of, on_every_rank
+from .options import a_file, add_options, names_of, positive, read
+from .ranks import Run, on_every_rank
 
 FORMATS = ("", "e4m3/row/fp32", "wire:e4m3/128/pow2", "wire:e4m3/32/mx")
 MAX_OUTPUT_ERROR = 0.08
@@ -40,25 +41,23 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="ep-ops bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--steps", type=int, default=300)
-    options.add_argument("--hidden", type=int, help="a multiple of 128 (default: 512; on CPUs 128)")
-    options.add_argument("--sequences", type=int, help=f"of {LENGTH} tokens, a rank and step (default: 64; on CPUs 8)")
+    options.add_argument("--steps", type=positive, default=300)
+    options.add_argument("--hidden", type=positive, help="a multiple of 128 (default: 512; on CPUs 128)")
+    options.add_argument("--sequences", type=positive, help=f"of {LENGTH} tokens, a rank (default: 64; on CPUs 8)")
     options.add_argument("--only", type=names_of(FORMATS[1:]), default=FORMATS[1:], metavar="NAME,NAME",
                          help=" ".join(FORMATS[1:]))  # fmt: skip
-    options.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (SVG)")
+    options.add_argument("--plot", type=a_file, metavar="FILE", help="draw the curves (SVG)")
     add_options(options)
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if gpus() else "cpu"
+    args = read(parser(), argv)
     on_gpu = args.device == "cuda"
     args.hidden = args.hidden or (512 if on_gpu else 128)
     args.sequences = args.sequences or (64 if on_gpu else 8)
-    if args.hidden % 128 or args.steps < 1:
-        print("ep-ops bench training: --hidden must be a multiple of 128, --steps positive", file=sys.stderr)
+    if args.hidden % 128:
+        print(f"ep-ops bench training: --hidden is {args.hidden}; it must be a multiple of 128", file=sys.stderr)
         return 2
     return on_every_rank(measure, args, 120.0)
 

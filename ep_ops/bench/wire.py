@@ -30,7 +30,8 @@ from ep_ops.config import consecutive_domains
 from ep_ops.symmetric import SymmetricBuffer, local, nvshmem, torch_symm
 
 from .link import LOOKS, arch_of, digest
-from .ranks import Run, add_options, names_of, numbers, on_every_rank
+from .options import add_options, names_of, numbers, positive, read
+from .ranks import Run, on_every_rank
 from .timing import Timing
 
 WIRES = ("stores", "nvshmem")
@@ -283,20 +284,19 @@ def found(run: Run, kernel: Puts, kind: str, blocks: int, timing: Timing) -> dic
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ep-ops bench wire", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--bytes", type=int, default=57344, help="of a batch, a multiple of 16 (%(default)s)")
-    parser.add_argument("--batches", type=int, default=1024, help="that a rank puts (%(default)s)")
+    parser.add_argument("--bytes", type=positive, default=57344, help="of a batch, a multiple of 16 (%(default)s)")
+    parser.add_argument("--batches", type=positive, default=1024, help="that a rank puts (%(default)s)")
     parser.add_argument("--blocks", type=numbers, default=(8, 16, 32, 64, 80), metavar="N,...")
     parser.add_argument("--wires", type=names_of(WIRES), metavar=",".join(WIRES), help="(those that are usable)")
-    parser.add_argument("--rounds", type=int, default=100, help="puts that are answered, in a row (%(default)s)")
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--rounds", type=positive, default=100, help="puts that are answered, in a row (%(default)s)")
+    parser.add_argument("--iterations", type=positive, default=20)
     add_options(parser)
-    args = parser.parse_args(argv)
-    if args.bytes < 16 or args.bytes % 16 or min(args.batches, args.rounds, args.iterations, *args.blocks) < 1:
-        parser.error("--bytes must be a multiple of 16, and the other numbers positive")
-    if args.device == "cpu" or not torch.cuda.is_available():
-        print("ep-ops bench wire: torch sees no GPU", file=sys.stderr)
+    args = read(parser, argv)
+    if args.bytes % 16:
+        parser.error(f"--bytes is {args.bytes}; it must be a multiple of 16")
+    if args.device == "cpu":
+        print("ep-ops bench wire: torch sees no GPU, or --device is cpu; puts need GPUs", file=sys.stderr)
         return 2
-    args.device = "cuda"
     if args.wires is None:
         why = nvshmem.problem()
         args.wires = WIRES if why is None else WIRES[:1]

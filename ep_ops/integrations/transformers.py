@@ -56,6 +56,9 @@ def spread_experts(
     found = [name for name, module in model.named_modules() if _is_experts(module)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers would spread over ranks")
+    for name in found:
+        if model.get_submodule(name)._is_expert_parallel:
+            raise ValueError(f"{name} of {type(model).__name__} is spread over ranks already; allowed: once")
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
     for name in found:
         experts: Any = model.get_submodule(name)
@@ -119,7 +122,8 @@ def _through(
     rows = torch.where(there, sent.x, 0)
     nobody = 0 if experts.config._experts_implementation == "eager" else comm.num_local_experts
     ids = torch.where(there, expert.unsqueeze(1), nobody)
-    y = forward(rows, ids, there.to(rows.dtype))
+    # Without experts there are no rows, which not all of transformers' implementations take.
+    y = forward(rows, ids, there.to(rows.dtype)) if comm.num_local_experts else rows
     return comm.combine(y, sent.route, sent.weights)
 
 

@@ -126,3 +126,45 @@ def test_a_model_without_experts() -> None:
 
     with pytest.raises(ValueError, match="Linear has no experts"):
         spread_experts(torch.nn.Linear(2, 2), max_tokens_per_rank=4)
+
+
+def spread_again() -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, dense = made("qwen3_moe", "grouped_mm"), made("qwen3_moe", "grouped_mm")
+    (first, *_) = spread_experts(model, max_tokens_per_rank=16)
+    with pytest.raises(ValueError, match=f"{first} of Qwen3MoeForCausalLM is spread over ranks already"):
+        spread_experts(model, max_tokens_per_rank=16)
+    ids = tokens(dist.get_rank())
+    torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def test_a_model_is_spread_once() -> None:
+    run_ranks(2, spread_again)
+
+
+def more_ranks_than_experts(kind: str) -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    MODELS[kind] = MODELS[kind] | {name: 2 for name in MODELS[kind] if "experts" in name}
+    model, dense, rank = made(kind, "grouped_mm"), made(kind, "grouped_mm"), dist.get_rank()
+    names = spread_experts(model, max_tokens_per_rank=16)
+    logits, loss = loss_of(model, tokens(rank))
+    loss.backward()
+    torch.testing.assert_close(logits, loss_of(dense, tokens(rank))[0])
+    sum(loss_of(dense, tokens(batch))[1] for batch in range(3)).backward()
+    for (name, p), q in zip(model.named_parameters(), dense.parameters(), strict=True):
+        if not any(name.startswith(f"{e}.") for e in names) and q.grad is not None:
+            dist.all_reduce(p.grad)
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
+        elif rank < 2 and q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad[rank : rank + 1], rtol=1e-3, atol=1e-5)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_rank_without_experts(kind: str) -> None:
+    run_ranks(3, more_ranks_than_experts, kind, timeout=60)

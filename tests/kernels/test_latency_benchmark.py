@@ -101,11 +101,18 @@ def test_one_rank_under_torchrun_measures_what_was_asked_for() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert latency.main(["--device", "cuda"]) == 2
-    assert "torch sees no GPU" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        latency.main(["--only", "pair,pear"])
-    assert "unknown: pear" in capsys.readouterr().err
+    for given, text in (
+        (["--device", "cuda"], "torch sees no GPU"),
+        (["--only", "pair,pear"], "unknown: pear"),
+        (["--tokens", "8,0"], "--tokens: 0 is not an int of at least 1"),
+        (["--hidden", "7"], "--hidden is 7; it must be a multiple of 8"),
+        (["--top-k", "9", "--experts", "8"], "--top-k is 9; allowed: 1..8"),
+        (["--ranks", "2", "--domain-size", "3"], "--domain-size is 3; it must divide the 2 ranks"),
+        (["--out", f"{__file__}/found.json"], "found.json cannot be written: "),
+    ):
+        with pytest.raises(SystemExit):
+            latency.main(given)
+        assert text in capsys.readouterr().err
 
 
 def made_up_run() -> dict:

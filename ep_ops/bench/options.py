@@ -1,0 +1,100 @@
+"""Options that several benchmarks take, refused where they are read: in one line, before any process is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import torch
+
+
+def positive(text: str) -> int:
+    """For options that count something."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an int of at least 1")
+    return number
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """For options that take several, separated by commas."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def a_file(text: str) -> Path:
+    """For a file to be written: said before hours of measurement, not after."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from error
+    return path
+
+
+def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """For options that take some of `known`, separated by commas."""
+
+    def names(text: str) -> tuple[str, ...]:
+        given = tuple(text.split(","))
+        if unknown := set(given) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+        return given
+
+    return names
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What every benchmark takes."""
+    options.add_argument("--out", type=a_file, metavar="FILE", help="write everything as JSON, anew after each result")
+    options.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any"
+    )
+    options.add_argument("--backend", choices=("auto", "cute", "reference"), default="auto")
+    options.add_argument("--ranks", type=positive, help="without torchrun: processes (default: one a GPU; CPU: 2)")
+
+
+def add_sizes(options: argparse.ArgumentParser) -> None:
+    """Of what is dispatched: by default DeepSeek-V3's."""
+    options.add_argument("--hidden", type=positive, default=7168)
+    options.add_argument("--experts", type=positive, default=256)
+    options.add_argument("--top-k", type=positive, default=8)
+
+
+def gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, choose the device, and refuse sizes that do not go together."""
+    args = options.parse_args(argv)
+    if args.device == "auto":
+        args.device = "cuda" if gpus() else "cpu"
+    if args.device == "cuda" and not gpus():
+        options.error("torch sees no GPU; try --device cpu")
+    if (hidden := getattr(args, "hidden", None)) and hidden % 8:
+        options.error(f"--hidden is {hidden}; it must be a multiple of 8 (rows of 16 bytes)")
+    if hasattr(args, "top_k") and args.top_k > args.experts:
+        options.error(f"--top-k is {args.top_k}; allowed: 1..{args.experts}, of --experts")
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks or gpus() or 2))
+    if (size := getattr(args, "domain_size", None)) and ranks % size:
+        options.error(f"--domain-size is {size}; it must divide the {ranks} ranks")
+    return args
+
+
+def add_domain_options(options: argparse.ArgumentParser) -> None:
+    """For benchmarks of operators as they are across NVLink domains."""
+    options.add_argument(
+        "--domain-size",
+        type=positive,
+        metavar="N",
+        help="declare NVLink domains of N ranks (EP_OPS_WIRE: over what)",
+    )
+    options.add_argument(
+        "--staging-bytes", type=positive, metavar="N", help="bound on the kernels' symmetric memory: rounds"
+    )
