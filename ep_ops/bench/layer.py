@@ -5,7 +5,8 @@ torchrun --nproc-per-node 4 -m ep_ops.cli bench layer     # 4096 tokens a rank, 
 ep-ops bench layer --device cpu --tokens 32 --hidden 128 --width 64 --experts 8 --top-k 2 --iterations 2
 
 Capacity is the worst case where every rank may send all its tokens to one, several times the mean: grouped GEMMs and
-SwiGLU by kernels of ours touch live rows only, SwiGLU by PyTorch all that there is room for.
+SwiGLU by kernels of ours touch live rows only, SwiGLU by PyTorch all that there is room for. `--only quack` needs
+quack-kernels 0.6.5.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops import Communicator
-from ep_ops.nn import MoELayer, grouped_mm, swiglu
+from ep_ops.integrations import quack
+from ep_ops.nn import (
+    MoELayer,
+    choose_experts,
+    expert_lists,
+    gather_mm,
+    grouped_mm,
+    places_route,
+    swiglu,
+    swiglu_rows,
+    weights_of_places,
+)  # fmt: skip
 from ep_ops.records import Dispatched
 
 from .figures import text_table
@@ -32,7 +44,10 @@ WAYS = {
     "worst": "worst case",
     "all_rows": "worst case, SwiGLU by PyTorch over all rows",
     "wire": "worst case, dispatched as wire:e4m3/128/pow2",
+    "token_major": "worst case, token-major rows, copied for each expert",
+    "quack": "worst case, token-major rows, gathered by quack's grouped GEMM",
 }
+DEFAULT = tuple(way for way in WAYS if way != "quack")
 
 
 class AllRows(MoELayer):
@@ -41,6 +56,32 @@ class AllRows(MoELayer):
     def _experts(self, received: Dispatched) -> Tensor:
         y = grouped_mm(received.x, self.w_in, received.route.offs)
         return grouped_mm(swiglu(y), self.w_out, received.route.offs)
+
+
+class TokenMajor(MoELayer):
+    """One row for each token and rank; an expert's rows are copied for the first product."""
+
+    gather_mm = staticmethod(gather_mm)
+
+    def forward(self, x: Tensor, max_tokens: int | None = None) -> Tensor:
+        weights, experts = choose_experts(x, self.router, self.comm.top_k)
+        received = self.comm.dispatch_tokens(x, experts, weights, capacity=self.capacity, max_tokens=max_tokens)
+        self.dropped += received.dropped
+        lists = expert_lists(received.local_idx, self.comm.num_local_experts, alignment=self.comm.alignment)
+        places = places_route(self.comm, received.route, lists)
+        y = swiglu_rows(self.gather_mm(received.x, self.w_in, lists), places)
+        y = grouped_mm(y, self.w_out, lists.offs)
+        assert received.weights is not None
+        return self.comm.combine(y, places, weights_of_places(received.weights, lists))
+
+
+class ByQuack(TokenMajor):
+    """The first product gathers them."""
+
+    gather_mm = staticmethod(quack.gather_mm)
+
+
+KINDS: dict[str, type[MoELayer]] = {"all_rows": AllRows, "token_major": TokenMajor, "quack": ByQuack}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--width", type=positive, default=2048, help="inside each expert (default: %(default)s)")
     options.add_argument("--times", type=float, help="the worst case, in multiples of the mean (default: as it is)")
     options.add_argument("--iterations", type=positive, default=20)
-    options.add_argument("--only", type=names_of(WAYS), default=tuple(WAYS), metavar="NAME,NAME", help=" ".join(WAYS))
+    options.add_argument("--only", type=names_of(WAYS), default=DEFAULT, metavar="NAME,NAME", help=" ".join(WAYS))
     add_options(options)
     return options
 
@@ -94,7 +135,9 @@ def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
 
 
 def capacity_of(run: Run, comm: Communicator, way: str) -> int | None:
-    """Rows; None for exactly as many as there are."""
+    """Rows; None for exactly as many as there are. Of token-major rows as many as take that many places."""
+    if way in ("token_major", "quack"):
+        return int(run.args.times * run.args.tokens) if run.args.times else None
     mean = run.args.tokens * run.args.top_k * comm.num_local_experts * run.world_size // comm.num_experts
     room = comm.num_local_experts * (comm.alignment - 1)
     if way == "exact":
@@ -111,9 +154,8 @@ def capacity_of(run: Run, comm: Communicator, way: str) -> int | None:
 def time(run: Run, comm: Communicator, way: str, weights: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Forward alone and with backward: ms."""
     capacity = capacity_of(run, comm, way)
-    kind = AllRows if way == "all_rows" else MoELayer
-    layer = kind(
-        comm, 1, capacity=capacity, dynamic=capacity is None, format="wire:e4m3/128/pow2" if way == "wire" else ""
+    layer = KINDS.get(way, MoELayer)(
+        comm, 1, capacity=capacity, dynamic=way == "exact", format="wire:e4m3/128/pow2" if way == "wire" else ""
     ).to(comm.device)
     layer.w_in, layer.w_out = (nn.Parameter(w) for w in weights)
     draw = torch.Generator(device=comm.device).manual_seed(run.rank)

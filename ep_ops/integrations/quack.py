@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops.nn.lists import ExpertLists, sum_of_places
+from ep_ops.nn.lists import ExpertLists
+from ep_ops.nn.sums import sum_rows
 
 
 def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
@@ -41,7 +42,7 @@ class _GatherMM(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = sum_of_places(_gemm(grad, w.mT, cu_seqlens_m=ends), places)
+            grad_x = sum_rows(_gemm(grad, w.mT, cu_seqlens_m=ends), places)
         if ctx.needs_input_grad[1]:
             grad_w = _gemm(x.mT, grad, cu_seqlens_k=ends, A_idx=rows)
         return grad_x, grad_w, None, None, None

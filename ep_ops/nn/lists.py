@@ -7,8 +7,7 @@
 
 The lists lie one after the other as the segments of rows grouped by expert do, and in the same order: with the same
 alignment and room enough in both, ``sent.x[lists.rows]`` are the rows of ``comm.dispatch``, ``out`` that of its combine
-with weights, to the bit. Everything here is plain PyTorch, has sizes that the host knows, and never waits for the
-device.
+with weights, to the bit. Everything here has sizes that the host knows, and never waits for the device.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ep_ops.nn.sums import exact, of_index, sum_rows
 
 
 class ExpertLists(NamedTuple):
@@ -107,7 +108,7 @@ def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
     """
     if x.shape[0] != lists.places.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, of which the lists were made")
-    return _Gather.apply(x, lists.rows, lists.flat, lists.places)
+    return _Gather.apply(x, *_along(lists))
 
 
 def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) -> Tensor:
@@ -122,67 +123,50 @@ def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) ->
     if weights is not None and weights.shape != lists.places.shape:
         allowed = f"{tuple(lists.places.shape)}, the shape of local_idx"
         raise ValueError(f"weights has shape {tuple(weights.shape)}; allowed: {allowed}")
-    return _Reduce.apply(y, weights, lists.rows, lists.flat, lists.places)
+    return _Reduce.apply(y, weights, *_along(lists))
 
 
 def _pad(count: Tensor, alignment: int) -> Tensor:
     return (count + alignment - 1) // alignment * alignment
 
 
-def _gathered(x: Tensor, rows: Tensor, flat: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[L, H]: the row of each place, times the weight of its (row, k); zeros where nothing is."""
-    there = (flat < places.numel())[:, None]
-    own = x[rows]
-    if weights is not None:
-        each = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
-        own = (own.to(_exact(x)) * each.to(_exact(x))[:, None]).to(x.dtype)
-    return torch.where(there, own, 0)
+def _along(lists: ExpertLists) -> tuple[Tensor, Tensor, Tensor]:
+    """[L, 1] the row of each place, -1 where nothing is; `flat` [L]; `places` [R, K]."""
+    rows = torch.where(lists.flat < lists.places.numel(), lists.rows, -1)
+    return rows[:, None], lists.flat, lists.places
 
 
-def sum_of_places(y: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[R, H]: the sum of each row's places, k ascending."""
-    total = y.new_zeros((places.shape[0], y.shape[1]), dtype=_exact(y))
-    for k in range(places.shape[1]):
-        own = _of_places(y, places[:, k])
-        total = total + (own if weights is None else own * weights[:, k, None].to(_exact(y)))
-    # A cast that changes nothing, behind all else of a forward, costs the gradient where torch 2.11 compiles it.
-    return total if total.dtype == y.dtype else total.to(y.dtype)
-
-
-def _of_places(y: Tensor, place: Tensor) -> Tensor:
-    """[R, H] of the sum's dtype: y at ``place`` [R], zeros where that is -1."""
-    return torch.where((place >= 0)[:, None], y[place.clamp(min=0)].to(_exact(y)), 0)
-
-
-def _exact(y: Tensor) -> torch.dtype:
-    return torch.float64 if y.dtype == torch.float64 else torch.float32
+# Each is the other's gradient. The three of int32 are those that `_along` gives.
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, flat: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return _gathered(x, rows, flat, places)
+        ctx.save_for_backward(rows, flat, places)
+        return sum_rows(x, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (places,) = ctx.saved_tensors
-        return sum_of_places(grad, places), None, None, None
+        return _Reduce.apply(grad, None, *ctx.saved_tensors), None, None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor | None, rows: Tensor, flat: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(y if weights is not None else None, weights, rows, flat, places)
-        return sum_of_places(y, places, weights)
+        return sum_rows(y, places, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         y, weights, rows, flat, places = ctx.saved_tensors
-        grad_y = _gathered(grad, rows, flat, places, weights) if ctx.needs_input_grad[0] else None
-        grad_weights = None
+        grad_y = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_y = _Gather.apply(grad, rows, flat, places)
+            if weights is not None:
+                each = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
+                grad_y = (grad_y.to(exact(y)) * each.to(exact(y))[:, None]).to(y.dtype)
         if ctx.needs_input_grad[1]:
-            wide = grad.to(_exact(y))
-            dots = [(wide * _of_places(y, places[:, k])).sum(1) for k in range(places.shape[1])]
+            wide = grad.to(exact(y))
+            dots = [(wide * of_index(y, places[:, k])).sum(1) for k in range(places.shape[1])]
             grad_weights = torch.stack(dots, 1).to(weights.dtype)
         return grad_y, grad_weights, None, None, None

@@ -120,13 +120,13 @@ class _Rows(NamedTuple):
 _ROWS = "Tensor offs, Tensor counts, int alignment, SymInt slots"
 
 
-def _kernels(x: Tensor, hidden: int) -> Any:
+def kernels_of(x: Tensor, hidden: int) -> Any:
     """What launches kernels for rows of x; None where plain PyTorch runs."""
     if not x.is_cuda or _lack(x.device) is not None:
         return None
-    from ep_ops.backends.cute import swiglu
+    from ep_ops.backends.cute import rows
 
-    return swiglu if swiglu.takes(x, hidden) else None
+    return rows if rows.takes(x, hidden) else None
 
 
 @functools.cache
@@ -147,13 +147,13 @@ def _fake_swiglu(x: Tensor, *_: Any) -> Tensor:
 
 def _swiglu(x: Tensor, *along: Any) -> Tensor:
     rows, hidden = _Rows(*along), x.shape[1] // 2
-    kernels = _kernels(x, hidden)
+    kernels = kernels_of(x, hidden)
     if kernels is None:
         kept, live = _covered(x, rows)
         gate, up = _wide(x, kept).chunk(2, 1)
         return torch.where(live, (torch.nn.functional.silu(gate) * up).to(x.dtype), torch.nan)
     out = _fake_swiglu(x)
-    kernels.launch(_kernel(x, hidden), x.contiguous(), out, rows.segments, rows.slots)
+    kernels.swiglu(_kernel(x, hidden), x.contiguous(), out, rows.segments, rows.slots)
     return out
 
 
@@ -164,7 +164,7 @@ def _fake_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
 def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
     """With s = sigmoid(gate): of the gate grad * up * s * (1 + gate * (1 - s)), of the up grad * gate * s."""
     rows, hidden = _Rows(*along), grad.shape[1]
-    kernels = _kernels(x, hidden)
+    kernels = kernels_of(x, hidden)
     if kernels is None:
         kept, live = _covered(x, rows)
         (gate, up), own = _wide(x, kept).chunk(2, 1), _wide(grad, kept)
@@ -172,7 +172,7 @@ def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
         both = torch.cat([own * up * share * (1 + gate * (1 - share)), own * (gate * share)], 1)
         return torch.where(live, both.to(x.dtype), torch.nan)
     out = _fake_backward(grad, x)
-    kernels.launch(_kernel(x, hidden, True), x.contiguous(), out, rows.segments, rows.slots, grad=grad.contiguous())
+    kernels.swiglu(_kernel(x, hidden, True), x.contiguous(), out, rows.segments, rows.slots, grad=grad.contiguous())
     return out
 
 
@@ -187,7 +187,7 @@ def _fake_quantised(
 
 def _quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     rows, (format, layout), hidden = _Rows(*arguments[:4]), arguments[4:], x.shape[1] // 2
-    kernels = _kernels(x, hidden)
+    kernels = kernels_of(x, hidden)
     if kernels is None:
         form = formats.format_of(format)
         codes, scales = formats.quantise(_swiglu(x, *rows), form)
@@ -200,7 +200,7 @@ def _quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return codes, ScaleLayout(form, layout, grid, rows.segments).pack(scales, True, torch.nan)
     codes, scales = _fake_quantised(x, *arguments)
     kernel = _kernel(x, hidden, False, format, layout)
-    kernels.launch(kernel, x.contiguous(), codes, rows.segments, rows.slots, scales=scales)
+    kernels.swiglu(kernel, x.contiguous(), codes, rows.segments, rows.slots, scales=scales)
     return codes, scales
 
 

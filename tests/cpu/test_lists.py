@@ -11,11 +11,13 @@ import torch
 from test_formats_dispatch import as_bytes
 from test_reference import assert_same
 from torch import Tensor
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
 
 from ep_ops import nn
 from ep_ops.integrations import quack
 from ep_ops.nn import expert_lists, gather_rows, reduce_rows
+from ep_ops.nn.sums import sum_rows
 
 NAN = float("nan")
 
@@ -112,6 +114,27 @@ def test_gradients_of_lists() -> None:
     assert gradcheck(lambda y, w: reduce_rows(y, lists, w), (y, weights))
     assert gradcheck(lambda y: reduce_rows(y, lists), y)
     assert gradcheck(lambda w: reduce_rows(y.detach(), lists, w), weights)
+
+
+def test_sums_of_rows() -> None:
+    """The operator that both are made of: gradients of their gradients, too, though it has none itself."""
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    x, index = torch.randn(5, 8, generator=draw), torch.randint(-1, 5, (9, 3), generator=draw).int()
+    weights = torch.randn(9, 3, generator=draw)
+    for given in ((x, index, None), (x, index, weights), (x, index[:, :1], None), (x[:0], index.clamp(max=-1), None)):
+        opcheck(torch.ops.ep.sum_rows.default, given)
+    out = torch.zeros(9, 8)
+    for row, own in enumerate(index.tolist()):
+        for k, named in enumerate(own):
+            out[row] += x[named] * weights[row, k] if named >= 0 else 0
+    assert_same(sum_rows(x, index, weights), out)
+    with pytest.raises(NotImplementedError, match="allowed: ep_ops.nn.gather_rows"):
+        sum_rows(x.requires_grad_(), index).sum().backward()
+
+    lists = expert_lists(torch.randint(-1, 3, (4, 2), generator=draw).int(), 3)
+    wide = [torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in ((4, 2), (8, 2))]
+    assert gradgradcheck(lambda x: gather_rows(x, lists), wide[0])
+    assert gradgradcheck(lambda y, w: reduce_rows(y, lists, w), (wide[1], torch.rand_like(wide[0]).requires_grad_()))
 
 
 def test_what_is_undefined_reaches_no_gradient() -> None:

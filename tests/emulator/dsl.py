@@ -93,11 +93,12 @@ def make_small() -> None:
     heap.RING_BYTES = 6 * (128 + 200)
     heap.Problem.tiles = property(lambda problem: TILES)
     latency.WARPS = 4
+    import cute_kernels.sum_rows as sum_rows
     import cute_kernels.swiglu as swiglu
     import cute_kernels.throughput.combine as combine
     import cute_kernels.throughput.gather as gather
     import cute_kernels.throughput.pull_scaled as pull_scaled
     import cute_kernels.throughput.stage as stage
 
-    combine.WARPS = pull_scaled.WARPS = gather.WARPS = swiglu.WARPS = 2
+    combine.WARPS = pull_scaled.WARPS = gather.WARPS = swiglu.WARPS = sum_rows.WARPS = 2
     stage.MOST_WARPS = 3

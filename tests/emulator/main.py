@@ -20,6 +20,7 @@ from . import (
     latency_tokens,
     machine,
     rounds,
+    sum_rows,
     swiglu,
     throughput,
 )
@@ -140,6 +141,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     **batches.CHECKS,
     **combine.CHECKS,
     **rounds.CHECKS,
+    **sum_rows.CHECKS,
     **swiglu.CHECKS,
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
 
     def show(self: Any, keep: bool) -> None:
         mail = getattr(self._launcher, "mail", None)
-        if mail in _awake and self._report.failed() is not None:
+        if mail in _awake and self._failures.report.failed() is not None:
             with contextlib.suppress(torch.AcceleratorError):
                 mail.show(Heap(self._launcher.problem))
             _awake.discard(mail)

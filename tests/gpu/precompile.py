@@ -71,6 +71,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_moe_communicator
     import test_progress
     import test_steps
+    import test_sums
     import test_throughput
 
     from ep_ops.backends.cute.memory import DEFAULT_TOKENS
@@ -101,7 +102,13 @@ def kernels(world_size: int, seed: int) -> list[Any]:
         want.add(config, test_formats.TOKENS, formats=[how])
     config, bound, formats = test_moe_communicator.wanted(world_size)
     want.add(config, bound, formats=formats)
-    return [*want.kernels, *test_live_rows.kernels(), *of_tokens(world_size, seed), *of_many(world_size, seed)]
+    return [
+        *want.kernels,
+        *test_live_rows.kernels(),
+        *test_sums.kernels(),
+        *of_tokens(world_size, seed),
+        *of_many(world_size, seed),
+    ]
 
 
 def of_tokens(world_size: int, seed: int) -> list[Any]:

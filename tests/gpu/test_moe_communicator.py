@@ -4,6 +4,7 @@ captured graph whose placement changes between replays, compiled code likewise, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from operators import ranks
 from sharing import SHARING, few_processes
 from torch import Tensor
 
-from ep_ops.moe import DispatchHandle, MoECommunicator, MoECommunicatorConfig, Quant, plot_begun, plot_waits
-from ep_ops.nn import expert_lists, gather_rows, of_rows, reduce_rows
+from ep_ops.moe import (
+    DispatchHandle,
+    DispatchOutput,
+    MoECommunicator,
+    MoECommunicatorConfig,
+    Quant,
+    plot_begun,
+    plot_waits,
+)
+from ep_ops.nn import expert_lists, gather_rows, interleave, of_rows, reduce_rows
 
 TOKENS, TOP_K, HIDDEN, EACH = 24, 3, 1152, 4
 BOUND = 2 * TOKENS
@@ -112,13 +121,17 @@ def layer(
 ) -> tuple[Tensor, DispatchHandle]:
     """``of_local`` [El, 1]: factors of the experts here."""
     output, handle = moe.dispatch(x, ids, weights)
+    return moe.combine(computed(output, handle, of_local), handle), handle
+
+
+def computed(output: DispatchOutput, handle: DispatchHandle, of_local: Tensor) -> Tensor:
+    """What the experts here make of rows: their factor of each."""
     if output.local_idx is None:
-        rows = output.x.flatten(0, -2) * of_rows(of_local, handle.route)
-        return moe.combine(rows, handle), handle
+        return output.x.flatten(0, -2) * of_rows(of_local, handle.route)
     lists = expert_lists(output.local_idx, of_local.shape[0])
-    at = torch.searchsorted(lists.offs, torch.arange(lists.rows.shape[0], device=x.device), right=True)
+    at = torch.searchsorted(lists.offs, torch.arange(lists.rows.shape[0], device=of_local.device), right=True)
     y = gather_rows(output.x, lists) * of_local[at.clamp(max=of_local.shape[0] - 1)]
-    return moe.combine(reduce_rows(y, lists, output.weights), handle), handle
+    return reduce_rows(y, lists, output.weights)
 
 
 @pytest.mark.parametrize(("mode", "layout"), WAYS)
@@ -195,6 +208,35 @@ def test_a_late_rank_shows(mode: str, seed: int, together: Any, tmp_path: Path) 
                 assert int(stats.awaited.argmax()) == slowest and max(own[slowest]) < stats.awaited[slowest], own
                 text = plot_waits(stats, tmp_path / "waits.svg").read_text(encoding="utf-8")
                 assert f"waited for most: rank {slowest}" in text
+        moe.check_errors()
+
+
+@pytest.mark.parametrize(("mode", "layout"), WAYS)
+def test_two_requests_under_way(mode: str, layout: str, seed: int, together: Any) -> None:
+    """Two micro-batches go in turns, each in a flight of its own; one takes no second request."""
+    rank, world_size = ranks()
+    with torch.no_grad(), made(world_size, mode, layout, overlap=True) as moe:
+        moe.warmup()
+        of_local = factor(torch.tensor(moe.local_experts, device="cuda"))[:, None]
+
+        def turns(flight: int, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[Tensor | None]:
+            request = moe.dispatch_async(x, ids, weights, flight=flight)
+            yield None
+            output, handle = request.wait()
+            back = moe.combine_async(computed(output, handle, of_local), handle, flight=flight)
+            yield None
+            yield back.wait()
+
+        for turn in range(3):
+            given = [drawn(seed + 10 * turn + batch, rank, world_size, BOUND - batch * TOKENS) for batch in range(2)]
+            outs = interleave(*(turns(flight, *batch) for flight, batch in enumerate(given)))
+            with together():
+                for out, batch in zip(outs, given, strict=True):
+                    assert torch.equal(out, expected(*batch)), turn
+        request = moe.dispatch_async(*given[0], flight=1)
+        with together(), pytest.raises(RuntimeError, match="flight 1 is taken"):
+            moe.dispatch_async(*given[0], flight=1)
+        request.wait()
         moe.check_errors()
 
 

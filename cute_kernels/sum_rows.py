@@ -1,0 +1,159 @@
+"""Sums of rows: of each row that is made, those that its indices name, each times a weight, or as it is.
+
+A row of sums is cut into pieces, which the lanes of a warp hold in registers at once. Pieces are dealt out to the warps
+of the grid. A lane reads one of the indices; those that name a row are gone through in their order.
+"""
+
+# No "from __future__ import annotations": the kernel's annotations are read as types.
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from . import ptx
+from .copies import lowest
+from .launch import Launched
+from .rows import Width
+
+WARPS = 8
+
+
+class Args(NamedTuple):
+    """B rows of sums, each of K rows at most."""
+
+    x: Int64  # [N, H]
+    indices: Int64  # [B, K] int32, below 0: none
+    weights: Int64  # [B, K] fp32
+    out: Int64  # [B, H]
+    rows: Int32  # B
+    terms: Int32  # K
+    blocks: Int32
+
+
+@dataclass(frozen=True)
+class SumRows(Launched):
+    """`alone`: K is 1 and nothing is weighted, so that bytes are copied as they are, NaN and -0 among them."""
+
+    hidden_size: int
+    dtype: str
+    weighted: bool = False
+    alone: bool = False
+
+    NAME: ClassVar[str] = "ep_sum_rows"
+    Args: ClassVar[Any] = Args
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (WARPS * 32, 1, 1)}
+
+    @property
+    def width(self) -> Width:
+        return Width(self.hidden_size, self.dtype)
+
+    @property
+    def vectors(self) -> int:
+        """Of 16 bytes, in a row."""
+        return self.width.row_bytes // 16
+
+    @property
+    def pieces(self) -> int:
+        """Of a row. A lane holds up to 4 vectors of sums."""
+        return -(-self.vectors // (32 * 4))
+
+    @property
+    def ahead(self) -> int:
+        """Vectors of a row that a lane loads before it adds the first."""
+        return -(-self.vectors // (32 * self.pieces))
+
+    @property
+    def numbers(self) -> int:
+        """Of a lane's vectors."""
+        return self.ahead * 16 // self.width.itemsize
+
+    @cute.kernel
+    def kernel(self, args: Args) -> None:
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        item = bid * WARPS + arch.make_warp_uniform(tid // 32)
+        while item < args.rows * self.pieces:
+            row = item // self.pieces
+            first = (item - row * self.pieces) * (32 * self.ahead) + arch.lane_idx()
+            if const_expr(self.alone):
+                self.copy(args, row, first)
+            else:
+                self.add_up(args, row, first)
+            item += args.blocks * WARPS
+
+    @cute.jit
+    def copy(self, args: Args, row: Int32, first: Int32) -> None:
+        """By a warp: one piece of a row, zeros where no row is named."""
+        words = self.nothing()
+        index = ptx.ld_i32(args.indices + Int64(row) * 4)
+        if index >= 0:
+            self.load(args, index, first, words)
+        self.store(args, row, first, words)
+
+    @cute.jit
+    def add_up(self, args: Args, row: Int32, first: Int32) -> None:
+        """By a warp: one piece of a row."""
+        lane = arch.lane_idx()
+        sums = cute.make_rmem_tensor((self.numbers,), Float32)
+        for i in range_constexpr(self.numbers):
+            sums[i] = Float32(0.0)
+        begin = Int32(0)
+        while begin < args.terms:
+            index, weight = Int32(-1), Float32(1.0)
+            if begin + lane < args.terms:
+                at = (Int64(row) * args.terms + begin + lane) * 4
+                index = ptx.ld_i32(args.indices + at)
+                if const_expr(self.weighted):
+                    weight = ptx.ld_f32(args.weights + at)
+            left = arch.vote_ballot_sync(index >= 0)
+            while left != 0:
+                k = lowest(left)
+                left &= left - 1
+                self.add(args, arch.shuffle_sync(index, k), arch.shuffle_sync(weight, k), first, sums)
+            begin += 32
+        packed = ptx.pack([sums[i] for i in range(self.numbers)], self.dtype)
+        words = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
+        for i in range_constexpr(4 * self.ahead):
+            words[i] = packed[i]
+        self.store(args, row, first, words)
+
+    @cute.jit
+    def add(self, args: Args, index: Int32, weight: Float32, first: Int32, sums: Any) -> None:
+        words = self.nothing()
+        self.load(args, index, first, words)
+        values = ptx.unpack([words[i] for i in range(4 * self.ahead)], self.dtype)
+        for i in range_constexpr(self.numbers):
+            term = ptx.mul_rn(values[i], weight) if const_expr(self.weighted) else values[i]
+            sums[i] = ptx.add_rn(sums[i], term)
+
+    @cute.jit
+    def nothing(self) -> Any:
+        words = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
+        for i in range_constexpr(4 * self.ahead):
+            words[i] = Uint32(0)
+        return words
+
+    @cute.jit
+    def load(self, args: Args, index: Int32, first: Int32, words: Any) -> None:
+        """A lane's vectors from the `first`; behind the end of the row the last one again."""
+        at = args.x + Int64(index) * self.width.row_bytes
+        for u in range_constexpr(self.ahead):
+            vector = cutlass.min(first + u * 32, self.vectors - 1)
+            got = ptx.ld_v4(at + Int64(vector) * 16)
+            for i in range_constexpr(4):
+                words[4 * u + i] = got[i]
+
+    @cute.jit
+    def store(self, args: Args, row: Int32, first: Int32, words: Any) -> None:
+        at = args.out + Int64(row) * self.width.row_bytes
+        for u in range_constexpr(self.ahead):
+            vector = first + u * 32
+            if vector < self.vectors:
+                ptx.st_v4(at + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])

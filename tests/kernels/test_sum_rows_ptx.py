@@ -1,0 +1,50 @@
+"""What the kernel that sums rows compiles to, for Hopper and Blackwell, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from test_ptx import assembled, compiled_ptx, count, needs_assembler
+
+from cute_kernels.jit import object_name
+from cute_kernels.sum_rows import SumRows
+
+LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
+KERNELS = [
+    SumRows(7168, "bf16"), SumRows(7168, "bf16", weighted=True), SumRows(7168, "bf16", alone=True),
+    SumRows(264, "fp16"), SumRows(2048, "fp32", weighted=True),
+]  # fmt: skip
+ARCHES = ("sm_90a", "sm_100a")
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_sums(kernel: SumRows, arch: str) -> None:
+    """16 bytes at a time, a row's before the first is added; each product and each sum rounded."""
+    ptx = compiled_ptx(kernel, arch)
+    assert ".local" not in ptx and "fma.rn.f32" not in ptx
+    assert count(ptx, LOADS) == kernel.ahead and count(ptx, STORES) == kernel.ahead
+    assert ptx.count("add.rn.f32") == (0 if kernel.alone else kernel.numbers)
+    assert ptx.count("mul.rn.f32") == (kernel.numbers if kernel.weighted else 0)
+    if not kernel.alone:
+        assert ptx.rindex(LOADS) < ptx.index("add.rn.f32")
+
+
+@needs_assembler
+def test_registers(tmp_path: Path) -> None:
+    """Four blocks fit on a multiprocessor; nothing is spilled."""
+    for kernel in KERNELS:
+        for arch in ARCHES:
+            account = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
+            registers, spilled = re.search(r"Used (\d+) registers", account), re.search(r"(\d+) bytes spill", account)
+            assert registers and spilled, account
+            assert int(registers[1]) <= 64 and int(spilled[1]) == 0, (kernel, account)
+
+
+def test_each_has_a_file_of_its_own() -> None:
+    assert len({object_name(kernel, "sm_90a") for kernel in KERNELS}) == len(KERNELS)
