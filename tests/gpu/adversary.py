@@ -73,7 +73,7 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
     patch(torch.cuda.graph, "__exit__", leave)
     destroy = backend.CuteBackend.destroy
 
-    def show(self: Any, keep: bool) -> None:
+    def show(self: backend.CuteBackend, keep: bool) -> None:
         mail = getattr(self._launcher, "mail", None)
         if mail in _awake and self._failures.report.failed() is not None:
             with contextlib.suppress(torch.AcceleratorError):
@@ -214,4 +214,5 @@ def wake(comm: Any) -> None:
     while not isinstance(found, backend.CuteBackend):  # it is compared with another one
         found = found._backend
     for one in (found._launcher, found._side_launcher):
+        assert isinstance(one, Launcher)
         one.wake()

@@ -54,7 +54,7 @@ def group() -> Iterator[None]:
         wait = datetime.timedelta(seconds=120 * SHARING)
         dist.init_process_group("nccl" if SHARING == 1 else "gloo", timeout=wait)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     yield
     if dist.is_initialized():
         dist.barrier()

@@ -11,7 +11,9 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
+from operators import of_kernels
 
+import ep_ops
 from cute_kernels import ptx
 from cute_kernels.launch import Kernel, RankArgs
 
@@ -54,8 +56,8 @@ class Spin(Kernel):
 class Foreign:
     """`with Foreign(comm) as foreign: foreign.take(blocks, shared)` on the current stream; they end with the block."""
 
-    def __init__(self, comm: Any) -> None:
-        self.launcher = comm.backend._launcher
+    def __init__(self, comm: ep_ops.Communicator) -> None:
+        self.launcher = of_kernels(comm)._launcher
         self.end = torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
     def take(self, blocks: int, shared: int, dependent: bool = False) -> None:

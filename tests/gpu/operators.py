@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import arrivals
+from ep_ops.backends.cute.backend import CuteBackend
 
 
 def ranks() -> tuple[int, int]:
@@ -25,6 +26,12 @@ def make_comm(backend: str, name: str, latency_max_tokens: int | None = 0, **con
     return ep_ops.Communicator(
         backend=backend, name=f"{name}/{backend}", device="cuda", latency_max_tokens=latency_max_tokens, **given
     )
+
+
+def of_kernels(comm: ep_ops.Communicator) -> CuteBackend:
+    """The backend of a communicator whose backend is "cute"."""
+    assert isinstance(comm.backend, CuteBackend)
+    return comm.backend
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from operators import Call, compare, covered, make_comm, ranks, unequal, without_scales
+from operators import Call, compare, covered, make_comm, of_kernels, ranks, unequal, without_scales
 from sharing import SHARING, few_processes, fewer
 
 import ep_ops
@@ -41,7 +41,7 @@ def size_config(hidden: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def latency_comm(name: str, **config: Any) -> Iterator[ep_ops.Communicator]:
     with make_comm("cute", name, latency_max_tokens=None, **config) as comm:
-        assert comm.backend.latency.tokens == min(256, most_tokens(problem_of(comm.config)))
+        assert of_kernels(comm).latency.tokens == min(256, most_tokens(problem_of(comm.config)))
         yield comm
 
 

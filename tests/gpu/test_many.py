@@ -12,7 +12,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from operators import ranks
+from operators import of_kernels, ranks
 from oracle import Oracle, World
 from sharing import SHARING
 from torch import Tensor
@@ -66,7 +66,7 @@ def test_ranks(count, name, seed, together):
             with ep_ops.Communicator(
                 group, backend="cute", device="cuda", timeout=10.0 * SHARING, name=f"{name} {count}", **config
             ) as comm:
-                assert comm.backend.latency.tokens == FEW
+                assert of_kernels(comm).latency.tokens == FEW
                 guard = poisoned_guards(comm)
                 for n in names:
                     check(comm, World(made[n], hidden, dtype, seed), MAX_TOKENS)
@@ -78,7 +78,7 @@ def test_ranks(count, name, seed, together):
 
 def poisoned_guards(comm: ep_ops.Communicator) -> list[Tensor]:
     """Views of what lies behind the buffers of this rank's symmetric memory, filled with `POISON`."""
-    guards = [comm.backend.memory.local[begin:end] for begin, end in heap_of(comm.config).guards]
+    guards = [of_kernels(comm).memory.local[begin:end] for begin, end in heap_of(comm.config).guards]
     for guarded in guards:
         guarded.fill_(POISON)
     torch.cuda.synchronize()

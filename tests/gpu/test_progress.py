@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import driver
 from foreign import Foreign
+from operators import of_kernels
 from sharing import own_gpu
 from torch import Tensor
 
@@ -203,7 +204,9 @@ def test_part_of_a_gpu(together) -> None:
             steps.step()
         torch.cuda.synchronize()
         with together():
-            assert 48 <= comm.multiprocessors < 132 and comm.backend._launcher.multiprocessors == comm.multiprocessors
+            assert (
+                48 <= comm.multiprocessors < 132 and of_kernels(comm)._launcher.multiprocessors == comm.multiprocessors
+            )
             steps.check()
     comm.destroy()
     with part(8), together():

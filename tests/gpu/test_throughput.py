@@ -5,7 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from operators import Call, compare, make_comm, ranks, run_all
+from operators import Call, compare, make_comm, of_kernels, ranks, run_all
 from sharing import SHARING
 
 
@@ -103,7 +103,8 @@ def test_budgets(seed, together):
     given = inputs(seed, call.topk_idx.shape[0], config["hidden_size"], case.top_k, call.capacity, torch.bfloat16)
     with make_comm("cute", "budgets", **config) as comm, make_comm("reference", "budgets", **config) as ref:
         expected = run_all(ref, call, *given)
-        most = comm.backend.budget.most_dispatch, comm.backend.budget.most_combine
+        budget = of_kernels(comm).budget
+        most = budget.most_dispatch, budget.most_combine
         for dispatch, combine in ((1, 2), (2 + rank, 7 + rank), most):
             with comm.sm_budget(dispatch=dispatch, combine=combine):
                 got = run_all(comm, call, *given)
