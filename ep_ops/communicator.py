@@ -215,7 +215,7 @@ class Communicator(Methods, TokenMajor):
         in compiled code combine_gathered takes the rows, and the compiler sees to where they are written.
         ValueError if there are not so many ``symmetric_rows``; ranks may ask for different numbers.
         """
-        self._refuse_destroyed()
+        refuse_destroyed(self)
         checks.empty_rows(self, num_rows)
         return self.backend.empty_rows(num_rows)
 
@@ -248,7 +248,7 @@ class Communicator(Methods, TokenMajor):
         """
         for name, scales_as in formats:
             layout_of(format_of(name), scales_as)
-        self._refuse_destroyed()
+        refuse_destroyed(self)
         self.backend.compile(formats)
         self._exchange.barrier()  # compiling takes ranks unequally long, and kernels wait for each other
         self.backend.warmup()
@@ -279,7 +279,7 @@ class Communicator(Methods, TokenMajor):
         when something hangs. A call that goes in rounds (``staging_bytes``) is an operation for each of them, and one
         more where it tells the route. Does not wait for what runs, here or there. (cute backend; the reference backend
         notes none.) The text of a failure has the last three of the ranks concerned."""
-        self._refuse_destroyed()
+        refuse_destroyed(self)
         rank = self.rank if rank is None else rank
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}; allowed: 0..{self.world_size - 1}")
@@ -343,11 +343,6 @@ class Communicator(Methods, TokenMajor):
             return torch.zeros((), dtype=torch.int64, device=topk_idx.device)
         return self.expert_ids.lost(inputs.ids(topk_idx))
 
-    def _refuse_destroyed(self) -> None:
-        """RuntimeError for a communicator that was destroyed, whose ranks no longer meet."""
-        if self.destroyed:
-            raise RuntimeError(f"communicator {self.name!r} was destroyed")
-
     def destroy(self) -> None:
         """Free everything. Collective: waits for the other ranks first, for ``timeout`` seconds at most. Calling it
         again does nothing.
@@ -398,3 +393,9 @@ class Communicator(Methods, TokenMajor):
     def __repr__(self) -> str:
         state = "destroyed" if self.destroyed else self.backend.name
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
+
+
+def refuse_destroyed(comm: Communicator) -> None:
+    """RuntimeError for a communicator that was destroyed, whose ranks no longer meet."""
+    if comm.destroyed:
+        raise RuntimeError(f"communicator {comm.name!r} was destroyed")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ep_ops import backends
 from ep_ops.arguments import device_of, group_of
-from ep_ops.communicator import Communicator
+from ep_ops.communicator import Communicator, refuse_destroyed
 from ep_ops.exchange import Exchange
 from ep_ops.operators.eager import refuse
 from ep_ops.recompute import recomputing
@@ -315,7 +315,7 @@ class MoECommunicator:
         self.placement = tuple(placement)
 
     def _agreed(self, placement: Sequence[int]) -> None:
-        self.comm._refuse_destroyed()
+        refuse_destroyed(self.comm)
         if self._map is None:
             raise ValueError("placement is given, but the configuration has none; allowed: where it has one")
         problem = placements.problem_of(placement, self.config.num_experts)
@@ -346,7 +346,7 @@ class MoECommunicator:
         """int64 [E], the same on all ranks: rows that all ranks together have asked of each logical expert since the
         last reset, dropped ones included: what :func:`ep_ops.moe.balanced` takes. Collective; waits for the device.
         ValueError where the configuration has no ``statistics``."""
-        self.comm._refuse_destroyed()
+        refuse_destroyed(self.comm)
         asked = (self._past + self._logical(self._counted().rows)).sum(0)
         return self._exchange.all_gather(asked).sum(0).cpu()
 

@@ -74,7 +74,8 @@ ROOMS = {
     "ep_ops.doctor": ("ep_ops", "ep_ops.topology", "ep_ops.symmetric", "ep_ops.backends", "cute_kernels"),
     "ep_ops.bench": (
         "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.launch", "ep_ops.symmetric",
-        "ep_ops.backends", "ep_ops.ahead", "ep_ops.formats", "ep_ops.nn", "ep_ops.demo", "ep_ops.moe", "cute_kernels",
+        "ep_ops.backends", "ep_ops.ahead", "ep_ops.formats", "ep_ops.nn", "ep_ops.demo", "ep_ops.moe",
+        "ep_ops.integrations", "cute_kernels",
     ),
     "ep_ops.cli": (
         "ep_ops", "ep_ops.ahead", "ep_ops.demo", "ep_ops.decode_demo", "ep_ops.doctor", "ep_ops.launch", "ep_ops.bench",
