@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ep_ops.nn import list_operators as operators
 from ep_ops.nn.sums import exact, of_index, sum_rows
 
 
@@ -66,32 +67,8 @@ def expert_lists(
     taken = local_idx.shape[0] * local_idx.shape[1]
     room = places_at_most(taken, num_local_experts, alignment)
     length = room if capacity is None else min(capacity, room)
-
-    expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
-    order = expert.argsort(stable=True)  # row * K + k, by expert; those of none last
-    expert = expert[order]
-    bounds = torch.searchsorted(expert, torch.arange(num_local_experts + 1, device=local_idx.device))
-    asked = bounds[1:] - bounds[:-1]
-    padded = _pad(asked, alignment)
-    begin = (padded.cumsum(0) - padded).clamp(max=length)
-    counts = torch.minimum(asked, length - begin)
-
-    number = torch.arange(taken, device=local_idx.device) - bounds[expert]
-    last = counts.new_zeros(1)  # of no expert: nothing is kept
-    kept = number < torch.cat([counts, last])[expert]
-    place = torch.where(kept, torch.cat([begin, last])[expert] + number, -1)
-    places = torch.empty_like(order).scatter(0, order, place).view(local_idx.shape)
-    flat = order.new_full((length + 1,), taken).scatter(0, torch.where(kept, place, length), order)[:length]
-
-    # Padding has a row of its expert's last place: whatever a GEMM makes of it, it is no other expert's number.
-    at = torch.arange(length, device=local_idx.device)
-    offs = begin + _pad(counts, alignment)
-    held = torch.searchsorted(offs, at, right=True)
-    end = torch.cat([begin + counts, last])[held]
-    some = torch.cat([flat, last])[torch.where(held < num_local_experts, torch.minimum(at, end - 1), length)]
-    rows = some // local_idx.shape[1]
-    ints = (rows.int(), flat.int(), places.int(), offs.int(), counts.int(), (asked - counts).int())
-    return ExpertLists(*ints, alignment)
+    rows, flat, places, offs, counts, dropped = operators.expert_lists(local_idx, num_local_experts, alignment, length)
+    return ExpertLists(rows, flat, places, offs, counts, dropped, alignment)
 
 
 def places_at_most(taken: int, num_local_experts: int, alignment: int) -> int:
@@ -124,10 +101,6 @@ def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) ->
         allowed = f"{tuple(lists.places.shape)}, the shape of local_idx"
         raise ValueError(f"weights has shape {tuple(weights.shape)}; allowed: {allowed}")
     return _Reduce.apply(y, weights, *_along(lists))
-
-
-def _pad(count: Tensor, alignment: int) -> Tensor:
-    return (count + alignment - 1) // alignment * alignment
 
 
 def _along(lists: ExpertLists) -> tuple[Tensor, Tensor, Tensor]:

@@ -122,11 +122,17 @@ _ROWS = "Tensor offs, Tensor counts, int alignment, SymInt slots"
 
 def kernels_of(x: Tensor, hidden: int) -> Any:
     """What launches kernels for rows of x; None where plain PyTorch runs."""
-    if not x.is_cuda or _lack(x.device) is not None:
+    rows = kernels_on(x.device)
+    return rows if rows is not None and rows.takes(x, hidden) else None
+
+
+def kernels_on(device: torch.device) -> Any:
+    """What launches kernels on a device; None where plain PyTorch runs."""
+    if device.type != "cuda" or _lack(device) is not None:
         return None
     from ep_ops.backends.cute import rows
 
-    return rows if rows.takes(x, hidden) else None
+    return rows
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import cases
 import pytest
 import tokens as oracle
 import torch
+from places import token_major
 from test_formats_dispatch import as_bytes
 from test_reference import assert_same
 from torch import Tensor
@@ -43,6 +45,17 @@ def test_lists(shape: tuple[int, int], experts: int, alignment: int) -> None:
             got = expert_lists(local_idx, experts, alignment=alignment, capacity=capacity)
             assert got.rows.shape[0] <= capacity
             same_lists(got, oracle.expected_lists(local_idx, experts, alignment, got.rows.shape[0]))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_operators(ranks: int) -> None:
+    draw = random.Random(cases.fresh_seed())
+    of = token_major(draw, ranks, 4, 20)
+    opcheck(torch.ops.ep.expert_lists.default, (of.local_idx, 4, 4, 40))
+    made = expert_lists(of.local_idx, 4)
+    for held in ([4] * ranks, [*range(4, 4 + ranks)]):
+        given = (*of.tensors, made.places, made.rows.shape[0], of.rank, held)
+        opcheck(torch.ops.ep.places_route.default, given)
 
 
 def test_no_experts_and_none_named() -> None:

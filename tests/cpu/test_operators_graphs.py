@@ -137,13 +137,14 @@ dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatc
             "\n".join(graphs),
             """\
 dispatch_tokens(input, input, input, 16, 16, 4, 1, pinned)
+expert_lists(dispatch_tokens.recv_idx, 4, 1, 32)
 sum_rows(dispatch_tokens.recv_x, computed, None)
-sum_rows'(computed, computed, dispatch_tokens.recv_weights)
+sum_rows'(computed, expert_lists.places, dispatch_tokens.recv_weights)
 combine(sum_rows', None, input, dispatch_tokens.route, 1, 16, pinned)
 
 dispatch_planned(grad, None, input, dispatch_tokens.route, 16, 1, 16, pinned)
 sum_rows(dispatch_planned.recv_x, computed, None)
-sum_rows'(computed, computed, None)
+sum_rows'(computed, expert_lists.places, None)
 dispatch_tokens_backward(sum_rows', computed, input, dispatch_tokens.route, 1, 16, pinned)
 """,
         )

@@ -93,6 +93,8 @@ def make_small() -> None:
     heap.RING_BYTES = 6 * (128 + 200)
     heap.Problem.tiles = property(lambda problem: TILES)
     latency.WARPS = 4
+    import cute_kernels.expert_lists as expert_lists
+    import cute_kernels.places_route as places_route
     import cute_kernels.sum_rows as sum_rows
     import cute_kernels.swiglu as swiglu
     import cute_kernels.throughput.combine as combine
@@ -101,4 +103,5 @@ def make_small() -> None:
     import cute_kernels.throughput.stage as stage
 
     combine.WARPS = pull_scaled.WARPS = gather.WARPS = swiglu.WARPS = sum_rows.WARPS = 2
+    expert_lists.WARPS = places_route.WARPS = 2
     stage.MOST_WARPS = 3

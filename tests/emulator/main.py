@@ -18,6 +18,7 @@ from . import (
     formats,
     latency,
     latency_tokens,
+    lists,
     machine,
     rounds,
     sum_rows,
@@ -141,6 +142,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     **batches.CHECKS,
     **combine.CHECKS,
     **rounds.CHECKS,
+    **lists.CHECKS,
     **sum_rows.CHECKS,
     **swiglu.CHECKS,
 }  # fmt: skip

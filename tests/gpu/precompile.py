@@ -67,6 +67,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_formats
     import test_gather
     import test_latency
+    import test_lists
     import test_live_rows
     import test_moe_communicator
     import test_progress
@@ -106,6 +107,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
         *want.kernels,
         *test_live_rows.kernels(),
         *test_sums.kernels(),
+        *test_lists.kernels(),
         *of_tokens(world_size, seed),
         *of_many(world_size, seed),
     ]

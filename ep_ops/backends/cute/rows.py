@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels import jit
+from cute_kernels.expert_lists import ExpertLists
+from cute_kernels.places_route import PlacesRoute
 from cute_kernels.sum_rows import SumRows
 from cute_kernels.swiglu import WARPS, SwiGLU
 
@@ -41,10 +43,36 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> N
     _launch(kernel, rows, x.device, (x, index, weights, out), rows, terms)
 
 
+def expert_lists(local_idx: Tensor, experts: int, alignment: int, made: tuple[Tensor, ...]) -> None:
+    """`made`: rows, flat, places, offs, counts, dropped."""
+    entries, length = local_idx.numel(), made[0].shape[0]
+    blocks = _few(max(entries, length), local_idx.device)
+    numbers = entries, local_idx.shape[1], length, alignment
+    _run(ExpertLists(experts), blocks, local_idx.device, (local_idx, *made), *numbers)
+
+
+def places_route(
+    given: list[Tensor], made: tuple[Tensor, Tensor], num_places: int, ranks: int, rank: int, each: int
+) -> None:
+    """`given`: topk_idx, send_rows, arrivals, places; `made`: the arrivals and send_rows of places."""
+    topk_idx, _, _, places = given
+    blocks = _few(max(topk_idx.numel(), places.numel()), places.device)
+    numbers = places.shape[0], num_places, topk_idx.shape[0], topk_idx.shape[1], ranks, rank, each
+    _run(PlacesRoute(), blocks, places.device, (*given, *made), *numbers)
+
+
+def _few(entries: int, device: torch.device) -> int:
+    """Blocks of which each has two steps of a warp to go through, as far as there are multiprocessors."""
+    return max(1, min(-(-entries // 64), _multiprocessors(device.index)))
+
+
 def _launch(kernel: Any, rows: int, device: torch.device, tensors: tuple[Tensor | None, ...], *numbers: int) -> None:
     blocks = min(-(-rows * kernel.pieces // WARPS), BLOCKS * _multiprocessors(device.index))
-    if not blocks:
-        return
+    if blocks:
+        _run(kernel, blocks, device, tensors, *numbers)
+
+
+def _run(kernel: Any, blocks: int, device: torch.device, tensors: tuple[Tensor | None, ...], *numbers: int) -> None:
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     with torch.cuda.device(device):
         function = jit.get(kernel, _arch(device.index), torch.cuda.is_current_stream_capturing)

@@ -1,0 +1,201 @@
+"""The lists of token-major rows: which rows each local expert has, in one launch; what they are: docs/token-major.md.
+
+An *entry* is a (row, k), by rows. Every block looks at all entries and counts how many name each expert before its own
+share of them, and in all, so that no block waits for another one. From the counts follows where each expert's list
+begins. Then one warp goes through the block's share in order, 32 entries at a time, and gives each the next place of
+its expert; the other warps fill what lies behind the last list.
+"""
+
+# No "from __future__ import annotations": the kernel's annotations are read as types.
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute import arch
+
+from . import ptx
+from .launch import Launched
+from .segments import inclusive_sum
+
+WARPS = 32
+
+
+def share_of(entries: Int32, blocks: Int32) -> Int32:
+    """Entries of a block: whole steps of a warp, and so whole vectors of 16 bytes."""
+    return (entries + blocks * 32 - 1) // (blocks * 32) * 32
+
+
+class Args(NamedTuple):
+    """R rows, K experts a token, El local experts, L places. All tensors are int32."""
+
+    local_idx: Int64  # [R, K], below 0: none
+    rows: Int64  # [L]
+    flat: Int64  # [L]
+    places: Int64  # [R, K]
+    offs: Int64  # [El]
+    counts: Int64  # [El]
+    dropped: Int64  # [El]
+    entries: Int32  # R K
+    top_k: Int32
+    length: Int32  # L
+    alignment: Int32
+    blocks: Int32
+
+
+class Tables(NamedTuple):
+    """In shared memory, int32 [El] but for the last."""
+
+    before: Any  # entries that name each expert before this block's share; then those that have been gone through, too
+    asked: Any  # entries behind the beginning of the share; then all of them
+    begin: Any  # of each list
+    last: Any  # [1] where the last list ends
+
+
+@dataclass(frozen=True)
+class ExpertLists(Launched):
+    experts: int
+
+    NAME: ClassVar[str] = "ep_expert_lists"
+    Args: ClassVar[Any] = Args
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (WARPS * 32, 1, 1)}
+
+    @cute.kernel
+    def kernel(self, args: Args) -> None:
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        sizes = (self.experts, self.experts, self.experts, 1)
+        tables = Tables(*(smem.allocate_tensor(Int32, cute.make_layout(size)) for size in sizes))
+        share = share_of(args.entries, args.blocks)
+        first = cutlass.min(bid * share, args.entries)
+        end = cutlass.min(first + share, args.entries)
+        self.count(args, tables, tid, first)
+        arch.sync_threads()
+        if tid < 32:
+            self.begin(args, tables, bid == 0)
+        arch.sync_threads()
+        if tid < 32:
+            self.place(args, tables, first, end)
+        else:
+            at = tables.last[0] + bid * ((WARPS - 1) * 32) + tid - 32
+            while at < args.length:
+                ptx.st_i32(args.rows + Int64(at) * 4, Int32(0))
+                ptx.st_i32(args.flat + Int64(at) * 4, args.entries)
+                at += args.blocks * ((WARPS - 1) * 32)
+
+    @cute.jit
+    def count(self, args: Args, tables: Tables, tid: Int32, first: Int32) -> None:
+        """By the whole block."""
+        e = tid
+        while e < self.experts:
+            tables.before[e] = Int32(0)
+            tables.asked[e] = Int32(0)
+            e += WARPS * 32
+        arch.sync_threads()
+        i = tid * 4
+        while i + 3 < args.entries:
+            for word in ptx.ld_v4(args.local_idx + Int64(i) * 4):
+                self.count_one(tables, Int32(word), i < first)
+            i += WARPS * 128
+        i = args.entries // 4 * 4 + tid
+        if i < args.entries:
+            self.count_one(tables, ptx.ld_i32(args.local_idx + Int64(i) * 4), i < first)
+
+    @cute.jit
+    def count_one(self, tables: Tables, expert: Int32, before: Any) -> None:
+        if expert >= 0 and expert < self.experts:
+            if before:
+                ptx.add_shared(tables.before.iterator + expert, Int32(1))
+            else:
+                ptx.add_shared(tables.asked.iterator + expert, Int32(1))
+
+    @cute.jit
+    def begin(self, args: Args, tables: Tables, told: Any) -> None:
+        """By a warp: where lists begin, 32 experts at a time; by one block the tensors of experts."""
+        lane = Int32(arch.lane_idx())
+        carry, first = Int32(0), Int32(0)
+        while first < self.experts:
+            e = first + lane
+            asked = Int32(0)
+            if e < self.experts:
+                asked = tables.before[e] + tables.asked[e]
+            padded = self.padded(args, asked)
+            total = inclusive_sum(padded)
+            begin = cutlass.min(carry + total - padded, args.length)
+            if e < self.experts:
+                kept = cutlass.min(asked, args.length - begin)
+                tables.asked[e] = asked
+                tables.begin[e] = begin
+                if told:
+                    ptx.st_i32(args.offs + Int64(e) * 4, begin + self.padded(args, kept))
+                    ptx.st_i32(args.counts + Int64(e) * 4, kept)
+                    ptx.st_i32(args.dropped + Int64(e) * 4, asked - kept)
+            carry += arch.shuffle_sync(total, 31)
+            first += 32
+        if lane == 0:
+            tables.last[0] = cutlass.min(carry, args.length)
+
+    def padded(self, args: Args, count: Int32) -> Int32:
+        return (count + args.alignment - 1) // args.alignment * args.alignment
+
+    @cute.jit
+    def place(self, args: Args, tables: Tables, first: Int32, end: Int32) -> None:
+        """By a warp: the places of a block's entries, and the padding behind the last of an expert's."""
+        lane = Int32(arch.lane_idx())
+        start, coming = Int32(first), self.expert_of(args, first + lane, end)
+        while start < end:
+            i, expert = start + lane, Int32(coming)
+            coming = self.expert_of(args, i + 32, end)  # under way meanwhile
+            same = Int32(arch.match_sync(0xFFFFFFFF, expert))
+            earlier = Int32(arch.popc(same & Int32(arch.lanemask_lt())))
+            number = earlier
+            if expert >= 0:
+                number += tables.before[expert]
+            arch.sync_warp()  # all lanes have read how many came before these 32
+            if i < end:
+                place = Int32(-1)
+                if expert >= 0:
+                    if earlier == 0:
+                        tables.before[expert] = number + Int32(arch.popc(same))
+                    place = self.take(args, tables, i, expert, number)
+                ptx.st_i32(args.places + Int64(i) * 4, place)
+            arch.sync_warp()  # what has been counted is seen by those of the next 32
+            start += 32
+
+    @cute.jit
+    def expert_of(self, args: Args, entry: Int32, end: Int32) -> Int32:
+        """-1: it names none."""
+        expert = Int32(-1)
+        if entry < end:
+            expert = ptx.ld_i32(args.local_idx + Int64(entry) * 4)
+        if expert >= self.experts or expert < 0:
+            expert = Int32(-1)
+        return expert
+
+    @cute.jit
+    def take(self, args: Args, tables: Tables, i: Int32, expert: Int32, number: Int32) -> Int32:
+        """By a lane: the place of an expert's entry of that number, -1 where the list has no more."""
+        place = Int32(-1)
+        begin = tables.begin[expert]
+        kept = cutlass.min(tables.asked[expert], args.length - begin)
+        if number < kept:
+            place = begin + number
+            row = i // args.top_k
+            self.put(args, place, row, i)
+            if number == kept - 1:
+                at, behind = place + 1, begin + self.padded(args, kept)
+                while at < behind:
+                    self.put(args, at, row, args.entries)
+                    at += 1
+        return place
+
+    @cute.jit
+    def put(self, args: Args, place: Int32, row: Int32, flat: Int32) -> None:
+        ptx.st_i32(args.rows + Int64(place) * 4, row)
+        ptx.st_i32(args.flat + Int64(place) * 4, flat)

@@ -1,0 +1,158 @@
+"""The route of token-major rows, written as that of their places: `arrivals` of the places and `send_rows`, in one
+launch; what they are: ep_ops/nn/places.py and arrivals.py.
+
+An *entry* is a (row, k), by rows. Every block counts how many entries before its own share of them have a place. Then
+one warp goes through the share in order, 32 entries at a time; the other warps do the rows of this rank's own tokens.
+"""
+
+# No "from __future__ import annotations": the kernel's annotations are read as types.
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute import arch
+
+from . import ptx
+from .arrivals import Lists, lists
+from .expert_lists import share_of
+from .launch import Launched
+
+WARPS = 32
+UNTOLD = 2**31 - 1
+"""In `send_rows`: a place of another rank, which is not known here."""
+
+
+class Args(NamedTuple):
+    """R rows, K experts a token, L places, T tokens of this rank. All tensors are int32."""
+
+    topk_idx: Int64  # [T, K]
+    send_rows: Int64  # [T, K] of rows
+    arrivals: Int64  # of rows
+    places: Int64  # [R, K]
+    new_arrivals: Int64  # of places
+    new_send_rows: Int64  # [T, K] of places
+    num_rows: Int32  # R
+    num_places: Int32  # L
+    tokens: Int32  # T
+    top_k: Int32
+    ranks: Int32
+    rank: Int32
+    each: Int32  # experts of a rank
+    blocks: Int32
+
+
+@dataclass(frozen=True)
+class PlacesRoute(Launched):
+    NAME: ClassVar[str] = "ep_places_route"
+    Args: ClassVar[Any] = Args
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (WARPS * 32, 1, 1)}
+
+    @cute.kernel
+    def kernel(self, args: Args) -> None:
+        tid, _, _ = arch.thread_idx()
+        bid, _, _ = arch.block_idx()
+        smem = cutlass.memory.SmemAllocator()
+        before = smem.allocate_tensor(Int32, cute.make_layout(1))
+        if tid == 0:
+            before[0] = Int32(0)
+        arch.sync_threads()
+        sources = lists(args.arrivals, args.num_rows).sources
+        copies = cutlass.min(cutlass.max(ptx.ld_i32(sources + Int64(args.ranks) * 4), 0), args.num_rows)
+        entries = copies * args.top_k
+        share = share_of(entries, args.blocks)
+        first = cutlass.min(bid * share, entries)
+        held, i = Int32(0), tid * 4
+        while i + 3 < first:
+            for word in ptx.ld_v4(args.places + Int64(i) * 4):
+                held += Int32(Int32(word) >= 0)
+            i += WARPS * 128
+        i = first // 4 * 4 + tid
+        if i < first:
+            held += Int32(ptx.ld_i32(args.places + Int64(i) * 4) >= 0)
+        if held > 0:
+            ptx.add_shared(before.iterator, held)
+        arch.sync_threads()
+        if tid < 32:
+            self.own(args, before[0], first, cutlass.min(first + share, entries), copies, bid == args.blocks - 1)
+        else:
+            self.send(args, bid * ((WARPS - 1) * 32) + tid - 32)
+            r = tid - 32
+            while bid == 0 and r <= args.ranks:
+                to = lists(args.new_arrivals, args.num_places).sources
+                ptx.st_i32(to + Int64(r) * 4, ptx.ld_i32(sources + Int64(r) * 4))
+                r += (WARPS - 1) * 32
+
+    @cute.jit
+    def own(self, args: Args, before: Int32, first: Int32, end: Int32, copies: Int32, last: Any) -> None:
+        """By a warp: where the places of each copy begin, and each place with who asked for it. The `last` one says
+        behind all how many there are."""
+        lane = Int32(arch.lane_idx())
+        old, new = lists(args.arrivals, args.num_rows), lists(args.new_arrivals, args.num_places)
+        most_copies = cutlass.min(args.top_k, args.ranks)
+        start, carry = Int32(first), Int32(before)
+        coming, coming_home = self.load(args, old, first + lane, end)
+        while start < end:
+            i, place, home = start + lane, Int32(coming), Int32(coming_home)
+            row = i // args.top_k
+            coming, coming_home = self.load(args, old, i + 32, end)  # under way meanwhile
+            held = arch.vote_ballot_sync(place >= 0)
+            number = carry + Int32(arch.popc(Int32(held) & Int32(arch.lanemask_lt())))
+            if i < end:
+                k = i - row * args.top_k
+                if k == 0:
+                    ptx.st_i32(new.copies + Int64(row) * 8, number)
+                    ptx.st_i32(new.copies + Int64(row) * 8 + 4, home)
+                if place >= 0:
+                    ptx.st_i32(new.owned + Int64(number) * 8, place)
+                    ptx.st_i32(new.owned + Int64(number) * 8 + 4, home // most_copies * args.top_k + k)
+            carry += Int32(arch.popc(held))
+            start += 32
+        if last:
+            if lane == 0:
+                ptx.st_i32(new.copies + Int64(copies) * 8, carry)
+
+    @cute.jit
+    def load(self, args: Args, given: Lists, entry: Int32, end: Int32) -> tuple[Int32, Int32]:
+        """The place of an entry, -1 if it has none, and the home of its copy."""
+        place, home = Int32(-1), Int32(0)
+        if entry < end:
+            place = ptx.ld_i32(args.places + Int64(entry) * 4)
+            home = ptx.ld_i32(given.copies + Int64(entry // args.top_k) * 8 + 4)
+        return place, home
+
+    @cute.jit
+    def send(self, args: Args, first: Int32) -> None:
+        """By a thread: entries of this rank's tokens from the `first`. A copy's row stands at the first k that names
+        its rank."""
+        i = Int32(first)
+        while i < args.tokens * args.top_k:
+            token = i // args.top_k
+            holder = self.holder(args, i)
+            copy, k = Int32(-1), Int32(0)
+            while k < args.top_k:
+                j = token * args.top_k + k
+                if self.holder(args, j) == holder:
+                    copy = cutlass.max(copy, ptx.ld_i32(args.send_rows + Int64(j) * 4))
+                k += 1
+            row = Int32(-1)
+            if copy >= 0:
+                row = Int32(UNTOLD)
+                if holder == args.rank and copy < args.num_rows:
+                    row = ptx.ld_i32(args.places + Int64(copy * args.top_k + i - token * args.top_k) * 4)
+            ptx.st_i32(args.new_send_rows + Int64(i) * 4, row)
+            i += args.blocks * ((WARPS - 1) * 32)
+
+    @cute.jit
+    def holder(self, args: Args, entry: Int32) -> Int32:
+        """The rank of an entry's expert, -1 of none."""
+        expert = ptx.ld_i32(args.topk_idx + Int64(entry) * 4)
+        rank = Int32(-1)
+        if expert >= 0:
+            rank = expert // args.each
+        return rank

@@ -1,0 +1,155 @@
+"""The operators of lists and of their places' routes: a kernel each on GPUs that run those of the ``cute`` backend,
+plain PyTorch elsewhere. What they make is said in ``lists`` and ``places``.
+
+Neither waits for the device. A kernel is compiled by the first call that needs it, which must come before a CUDA graph
+is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_ops import arrivals as come
+from ep_ops.nn.live_rows import kernels_on
+from ep_ops.operators.register import LIBRARY
+from ep_ops.records import UNTOLD
+
+MOST_EXPERTS = 2048
+"""Of which a kernel has tables in shared memory."""
+
+
+def _fake_lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: int) -> tuple[Tensor, ...]:
+    rows, flat = (local_idx.new_empty(length, dtype=torch.int32) for _ in range(2))
+    places = local_idx.new_empty(local_idx.shape, dtype=torch.int32)
+    of_experts = (local_idx.new_empty(num_local_experts, dtype=torch.int32) for _ in range(3))
+    return rows, flat, places, *of_experts
+
+
+def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: int) -> tuple[Tensor, ...]:
+    kernels = kernels_on(local_idx.device)
+    if kernels is not None and local_idx.dtype == torch.int32 and 0 < num_local_experts <= MOST_EXPERTS:
+        made = _fake_lists(local_idx, num_local_experts, alignment, length)
+        kernels.expert_lists(local_idx.contiguous(), num_local_experts, alignment, made)
+        return made
+    taken = local_idx.numel()
+    expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
+    order = expert.argsort(stable=True)  # row * K + k, by expert; those of none last
+    expert = expert[order]
+    bounds = torch.searchsorted(expert, torch.arange(num_local_experts + 1, device=local_idx.device))
+    asked = bounds[1:] - bounds[:-1]
+    padded = _pad(asked, alignment)
+    begin = (padded.cumsum(0) - padded).clamp(max=length)
+    counts = torch.minimum(asked, length - begin)
+
+    number = torch.arange(taken, device=local_idx.device) - bounds[expert]
+    last = counts.new_zeros(1)  # of no expert: nothing is kept
+    kept = number < torch.cat([counts, last])[expert]
+    place = torch.where(kept, torch.cat([begin, last])[expert] + number, -1)
+    places = torch.empty_like(order).scatter(0, order, place).view(local_idx.shape)
+    flat = order.new_full((length + 1,), taken).scatter(0, torch.where(kept, place, length), order)[:length]
+
+    # Padding has a row of its expert's last place: whatever a GEMM makes of it, it is no other expert's number.
+    at = torch.arange(length, device=local_idx.device)
+    offs = begin + _pad(counts, alignment)
+    held = torch.searchsorted(offs, at, right=True)
+    end = torch.cat([begin + counts, last])[held]
+    some = torch.cat([flat, last])[torch.where(held < num_local_experts, torch.minimum(at, end - 1), length)]
+    rows = some // local_idx.shape[1]
+    return rows.int(), flat.int(), places.int(), offs.int(), counts.int(), (asked - counts).int()
+
+
+def _pad(count: Tensor, alignment: int) -> Tensor:
+    return (count + alignment - 1) // alignment * alignment
+
+
+def _fake_route(
+    topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor, places: Tensor, num_places: int, rank: int,
+    experts_per_rank: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ints = come.size(num_places, len(experts_per_rank))
+    return arrivals.new_empty(ints, dtype=torch.int32), torch.empty_like(send_rows)
+
+
+def _route(
+    topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor, places: Tensor, num_places: int, rank: int,
+    experts_per_rank: Sequence[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    kernels = kernels_on(arrivals.device)
+    if kernels is not None and len(set(experts_per_rank)) == 1 and experts_per_rank[0] > 0:
+        made = _fake_route(topk_idx, send_rows, arrivals, places, num_places, rank, experts_per_rank)
+        given = [t.contiguous() for t in (topk_idx, send_rows, arrivals, places)]
+        kernels.places_route(given, made, num_places, len(experts_per_rank), rank, experts_per_rank[0])
+        return made
+    own = _send_rows(topk_idx, send_rows, places, rank, experts_per_rank)
+    return _arrivals(arrivals, places, num_places, len(experts_per_rank)), own
+
+
+def _arrivals(arrivals: Tensor, places: Tensor, num_places: int, ranks: int) -> Tensor:
+    """Those of the places: the same copies, of as many rows as they have places."""
+    num_rows, top_k = places.shape
+    copies, _, sources = come.views(arrivals, num_rows)
+    held = places.flatten() >= 0
+    behind = held.cumsum(0)  # of places of the copies up to and with each
+    begin = torch.nn.functional.pad(behind, (1, 0))[::top_k][: num_rows + 1]
+    home = copies[:, 1].long()
+    asker = (home[:num_rows, None] // min(top_k, ranks) * top_k).add(_ks(places)).flatten()
+    at = torch.where(held, behind - 1, num_places)
+    owned = [
+        values.new_full((num_places + 1,), -1).scatter(0, at, values)[:num_places]
+        for values in (places.flatten().long(), asker)
+    ]
+    ends = torch.nn.functional.pad(torch.stack([begin, home], 1), (0, 0, 0, num_places - num_rows), value=-1)
+    return torch.cat([ends.flatten(), torch.stack(owned, 1).flatten(), sources]).int()
+
+
+def _send_rows(
+    topk_idx: Tensor, send_rows: Tensor, places: Tensor, rank: int, experts_per_rank: Sequence[int]
+) -> Tensor:
+    """[T, K]: of what lies on this rank the place; `UNTOLD` of what lies elsewhere."""
+    holder = _holders(topk_idx, experts_per_rank)
+    same = holder[:, :, None] == holder[:, None, :]
+    copy = torch.where(same, send_rows[:, None, :], -1).amax(2)  # the copy's row at its rank
+    elsewhere = torch.where(copy >= 0, UNTOLD, -1)
+    if places.shape[0] == 0:
+        return elsewhere.int()
+    here = (holder == rank) & (copy >= 0)
+    row = torch.where(here, copy, 0).long()
+    return torch.where(here, places[row, _ks(places)], elsewhere).int()
+
+
+def _holders(topk_idx: Tensor, experts_per_rank: Sequence[int]) -> Tensor:
+    """The rank that holds each expert, -1 of none."""
+    each = experts_per_rank[0]
+    if len(set(experts_per_rank)) == 1:
+        return torch.div(topk_idx, each, rounding_mode="floor")
+    holder, begin = torch.where(topk_idx >= 0, 0, -1), 0
+    for held in experts_per_rank[:-1]:
+        begin += held
+        holder = holder + (topk_idx >= begin)
+    return holder
+
+
+def _ks(places: Tensor) -> Tensor:
+    return torch.arange(places.shape[1], device=places.device)
+
+
+_OPERATORS: dict[str, tuple[Any, Any]] = {
+    "expert_lists(Tensor local_idx, int num_local_experts, int alignment, SymInt length)"
+    " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)": (_lists, _fake_lists),
+    "places_route(Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor places, SymInt num_places, int rank,"
+    " int[] experts_per_rank) -> (Tensor new_arrivals, Tensor new_send_rows)": (_route, _fake_route),
+}
+
+for _schema, (_run, _fake) in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides))
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, torch._disable_dynamo(_run), _key)
+    torch.library.register_fake(f"ep::{_name}", _fake, lib=LIBRARY)
+
+expert_lists: Any = torch.ops.ep.expert_lists
+places_route: Any = torch.ops.ep.places_route

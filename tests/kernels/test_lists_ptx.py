@@ -1,0 +1,44 @@
+"""What the kernels that make lists, and routes of their places, compile to, for Hopper and Blackwell, without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from test_ptx import assembled, compiled_ptx, count, needs_assembler
+
+from cute_kernels.expert_lists import ExpertLists
+from cute_kernels.places_route import PlacesRoute
+from ep_ops.nn.list_operators import MOST_EXPERTS
+
+KERNELS = [ExpertLists(3), ExpertLists(64), ExpertLists(MOST_EXPERTS), PlacesRoute()]
+ARCHES = ("sm_90a", "sm_100a")
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_entries(kernel: Any, arch: str) -> None:
+    """All entries are counted 16 bytes at a time; one warp goes through a share of them, 32 at a time."""
+    ptx = compiled_ptx(kernel, arch)
+    assert ".local" not in ptx and count(ptx, "ld.global.L1::no_allocate.v4") == 1
+    assert ("match.any.sync" in ptx) == isinstance(kernel, ExpertLists)
+    assert "red.relaxed.cta.shared.add.u32" in ptx and "atom." not in ptx
+    if isinstance(kernel, ExpertLists):  # between reading, counting on, and reading again
+        place = ptx[ptx.index("match.any.sync") :]
+        assert place.count("bar.warp.sync") >= 2
+
+
+@needs_assembler
+def test_registers(tmp_path: Path) -> None:
+    """A block of 1024 threads fits on a multiprocessor; nothing is spilled."""
+    for kernel in KERNELS:
+        for arch in ARCHES:
+            account = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
+            registers, spilled = re.search(r"Used (\d+) registers", account), re.search(r"(\d+) bytes spill", account)
+            assert registers and spilled, account
+            assert int(registers[1]) <= 64 and int(spilled[1]) == 0, (kernel, account)
