@@ -31,11 +31,12 @@ def kernels() -> list[Any]:
 
 
 def drawn(seed: int, rows: int, terms: int, given: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x, indices, weights; rows that nobody names hold NaN."""
+    """x, indices, weights; rows that nobody names hold NaN, none an infinity (in fp16, whose sums may overflow)."""
     draw = torch.Generator().manual_seed(seed)
     index = torch.randint(-3, given, (rows, terms), generator=draw).int()
     index[torch.rand(rows, generator=draw) < 0.2] = -1
     x = torch.randn(given, hidden, generator=draw) * torch.randn(given, 1, generator=draw).mul(3).exp()
+    x.clamp_(-3e4, 3e4)
     x[~torch.isin(torch.arange(given), index)] = torch.nan
     return x.to(dtype), index, torch.randn(rows, terms, generator=draw)
 
