@@ -56,11 +56,11 @@ def memory_plan(
     """
     if backend not in ("cute", "reference"):
         raise ValueError(f"backend is {backend!r}; allowed: 'cute' or 'reference'")
-    if not isinstance(world_size, int) or world_size < 1:
+    if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size is {world_size!r}; it must be a positive int")
-    if not isinstance(rank, int) or not 0 <= rank < world_size:
+    if type(rank) is not int or not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank!r}; allowed: 0..{world_size - 1}")
-    if capacity is not None and (not isinstance(capacity, int) or capacity < 0):
+    if capacity is not None and (type(capacity) is not int or capacity < 0):
         raise ValueError(f"capacity is {capacity!r}; it must be None or an int from 0 on")
     if experts_per_rank is None:
         experts = even_experts(num_experts, world_size) if isinstance(num_experts, int) else ()

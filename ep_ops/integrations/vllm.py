@@ -123,7 +123,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         RuntimeError without a prepare before; ValueError for a ``weight_and_reduce_impl`` of another kind.
         """
         at, comm = self._at()
-        sent, self._sent[at] = self._sent[at], None
+        sent = self._sent[at]
         if sent is None:
             raise RuntimeError("finalize was called without a prepare before it, along whose route rows go back")
         if not isinstance(weight_and_reduce_impl, self.reduces):
@@ -131,6 +131,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 f"weight_and_reduce_impl is {type(weight_and_reduce_impl).__name__}; allowed:"
                 f" {', '.join(kind.__name__ for kind in self.reduces)}"
             )
+        self._sent[at] = None
         weighted = apply_router_weight_on_input or isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP)
         dbo_maybe_run_recv_hook()
         y = fused_expert_output.view(-1, fused_expert_output.shape[-1])

@@ -98,7 +98,7 @@ class MoECommunicator:
         self._operator = ("dispatch_tokens" if self._token_major else "dispatch") + ("_dynamic" if self._exact else "")
         self._dispatch: Any = getattr(comm, self._operator)
         self._splits = config.overlap and not self._exact
-        self._usual = self._given(config.quant, None)
+        self._usual = self._given(config.quant, None, self._operator)
         self._counts: Counts | None = None
         # Rows kept and dropped, before a place().
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64, device="cpu")
@@ -148,7 +148,7 @@ class MoECommunicator:
             return self._along(input, topk_ids, weights, quant, previous_handle)
         how = self._quant if quant is None else self._how(quant, max_tokens, self._operator)
         ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
-        given = self._usual if quant is None and max_tokens is None else self._given(how, max_tokens)
+        given = self._usual if quant is None and max_tokens is None else self._given(how, max_tokens, self._operator)
         return self._arrived(self._dispatch(input, ids, weights, **given), how)
 
     @ranged("ep_ops.moe.combine")
@@ -186,10 +186,11 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        how = self._quant if quant is None else self._how(quant, max_tokens, self._operator)
+        operator = "dispatch_tokens_start" if self._token_major else "dispatch_start"
+        how = self._quant if quant is None else self._how(quant, max_tokens, operator, flight)
         ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
-        start: Any = self.comm.dispatch_tokens_start if self._token_major else self.comm.dispatch_start
-        started = start(input, ids, weights, flight=flight, **self._given(how, max_tokens))
+        start: Any = getattr(self.comm, operator)
+        started = start(input, ids, weights, flight=flight, **self._given(how, max_tokens, operator, flight))
         return Request(lambda: self._dispatch_wait(started, how))
 
     @ranged("ep_ops.moe.combine_async")
@@ -257,18 +258,18 @@ class MoECommunicator:
 
     # ------------------------------------------------------------------ what a call is told
 
-    def _how(self, quant: Quant, max_tokens: int | None, operator: str) -> Quant:
+    def _how(self, quant: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> Quant:
         if isinstance(quant, Quant):
             problem = text_problem(quant) or (latency_problem(quant) if self._few else None)
         else:
             problem = f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
         if problem is not None:
-            self._refuse(operator, problem, max_tokens)
+            self._refuse(operator, problem, max_tokens, flight)
         return quant
 
-    def _given(self, how: Quant, max_tokens: int | None) -> dict[str, Any]:
+    def _given(self, how: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> dict[str, Any]:
         if not (max_tokens is None or type(max_tokens) is int or hasattr(max_tokens, "__index__")):
-            self._refuse(self._operator, f"max_tokens is {max_tokens!r}; it must be an int", None)
+            self._refuse(operator, f"max_tokens is {max_tokens!r}; it must be an int", None, flight)
         room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
         return {**room, "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
 
@@ -286,10 +287,10 @@ class MoECommunicator:
             capacity = min(capacity, most)  # type: ignore[type-var]
         return {"capacity": capacity, "max_tokens": max_tokens}
 
-    def _refuse(self, operator: str, reason: str, max_tokens: int | None) -> None:
+    def _refuse(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> None:
         """``max_tokens``: of the call."""
         most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
-        refuse(operator, self.comm.backend, reason, max_tokens=most)
+        refuse(operator, self.comm.backend, reason, flight, most)
 
     def _refuse_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
         reason = f"{name} is a {type(handle).__name__}; allowed: a DispatchHandle, the second of what dispatch returns"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
+from .. import registry
 from ..backends.base import Backend
 from .table import Operator
 
@@ -51,6 +52,8 @@ def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
     types = tuple(map(type, args))
     if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or args[0].is_meta:
+        if not _is_compiling():
+            _refuse_misfits(name, args, types)
         refuse_transforms(f"ep::{name}", args)
         return getattr(torch.ops.ep, name)(*args)
     return IMPLEMENTATIONS[name](*args)
@@ -60,9 +63,47 @@ def refuse(name: str, backend: Backend, reason: str, flight: int = 0, max_tokens
     """ValueError of a method that does not call the operator, which the other ranks do, for so many tokens: they are
     told."""
     if not _is_compiling():
-        with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
-            backend.refuse(name, reason, flight, max_tokens)
+        _tell(name, backend, reason, flight, max_tokens)
     raise ValueError(reason)
+
+
+def _tell(name: str, backend: Backend, reason: str, flight: Any, max_tokens: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
+        backend.refuse(name, reason, flight, max_tokens)
+
+
+def _refuse_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> None:
+    """TypeError, of which the other ranks are told, for what the dispatcher would refuse on this rank alone."""
+    if types in _PLAIN[name] or _plain(name, types):
+        return
+    arguments = getattr(torch.ops.ep, name).default._schema.arguments
+    by_name = {argument.name: given for argument, given in zip(arguments, args, strict=True)}
+    for argument in arguments:
+        kind, given = str(argument.type), by_name[argument.name]
+        if not _fits(kind, given):
+            found = "None" if given is None else f"a {type(given).__name__}"
+            reason = f"{argument.name} is {found}; allowed: {_ALLOWED[kind]}"
+            comm = registry.living.get(by_name["comm"])
+            if comm is not None:
+                _tell(name, comm.backend, reason, by_name.get("flight", 0), by_name.get("max_tokens", 0))
+            raise TypeError(reason)
+
+
+def _fits(kind: str, given: Any) -> bool:
+    if kind == "Optional[Tensor]":
+        return given is None or isinstance(given, Tensor)
+    if kind == "Tensor":
+        return isinstance(given, Tensor)
+    if kind == "int":
+        return isinstance(given, torch.dtype) or hasattr(given, "__index__")
+    if kind == "bool":
+        return isinstance(given, (bool, torch.SymBool))
+    return kind != "str" or isinstance(given, str)
+
+
+_ALLOWED = {
+    "Tensor": "a tensor", "Optional[Tensor]": "a tensor, or None", "int": "an int", "bool": "a bool", "str": "a str",
+}  # fmt: skip
 
 
 def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:

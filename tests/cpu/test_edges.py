@@ -105,6 +105,10 @@ REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], s
     "max_tokens": (lambda c, x, idx: c.dispatch(x, idx, max_tokens="8"), "max_tokens is '8'; it must be an int"),
     "slots": (lambda c, x, idx: c.plan(idx, slots=1.5), "slots is 1.5; it must be an int"),
     "plan": (lambda c, x, idx: c.plan(None), "topk_idx is None; allowed: a tensor"),
+    "list": (lambda c, x, idx: c.dispatch(x.tolist(), idx), "x is a list; allowed: a tensor"),
+    "no ids": (lambda c, x, idx: c.dispatch(x, None), "topk_idx is None; allowed: a tensor"),
+    "format": (lambda c, x, idx: c.dispatch(x, idx, format=None), "format is None; allowed: a str"),
+    "zeros": (lambda c, x, idx: c.dispatch(x, idx, zeros="no"), "zeros is a str; allowed: a bool"),
 }
 
 
@@ -113,7 +117,7 @@ def _refusing(name: str, grad: bool) -> None:
     x, idx = torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
     with made() as comm, torch.set_grad_enabled(grad):
         if comm.rank == 0:
-            with pytest.raises(ValueError) as told:
+            with pytest.raises((TypeError, ValueError)) as told:
                 call(comm, x, idx)
                 comm.check_errors()
         else:

@@ -357,7 +357,10 @@ def refused() -> list[str]:
         note(lambda: slots.combine_async(output.x, None if rank else handle))  # type: ignore[arg-type]
         for bound in ("12", 2.5):
             odd: Any = bound if rank else MOST
-            note(lambda odd=odd: slots.dispatch_async(given.x, given.ids, max_tokens=odd))
+            note(lambda odd=odd: slots.dispatch_async(given.x, given.ids, max_tokens=odd, flight=1))
+        number: Any = None if rank else 3
+        note(lambda: slots.dispatch_async(given.x, given.ids, quant=number, flight=1))
+        slots.dispatch_async(given.x, given.ids, flight=1).wait()
     with communicator(mode="latency") as few, torch.no_grad():
         note(lambda: few.place(range(E)))
         _, handle = few.dispatch(given.x, given.ids)
@@ -392,6 +395,7 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         ("refused by rank 1: handle is a NoneType", "handle is a NoneType; allowed: a DispatchHandle"),
         ("refused by rank 1: max_tokens is '12'", "max_tokens is '12'; it must be an int"),
         ("refused by rank 1: max_tokens is 2.5", "max_tokens is 2.5; it must be an int"),
+        ("quant is 3; allowed", "refused by rank 0: quant is 3"),
         ("placement is given, but the configuration has none",) * 2,
         ("previous_handle is given; mode 'latency'",) * 2,
         ("format is 'wire:e4m3/row/fp32'; mode 'latency'",) * 2,
