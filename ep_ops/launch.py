@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -41,12 +42,14 @@ def launch(function: Callable[..., None], world_size: int, *args: object) -> Non
 
 
 def _run(rank: int, function: Callable[..., None], *args: object) -> None:
-    """Call it, and end this process at once, without Python's finalization.
+    """Call it, let go of what is released at exit (semaphores, compiling processes), and end this process at once,
+    without Python's finalization.
 
     Where anything still refers to a process group, gloo's threads live on behind destroy_process_group; one that frees
     a tensor while Python is finalized aborts the process (github.com/pytorch/pytorch/pull/179291).
     """
     function(rank, *args)
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
