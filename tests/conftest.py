@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,15 @@ LONG = ("test_ptx.py", "test_many_ranks.py", "test_emulated.py", "test_formats_p
 
 DRAWN = 1 / 3
 """Which part of the cases is run of tests that are marked `drawn`."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest tests` leaves out tests/gpu, which are run by themselves: by torchrun, and some of those here have files
+    of the same name."""
+    if collection_path != Path(__file__).parent / "gpu":
+        return None
+    asked = ((config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args)
+    return None if any(collection_path in (path, *path.parents) for path in asked) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
