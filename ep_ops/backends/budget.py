@@ -20,6 +20,9 @@ class Budget:
     `gather`: of a combine that gathers; `scaled`: of the backward of a weighted combine, which is a dispatch. They
     follow `combine` where that is set.
 
+    `modelled`: whether `dispatch` and `combine` are what a model says of a communicator's rows, and not what was set.
+    Operations of fewer rows then take what it says of these.
+
     `beyond`: how many SMs a rank that has more rows than others may take in a dispatch and in a combine. Where a budget
     was set it is a limit, also for these.
     """
@@ -33,13 +36,14 @@ class Budget:
         most_dispatch: int = ANY,
         most_combine: int = ANY,
         beyond: tuple[int, int] = (0, 0),
+        modelled: tuple[bool, bool] = (False, False),
     ) -> None:
         self.most_dispatch, self.most_combine = max(1, most_dispatch), max(2, most_combine)
         self.dispatch = max(1, min(dispatch, self.most_dispatch))
         self.combine = max(2, min(combine, self.most_combine))
         self.gather = max(1, min(gather or self.combine, self.most_combine))
         self.scaled = max(1, min(scaled or self.combine, self.most_dispatch))
-        self.beyond = beyond
+        self.beyond, self.modelled = beyond, modelled
 
     @contextlib.contextmanager
     def changed(self, dispatch: int | None, combine: int | None) -> Iterator[None]:
@@ -49,18 +53,18 @@ class Budget:
             raise RuntimeError("sm_budget goes around the call of a compiled function, not into it")
         _check("dispatch", dispatch, 1, self.most_dispatch)
         _check("combine", combine, 2, self.most_combine)
-        before = self.dispatch, self.combine, self.gather, self.scaled, self.beyond
+        before = self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled
         if dispatch is not None:
             self.dispatch = dispatch
-            self.beyond = (0, self.beyond[1])
+            self.beyond, self.modelled = (0, self.beyond[1]), (False, self.modelled[1])
         if combine is not None:
             self.combine = self.gather = combine
             self.scaled = min(combine, self.most_dispatch)
-            self.beyond = (self.beyond[0], 0)
+            self.beyond, self.modelled = (self.beyond[0], 0), (self.modelled[0], False)
         try:
             yield
         finally:
-            self.dispatch, self.combine, self.gather, self.scaled, self.beyond = before
+            self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled = before
 
 
 def _check(name: str, value: int | None, least: int, most: int) -> None:

@@ -18,7 +18,7 @@ from ep_ops import Communicator
 from .baselines import SameBytes
 from .by_rank import ROW_OPERATORS, RankCalls, by_rank
 from .operators import MAX_ERROR, Calls
-from .presets import FORMATS, OPERATORS, Case, Preset
+from .presets import FORMATS, OPERATORS, TOKEN_MAJOR, Case, Preset
 from .ranks import Run, domains_of
 from .report import complete
 from .timing import CHAIN, Timing
@@ -252,5 +252,8 @@ def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
         return None, None
     if op in FORMATS:
         return max(now.dispatch, min(now.beyond[0], now.most_dispatch)), now.combine
+    if op in TOKEN_MAJOR:
+        backend: Any = comm.backend
+        return backend.throughput.token_major_sms
     own = {"combine_gathered": now.gather, "combine_backward": now.scaled}
     return now.dispatch, own.get(op, now.combine)

@@ -4,7 +4,7 @@ The model. Routing is taken to be even, so of the rows that belong to one token 
 
     reached   into it in a dispatch, out of it in a combine: one for each rank that the token reaches
     crossing  of these over the link
-    top_k     into or out of expert-grouped rows
+    rows      into or out of the receive buffer: one for each expert, or, token-major, for each rank reached
 
 An operation lasts until its rows have crossed the link, or until all it reads and writes has passed the memory, if
 that takes longer. It needs as many SMs as move its bytes in that time, and some more (`*_HEADROOM`): with exactly as
@@ -17,6 +17,7 @@ to take (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ class Traffic:
     ranks: int
     reached: float
     crossing: float
-    top_k: float
+    rows: float
     row_bytes: int
     slices: int
     across: bool = False
@@ -91,9 +92,20 @@ class Traffic:
         reached = len(missed) - sum(missed)
         return Traffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices, across)
 
+    @property
+    def copies(self) -> Traffic:
+        """Of token-major rows: one for each rank reached."""
+        return _of_rows(self, self.reached)
+
+    def within(self, rows: int, tokens: int) -> Traffic:
+        """Of buffers that have room for so many rows, on a rank of so many tokens: no more rows come to an average
+        token than there is room for."""
+        each = max(self.reached, -(-rows // max(1, tokens)))
+        return self if each >= self.rows else _of_rows(self, each)
+
     def dispatch_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
-        moved = self.reached + self.top_k
+        moved = self.reached + self.rows
         staged = 2 if self.crossing else 0  # read and written, by the other SMs
         seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
         asking = UNDER_WAY / RING_BYTES * self.reached / self.crossing if self.crossing else 0.0
@@ -114,9 +126,9 @@ class Traffic:
     def scaled_sms(self, sms: int) -> int:
         """For a GPU of `sms`, in the backward of a weighted combine: they fetch a row for each rank reached, read one
         for each expert and write one for each."""
-        moved = 2 * (self.reached + self.top_k) + (2 if self.crossing else 0)
+        moved = 2 * (self.reached + self.rows) + (2 if self.crossing else 0)
         seconds = self.row_bytes * max(self.crossing / PULL, moved / MEMORY)
-        busy = (self.top_k + self.reached / 2) * self.slices * SCALE_SLICE
+        busy = (self.rows + self.reached / 2) * self.slices * SCALE_SLICE
         return self._enough(SCALE_HEADROOM * busy / seconds, sms)
 
     def pushers(self, blocks: int) -> int:
@@ -131,7 +143,7 @@ class Traffic:
     @functools.cached_property
     def _pushing(self) -> float:
         """SMs that it takes to add and send a combine's rows."""
-        return PUSH_HEADROOM * self._adding(self.ranks, self.top_k + SEND * self.reached)
+        return PUSH_HEADROOM * self._adding(self.ranks, self.rows + SEND * self.reached)
 
     @functools.cached_property
     def _summing(self) -> float:
@@ -140,17 +152,21 @@ class Traffic:
 
     def _adding(self, items: int, rows: float) -> float:
         """SMs that, while a combine lasts, look at so many items and add so many rows for each token."""
-        seconds = self.row_bytes * max(self.crossing / PUSH, (self.top_k + 2 * self.reached + 1) / MEMORY)
+        seconds = self.row_bytes * max(self.crossing / PUSH, (self.rows + 2 * self.reached + 1) / MEMORY)
         return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
 
     def _enough(self, needed: float, sms: int) -> int:
         """Whole pairs, as GPUs are built of them."""
         return min(2 * math.ceil(needed / 2), sms // 2 if self.crossing else sms)
 
-    def expected(self, tokens: int, of_copy: float = 1.0, token_major: bool = False) -> int:
+    def expected(self, tokens: int, of_copy: float = 1.0) -> int:
         """Load of an average rank whose ranks have so many tokens: one for each row, `of_copy` for each copy."""
-        rows = self.reached if token_major else self.top_k
-        return round(tokens * (rows + of_copy * self.reached))
+        return round(tokens * (self.rows + of_copy * self.reached))
+
+
+@functools.lru_cache(maxsize=64)
+def _of_rows(traffic: Traffic, rows: float) -> Traffic:
+    return dataclasses.replace(traffic, rows=rows)
 
 
 def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None) -> Budget:
@@ -160,5 +176,5 @@ def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int
     beyond = (0 if alone or dispatch else sms // 2, 0 if alone or combine else sms * 3 // 4)
     return Budget(
         dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
-        combine or traffic.scaled_sms(sms), most_dispatch, sms, beyond,
+        combine or traffic.scaled_sms(sms), most_dispatch, sms, beyond, (dispatch is None, combine is None),
     )  # fmt: skip

@@ -165,8 +165,9 @@ class ThroughputPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
         token_major: bool = False,
     ) -> DispatchTensors:  # fmt: skip
-        how = sent(delivery)
-        weighted, pulling = topk_weights is not None, self._pulling(how)
+        how, weighted = sent(delivery), topk_weights is not None
+        traffic = self._traffic_of(sizes.capacity, x.shape[0], token_major)
+        pulling = self._pulling(how, traffic)
         beyond = max(0, self._beyond[0] - pulling) if pulling > 1 else 0
         out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how, token_major)
         recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
@@ -190,7 +191,7 @@ class ThroughputPath:
         )  # fmt: skip
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
-        expected = self._traffic.expected(x.shape[0], token_major=token_major)
+        expected = traffic.expected(x.shape[0])
         zeros = int(how.zeros and not token_major)  # there is no padding
         for joins, blocks in ((False, dealt), (True, joining)):
             if blocks:
@@ -206,11 +207,32 @@ class ThroughputPath:
     def _beyond(self) -> tuple[int, int]:
         return (0, 0) if self._side else self._budget.beyond
 
-    def _pulling(self, how: Sent) -> int:
+    def _traffic_of(self, rows: int, tokens: int, token_major: bool = False) -> Traffic:
+        """What an average rank moves. A combine is not told that its rows are token-major, but there is room for no
+        more than one from each token of each rank."""
+        return self._traffic.copies if token_major else self._traffic.within(rows, tokens)
+
+    @property
+    def token_major_sms(self) -> tuple[int, int]:
+        """SMs of a dispatch and of a combine of token-major rows."""
+        copies = self._traffic.copies
+        return self.dispatch_sms(copies), self.combine_sms(copies)
+
+    def dispatch_sms(self, traffic: Traffic) -> int:
+        """SMs that fetch rows of that traffic."""
+        most = self._budget.dispatch
+        return min(most, traffic.dispatch_sms(self._all_blocks)) if self._budget.modelled[0] else most
+
+    def combine_sms(self, traffic: Traffic) -> int:
+        """SMs that push and sum rows of that traffic."""
+        most = self._budget.combine
+        return min(most, traffic.combine_sms(self._all_blocks)) if self._budget.modelled[1] else most
+
+    def _pulling(self, how: Sent, traffic: Traffic) -> int:
         """SMs that fetch rows. In a format these are short, and have scales to be stored besides: without a budget that
         was set they get as many as a rank with more rows."""
         more = min(self._beyond[0], self._budget.most_dispatch) if how.format else 0
-        return max(self._budget.dispatch, more)
+        return max(self.dispatch_sms(traffic), more)
 
     def _stages(self, how: Sent) -> bool:
         """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
@@ -235,8 +257,9 @@ class ThroughputPath:
     ) -> None:  # fmt: skip
         """Rows, weights and scales of a known route, into the tensors `received`; its `token_major` says of which kind
         they are."""
-        how, scales = sent(delivery), given_scales(delivery)
-        weighted, pulling = topk_weights is not None, self._pulling(how)
+        how, scales, weighted = sent(delivery), given_scales(delivery), topk_weights is not None
+        traffic = self._traffic_of(route.num_rows, x.shape[0], route.token_major)
+        pulling = self._pulling(how, traffic)
         recv_x, recv_weights, recv_scales = received
         joining = max(0, self._beyond[0] - pulling)
         whole = self.rounds(route.max_tokens) == 1
@@ -262,14 +285,14 @@ class ThroughputPath:
                 x=of_x, arrivals=part.arrivals, offs=part.offs, counts=part.counts, recv_x=recv_x,
                 recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=part.max_tokens,
                 alignment=part.alignment, num_rows=part.num_rows, slots=part.slots, zeros=zeros, dealt=pulling,
-                expected=self._traffic.expected(of_x.shape[0], token_major=part.token_major), joining=joining,
+                expected=traffic.expected(of_x.shape[0]), joining=joining,
                 blocks=pulling + joining,
             )  # fmt: skip
             zeros = 0  # padding is that of all rounds
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
-        blocks = self._budget.combine
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
+        traffic = self._traffic_of(route.num_rows, route.topk_idx.shape[0])
         launch = self._kernel(Combine, True, recv_weights is not None, False, residual is not None)
         terms = marks.pack("combine", route.max_tokens)
         for here, part in self._parts(route):
@@ -278,7 +301,7 @@ class ThroughputPath:
                 terms,
                 y=y, recv_weights=recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
                 arrivals=part.arrivals, residual=_of(residual, here), out=_of(out, here), tokens=tokens,
-                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(blocks, tokens, True),
+                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(traffic, tokens, True),
             )  # fmt: skip
         return out
 
@@ -297,7 +320,8 @@ class ThroughputPath:
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route, token_major: bool = False
     ) -> tuple[Tensor, Tensor]:
         kind = "dispatch_tokens_backward" if token_major else "dispatch_backward"
-        topk_idx, outputs, blocks = route.topk_idx, self._outputs, self._budget.combine
+        topk_idx, outputs = route.topk_idx, self._outputs
+        traffic = self._traffic_of(route.num_rows, topk_idx.shape[0], token_major)
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
         grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
@@ -310,7 +334,7 @@ class ThroughputPath:
                 y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
                 arrivals=part.arrivals, out=_of(grad_x, here) if rows else grad_x,
                 out_scalars=_of(grad_weights, here) if scalars else grad_weights, tokens=tokens,
-                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(blocks, tokens, rows),
+                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(traffic, tokens, rows),
             )  # fmt: skip
         return grad_x, grad_weights
 
@@ -333,12 +357,13 @@ class ThroughputPath:
             )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
-    def _pushing(self, blocks: int, tokens: int, rows: bool) -> dict[str, int]:
-        """How a combine of so many blocks deals them out; without rows none may join."""
+    def _pushing(self, traffic: Traffic, tokens: int, rows: bool) -> dict[str, int]:
+        """How many blocks a combine of that traffic has, and how it deals them out; without rows none may join."""
+        blocks = self.combine_sms(traffic)
         return {
-            "pushers": self._traffic.pushers(blocks),
+            "pushers": traffic.pushers(blocks),
             "dealt": blocks,
-            "expected": self._traffic.expected(tokens, SEND),
+            "expected": traffic.expected(tokens, SEND),
             "blocks": max(blocks, self._beyond[1]) if rows else blocks,
         }
 

@@ -1,0 +1,68 @@
+"""With how many blocks dispatches and combines of different rows are launched, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from launches import Recorder, allocate_on_cpu
+
+from cute_kernels.heap import SEND, Problem
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.pull import Pull
+from ep_ops.backends.cute.budget import Traffic, default_budget
+from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.throughput import ThroughputPath
+from ep_ops.records import Route, Sizes
+
+TOKENS, SMS = 64, 132
+PROBLEM = Problem(2, (128, 128), 8, 7168, "bf16", TOKENS)
+TRAFFIC = Traffic.of(PROBLEM.experts_per_rank, PROBLEM.top_k, PROBLEM.row_bytes, 4)
+X, IDX = torch.zeros(TOKENS, 7168, dtype=torch.bfloat16), torch.zeros(TOKENS, 8, dtype=torch.int32)
+
+
+def blocks_of(monkeypatch: pytest.MonkeyPatch, token_major: bool, asked: tuple[int | None, int | None]) -> list[Any]:
+    """What the pulls and combines of a dispatch, a known route and a combine, there and back, are told of blocks."""
+    allocate_on_cpu(monkeypatch)
+    recorder = Recorder(PROBLEM, SMS)
+    budget = default_budget(TRAFFIC, SMS, 100, *asked)
+    path = ThroughputPath(recorder, Outputs(PROBLEM, 128, recorder.device), budget, TRAFFIC)  # type: ignore[arg-type]
+    rows = 2 * TOKENS * (1 if token_major else 8)
+    y, _, *placed = path.dispatch(X, None, IDX, Sizes(rows, 1, 0, TOKENS), token_major=token_major)
+    route = Route(IDX, *placed[:4], 1, rows, TOKENS)  # as operators make it: they are not told what its rows are
+    path.along("dispatch_tokens_planned", X, None, route, token_major=token_major)
+    path.along("combine_backward", X, None, route)
+    path.combine(y, None, route, None)
+    path.dispatch_backward(y, None, route, token_major=token_major)
+    told = ("dealt", "expected", "pushers")
+    return [
+        tuple(given[name] for name in told if name in given)
+        for kernel, _, given in recorder.launched
+        if isinstance(kernel, Combine) or (isinstance(kernel, Pull) and not kernel.joins)
+    ]
+
+
+def test_blocks_follow_the_rows_that_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each copy takes as many as where the experts are the ranks, which 38 SMs of 2 H200s combine in 182 us,
+    17 of them pushing; with the 60 of rows of 8 experts, 42 of them pushing, it was 224."""
+    load, sums = TRAFFIC.expected(TOKENS), TRAFFIC.expected(TOKENS, SEND)
+    # The grid that joins has a block of its own, which a dispatch deals none to.
+    assert blocks_of(monkeypatch, False, (None, None)) == [(47, load), *[(48, load)] * 2, *[(60, sums, 42)] * 2]
+    copies = Traffic.of((1, 1), 2, PROBLEM.row_bytes, 4)
+    one, two = 4 * TOKENS, round(2 * (1 + SEND) * TOKENS)
+    found = blocks_of(monkeypatch, True, (None, None))
+    assert [given[0] for given in found] == [29, 30, 30, 38, 38] and copies.dispatch_sms(SMS) == 30
+    assert [given[2] for given in found[3:]] == [17, 17] and copies.pushers(38) == 17
+    assert [given[1] for given in found] == pytest.approx([one, one, one, two, two], rel=0.01)
+
+
+def test_a_budget_that_was_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows of any kind; how many of it push still follows the rows."""
+    assert [given[0] for given in blocks_of(monkeypatch, True, (40, 64))] == [40, 40, 40, 64, 64]
+    assert [given[0] for given in blocks_of(monkeypatch, True, (None, 64))] == [29, 30, 30, 64, 64]
+    assert [given[0] for given in blocks_of(monkeypatch, True, (40, None))] == [40, 40, 40, 38, 38]
+    assert [given[2] for given in blocks_of(monkeypatch, True, (40, 64))[3:]] == [23, 23]
