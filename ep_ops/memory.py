@@ -91,7 +91,7 @@ def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPla
         capacity = worst_case_rows(config.world_size, tokens, top_k, local, config.alignment)
     row = config.hidden_size * config.dtype.itemsize
     weight = 8 if config.dtype == torch.float64 else 4
-    plan = MemoryPlan(backends.held_bytes(config, rank))
+    plan = MemoryPlan(backends.held_bytes(config))
     plan["call: recv_x"] = capacity * row
     plan["call: recv_weights"] = capacity * weight
     plan["call: route"] = 4 * (tokens * top_k + arrivals.size(capacity, config.world_size) + 3 * local)

@@ -335,4 +335,4 @@ def _scales(recv_scales: Tensor, format: str, scales_as: str, rows: Tensor, rout
     if form.wire:
         return None
     grid = formats.Grid(route.num_rows, route.slots, route.offs.shape[0], rows.shape[1])
-    return formats.view(recv_scales, form, formats.layout_of(form, scales_as), grid)
+    return formats.view(recv_scales, formats.layout_of(form, scales_as), grid)

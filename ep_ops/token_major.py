@@ -174,6 +174,4 @@ def _scales(found: Tensor, rows: Tensor, format: str, scales_as: str) -> Tensor 
     form = formats.format_of(format) if format else None
     if form is None or form.wire:
         return None
-    return formats.view(
-        found, form, formats.layout_of(form, scales_as), formats.Grid(rows.shape[0], 0, 1, rows.shape[1])
-    )
+    return formats.view(found, formats.layout_of(form, scales_as), formats.Grid(rows.shape[0], 0, 1, rows.shape[1]))

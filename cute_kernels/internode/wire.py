@@ -304,10 +304,9 @@ there and delivered, and one more while one is to be delivered; behind it are th
 in which a courier took it last."""
 POSTED, LATEST, CAME = 0, 1, 2
 """Words of a mailbox before its records: how many puts were left there, the epoch of the last operation that has a
-courier of its own, and, for each of a courier's blocks, one more than the epoch of the last operation for which it has
-come."""
+courier of its own, and, for each of a courier's blocks (6 at most), one more than the epoch of the last operation for
+which it has come."""
 HEADER_WORDS = 8
-MOST_COURIERS = HEADER_WORDS - CAME
 
 
 def mailbox_bytes(depth: int) -> int:

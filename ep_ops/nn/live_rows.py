@@ -72,7 +72,7 @@ def swiglu_quantised(
         raise TypeError("gate_and_up is torch.float64; rows that are quantised are bfloat16, float16 or float32")
     codes, scales = torch.ops.ep.swiglu_quantised(*rows, format, layout)
     grid = Grid(codes.shape[0], route.slots, route.offs.shape[0], codes.shape[1])
-    return codes, formats.view(scales, form, layout, grid)
+    return codes, formats.view(scales, layout, grid)
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -125,8 +125,8 @@ def _heap_of(config: Config, problem: Problem) -> Heap:
     return LatencyHeap(problem, tokens) if tokens else Heap(problem)
 
 
-def memory_plan(config: Config, rank: int) -> dict[str, int]:
-    """Bytes that a rank's backend holds, by purpose."""
+def memory_plan(config: Config) -> dict[str, int]:
+    """Bytes that each rank's backend holds, by purpose."""
     sizes = heap_of(config).sizes()
     if config.symmetric_rows:
         sizes["rows to be gathered"] = rows_bytes(config)
