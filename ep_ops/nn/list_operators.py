@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ep_ops import arrivals as come
 from ep_ops.nn.live_rows import kernels_on
-from ep_ops.operators.register import LIBRARY
+from ep_ops.operators.library import define
 from ep_ops.records import UNTOLD
 
 MOST_EXPERTS = 2048
@@ -137,19 +137,16 @@ def _ks(places: Tensor) -> Tensor:
     return torch.arange(places.shape[1], device=places.device)
 
 
-_OPERATORS: dict[str, tuple[Any, Any]] = {
+define(
     "expert_lists(Tensor local_idx, int num_local_experts, int alignment, SymInt length)"
-    " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)": (_lists, _fake_lists),
+    " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)",
+    _lists, _fake_lists,
+)  # fmt: skip
+define(
     "places_route(Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor places, SymInt num_places, int rank,"
-    " int[] experts_per_rank) -> (Tensor new_arrivals, Tensor new_send_rows)": (_route, _fake_route),
-}
-
-for _schema, (_run, _fake) in _OPERATORS.items():
-    _name = _schema.partition("(")[0]
-    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides))
-    for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, torch._disable_dynamo(_run), _key)
-    torch.library.register_fake(f"ep::{_name}", _fake, lib=LIBRARY)
+    " int[] experts_per_rank) -> (Tensor new_arrivals, Tensor new_send_rows)",
+    _route, _fake_route,
+)  # fmt: skip
 
 expert_lists: Any = torch.ops.ep.expert_lists
 places_route: Any = torch.ops.ep.places_route
