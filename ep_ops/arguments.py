@@ -84,15 +84,6 @@ def device_of(device: torch.device | str | int | None) -> tuple[torch.device, st
     return device, None
 
 
-def many_rows(name: str, rows: int, row_bytes: int, tokens: int) -> str:
-    """What is said of a default capacity that is large."""
-    return (
-        f"communicator {name!r}: without capacity, rows that {tokens} tokens per rank may send here"
-        f" take {rows * row_bytes / 2**30:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and"
-        " counted), call dispatch_dynamic, or make several calls of fewer tokens (max_tokens)."
-    )
-
-
 def large_rows(device: torch.device, row_bytes: int) -> float:
     """How many rows a receive buffer may have without a warning."""
     if device.type != "cuda":
