@@ -22,7 +22,6 @@ from ep_ops.backends.cute.memory import across, problem_with
 from ep_ops.config import Config, consecutive_domains, even_experts
 from ep_ops.formats import format_of, layout_of
 from ep_ops.formats.quantise import refuse_hidden
-from ep_ops.version import __version__
 
 
 def config_of(
@@ -35,8 +34,9 @@ def config_of(
     there. ValueError, in the communicator's words, for what it would refuse."""
     experts = even_experts(num_experts, ranks) if experts_per_rank is None else tuple(experts_per_rank)
     config = Config(
-        "ahead", ranks, num_experts, hidden_size, top_k, max_tokens, dtype, experts, 16, "cute", "cuda", 1.0, None,
-        None, latency_max_tokens, 0, True, __version__, domain_size=domain_size, wire=wire,
+        name="ahead", world_size=ranks, num_experts=num_experts, hidden_size=hidden_size, top_k=top_k,
+        max_tokens_per_rank=max_tokens, dtype=dtype, experts_per_rank=experts, alignment=16, backend="cute",
+        device_type="cuda", timeout=1.0, latency_max_tokens=latency_max_tokens, domain_size=domain_size, wire=wire,
         staging_bytes=staging_bytes, bundle=bundle(),
     )  # fmt: skip
     problem = config.problem()

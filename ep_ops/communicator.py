@@ -126,10 +126,13 @@ class Communicator(Methods, TokenMajor):
         self.name = next_name(group) if name is None else name
         sequence = isinstance(experts_per_rank, Sequence)
         own = Config(
-            self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
-            tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
-            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
-            domain_size, wire(), staging_bytes, bundle=bundle(),
+            name=self.name, world_size=self.world_size, num_experts=num_experts, hidden_size=hidden_size, top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank, dtype=dtype,
+            experts_per_rank=tuple(experts_per_rank) if sequence else (), alignment=alignment, backend=backend,
+            device_type=self.device.type, timeout=timeout, dispatch_sms=dispatch_sms, combine_sms=combine_sms,
+            latency_max_tokens=latency_max_tokens, symmetric_rows=symmetric_rows, strict=bool(strict),
+            version=__version__, check=checking(), domain_size=domain_size, wire=wire(), staging_bytes=staging_bytes,
+            bundle=bundle(),
         )  # fmt: skip
         problem = unusable or own.problem() or backends.problem(own)
         if not sequence:

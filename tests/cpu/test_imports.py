@@ -62,7 +62,7 @@ ROOMS = {
     ),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
     "ep_ops.ahead": (
-        "ep_ops.version", "ep_ops.config", "ep_ops.arguments", "ep_ops.formats", "ep_ops.backends", "cute_kernels",
+        "ep_ops.config", "ep_ops.arguments", "ep_ops.formats", "ep_ops.backends", "cute_kernels",
     ),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),
