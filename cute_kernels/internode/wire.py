@@ -28,13 +28,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..copies import lowest
-from ..marks import SHIFT
 from ..sync import Ranks
-
-LAST = 1 << (SHIFT - 1)
-"""Set in a batch's word, beside its number of rows, if the sender has no more."""
-MOST_ROWS = LAST - 1
-"""The most rows of a batch."""
 
 BUNDLE = 32
 """The most rows of few tokens in one put: one for each lane of a warp."""
@@ -93,11 +87,6 @@ def count_put(ranks: Ranks, rank: Int32, number: Int32) -> None:
     if const_expr(ranks.heap.problem.num_domains > 1):
         if number == 0:
             ptx.atom_inc(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
-
-
-def batch_word(ranks: Ranks, rows: Int32, last: Int32) -> Int64:
-    """Of a batch of this operation."""
-    return ((ranks.mark >> SHIFT) << SHIFT) | Int64(rows) | (Int64(last) * LAST)
 
 
 # ---------------------------------------------------------------------- NVLink
