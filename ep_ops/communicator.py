@@ -1,4 +1,4 @@
-"""One per process group: sizes, backend and lifetime of everything that the operators share."""
+"""The communicator: sizes, backend and lifetime of everything that the operators of a process group share."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class Communicator(Methods, TokenMajor):
     Args:
         group: process group, or a DeviceMesh of one dimension. None: the default group, or this process alone if
             torch.distributed is not initialised.
-        num_experts: experts of all ranks together (cute: spread evenly, at most 8188 on 2 ranks, 8070
-            on 72).
+        num_experts: experts of all ranks together (cute: spread evenly, at most 8188 on 2 ranks, 8070 on 72).
         hidden_size: elements of a row; its bytes must be a multiple of 16.
         top_k: experts that a token names, at most 32.
         max_tokens_per_rank: the most tokens that any rank passes in one call.
@@ -330,7 +329,7 @@ class Communicator(Methods, TokenMajor):
         return left
 
     def _domain_size_of(self, ranks: Sequence[int]) -> int:
-        """Of a communicator of these ranks of this one."""
+        """The `domain_size` of a communicator of these ranks of this one."""
         left = [sum(rank in ranks for rank in domain) for domain in self.domains]
         sizes = {size for size in left if size}
         if len(sizes) > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops import arrivals as come
+from ep_ops.arrivals import size, views
 from ep_ops.nn.live_rows import kernels_on
 from ep_ops.operators.library import define
 from ep_ops.records import UNTOLD
@@ -70,7 +70,7 @@ def _fake_route(
     topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor, places: Tensor, num_places: int, rank: int,
     experts_per_rank: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ints = come.size(num_places, len(experts_per_rank))
+    ints = size(num_places, len(experts_per_rank))
     return arrivals.new_empty(ints, dtype=torch.int32), torch.empty_like(send_rows)
 
 
@@ -91,7 +91,7 @@ def _route(
 def _arrivals(arrivals: Tensor, places: Tensor, num_places: int, ranks: int) -> Tensor:
     """Those of the places: the same copies, of as many rows as they have places."""
     num_rows, top_k = places.shape
-    copies, _, sources = come.views(arrivals, num_rows)
+    copies, _, sources = views(arrivals, num_rows)
     held = places.flatten() >= 0
     behind = held.cumsum(0)  # of places of the copies up to and with each
     begin = torch.nn.functional.pad(behind, (1, 0))[::top_k][: num_rows + 1]

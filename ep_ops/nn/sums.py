@@ -28,7 +28,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def exact(x: Tensor) -> torch.dtype:
-    """Of sums."""
+    """The dtype in which rows like x are summed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

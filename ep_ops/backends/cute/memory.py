@@ -75,7 +75,7 @@ def rows_of_a_put(config: Config) -> int:
 
 
 def sizes_of(config: Config) -> Problem:
-    """The same without what crosses between NVLink domains."""
+    """As `problem_of`, without the wire between NVLink domains."""
     tokens = config.max_tokens_per_rank if config.staging_bytes is None else round_tokens(config)
     return _in_rounds_of(config, tokens or least_round(config))
 
