@@ -11,8 +11,6 @@ from cutlass import AddressSpace, Float32, Int32, Int64, Uint8, Uint32, inttoptr
 from cutlass.cute import arch
 from cutlass.experimental import primitives as prims
 
-WARP = 32
-
 
 def ld_i32(addr: Int64) -> Int32:
     return arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])

@@ -17,10 +17,10 @@ Orders that hold:
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 
-No wait for another rank lasts for ever (`why_stop`, for flags and packets alike): when its deadline
-passes it claims the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that
-follow, in this kernel and the next ones, then give up at once, and at the end of the operation, or when the host sees
-the report, all ranks are told (`pass_on`): their waits give up, too, for that one cause.
+No wait for another rank lasts for ever (`why_stop`, for flags and packets alike): when its deadline passes it claims
+the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that follow, in this
+kernel and the next ones, then give up at once, and at the end of the operation, or when the host sees the report, all
+ranks are told (`pass_on`): their waits give up, too, for that one cause.
 
 What a rank sends does not depend on what it receives in the same operation, but it may on what it received in an
 earlier one. So whatever it sends behind the operation in which it gave up carries marks that nobody waits for

@@ -1,7 +1,7 @@
 """Expert-parallel dispatch and combine for mixture-of-experts models, as PyTorch operators.
 
-Importing this package registers every operator under ``torch.ops.ep``. It needs no GPU, no kernel
-toolchain and no process group; those are looked for when a :class:`Communicator` is made.
+Importing this package registers every operator under ``torch.ops.ep``. It needs no GPU, no kernel toolchain and no
+process group; those are looked for when a :class:`Communicator` is made.
 """
 
 from __future__ import annotations

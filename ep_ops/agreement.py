@@ -59,8 +59,8 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
 
 
 def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | None], lack: Lack) -> tuple[Config, str]:
-    """What kernels reach other domains by, where there are several, and what speaks against kernels; the same on all
-    ranks."""
+    """The configuration with what kernels reach other domains by, where there are several, and what speaks against
+    kernels ("": nothing); the same on all ranks."""
     if len(agreed.domains) == 1:
         # Nobody has to be asked: what is not known already follows from the configuration.
         return agreed, lack(agreed) or ""
@@ -74,7 +74,7 @@ def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | No
 
 
 def _told_by_all(exchange: Exchange, word: Any) -> list[Any]:
-    """Collective: by rank."""
+    """What each rank says, by rank. Collective."""
     words: list[Any] = [word]
     if exchange.world_size > 1:
         words = [None] * exchange.world_size

@@ -22,7 +22,6 @@ from ep_ops.backends.cute.memory import across, problem_with
 from ep_ops.config import Config, consecutive_domains, even_experts
 from ep_ops.formats import format_of, layout_of
 from ep_ops.formats.quantise import refuse_hidden
-from ep_ops.version import __version__
 
 
 def config_of(
@@ -30,13 +29,14 @@ def config_of(
     experts_per_rank: Sequence[int] | None = None, latency_max_tokens: int | None = None,
     *, domain_size: int | None = None, wire: str = "nvshmem", staging_bytes: int | None = None,
 ) -> Config:  # fmt: skip
-    """Of a communicator, as far as kernels depend on it. `domain_size`: ranks of each NVLink domain, which follow each
-    other (None: all are in one); `wire`: what crosses between them; the environment says whether rows are bundled
-    there. ValueError, in the communicator's words, for what it would refuse."""
+    """The configuration of a communicator, as far as its kernels depend on it. `domain_size`: ranks of each NVLink
+    domain, which follow each other (None: all are in one); `wire`: what kernels reach other domains by; the environment
+    says whether rows are bundled there. ValueError, in the communicator's words, for what it would refuse."""
     experts = even_experts(num_experts, ranks) if experts_per_rank is None else tuple(experts_per_rank)
     config = Config(
-        "ahead", ranks, num_experts, hidden_size, top_k, max_tokens, dtype, experts, 16, "cute", "cuda", 1.0, None,
-        None, latency_max_tokens, 0, True, __version__, domain_size=domain_size, wire=wire,
+        name="ahead", world_size=ranks, num_experts=num_experts, hidden_size=hidden_size, top_k=top_k,
+        max_tokens_per_rank=max_tokens, dtype=dtype, experts_per_rank=experts, alignment=16, backend="cute",
+        device_type="cuda", timeout=1.0, latency_max_tokens=latency_max_tokens, domain_size=domain_size, wire=wire,
         staging_bytes=staging_bytes, bundle=bundle(),
     )  # fmt: skip
     problem = config.problem()
@@ -62,7 +62,8 @@ def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
 
 
 def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str, str]] = ()) -> int:
-    """How many kernels it has, with rows in these formats. RuntimeError where no folder is there to keep them."""
+    """Compiles a communicator's kernels, those of rows in these formats included, into the disk cache, and returns how
+    many there are. RuntimeError where there is no folder to keep them in."""
     from ep_ops.backends.cute import all_kernels
 
     wanted = all_kernels(config, formats)
@@ -72,7 +73,7 @@ def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str,
 
 
 def folder() -> Path:
-    """Of compiled kernels."""
+    """The folder of compiled kernels. RuntimeError if there is none."""
     from cute_kernels import jit
 
     found = jit.cache_dir()
@@ -82,7 +83,8 @@ def folder() -> Path:
 
 
 def compile_all(wanted: Sequence[Any], arch: str) -> None:
-    """Into the disk cache, by as many processes as there are cores; what is there already is left alone."""
+    """Compiles kernels into the disk cache, by as many processes as there are cores; what is there already is left
+    alone."""
     from cute_kernels import jit
 
     wanted = [kernel for kernel in wanted if not jit.prepared(kernel, arch)]
@@ -100,7 +102,7 @@ def _compile(kernel: Any, arch: str) -> None:
 
 
 def arch_here() -> str | None:
-    """Of this host's first GPU, if there is one."""
+    """The arch of this host's first GPU, if there is one."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(0)

@@ -18,7 +18,7 @@ _numbers: dict[str, itertools.count[int]] = {}  # by the name of the group
 
 
 def group_of(group: Any) -> dist.ProcessGroup | None:
-    """What was given as `group`. TypeError for what is none."""
+    """The process group that was given as `group`. TypeError for what is none."""
     if group is not None and not hasattr(group, "size"):
         raise TypeError(f"group is {group!r}; allowed: a process group of torch.distributed, or None")
     if group is None:
@@ -47,30 +47,32 @@ def checking() -> str:
 
 
 def wire() -> str:
-    """By what kernels are to reach other NVLink domains, as the environment says."""
+    """What kernels are to reach other NVLink domains by, as the environment says."""
     return os.environ.get("EP_OPS_WIRE") or "auto"
 
 
 def bundle() -> str:
     """Whether rows of few tokens for one rank of another NVLink domain go in one put, "1", or in one each, "0", as the
-    environment says. Where it does not, those do that NVSHMEM hands to libfabric, where a put is dear."""
+    environment says. Where it says nothing they go in one put if NVSHMEM uses libfabric, where a put is dear."""
     dear = os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "libfabric"
     return os.environ.get("EP_OPS_BUNDLE") or str(int(dear))
 
 
 def hashable(value: Any) -> Any:
+    """An argument as a part of a key: a list as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def next_name(group: dist.ProcessGroup | None) -> str:
-    """Ranks of a group count together what they have made of it, whatever else they have made."""
+    """The name of a communicator that is given none: "ep0", "ep1", ... in order of creation, with the group's name
+    behind it unless that is the default group. Each group is counted by itself, so that its ranks agree."""
     of = "" if group is None or group is dist.group.WORLD else f"@{group.group_name}"
     return f"ep{next(_numbers.setdefault(of, itertools.count()))}{of}"
 
 
 def device_of(device: torch.device | str | int | None) -> tuple[torch.device, str | None]:
-    """``device`` with its index, which the CPU has not; or the CPU, by which all ranks can be told of it, and why it
-    cannot be had."""
+    """``device`` with its index (the CPU has none), and None. Where it cannot be had: the CPU, over which all ranks can
+    be told of that, and the reason."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -82,15 +84,6 @@ def device_of(device: torch.device | str | int | None) -> tuple[torch.device, st
     if device.type == "cpu":
         device = torch.device("cpu")  # as tensors name it, whatever index was given
     return device, None
-
-
-def many_rows(name: str, rows: int, row_bytes: int, tokens: int) -> str:
-    """What is said of a default capacity that is large."""
-    return (
-        f"communicator {name!r}: without capacity, rows that {tokens} tokens per rank may send here"
-        f" take {rows * row_bytes / 2**30:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and"
-        " counted), call dispatch_dynamic, or make several calls of fewer tokens (max_tokens)."
-    )
 
 
 def large_rows(device: torch.device, row_bytes: int) -> float:

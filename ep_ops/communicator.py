@@ -1,4 +1,4 @@
-"""One per process group: sizes, backend and lifetime of everything that the operators share."""
+"""The communicator: sizes, backend and lifetime of everything that the operators of a process group share."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class Communicator(Methods, TokenMajor):
     Args:
         group: process group, or a DeviceMesh of one dimension. None: the default group, or this process alone if
             torch.distributed is not initialised.
-        num_experts: experts of all ranks together (cute: spread evenly, at most 8188 on 2 ranks, 8070
-            on 72).
+        num_experts: experts of all ranks together (cute: spread evenly, at most 8188 on 2 ranks, 8070 on 72).
         hidden_size: elements of a row; its bytes must be a multiple of 16.
         top_k: experts that a token names, at most 32.
         max_tokens_per_rank: the most tokens that any rank passes in one call.
@@ -126,10 +125,13 @@ class Communicator(Methods, TokenMajor):
         self.name = next_name(group) if name is None else name
         sequence = isinstance(experts_per_rank, Sequence)
         own = Config(
-            self.name, self.world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype,
-            tuple(experts_per_rank) if sequence else (), alignment, backend, self.device.type, timeout, dispatch_sms,
-            combine_sms, latency_max_tokens, symmetric_rows, bool(strict), __version__, checking(),
-            domain_size, wire(), staging_bytes, bundle=bundle(),
+            name=self.name, world_size=self.world_size, num_experts=num_experts, hidden_size=hidden_size, top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank, dtype=dtype,
+            experts_per_rank=tuple(experts_per_rank) if sequence else (), alignment=alignment, backend=backend,
+            device_type=self.device.type, timeout=timeout, dispatch_sms=dispatch_sms, combine_sms=combine_sms,
+            latency_max_tokens=latency_max_tokens, symmetric_rows=symmetric_rows, strict=bool(strict),
+            version=__version__, check=checking(), domain_size=domain_size, wire=wire(), staging_bytes=staging_bytes,
+            bundle=bundle(),
         )  # fmt: skip
         problem = unusable or own.problem() or backends.problem(own)
         if not sequence:
@@ -327,7 +329,7 @@ class Communicator(Methods, TokenMajor):
         return left
 
     def _domain_size_of(self, ranks: Sequence[int]) -> int:
-        """Of a communicator of these ranks of this one."""
+        """The `domain_size` of a communicator of these ranks of this one."""
         left = [sum(rank in ranks for rank in domain) for domain in self.domains]
         sizes = {size for size in left if size}
         if len(sizes) > 1:

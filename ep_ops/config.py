@@ -42,7 +42,7 @@ def worst_case_rows(world_size: int, max_tokens: int, top_k: int, num_local_expe
     return (rows + alignment - 1) // alignment * alignment
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The fields of a communicator that must be equal on all ranks (see :class:`ep_ops.Communicator`)."""
 
@@ -58,12 +58,12 @@ class Config:
     backend: str
     device_type: str
     timeout: float
-    dispatch_sms: int | None
-    combine_sms: int | None
-    latency_max_tokens: int | None
-    symmetric_rows: int
-    strict: bool
-    version: str
+    dispatch_sms: int | None = None
+    combine_sms: int | None = None
+    latency_max_tokens: int | None = None
+    symmetric_rows: int = 0
+    strict: bool = True
+    version: str = ""  # of ep_ops
     check: str = "0"  # EP_OPS_CHECK
     domain_size: int | None = None  # ranks of an NVLink domain; None: as they are found
     wire: str = "auto"  # EP_OPS_WIRE: by what kernels reach other NVLink domains; resolved where there are several

@@ -25,8 +25,8 @@ def agreed_number(exchange: Exchange) -> int:
 
 
 def meet(group: Any, name: str, number: int, seconds: float) -> list[int]:
-    """Until all ranks of the group have come here, for so many seconds. Ranks that have not come then. ``number``: the
-    communicator's (`agreed_number`).
+    """Waits until all ranks of the group have come here, for so many seconds at most, and returns those that have not.
+    ``number``: the communicator's (`agreed_number`).
 
     Nobody is missed where there is no way left to hear of the others: the group was destroyed, or its store died with
     the rank that held it.

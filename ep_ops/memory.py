@@ -70,9 +70,11 @@ def memory_plan(
         raise ValueError(f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank")
     device_type = "cpu" if backend == "reference" else "cuda"
     config = Config(
-        "plan", world_size, num_experts, hidden_size, top_k, max_tokens_per_rank, dtype, experts, alignment,
-        backend, device_type, 300.0, dispatch_sms, combine_sms, latency_max_tokens, symmetric_rows, True, "",
-        domain_size=domain_size, staging_bytes=staging_bytes,
+        name="plan", world_size=world_size, num_experts=num_experts, hidden_size=hidden_size, top_k=top_k,
+        max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, experts_per_rank=experts, alignment=alignment,
+        backend=backend, device_type=device_type, timeout=1.0, dispatch_sms=dispatch_sms, combine_sms=combine_sms,
+        latency_max_tokens=latency_max_tokens, symmetric_rows=symmetric_rows, domain_size=domain_size,
+        staging_bytes=staging_bytes,
     )  # fmt: skip
     problem = config.problem()
     if problem is None:
@@ -91,7 +93,7 @@ def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPla
         capacity = worst_case_rows(config.world_size, tokens, top_k, local, config.alignment)
     row = config.hidden_size * config.dtype.itemsize
     weight = 8 if config.dtype == torch.float64 else 4
-    plan = MemoryPlan(backends.held_bytes(config, rank))
+    plan = MemoryPlan(backends.held_bytes(config))
     plan["call: recv_x"] = capacity * row
     plan["call: recv_weights"] = capacity * weight
     plan["call: route"] = 4 * (tokens * top_k + arrivals.size(capacity, config.world_size) + 3 * local)

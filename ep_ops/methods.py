@@ -3,39 +3,20 @@ in the sizes, and hands out records."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from . import formats, inputs
-from .arguments import many_rows
-from .backends.base import Backend
+from . import inputs
+from .calls import Caller, default_rows, scales_of
 from .config import worst_case_rows
 from .operators.eager import call, refuse
-from .overflow import Overflow
 from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
-from .survivors import ExpertIds
 
 
-class Methods:
-    """Of :class:`ep_ops.Communicator`, which has what is named here."""
-
-    name: str
-    world_size: int
-    num_local_experts: int
-    hidden_size: int
-    top_k: int
-    max_tokens_per_rank: int
-    alignment: int
-    dtype: torch.dtype
-    weights_dtype: torch.dtype
-    backend: Backend
-    expert_ids: ExpertIds | None
-    place: tuple[int, int, str]  # what operators that plan are told: local experts, ranks, name
-    warned_rows: float  # rows of a default capacity that is warned of
-    overflowed: Overflow | None
+class Methods(Caller):
+    """Of :class:`ep_ops.Communicator`."""
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
         """Rows that hold whatever ``max_tokens`` tokens per rank may route here without a drop.
@@ -113,8 +94,7 @@ class Methods:
         out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
         if self.overflowed is not None:
             self.overflowed.add(out[-1])
-        sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, slots))
-        return sent if not format else _with_scales(sent, out[1], format, scales_as)
+        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, slots), delivery)
 
     def dispatch_dynamic(
         self,
@@ -137,8 +117,7 @@ class Methods:
             scales = inputs.scales(scales, batch)
         delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
         out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self.place, *delivery)
-        sent = _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch))
-        return sent if not format else _with_scales(sent, out[1], format, scales_as)
+        return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch), delivery)
 
     @overload
     def dispatch_planned(
@@ -171,7 +150,7 @@ class Methods:
         delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros, route.slots
         rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *args, *delivery)
         weights = None if topk_weights is None else weights
-        return (rows, weights, _scales(recv_scales, format, scales_as, rows, route)) if format else (rows, weights)
+        return (rows, weights, scales_of(rows, recv_scales, route, format, scales_as)) if format else (rows, weights)
 
     def combine(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
@@ -247,8 +226,7 @@ class Methods:
         out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self.place, *delivery, flight)
         if self.overflowed is not None:
             self.overflowed.add(out[-1])
-        sent = _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, sizes[2]))
-        return sent if not delivery[1] else _with_scales(sent, out[1], delivery[1], delivery[2])
+        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, sizes[2]), delivery)
 
     def combine_start(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, flight: int = 0
@@ -289,7 +267,10 @@ class Methods:
         if not (type(align) is type(tokens) is type(slots) is int and (capacity is None or type(capacity) is int)):
             self._refuse_sizes(operator, capacity=capacity, slots=slots, max_tokens=tokens, alignment=align)
         if capacity is None:  # an alignment below 1 is for the operator to refuse
-            capacity = self.num_local_experts * slots if slots else self._worst_case(tokens, max(align, 1))
+            if slots:
+                capacity = self.num_local_experts * slots
+            else:
+                capacity = default_rows(self, self.capacity(tokens, max(align, 1)), tokens)
         return capacity, align, slots, tokens
 
     def _refuse_sizes(self, operator: str, **given: Any) -> None:
@@ -304,35 +285,18 @@ class Methods:
         reason = f"route is a {type(route).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"
         refuse(operator, self.backend, reason, flight)
 
-    def _worst_case(self, tokens: int, alignment: int) -> int:
-        """Rows of the default capacity, of which is warned where they are large."""
-        rows = self.capacity(tokens, alignment)
-        if rows > self.warned_rows and not torch.compiler.is_compiling():
-            text = many_rows(self.name, rows, self.hidden_size * self.dtype.itemsize, tokens)
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        return rows
-
 
 def _home(rows: Tensor, route: Route) -> Tensor:
     """[T, H] in the shape that the tokens had."""
     return rows if route.batch is None else rows.view(*route.batch, rows.shape[-1])
 
 
-def _dispatched(out: Any, topk_idx: Tensor, topk_weights: Tensor | None, rest: tuple[Any, ...]) -> Dispatched:
-    """``rest``: the last fields of `Route`."""
-    x, _, weights, send_rows, arrivals, offs, counts, dropped = out
+def _dispatched(
+    out: Any, topk_idx: Tensor, topk_weights: Tensor | None, rest: tuple[Any, ...], delivery: tuple[Any, ...]
+) -> Dispatched:
+    """``rest``: the last fields of `Route`; ``delivery``: those of `Delivery`."""
+    x, recv_scales, weights, send_rows, arrivals, offs, counts, dropped = out
     route = Route(topk_idx, send_rows, arrivals, offs, counts, *rest)
-    return Dispatched(x, None if topk_weights is None else weights, route, dropped)
-
-
-def _with_scales(sent: Dispatched, recv_scales: Tensor, format: str, scales_as: str) -> Dispatched:
-    return sent._replace(scales=_scales(recv_scales, format, scales_as, sent.x, sent.route))
-
-
-def _scales(recv_scales: Tensor, format: str, scales_as: str, rows: Tensor, route: Route) -> Tensor | None:
-    """As consumers take them; None where rows have none."""
-    form = formats.format_of(format)
-    if form.wire:
-        return None
-    grid = formats.Grid(route.num_rows, route.slots, route.offs.shape[0], rows.shape[1])
-    return formats.view(recv_scales, form, formats.layout_of(form, scales_as), grid)
+    weights = None if topk_weights is None else weights
+    scales = scales_of(x, recv_scales, route, *delivery[1:3]) if delivery[1] else None
+    return Dispatched(x, weights, route, dropped, scales)

@@ -20,7 +20,8 @@ class ExpertIds:
 
     @staticmethod
     def kept(held: Sequence[int], ranks: Sequence[int], before: ExpertIds | None, device: torch.device) -> ExpertIds:
-        """Of a communicator of some ``ranks`` of one whose ranks hold so many experts, which had ids ``before``."""
+        """For a communicator of some ``ranks`` of another one: ``held`` are the experts of each of that one's ranks,
+        ``before`` turned ids into its own (None: they were its own)."""
         first, own = 0, [-1] * sum(held)
         for rank in ranks:
             begin = sum(held[:rank])
@@ -31,7 +32,7 @@ class ExpertIds:
         return ExpertIds(own, device)
 
     def of(self, topk_idx: Tensor) -> Tensor:
-        """Of experts that are gone: -1."""
+        """The communicator's ids: -1 of experts that are gone."""
         if not isinstance(topk_idx, Tensor) or topk_idx.dtype != torch.int32:
             return topk_idx  # which the operator refuses
         return self._table[topk_idx.clamp(-1, len(self.own)).long() + 1]

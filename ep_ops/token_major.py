@@ -5,36 +5,18 @@ docs/token-major.md says all of it in one page.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import formats, inputs
-from .arguments import many_rows
-from .backends.base import Backend
+from . import inputs
+from .calls import Caller, default_rows, scales_of
 from .operators.eager import call, refuse
-from .overflow import Overflow
 from .records import DispatchedTokens, Route, Sizes, StartedDispatch
-from .survivors import ExpertIds
 
 
-class TokenMajor:
-    """Of :class:`ep_ops.Communicator`, which has what is named here."""
-
-    name: str
-    world_size: int
-    num_local_experts: int
-    hidden_size: int
-    max_tokens_per_rank: int
-    dtype: torch.dtype
-    weights_dtype: torch.dtype
-    expert_ids: ExpertIds | None
-    place: tuple[int, int, str]
-    warned_rows: float
-    overflowed: Overflow | None
-    backend: Backend
+class TokenMajor(Caller):
+    """Of :class:`ep_ops.Communicator`."""
 
     def dispatch_tokens(
         self,
@@ -110,7 +92,8 @@ class TokenMajor:
         rows, found, weights = call(
             "dispatch_tokens_planned", x, topk_weights, *args, scales, format, scales_as
         )  # fmt: skip
-        return rows, None if topk_weights is None else weights, _scales(found, rows, format, scales_as)
+        weights = None if topk_weights is None else weights
+        return rows, weights, scales_of(rows, found, route, format, scales_as)
 
     def dispatch_tokens_start(
         self,
@@ -149,11 +132,7 @@ class TokenMajor:
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         if capacity is not None:
             return capacity, tokens
-        rows = self.world_size * tokens if self.num_local_experts else 0
-        if rows > self.warned_rows and not torch.compiler.is_compiling():
-            text = many_rows(self.name, rows, self.hidden_size * self.dtype.itemsize, tokens)
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-        return rows, tokens
+        return default_rows(self, self.world_size * tokens if self.num_local_experts else 0, tokens), tokens
 
     def _arrived(
         self, out: Any, topk_idx: Tensor, topk_weights: Tensor | None, sizes: tuple[Any, ...], format: str,
@@ -166,14 +145,4 @@ class TokenMajor:
         rows, tokens, batch = sizes
         route = Route(topk_idx, send_rows, arrivals, offs, counts, 1, rows, tokens, batch, 0, True)
         weights = None if topk_weights is None else weights
-        return DispatchedTokens(x, local_idx, weights, route, dropped, _scales(found, x, format, scales_as))
-
-
-def _scales(found: Tensor, rows: Tensor, format: str, scales_as: str) -> Tensor | None:
-    """As consumers take them; None where rows have none."""
-    form = formats.format_of(format) if format else None
-    if form is None or form.wire:
-        return None
-    return formats.view(
-        found, form, formats.layout_of(form, scales_as), formats.Grid(rows.shape[0], 0, 1, rows.shape[1])
-    )
+        return DispatchedTokens(x, local_idx, weights, route, dropped, scales_of(x, found, route, format, scales_as))

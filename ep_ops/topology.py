@@ -82,8 +82,8 @@ def gpu_problem(device: torch.device) -> str | None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the context that is current: a green context, or a client of MPS, has some of the GPU's only. 0: there is no
-    GPU, or none that runs the kernels."""
+    """How many multiprocessors the current context has, some of the GPU's only if it is a green context, or one of a
+    client of MPS. 0: there is no GPU, or none that runs the kernels."""
     if device.type != "cuda" or gpu_problem(device) is not None:
         return 0
     total: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -164,7 +164,7 @@ def rails_of(domains: Domains) -> Domains:
 
 
 def told(facts: Sequence[GpuFacts | None], domains: Domains) -> str:
-    """Which ranks are in which NVLink domain."""
+    """Says which ranks are in which NVLink domain."""
 
     def place(rank: int) -> str:
         fact = facts[rank]
@@ -192,7 +192,7 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def _host() -> str:
-    """Different on every running machine, and equal in its containers."""
+    """What tells hosts apart: different on every running machine, and equal in its containers."""
     boot = "/proc/sys/kernel/random/boot_id"
     if not os.path.exists(boot):
         return socket.gethostname()

@@ -11,11 +11,14 @@ from cutlass.cute import arch
 
 from cute_kernels import operation, ptx, sync
 from cute_kernels.heap import Heap, Problem
-from cute_kernels.internode.wire import LAST, batch_word, copy_by_warp
+from cute_kernels.internode.wire import copy_by_warp
 from cute_kernels.launch import Kernel, RankArgs
+from cute_kernels.marks import SHIFT
 
 WARPS, MOST_BLOCKS = 2, 2
 BATCH_ROWS = 3
+LAST = 1 << (SHIFT - 1)
+"""Set in a batch's word, beside its number of rows, if the sender has no more."""
 
 
 class BatchHeap(Heap):
@@ -41,6 +44,11 @@ def problem_of(world_size: int, hidden_size: int, dtype: str, max_tokens: int, w
 def depth_of(world_size: int) -> int:
     """Of an adversary: fewer than an operation's puts."""
     return 4 * world_size
+
+
+def batch_word(ranks: sync.Ranks, rows: Int32, last: Int32) -> Int64:
+    """Of a batch of this operation."""
+    return ((ranks.mark >> SHIFT) << SHIFT) | Int64(rows) | (Int64(last) * LAST)
 
 
 class BatchesArgs(NamedTuple):

@@ -28,13 +28,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..copies import lowest
-from ..marks import SHIFT
 from ..sync import Ranks
-
-LAST = 1 << (SHIFT - 1)
-"""Set in a batch's word, beside its number of rows, if the sender has no more."""
-MOST_ROWS = LAST - 1
-"""The most rows of a batch."""
 
 BUNDLE = 32
 """The most rows of few tokens in one put: one for each lane of a warp."""
@@ -93,11 +87,6 @@ def count_put(ranks: Ranks, rank: Int32, number: Int32) -> None:
     if const_expr(ranks.heap.problem.num_domains > 1):
         if number == 0:
             ptx.atom_inc(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
-
-
-def batch_word(ranks: Ranks, rows: Int32, last: Int32) -> Int64:
-    """Of a batch of this operation."""
-    return ((ranks.mark >> SHIFT) << SHIFT) | Int64(rows) | (Int64(last) * LAST)
 
 
 # ---------------------------------------------------------------------- NVLink
@@ -304,10 +293,9 @@ there and delivered, and one more while one is to be delivered; behind it are th
 in which a courier took it last."""
 POSTED, LATEST, CAME = 0, 1, 2
 """Words of a mailbox before its records: how many puts were left there, the epoch of the last operation that has a
-courier of its own, and, for each of a courier's blocks, one more than the epoch of the last operation for which it has
-come."""
+courier of its own, and, for each of a courier's blocks (6 at most), one more than the epoch of the last operation for
+which it has come."""
 HEADER_WORDS = 8
-MOST_COURIERS = HEADER_WORDS - CAME
 
 
 def mailbox_bytes(depth: int) -> int:

@@ -130,7 +130,7 @@ class DispatchSender(Halves, Kernel):
             holder = Int32(0)
             if names:
                 holder = Int32(holder_of(p, expert))
-            rank = far_rank(p, set_of(p, holder, names and not is_near(ranks, holder)), number)
+            rank = far_rank(set_of(p, holder, names and not is_near(ranks, holder)), number)
             if rank >= 0:
                 at = Int64(rank * self.tokens + token) * self.row_stride
                 packet = Int32(share.warp)

@@ -15,7 +15,7 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
-from ..heap import EPOCH, TICKET, Problem
+from ..heap import EPOCH, TICKET
 from ..places import place_of
 from .heap import PACKET_BYTES
 from .packets import THREADS, Words, st_line
@@ -76,7 +76,7 @@ def end(ranks: sync.Ranks) -> None:
 
 
 @cute.jit
-def far_rank(problem: cutlass.Constexpr[Problem], wanted: RankSet, number: Int32) -> Int32:
+def far_rank(wanted: RankSet, number: Int32) -> Int32:
     """Member `number` of a set of ranks, counted from 0 in ascending order; -1 if it has not so many."""
     rank, skipped = Int32(-1), Int32(number)
     for i in range_constexpr(len(wanted)):

@@ -1,1 +1,1 @@
-"""Kernels for training and prefill on one NVLink domain: bounded by bytes, not by latency."""
+"""Kernels for many tokens, as of training and prefill: bounded by bytes, not by latency."""

@@ -77,13 +77,13 @@ def no_device_library() -> str | None:
     return f"NVSHMEM's device library is not installed, or too old: {nvshmem.install()}"
 
 
-def held_bytes(config: Config, rank: int) -> dict[str, int]:
+def held_bytes(config: Config) -> dict[str, int]:
     """Bytes by purpose that the backend holds for the communicator's whole life."""
     if config.backend != "cute":
         return {}
     from .cute.memory import memory_plan
 
-    return memory_plan(config, rank)
+    return memory_plan(config)
 
 
 def latency_tokens(config: Config) -> int:

@@ -116,7 +116,7 @@ class ScaleLayout(NamedTuple):
         return self._at(expert, expert, place[kept])
 
 
-def view(packed: Tensor, form: Format, name: str, grid: Grid) -> Tensor:
+def view(packed: Tensor, name: str, grid: Grid) -> Tensor:
     """What an operator returned, as consumers take it: columns and packed as [R, .] ([El, slots, .] in the padded
     layout) whose rows are next to each other, with the strides of what they lie in; the others as they are."""
     if name not in ("columns", "packed"):

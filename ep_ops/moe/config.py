@@ -1,4 +1,4 @@
-"""What a MoECommunicator is told once, and what of it cannot be."""
+"""What a MoECommunicator is told once, and what of that it cannot take."""
 
 from __future__ import annotations
 

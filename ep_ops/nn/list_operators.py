@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops import arrivals as come
+from ep_ops.arrivals import size, views
 from ep_ops.nn.live_rows import kernels_on
-from ep_ops.operators.register import LIBRARY
+from ep_ops.operators.library import define
 from ep_ops.records import UNTOLD
 
 MOST_EXPERTS = 2048
@@ -70,7 +70,7 @@ def _fake_route(
     topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor, places: Tensor, num_places: int, rank: int,
     experts_per_rank: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ints = come.size(num_places, len(experts_per_rank))
+    ints = size(num_places, len(experts_per_rank))
     return arrivals.new_empty(ints, dtype=torch.int32), torch.empty_like(send_rows)
 
 
@@ -91,7 +91,7 @@ def _route(
 def _arrivals(arrivals: Tensor, places: Tensor, num_places: int, ranks: int) -> Tensor:
     """Those of the places: the same copies, of as many rows as they have places."""
     num_rows, top_k = places.shape
-    copies, _, sources = come.views(arrivals, num_rows)
+    copies, _, sources = views(arrivals, num_rows)
     held = places.flatten() >= 0
     behind = held.cumsum(0)  # of places of the copies up to and with each
     begin = torch.nn.functional.pad(behind, (1, 0))[::top_k][: num_rows + 1]
@@ -137,19 +137,16 @@ def _ks(places: Tensor) -> Tensor:
     return torch.arange(places.shape[1], device=places.device)
 
 
-_OPERATORS: dict[str, tuple[Any, Any]] = {
+define(
     "expert_lists(Tensor local_idx, int num_local_experts, int alignment, SymInt length)"
-    " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)": (_lists, _fake_lists),
+    " -> (Tensor rows, Tensor flat, Tensor places, Tensor offs, Tensor counts, Tensor dropped)",
+    _lists, _fake_lists,
+)  # fmt: skip
+define(
     "places_route(Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor places, SymInt num_places, int rank,"
-    " int[] experts_per_rank) -> (Tensor new_arrivals, Tensor new_send_rows)": (_route, _fake_route),
-}
-
-for _schema, (_run, _fake) in _OPERATORS.items():
-    _name = _schema.partition("(")[0]
-    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides))
-    for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, torch._disable_dynamo(_run), _key)
-    torch.library.register_fake(f"ep::{_name}", _fake, lib=LIBRARY)
+    " int[] experts_per_rank) -> (Tensor new_arrivals, Tensor new_send_rows)",
+    _route, _fake_route,
+)  # fmt: skip
 
 expert_lists: Any = torch.ops.ep.expert_lists
 places_route: Any = torch.ops.ep.places_route

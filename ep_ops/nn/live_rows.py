@@ -18,7 +18,6 @@ captured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,7 @@ from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantise import refuse_hidden
 from ep_ops.operators.eager import refuse_transforms
 from ep_ops.operators.gradients import free_gradient
-from ep_ops.operators.once import once
-from ep_ops.operators.register import LIBRARY
+from ep_ops.operators.library import define, differentiate
 from ep_ops.records import Route
 from ep_ops.topology import lack_of_kernels
 
@@ -72,7 +70,7 @@ def swiglu_quantised(
         raise TypeError("gate_and_up is torch.float64; rows that are quantised are bfloat16, float16 or float32")
     codes, scales = torch.ops.ep.swiglu_quantised(*rows, format, layout)
     grid = Grid(codes.shape[0], route.slots, route.offs.shape[0], codes.shape[1])
-    return codes, formats.view(scales, form, layout, grid)
+    return codes, formats.view(scales, layout, grid)
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -239,22 +237,11 @@ def _gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     return (own, *(None for _ in range(ctx.others)))
 
 
-_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    f"swiglu(Tensor x, {_ROWS}) -> Tensor out": (_swiglu, _fake_swiglu),
-    f"swiglu_backward(Tensor grad, Tensor x, {_ROWS}) -> Tensor grad_x": (_backward, _fake_backward),
-    f"swiglu_quantised(Tensor x, {_ROWS}, str format, str layout) -> (Tensor codes, Tensor scales)": (
-        _quantised, _fake_quantised,
-    ),
-}  # fmt: skip
-
-for _schema, (_run, _fake) in _OPERATORS.items():
-    _name = _schema.partition("(")[0]
-    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides))
-    for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, torch._disable_dynamo(_run), _key)
-    torch.library.register_fake(f"ep::{_name}", _fake, lib=LIBRARY)
-    if _name != "swiglu_backward":
-        torch.library.register_autograd(
-            f"ep::{_name}", torch._disable_dynamo(once(f"ep::{_name}", _gradient)),
-            setup_context=torch._disable_dynamo(_save), lib=LIBRARY,
-        )  # fmt: skip
+define(f"swiglu(Tensor x, {_ROWS}) -> Tensor out", _swiglu, _fake_swiglu)
+define(f"swiglu_backward(Tensor grad, Tensor x, {_ROWS}) -> Tensor grad_x", _backward, _fake_backward)
+define(
+    f"swiglu_quantised(Tensor x, {_ROWS}, str format, str layout) -> (Tensor codes, Tensor scales)", _quantised,
+    _fake_quantised,
+)  # fmt: skip
+differentiate("swiglu", _gradient, _save)
+differentiate("swiglu_quantised", _gradient, _save)

@@ -58,11 +58,11 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
             f"lists have {num_places} places, and {num_rows} rows can take {most}; allowed: lists without a capacity"
             " (with one: combine(reduce_rows(y, lists, weights), route))"
         )
-    come, send_rows = operators.places_route(
+    arrivals, send_rows = operators.places_route(
         route.topk_idx, route.send_rows, route.arrivals, lists.places, num_places, comm.rank, comm.experts_per_rank
     )
     ints = lists.alignment, num_places, route.max_tokens, route.batch
-    return Route(route.topk_idx, send_rows, come, lists.offs, lists.counts, *ints)
+    return Route(route.topk_idx, send_rows, arrivals, lists.offs, lists.counts, *ints)
 
 
 def weights_of_places(weights: Tensor, lists: ExpertLists) -> Tensor:

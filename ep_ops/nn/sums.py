@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.nn.live_rows import kernels_of
-from ep_ops.operators.register import LIBRARY
+from ep_ops.operators.library import LIBRARY, define
 
 
 def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def exact(x: Tensor) -> torch.dtype:
-    """Of sums."""
+    """The dtype in which rows like x are summed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -62,11 +62,5 @@ def _no_gradient(ctx: Any, grad: Tensor) -> None:
     raise NotImplementedError("ep::sum_rows has no gradient; allowed: ep_ops.nn.gather_rows and ep_ops.nn.reduce_rows")
 
 
-LIBRARY.define(
-    "sum_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor out",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides),
-)
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("sum_rows", torch._disable_dynamo(_sum_rows), _key)
-torch.library.register_fake("ep::sum_rows", _fake, lib=LIBRARY)
+define("sum_rows(Tensor x, Tensor index, Tensor? weights) -> Tensor out", _sum_rows, _fake)
 torch.library.register_autograd("ep::sum_rows", _no_gradient, lib=LIBRARY)

@@ -60,8 +60,8 @@ def call(name: str, *args: Any) -> Any:
 
 
 def refuse(name: str, backend: Backend, reason: str, flight: int = 0, max_tokens: int = 0) -> NoReturn:
-    """ValueError of a method that does not call the operator, which the other ranks do, for so many tokens: they are
-    told."""
+    """Raises ValueError in a method that does not call the operator ``name``, and tells the other ranks, which do call
+    it."""
     if not _is_compiling():
         _tell(name, backend, reason, flight, max_tokens)
     raise ValueError(reason)

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, registry
-
-LIBRARY = torch.library.Library("ep", "FRAGMENT")
+from .library import define
 
 
 def _rows_to_gather(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype, comm: str) -> Tensor:
@@ -42,13 +41,10 @@ def _fake(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype, comm: st
 
 # -> [num_rows, hidden], undefined. `near`: any tensor on the device. Only the lowering here calls it: its result is no
 # fresh memory.
-LIBRARY.define(
+define(
     "rows_to_gather(Tensor near, SymInt num_rows, SymInt hidden, ScalarType dtype, str comm) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-for _key in ("CPU", "CUDA"):
-    LIBRARY.impl("rows_to_gather", torch._disable_dynamo(_rows_to_gather), _key)
-torch.library.register_fake("ep::rows_to_gather", _fake, lib=LIBRARY)
+    _rows_to_gather, _fake, tags=(),
+)  # fmt: skip
 
 
 def lowering(default: Callable[..., Any], in_sequence: Callable[[Any], None]) -> Callable[..., Any]:

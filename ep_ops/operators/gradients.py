@@ -22,7 +22,7 @@ from ..records import Segments
 
 
 class Gradient(NamedTuple):
-    """Of operators that return alike."""
+    """The gradient of operators that return alike."""
 
     operators: tuple[str, ...]  # what backward runs
     save: Callable[[Any, Any, Any, Any], None]

@@ -10,17 +10,8 @@ import torch
 
 from .. import registry
 from . import eager
-from .once import once
+from .library import CONTIGUOUS, define, differentiate
 from .table import OPERATORS, Operator
-
-LIBRARY = torch.library.Library("ep", "DEF")
-
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
-
-
-def _define(op: Operator) -> None:
-    # What waits for the device cannot be part of a CUDA graph; Inductor then cuts the graph around it.
-    LIBRARY.define(op.name + op.schema, tags=(*_TAGS, torch.Tag.cudagraph_unsafe) if op.exact else _TAGS)
 
 
 def _implementation(op: Operator) -> Callable[..., Any]:
@@ -70,22 +61,14 @@ def _register_gradient(op: Operator) -> None:
         by_name = gradient.backward(ctx, asked(ctx), *grads)
         return tuple(by_name.get(name) for name in record._fields)
 
-    # Opaque to Dynamo, as what the operators run is.
-    torch.library.register_autograd(
-        f"ep::{op.name}", torch._disable_dynamo(once(f"ep::{op.name}", backward)),
-        setup_context=torch._disable_dynamo(setup_context), lib=LIBRARY,
-    )  # fmt: skip
+    differentiate(op.name, backward, setup_context)
 
 
 for _op in OPERATORS:
-    _define(_op)
-    eager.IMPLEMENTATIONS[_op.name] = _implementation(_op)
-    # Opaque to Dynamo: called from a function that broke its graph, a backend's Python must not be traced into.
-    # (torch.compiler.disable would do, but imports Dynamo at once; this one does so in the first call.)
-    _opaque = torch._disable_dynamo(eager.IMPLEMENTATIONS[_op.name])
-    for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_op.name, _opaque, _key)
-    torch.library.register_fake(f"ep::{_op.name}", _fake(_op), lib=LIBRARY)
+    _run = eager.IMPLEMENTATIONS[_op.name] = _implementation(_op)
+    # What waits for the device cannot be part of a CUDA graph; Inductor then cuts the graph around it.
+    _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
+    define(_op.name + _op.schema, _run, _fake(_op), _tags)
     if _op.gradient is not None:
         _register_gradient(_op)
 

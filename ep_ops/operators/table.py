@@ -68,25 +68,23 @@ class Operator:
         return getattr(torch.ops.ep, self.name).default
 
 
-# Records are made by tuple.__new__: what their own constructors do, in a third of the time. It is part of every step of
-# a decoder.
-
-
 _new = tuple.__new__
+"""Makes records as their own constructors do, in a third of the time. It is part of every step of a decoder."""
 
 
 def route(a: Any, num_rows: int, slots: int = 0) -> Route:
-    """Of the arguments of an operator that follows a known route."""
+    """The route among the arguments of an operator that follows a known one."""
     along = a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts, a.alignment, num_rows, a.max_tokens
     return _new(Route, (*along, None, slots, False))
 
 
 def route_of(y: Tensor, along: tuple[Any, ...]) -> Route:
-    """Of the tensors of a route, its alignment and its max_tokens, which fills the rows ``y``."""
+    """The route that fills the rows ``y``; ``along``: its tensors, alignment and max_tokens."""
     return _new(Route, (*along[:6], y.size(0), along[6], None, 0, False))
 
 
 def _given_rows(a: Any) -> int:
+    """Rows of the gradients that are given."""
     return a.grad_recv_weights.shape[0] if a.grad_recv_x is None else a.grad_recv_x.shape[0]
 
 
@@ -112,7 +110,7 @@ def arrived(a: Any, run: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple
 
 
 def _copies(a: Any) -> Sizes:
-    """Of a token-major dispatch."""
+    """The sizes of a token-major dispatch."""
     return _new(Sizes, (a.capacity, 1, 0, a.max_tokens))
 
 

@@ -193,7 +193,7 @@ def test_layouts(sizes: str, zeros: bool) -> None:
         back = made.in_rows(got)
         assert torch.equal(back[kept].double(), values[kept])
         if layout in ("columns", "packed"):
-            seen = view(got, form(name), layout, grid)
+            seen = view(got, layout, grid)
             per = count if layout == "columns" else -(-count // 4)
             rounded = quantised.up(slots or rows, 4)
             assert seen.shape == ((len(counts), slots, per) if slots else (rows, per))

@@ -40,14 +40,9 @@ ROOMS = {
     "ep_ops.operators": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.backends", "ep_ops.registry", "meta_kernels",
     ),
-    "ep_ops.methods": (
-        "ep_ops.records", "ep_ops.config", "ep_ops.backends", "ep_ops.operators", "ep_ops.formats", "ep_ops.inputs",
-        "ep_ops.overflow", "ep_ops.survivors", "ep_ops.arguments",
-    ),
-    "ep_ops.token_major": (
-        "ep_ops.records", "ep_ops.backends", "ep_ops.operators", "ep_ops.formats", "ep_ops.inputs", "ep_ops.overflow",
-        "ep_ops.survivors", "ep_ops.arguments",
-    ),
+    "ep_ops.calls": ("ep_ops.records", "ep_ops.backends", "ep_ops.formats", "ep_ops.overflow", "ep_ops.survivors"),
+    "ep_ops.methods": ("ep_ops.records", "ep_ops.config", "ep_ops.operators", "ep_ops.inputs", "ep_ops.calls"),
+    "ep_ops.token_major": ("ep_ops.records", "ep_ops.operators", "ep_ops.inputs", "ep_ops.calls"),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.agreement", "ep_ops.exchange", "ep_ops.memory",
         "ep_ops.registry", "ep_ops.backends", "ep_ops.topology", "ep_ops.version", "ep_ops.arguments", "ep_ops.inputs",
@@ -67,7 +62,7 @@ ROOMS = {
     ),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
     "ep_ops.ahead": (
-        "ep_ops.version", "ep_ops.config", "ep_ops.arguments", "ep_ops.formats", "ep_ops.backends", "cute_kernels",
+        "ep_ops.config", "ep_ops.arguments", "ep_ops.formats", "ep_ops.backends", "cute_kernels",
     ),
     "ep_ops.demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn"),
     "ep_ops.decode_demo": ("ep_ops", "ep_ops.launch", "ep_ops.nn", "ep_ops.demo"),

@@ -137,15 +137,14 @@ class Reading(Rank):
 runs: list[Counting] = []
 
 
-def run_everywhere(layout: Layout, kinds: list[str], first: int = 0, rows: int = 1) -> Counting:
-    """Every token to every rank from `first` on, each with one expert: nothing is left to chance."""
+def run_everywhere(layout: Layout, kinds: list[str], rows: int = 1) -> Counting:
+    """Every token to every rank, each with one expert: nothing is left to chance."""
     size, ranks = layout.domain_ranks, layout.ranks
     shape = Shape(
         tuple(tuple(range(d * size, (d + 1) * size)) for d in range(layout.domains)), 1, ranks, layout.tokens,
         layout.batch_tokens, layout.tiles, rows=rows,
     )  # fmt: skip
-    named = (*range(first, ranks), *(-1,) * first)
-    ids = ((named,) * layout.tokens,) * ranks
+    ids = ((tuple(range(ranks)),) * layout.tokens,) * ranks
     along = {"combine": 0, "few_combine": 0}
     operations = tuple(
         Operation(number, kind, ids, (layout.tokens * ranks,) * ranks, along.get(kind, -1))

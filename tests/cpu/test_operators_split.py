@@ -137,7 +137,7 @@ def one_by_one(comm, a, b, scale, shared):
     return torch.cat([toy.layer(comm, *given, scale) + torch.tanh(given[0] @ shared) for given in (a, b)])
 
 
-def train_turns(layer, comm, calls=None):
+def train_turns(layer, comm):
     rank = comm.rank
     a, b = (toy.inputs(5 + 3 * rank + batch, seed=2 * rank + batch, grad=True) for batch in range(2))
     shared = arguments(1, True)[-1]

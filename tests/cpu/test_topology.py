@@ -227,7 +227,8 @@ def agreed(hosts: str, lacks: dict[int, str], asked: dict[str, Any], unfit: str 
 
 
 CONFIG = Config(
-    "name", 2, 4, 32, 2, 8, torch.bfloat16, (2, 2), 16, "auto", "cuda", 300.0, None, None, None, 0, True, ""
+    name="name", world_size=2, num_experts=4, hidden_size=32, top_k=2, max_tokens_per_rank=8, dtype=torch.bfloat16,
+    experts_per_rank=(2, 2), alignment=16, backend="auto", device_type="cuda", timeout=300.0,
 )  # fmt: skip
 
 

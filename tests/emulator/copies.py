@@ -58,16 +58,9 @@ class Checked:
 
     def inputs(self) -> None:
         self.truth = Truth(self.shape, self.draw)
-        case, put, blank = self.truth.case, self.ranks.memory.put, self.ranks.blank
         self.at = []
-        for rank, rows in enumerate(case.capacity):
-            tokens, held, idx = self.truth.tokens[rank], case.experts_per_rank[rank], case.topk_idx[rank]
-            self.at.append(dict(
-                x=put(tokens.x, "x"), topk_weights=put(tokens.weights, "topk_weights"), topk_idx=put(idx, "topk_idx"),
-                send_rows=blank(idx.numel(), "send_rows"), arrivals=blank(4 * rows + case.world_size + 3, "arrivals"),
-                offs=blank(held, "offs"), counts=blank(held, "counts"), dropped=blank(held, "dropped"),
-                y=put(self.truth.y[rank], "y"), weights=put(self.truth.weights[rank], "weights"),
-            ))  # fmt: skip
+        for rank in range(self.ranks.world_size):
+            self.at.append(self.ranks.along(self.truth, rank))
             self.renew(rank)
 
     def renew(self, rank: int) -> None:
@@ -184,24 +177,6 @@ class Steps(Checked, throughput.Steps):
         for rank, want in enumerate(grads):
             got = self.ranks.floats(self.at[rank]["out_scalars"], *want.shape)
             same(got, want, f"gradients of the weights of rank {rank}")
-
-    def gathered(self) -> None:
-        """Sums of y, which the owners fetch."""
-        from cute_kernels import marks
-        from cute_kernels.throughput.gather import Gather
-
-        memory = self.ranks.memory
-        bases = memory.take(8 * self.ranks.world_size, "bases")
-        for rank, at in enumerate(self.at):
-            memory.store_long(bases + 8 * rank, at["y"])
-        terms = marks.pack("combine_gathered", self.truth.case.max_tokens)
-        launches = []
-        for rank in range(self.ranks.world_size):
-            self.renew(rank)
-            rows = {"bases": bases, "num_rows": max(self.truth.case.capacity), "blocks": 2}
-            launches.append(self.launch(rank, Gather(self.problem), terms, **rows))
-        self.ranks.run(launches)
-        self.check_sums(self.of("out"))
 
 
 def steps(shape: Shape, draw: random.Random, joining: int = 2) -> None:

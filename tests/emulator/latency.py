@@ -48,20 +48,14 @@ class Pair:
 
     def inputs(self) -> None:
         """A new route."""
-        case, ranks = drawn(self.shape, self.draw), self.ranks
+        case, blank, hidden = drawn(self.shape, self.draw), self.ranks.blank, self.shape.hidden
         self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31), self.shape.domains)
         self.at: list[dict[str, int]] = []
         for rank, rows in enumerate(case.capacity):
-            tokens, held = self.truth.tokens[rank], case.experts_per_rank[rank]
-            put, blank, idx = ranks.memory.put, ranks.blank, case.topk_idx[rank]
-            self.at.append(dict(
-                x=put(tokens.x, "x"), topk_weights=put(tokens.weights, "topk_weights"), topk_idx=put(idx, "topk_idx"),
-                send_rows=blank(idx.numel(), "send_rows"), arrivals=blank(4 * rows + case.world_size + 3, "arrivals"),
-                offs=blank(held, "offs"), counts=blank(held, "counts"), dropped=blank(held, "dropped"),
-                recv_x=blank(rows * self.shape.hidden, "recv_x"), recv_weights=blank(rows, "recv_weights"),
-                y=put(self.truth.y[rank], "y"), weights=put(self.truth.weights[rank], "weights"),
-                out=blank(idx.shape[0] * self.shape.hidden, "out"),
-            ))  # fmt: skip
+            self.at.append(self.ranks.along(self.truth, rank) | {
+                "recv_x": blank(rows * hidden, "recv_x"), "recv_weights": blank(rows, "recv_weights"),
+                "out": blank(case.topk_idx[rank].shape[0] * hidden, "out"),
+            })  # fmt: skip
 
     def launches(self, kind: str, weighted: bool, parts: tuple[bool, bool]) -> list[Launch]:
         """Of "dispatch" or "combine"; `parts`: whether it sends, whether it receives."""

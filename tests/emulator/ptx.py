@@ -12,7 +12,6 @@ import torch
 from .arch import Phases, mbarrier_wait, phases, sync_threads
 from .machine import memory
 from .numbers import Int32, Int64, Uint32, float_of, word_of
-from .threads import WARP as WARP
 from .threads import look_again, me
 
 

@@ -160,6 +160,18 @@ class Ranks:
         """Poisoned room for an output."""
         return self.memory.take(max(4 * words, 16), name)
 
+    def along(self, truth: Any, rank: int) -> dict[str, int]:
+        """Where a rank's inputs lie that `truth` names, and room for what its plan returns."""
+        put, blank, case = self.memory.put, self.blank, truth.case
+        tokens, idx = truth.tokens[rank], case.topk_idx[rank]
+        rows, held = case.capacity[rank], case.experts_per_rank[rank]
+        return dict(
+            x=put(tokens.x, "x"), topk_weights=put(tokens.weights, "topk_weights"), topk_idx=put(idx, "topk_idx"),
+            send_rows=blank(idx.numel(), "send_rows"), arrivals=blank(4 * rows + case.world_size + 3, "arrivals"),
+            offs=blank(held, "offs"), counts=blank(held, "counts"), dropped=blank(held, "dropped"),
+            y=put(truth.y[rank], "y"), weights=put(truth.weights[rank], "weights"),
+        )  # fmt: skip
+
 
 def numbered(kind: Any, **values: Any) -> Any:
     """A kernel's arguments, each of the type that its annotation names."""

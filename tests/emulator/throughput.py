@@ -37,18 +37,11 @@ class Steps:
 
     def inputs(self) -> None:
         """A new route."""
-        case, ranks = drawn(self.shape, self.draw), self.ranks
+        case = drawn(self.shape, self.draw)
         self.truth = Truth(case, self.shape.hidden, self.draw.getrandbits(31), self.shape.domains)
         self.at: list[dict[str, int]] = []
-        for rank, rows in enumerate(case.capacity):
-            tokens, held, idx = self.truth.tokens[rank], case.experts_per_rank[rank], case.topk_idx[rank]
-            put, blank = ranks.memory.put, ranks.blank
-            self.at.append(dict(
-                x=put(tokens.x, "x"), topk_weights=put(tokens.weights, "topk_weights"), topk_idx=put(idx, "topk_idx"),
-                send_rows=blank(idx.numel(), "send_rows"), arrivals=blank(4 * rows + case.world_size + 3, "arrivals"),
-                offs=blank(held, "offs"), counts=blank(held, "counts"), dropped=blank(held, "dropped"),
-                y=put(self.truth.y[rank], "y"), weights=put(self.truth.weights[rank], "weights"),
-            ))  # fmt: skip
+        for rank in range(self.ranks.world_size):
+            self.at.append(self.ranks.along(self.truth, rank))
             self.renew(rank)
 
     def renew(self, rank: int) -> None:
@@ -231,7 +224,10 @@ class Steps:
             rows = {"bases": bases, "num_rows": max(self.truth.case.capacity), "blocks": 2}
             launches.append(self.launch(rank, Gather(self.problem), terms, **rows))
         self.ranks.run(launches)
-        self.truth.check_combined(self.ranks, self.of("out"), weighted=False)
+        self.check_sums(self.of("out"))
+
+    def check_sums(self, out: list[int]) -> None:
+        self.truth.check_combined(self.ranks, out, weighted=False)
 
     def scaled_backward(self) -> None:
         """The backward of a weighted combine, where x is the gradient of what it gave."""

@@ -1,5 +1,5 @@
 """Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
-of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_domains.py alone, `domains4`
+of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_domains*.py alone, `domains4`
 (which no other argument compiles).
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
@@ -134,9 +134,9 @@ def of_many(world_size: int, seed: int) -> list[Any]:
 
 
 def of_domains(world_size: int, seed: int) -> list[Any]:
-    """What test_domains launches on so many ranks; the longest to compile first."""
+    """What test_domains*.py launch on so many ranks; the longest to compile first."""
     import adversary
-    import test_domains
+    import domains
     import torch
 
     from ep_ops import ahead
@@ -144,25 +144,25 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
 
     adversary.install(setattr)
     lacking = no_device_library()
-    given = test_domains.config(world_size)
+    given = domains.config(world_size)
     sizes = (given["num_experts"], given["hidden_size"], given["top_k"], given["max_tokens_per_rank"])
     found: list[Any] = []
-    for size, wire in test_domains.overs(world_size):
+    for size, wire in domains.overs(world_size):
         if wire != "nvshmem" or lacking is None:
-            more = (torch.bfloat16, None, test_domains.TOKENS)
+            more = (torch.bfloat16, None, domains.TOKENS)
             made = ahead.config_of(world_size, *sizes, *more, domain_size=size, wire=wire)
             found += adversary.kernels_of(made)
             found += adversary.kernels_of(dataclasses.replace(made, bundle="1"))
-            half = {"staging_bytes": test_domains.half_of_the_memory(world_size, size)}
+            half = {"staging_bytes": domains.half_of_the_memory(world_size, size)}
             without = (torch.bfloat16, None, 0)
             made = ahead.config_of(world_size, *sizes, *without, domain_size=size, wire=wire, **half)
             found += adversary.kernels_of(made)
-            sizes_of_format = (sizes[0], test_domains.FORMAT_HIDDEN, *sizes[2:])
+            sizes_of_format = (sizes[0], domains.FORMAT_HIDDEN, *sizes[2:])
             made = ahead.config_of(world_size, *sizes_of_format, *more, domain_size=size, wire=wire)
-            found += [k for k in adversary.kernels_of(made, test_domains.FORMATS) if getattr(k, "format", "")]
+            found += [k for k in adversary.kernels_of(made, domains.FORMATS) if getattr(k, "format", "")]
             made = ahead.config_of(world_size, *sizes_of_format, *without, domain_size=size, wire=wire, **half)
-            found += [k for k in adversary.kernels_of(made, test_domains.FORMATS) if getattr(k, "format", "")]
-    half = {"staging_bytes": test_domains.half_of_the_memory(world_size, None)}
+            found += [k for k in adversary.kernels_of(made, domains.FORMATS) if getattr(k, "format", "")]
+    half = {"staging_bytes": domains.half_of_the_memory(world_size, None)}
     found += adversary.kernels_of(ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, **half))
     return sorted(found, key=lambda kernel: not kernel.linked)
 

@@ -132,7 +132,7 @@ def test_quantised(dtype, name, layout, slots, seed):
     grid = formats.Grid(of.rows, slots, len(of.counts), WIDE)
     along = on_cpu(route)
     packed = formats.ScaleLayout(form, layout, grid, along.segments).pack(every.view(want.dtype), True, 0.0)
-    taken = formats.view(packed, form, layout, grid)
+    taken = formats.view(packed, layout, grid)
     assert scales.shape == taken.shape and scales.stride() == taken.stride() and scales.dtype == taken.dtype
     ours, theirs = (t.view(torch.uint8) if name == MX and layout == "rows" else t for t in (scales.cpu(), taken))
     ours, theirs = (t.reshape(of.rows, -1) for t in (ours, theirs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,23 @@ import pytest
 import torch
 
 from cute_kernels.heap import Problem
+from cute_kernels.internode.wire import Wire
 from cute_kernels.launch import names
+from cute_kernels.throughput.pull import Pull
+from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import outputs
+from ep_ops.backends.cute.budget import Traffic
+from ep_ops.backends.cute.throughput import ThroughputPath
+
+PROBLEM = Problem(3, (3, 0, 5), 4, 64, "bf16", 512)
+
+
+def across(wire: Wire) -> Problem:
+    """The same of four ranks in two NVLink domains."""
+    return dataclasses.replace(
+        PROBLEM, world_size=4, experts_per_rank=(2,) * 4, domains=((0, 3), (1, 2)), wire=wire
+    )  # fmt: skip
+
 
 NO_FAILURES: Any = SimpleNamespace(
     check=lambda: None, check_last=lambda: None, report=SimpleNamespace(failed=lambda: None)
@@ -44,3 +60,18 @@ def allocate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.empty_strided(shape, strides, dtype=dtype)
 
     monkeypatch.setattr(outputs, "allocator", lambda device: new)
+
+
+def throughput(
+    budget: Budget, monkeypatch: pytest.MonkeyPatch, problem: Problem = PROBLEM, multiprocessors: int = 132
+) -> tuple[ThroughputPath, Recorder]:
+    """The path of rank 0, and what notes its launches."""
+    allocate_on_cpu(monkeypatch)
+    recorder: Any = Recorder(problem, multiprocessors)
+    traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
+    made = outputs.Outputs(problem, problem.experts_per_rank[0], recorder.device)
+    return ThroughputPath(recorder, made, budget, traffic), recorder
+
+
+def joins(kernel: Any) -> bool:
+    return isinstance(kernel, Pull) and kernel.joins

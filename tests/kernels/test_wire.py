@@ -68,9 +68,3 @@ def test_library_is_found(version: str | None, taken: bool, tmp_path: Path, monk
     if version is not None:
         (tmp_path / f"nvidia_nvshmem_cu13-{version}.dist-info").mkdir()
     assert wire.find_library() == (str(library) if taken else None)
-
-
-def test_words() -> None:
-    """How many rows a batch has, and whether it is the last, fit beside the epoch."""
-    assert wire.LAST | wire.MOST_ROWS == (1 << wire.SHIFT) - 1
-    assert wire.LAST & wire.MOST_ROWS == 0

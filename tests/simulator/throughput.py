@@ -12,9 +12,6 @@ from .shape import Operation, add, rounded, weight_of, x_of
 if TYPE_CHECKING:
     from .rank import Rank
 
-Told = dict[int, tuple[Any, Head]]
-"""What a tile tells each rank: the entries for it, and the head."""
-
 
 def bits(mask: int) -> list[int]:
     return [i for i in range(mask.bit_length()) if mask >> i & 1]

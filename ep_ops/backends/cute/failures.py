@@ -21,7 +21,7 @@ from .report import Report
 
 
 class Failures:
-    """Of one communicator. Reads of symmetric memory do not wait for what runs on the device."""
+    """What has gone wrong in one communicator. Reads of symmetric memory do not wait for what runs on the device."""
 
     def __init__(self, config: Config, rank: int, device: torch.device, memory: SymmetricBuffer) -> None:
         self._config, self._rank, self._device, self._memory = config, rank, device, memory

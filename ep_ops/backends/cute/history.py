@@ -12,15 +12,15 @@ from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS,
 from ...records import Operation
 
 TOLD = 3
-"""Of how many operations of a rank an error tells."""
+"""How many operations of a rank an error tells of."""
 
 MOST = 8
-"""Of how many ranks that were not seen."""
+"""How many ranks that were not seen it names."""
 
 
 def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = ()) -> list[Operation]:
-    """Of a rank's notes (`NOTES` of them), of what it has waited, and of both banks of the marks with which ranks have
-    begun operations there; the last one first."""
+    """The operations that a rank has noted, the last one first. `memory`: its notes, `NOTES` of them; `waited`: for how
+    long it has waited for whom; `hellos`: both banks of the marks with which ranks have begun operations there."""
     found = []
     words_of = struct.unpack(f"<{len(waited) // 8}q", waited)
     ranks = len(words_of) // NOTES
@@ -40,13 +40,14 @@ def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = ())
 
 
 def _unseen(hellos: bytes, number: int) -> tuple[int, ...]:
-    """Ranks whose mark is one of an operation before that."""
+    """Ranks that have not begun operation `number`: their marks are of operations before it."""
     found = struct.unpack(f"<{len(hellos) // 8}q", hellos)
     return tuple(rank for rank, mark in enumerate(found) if marks.unpack(mark)[0] < number)
 
 
 def _seconds(word: int, use: int) -> float:
-    """Of a word of the note's `use`; an older one tells of an operation that is over."""
+    """What a word says of how long a rank was waited for; 0 if it was written in an earlier `use` of the note's place,
+    for another operation."""
     return ((word & (1 << WAIT_BITS) - 1) << WAIT_UNIT) * 1e-9 if word >> WAIT_BITS == use else 0.0
 
 

@@ -16,19 +16,19 @@ from cute_kernels.places import place_words
 from ...symmetric import SymmetricBuffer, nvshmem
 
 Launch = Callable[..., None]
-"""What launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) go by
-name: tensors, None or left out where there is none; numbers as they are, all of them."""
+"""What launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) go by name: tensors, None or
+left out where there is none; numbers as they are, all of them."""
 
 
 class Launcher:
-    """Of one rank of a communicator, on its device."""
+    """Launches the kernels of one rank of a communicator, on its device."""
 
     def __init__(
         self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int],
         stream: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
-        """The rest: this rank, address of the report, deadline of waits in ns. `stream`: device index -> the stream to
-        launch on; None: the current one."""
+        """`heap`: this rank's; `rest`: this rank, the address of the report, the deadline of waits in ns. `stream`:
+        device index -> the stream to launch on; None: the current one."""
         self.problem, self.device = problem, heap.local.device
         device = self.device
         properties = torch.cuda.get_device_properties(device)

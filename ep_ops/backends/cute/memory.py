@@ -75,7 +75,7 @@ def rows_of_a_put(config: Config) -> int:
 
 
 def sizes_of(config: Config) -> Problem:
-    """The same without what crosses between NVLink domains."""
+    """As `problem_of`, without the wire between NVLink domains."""
     tokens = config.max_tokens_per_rank if config.staging_bytes is None else round_tokens(config)
     return _in_rounds_of(config, tokens or least_round(config))
 
@@ -125,8 +125,8 @@ def _heap_of(config: Config, problem: Problem) -> Heap:
     return LatencyHeap(problem, tokens) if tokens else Heap(problem)
 
 
-def memory_plan(config: Config, rank: int) -> dict[str, int]:
-    """Bytes that a rank's backend holds, by purpose."""
+def memory_plan(config: Config) -> dict[str, int]:
+    """Bytes that each rank's backend holds, by purpose."""
     sizes = heap_of(config).sizes()
     if config.symmetric_rows:
         sizes["rows to be gathered"] = rows_bytes(config)

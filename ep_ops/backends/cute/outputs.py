@@ -32,7 +32,7 @@ def allocator(device: torch.device) -> New:
 
 
 class Outputs:
-    """Of the operators of one communicator, on its device."""
+    """Makes the outputs of one communicator's operators, on its device."""
 
     def __init__(self, problem: Problem, num_local_experts: int, device: torch.device) -> None:
         self._world_size, self._hidden, self._top_k = problem.world_size, problem.hidden_size, problem.top_k
@@ -46,20 +46,20 @@ class Outputs:
     def dispatched(
         self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes, how: Sent, token_major: bool = False
     ) -> DispatchTensors:
-        """Without scales; with local ids of token-major rows."""
+        """What a dispatch returns, without scales; of token-major rows with local ids."""
         rows = self.rows(x, weighted, sizes.capacity, how, token_major)
         placed = self._placed(allocator(self._device), topk_idx, sizes.capacity)
         return (*rows, *placed, self.ids(sizes.capacity)) if token_major else (*rows, *placed)
 
     def ids(self, num_rows: int) -> Tensor:
-        """int32 [num_rows, K]"""
+        """int32 [num_rows, K] for local ids."""
         return allocator(self._device)((num_rows, self._top_k), (self._top_k, 1), torch.int32)
 
     def _row_dtype(self, x: Tensor, how: Sent) -> torch.dtype:
         return x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
 
     def scales(self, how: Sent, num_rows: int, slots: int) -> Tensor | None:
-        """Of rows that arrive; None where they have none."""
+        """For the scales of rows that arrive; None where they have none."""
         if not how.layout:
             return None
         grid = Grid(num_rows, slots, self._local[0], self._hidden)
@@ -98,5 +98,5 @@ class Outputs:
         return allocator(self._device)((tokens, hidden), (hidden, 1), y.dtype)
 
     def scalars(self, shape: tuple[int, ...]) -> Tensor:
-        """float32"""
+        """float32 for weights, or for gradients of weights."""
         return torch.empty(shape, dtype=torch.float32, device=self._device)

@@ -12,6 +12,9 @@ from cute_kernels import marks, sync
 
 _WORDS = sync.REPORT_WORDS
 _ALL = 4 * _WORDS
+_FAILED, _REFUSED, _REFUSAL, _LATE = range(0, _ALL, _WORDS)
+"""Where each record begins: a wait that failed, a value that was refused, an operation that a peer refused, and a wait
+that lasts long."""
 _NOT_BEGUN = -1
 """In the place of a flag: no kernel waited for one."""
 
@@ -34,13 +37,17 @@ class Report:
     def pending(self) -> bool:
         """Whether there is something to raise; a fraction of a microsecond."""
         words = self._words
-        return words[0] != 0 or words[_WORDS] != 0 or words[2 * _WORDS] != 0
+        return words[_FAILED] != 0 or words[_REFUSED] != 0 or words[_REFUSAL] != 0
+
+    def _record(self, first: int) -> list[int]:
+        """Done mark, reason, flag, rank, peer, detail, expected mark, seen. Read when the done mark is there."""
+        return self._words[first : first + 8]
 
     def failed(self) -> str | None:
         """Text of the wait that failed; the communicator cannot be used after it."""
-        if self._words[0] == 0:
+        if self._words[_FAILED] == 0:
             return None
-        _, reason, flag, rank, peer, detail, expected, seen = self._words[:8]
+        _, reason, flag, rank, peer, detail, expected, seen = self._record(_FAILED)
         epoch, own = marks.unpack(expected)
         doing = f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator)"
         if reason == sync.TOLD and flag == _NOT_BEGUN:
@@ -60,7 +67,7 @@ class Report:
 
     def concerned(self) -> tuple[int, ...]:
         """Who waited for whom, where a wait has failed."""
-        _, reason, _, rank, peer, _, expected, _ = self._words[:8]
+        _, reason, _, rank, peer, _, expected, _ = self._record(_FAILED)
         if reason == sync.TOLD:
             alarm = marks.unpack_alarm(self._heard(marks.unpack(expected)[0])[0])
             return tuple(dict.fromkeys((rank, alarm.rank, alarm.peer)))
@@ -86,20 +93,19 @@ class Report:
 
     def tell(self, rank: int, epoch: int) -> None:
         """Writes what a kernel would: that another rank has told this one, which has not begun operation `epoch`."""
-        self._words[1:8] = [sync.TOLD, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0]
-        self._words[0] = 1
+        self._words[_FAILED + 1 : _FAILED + 8] = [sync.TOLD, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0]
+        self._words[_FAILED] = 1
 
     def told(self) -> bool:
         """Whether the wait failed because another rank had given up, who has told all."""
-        return self._words[1] == sync.TOLD
+        return self._words[_FAILED + 1] == sync.TOLD
 
     def waiting(self) -> str | None:
         """Text of a wait that lasts long, once for each operation."""
-        words = self._words
-        if words[3 * _WORDS] == 0:
+        if self._words[_LATE] == 0:
             return None
-        _, _, flag, rank, peer, _, expected, _ = words[3 * _WORDS : 3 * _WORDS + 8]
-        words[3 * _WORDS] = 0
+        _, _, flag, rank, peer, _, expected, _ = self._record(_LATE)
+        self._words[_LATE] = 0
         epoch, own = marks.unpack(expected)
         return (
             f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator), still waits for rank {peer} "
@@ -108,12 +114,10 @@ class Report:
 
     def refused(self) -> str | None:
         """Text of the first expert id or row out of range since the last call; forgets it."""
-        words = self._words
-        if words[_WORDS] == 0:
+        if self._words[_REFUSED] == 0:
             return None
-        _, reason, _, rank, _, detail, mark, value = words[_WORDS : _WORDS + 8]
-        for i in range(_WORDS):
-            words[_WORDS + i] = 0
+        _, reason, _, rank, _, detail, mark, value = self._record(_REFUSED)
+        self._words[_REFUSED : _REFUSED + _WORDS] = [0] * _WORDS
         epoch, terms = marks.unpack(mark)
         where = f"ep::{terms.kind}, operation {epoch}"
         if reason == sync.BAD_ROW:
@@ -134,17 +138,18 @@ class Report:
 
     def refused_in(self) -> int | None:
         """The epoch of the operation that :meth:`refusal` would tell of."""
-        words = self._words
-        return None if words[2 * _WORDS] == 0 else marks.unpack(words[2 * _WORDS + 6])[0]
+        if self._words[_REFUSAL] == 0:
+            return None
+        *_, own, _ = self._record(_REFUSAL)
+        return marks.unpack(own)[0]
 
     def refusal(self) -> tuple[int, int, str] | None:
         """Of an operation that another rank refused since the last call, which is forgotten: that rank, the epoch, and
         text that says what this rank was doing."""
-        words = self._words
-        if words[2 * _WORDS] == 0:
+        if self._words[_REFUSAL] == 0:
             return None
-        own, refusal = words[2 * _WORDS + 6 : 2 * _WORDS + 8]
-        words[2 * _WORDS] = 0
+        *_, own, refusal = self._record(_REFUSAL)
+        self._words[_REFUSAL] = 0
         epoch, terms = marks.unpack(own)
         rank, turn = marks.unpack_refusal(marks.unpack(refusal)[1])
         if epoch - turn == self._told:  # by another warp, or in a later turn, since the host looked

@@ -14,7 +14,8 @@ MARGIN = 2
 
 
 def needed(problem: Problem) -> int:
-    """The fewest: beside the blocks that wait for others, those that stage and send and one that pulls."""
+    """The fewest multiprocessors: for the blocks that wait for others, for those that stage and send and for one that
+    pulls."""
     return problem.tiles + row_blocks(problem) + 1 + MARGIN
 
 

@@ -1,4 +1,4 @@
-"""What kernels are compiled for of a delivery, and what they take of it."""
+"""Of a delivery, what kernels are compiled for, and what they are given."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class Side:
         self.forked = False  # whether the operation's first kernel has been launched
 
     def raw(self, index: int) -> int:
-        """Of device ``index``. Later kernels of the operation follow the first, with nothing in between: they may be
-        launched while it runs."""
+        """The stream's handle, as a launcher asks for it. Later kernels of the operation follow the first, with nothing
+        in between: they may be launched while it runs."""
         if not self.forked:
             self._fork.record(torch.cuda.current_stream(self._device))
             self.stream.wait_event(self._fork)

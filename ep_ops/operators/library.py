@@ -1,0 +1,36 @@
+"""How PyTorch is told of an operator of the library ``ep``, and of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .once import once
+
+LIBRARY = torch.library.Library("ep", "DEF")
+CONTIGUOUS = torch.Tag.needs_contiguous_strides
+
+
+def define(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (CONTIGUOUS,)
+) -> None:
+    """An operator that runs on CPUs and GPUs; ``fake`` gives the shapes and dtypes of what it returns."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    # Opaque to Dynamo: called from a function that broke its graph, a backend's Python must not be traced into.
+    # (torch.compiler.disable would do, but imports Dynamo at once; this one does so in the first call.)
+    opaque = torch._disable_dynamo(run)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, opaque, key)
+    torch.library.register_fake(f"ep::{name}", fake, lib=LIBRARY)
+
+
+def differentiate(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
+    """The gradient of an operator, which has none itself; ``save`` keeps what it needs."""
+    # Opaque to Dynamo, as what the operators run is.
+    torch.library.register_autograd(
+        f"ep::{name}", torch._disable_dynamo(once(f"ep::{name}", backward)), setup_context=torch._disable_dynamo(save),
+        lib=LIBRARY,
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+"""How many blocks the throughput path's kernels get."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from launches import PROBLEM, across, joins, throughput
+
+from cute_kernels.internode.wire import Nvlink
+from cute_kernels.throughput.pull import Pull
+from ep_ops.backends.budget import Budget
+from ep_ops.backends.cute import residency
+from ep_ops.backends.cute.throughput import STAGING_BLOCKS, ThroughputPath
+from ep_ops.records import Route, Sizes
+
+
+def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of an operation are told of the same blocks; there are as many as the budget allows, no more."""
+    path, recorder = throughput(Budget(20, 30, 22, 24, beyond=(66, 99)), monkeypatch)
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    recv_x, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100))
+    route = Route(idx, *placed[:4], 16, 48, 100)
+    _, first, second = recorder.launched
+    assert not joins(first[0]) and joins(second[0]) and first[1] == second[1], "one operation"
+    # One block of the grid that joins takes part in any case: the budget of 20 holds it.
+    assert (first[2]["blocks"], second[2]["blocks"]) == (19, 1 + 66 - 20)
+    assert {**first[2], "blocks": 0} == {**second[2], "blocks": 0}
+    assert (first[2]["dealt"], first[2]["joining"]) == (19, second[2]["blocks"])
+
+    recorder.launched.clear()
+    path.along("dispatch_planned", x, None, route)
+    path.combine(recv_x, recv_weights, route, None)
+    path.dispatch_backward(recv_x, recv_weights, route)
+    path.dispatch_backward(None, recv_weights, route)
+    path.combine_backward(x, recv_x, recv_weights, route)
+    given = [(given["dealt"], given["blocks"]) for _, _, given in recorder.launched if "dealt" in given]
+    assert given == [(20, 66), (30, 99), (30, 99), (30, 30)]  # scalars alone: nobody joins
+    (pull,) = (given for kernel, _, given in recorder.launched if isinstance(kernel, Pull))
+    assert pull["joining"] == 66 - 20
+
+    single, recorder = throughput(Budget(1, 2, beyond=(66, 99)), monkeypatch)
+    single.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
+    _, (kernel, _, given) = recorder.launched
+    assert not joins(kernel) and (given["dealt"], given["joining"], given["blocks"]) == (1, 0, 1), "none to give away"
+
+
+def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody joins, and few multiprocessors stage; a budget is followed."""
+    budget = Budget(20, 30, 22, 24, beyond=(66, 99))
+    whole, recorder = throughput(budget, monkeypatch)
+    path = ThroughputPath(recorder, whole._outputs, budget, whole._traffic, side=object())  # type: ignore[arg-type]
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    for asked, (dispatch, combine) in (((None, None), (20, 30)), ((8, 12), (8, 12))):
+        recorder.launched.clear()
+        with budget.changed(*asked):
+            recv_x, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100))
+            route = Route(idx, *placed[:4], 16, 48, 100)
+            path.combine(recv_x, recv_weights, route, None)
+            path.dispatch_backward(recv_x, recv_weights, route)
+            path.along("combine_backward", x, None, route)
+        publish, pull, add, add_back, publish_back, pull_back = (given for _, _, given in recorder.launched)
+        staging = 1 + min(STAGING_BLOCKS, dispatch)
+        assert publish["blocks"] == PROBLEM.tiles + staging and publish_back["blocks"] == staging
+        assert pull["blocks"] == pull["dealt"] == pull_back["blocks"] == dispatch
+        assert pull["joining"] == pull_back["joining"] == 0
+        assert add["blocks"] == add["dealt"] == add_back["blocks"] == combine
+
+
+def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside tiles and what pulls: one block each that relays, announces, sends and stages, however few there are."""
+    problem = across(Nvlink())
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+    least = residency.needed(problem)
+    assert least == residency.needed(dataclasses.replace(problem, domains=())) + 2
+    for blocks, pulling in ((least, 1), (least, 3), (132, 20)):
+        path, recorder = throughput(Budget(pulling, 4), monkeypatch, problem, blocks)
+        path.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
+        (publish, *_) = (given["blocks"] for _, _, given in recorder.launched)
+        assert publish == max(problem.tiles + 4, blocks - residency.MARGIN - pulling)
+        path.plan(idx, Sizes(48, 16, 0, 100))
+        assert recorder.launched[-1][2]["blocks"] == problem.tiles
