@@ -7,6 +7,7 @@ is captured.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ep_ops.arrivals import size, views
 from ep_ops.nn.live_rows import kernels_on
+from ep_ops.operators.eager import call
 from ep_ops.operators.library import define
 from ep_ops.records import UNTOLD
 
@@ -148,5 +150,5 @@ define(
     _route, _fake_route,
 )  # fmt: skip
 
-expert_lists: Any = torch.ops.ep.expert_lists
-places_route: Any = torch.ops.ep.places_route
+expert_lists: Any = functools.partial(call, "expert_lists")
+places_route: Any = functools.partial(call, "places_route")

@@ -26,7 +26,7 @@ from torch import Tensor
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantise import refuse_hidden
-from ep_ops.operators.eager import refuse_transforms
+from ep_ops.operators.eager import call, refuse_transforms
 from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.library import define, differentiate
 from ep_ops.records import Route
@@ -46,7 +46,7 @@ def swiglu_rows(gate_and_up: Tensor, route: Route) -> Tensor:
     ValueError for a token-major route, another number of rows, or an odd number of columns; TypeError for a dtype that
     is no floating-point type of 16 to 64 bits.
     """
-    return torch.ops.ep.swiglu(*_checked(gate_and_up, route))
+    return call("swiglu", *_checked(gate_and_up, route))
 
 
 def swiglu_quantised(
@@ -68,7 +68,7 @@ def swiglu_quantised(
     refuse_hidden(gate_and_up.shape[1] // 2, form)
     if gate_and_up.dtype == torch.float64:
         raise TypeError("gate_and_up is torch.float64; rows that are quantised are bfloat16, float16 or float32")
-    codes, scales = torch.ops.ep.swiglu_quantised(*rows, format, layout)
+    codes, scales = call("swiglu_quantised", *rows, format, layout)
     grid = Grid(codes.shape[0], route.slots, route.offs.shape[0], codes.shape[1])
     return codes, formats.view(scales, layout, grid)
 
@@ -233,7 +233,7 @@ def _gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     own = None
     if grad is not None and ctx.needs_input_grad[0]:
         x, offs, counts = ctx.saved_tensors
-        own = torch.ops.ep.swiglu_backward(grad.to(x.dtype), x, offs, counts, *ctx.sizes)
+        own = call("swiglu_backward", grad.to(x.dtype), x, offs, counts, *ctx.sizes)
     return (own, *(None for _ in range(ctx.others)))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.nn.live_rows import kernels_of
+from ep_ops.operators.eager import call
 from ep_ops.operators.library import LIBRARY, define
 
 
@@ -24,7 +25,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     are copied, of any dtype. Differentiable functions are made of it; its own gradient, which would have to know who
     names each row, raises NotImplementedError.
     """
-    return torch.ops.ep.sum_rows(x, index, None if weights is None else weights.to(exact(x)))
+    return call("sum_rows", x, index, None if weights is None else weights.to(exact(x)))
 
 
 def exact(x: Tensor) -> torch.dtype:

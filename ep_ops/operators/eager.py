@@ -1,15 +1,15 @@
-"""How a communicator's methods call operators.
+"""How methods, layers and gradients call operators.
 
-PyTorch's dispatcher, which hands a call to autograd, to tracers and to the implementation, took 13 µs of host time for
-a dispatch in a tight loop, 22 with gradients on: as long as a decode step's kernels. Where none of these would do
-anything (eager code without gradients) a method calls the implementation itself. ``torch.ops.ep`` always takes the long
-way.
+PyTorch's dispatcher hands a call to autograd, to tracers and to the implementation. That takes the host as long as a
+decode step's kernels, and several times as long where gradients are asked for. Where only autograd would do anything,
+an eager call goes to the implementation itself, or to the autograd function around it. ``torch.ops.ep`` always takes
+the long way.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -20,16 +20,18 @@ from torch.autograd import forward_ad
 
 from .. import registry
 from ..backends.base import Backend
-from .table import Operator
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
-"""Operator name -> what runs on a CPU or a GPU (see register)."""
+"""Operator name -> what runs on a CPU or a GPU."""
+DIFFERENTIABLE: dict[str, Callable[..., Any]] = {}
+"""The same with its gradient, of operators that have one."""
 
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": frozenset({Tensor, torch.nn.Parameter}),
     "Optional[Tensor]": frozenset({Tensor, torch.nn.Parameter, NoneType}),
     "int": frozenset({int, torch.dtype}),
     "List[Tensor]": frozenset({list}),
+    "List[int]": frozenset({list, tuple}),
     "str": frozenset({str}),
     "bool": frozenset({bool}),
 }
@@ -41,22 +43,29 @@ _PLAIN: dict[str, set[tuple[type, ...]]] = {}
 """Operator name -> types of arguments that were found to be plain."""
 
 
-def learn(operators: Iterable[Operator]) -> None:
-    """Note the types of their arguments; they are registered."""
-    for op in operators:
-        _PLAIN[op.name] = set()
-        _ARGUMENTS[op.name] = tuple(_TYPES[str(a.type)] for a in op.overload._schema.arguments)
+def learn(name: str, run: Callable[..., Any]) -> None:
+    """Note what runs an operator that is defined, and the types of its arguments."""
+    arguments = getattr(torch.ops.ep, name).default._schema.arguments
+    IMPLEMENTATIONS[name], _PLAIN[name] = run, set()
+    _ARGUMENTS[name] = tuple(_TYPES[str(a.type)] for a in arguments)
 
 
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
     types = tuple(map(type, args))
-    if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or args[0].is_meta:
+    if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta:
         if not _is_compiling():
             _refuse_misfits(name, args, types)
         refuse_transforms(f"ep::{name}", args)
         return getattr(torch.ops.ep, name)(*args)
+    if _is_grad_enabled() and _asks(*args):
+        return DIFFERENTIABLE.get(name, getattr(torch.ops.ep, name))(*args)
     return IMPLEMENTATIONS[name](*args)
+
+
+def _first(args: tuple[Any, ...]) -> Tensor:
+    """Of the tensors among the arguments; those of an operator are all of one device."""
+    return args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
 
 
 def refuse(name: str, backend: Backend, reason: str, flight: int = 0, max_tokens: int = 0) -> NoReturn:
@@ -83,7 +92,7 @@ def _refuse_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -
         if not _fits(kind, given):
             found = "None" if given is None else f"a {type(given).__name__}"
             reason = f"{argument.name} is {found}; allowed: {_ALLOWED[kind]}"
-            comm = registry.living.get(by_name["comm"])
+            comm = registry.living.get(by_name.get("comm", ""))
             if comm is not None:
                 _tell(name, comm.backend, reason, by_name.get("flight", 0), by_name.get("max_tokens", 0))
             raise TypeError(reason)
@@ -131,6 +140,7 @@ def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
 # Looked up once: each dot costs a decode step some of its time.
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_asks = torch._C._any_requires_grad
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -138,10 +148,9 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 def _heeded() -> bool:
-    """Whether somebody wants to hear of operators: a tracer, autograd, a mode, a transform, a profiler."""
+    """Whether somebody but autograd wants to hear of operators: a tracer, a mode, a transform, a profiler."""
     return (
         _is_compiling()
-        or _is_grad_enabled()
         or get_eval_frame_callback() is not None  # Dynamo would trace into what it is not told to leave alone
         or _dispatch_modes() > 0
         or _function_modes() > 0

@@ -19,6 +19,7 @@ from torch import Tensor
 from meta_kernels.formats import ELEMENT
 
 from ..records import Segments
+from .eager import call
 
 
 class Gradient(NamedTuple):
@@ -78,7 +79,7 @@ def _sent_back(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[
 
 
 def _dispatch_backward(operator: str, ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    home_x, home_weights = getattr(torch.ops.ep, operator)(*_sent_back(ctx, asked, grads), *ctx.along)
+    home_x, home_weights = call(operator, *_sent_back(ctx, asked, grads), *ctx.along)
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
 
@@ -98,14 +99,14 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
     if ctx.rows_asked:
         given, along = grad_out.contiguous(), (*route, ctx.num_rows, *ctx.along)
         if recv_weights is None or ctx.grad_format:
-            rows, *_ = torch.ops.ep.dispatch_planned(given, None, *along, None, ctx.grad_format)
+            rows, *_ = call("dispatch_planned", given, None, *along, None, ctx.grad_format, "", True, 0)
             grads["y"] = rows
             if recv_weights is not None:
                 _, _, _, offs, counts = route
                 kept = Segments(offs, counts, ctx.along[0]).covered(ctx.num_rows, padding=False)
                 grads["y"], grads["recv_weights"] = _with_weights(rows, y, recv_weights, kept)
         else:
-            grads["y"], grad_weights = torch.ops.ep.combine_backward(given, y, recv_weights, *along)
+            grads["y"], grad_weights = call("combine_backward", given, y, recv_weights, *along)
             grads["recv_weights"] = None if y is None else grad_weights
     if getattr(asked, "residual", False):
         grads["residual"] = grad_out
@@ -180,7 +181,7 @@ def _same_as_start(asked: Any, gradient: bool, operator: str) -> None:
 
 
 def _started(operator: str, given: tuple[Tensor | None, ...], *rest: Any) -> dict[str, Tensor | None]:
-    ticket = getattr(torch.ops.ep, operator)(*given, *rest)
+    ticket = call(operator, *given, *rest)
     setattr(ticket, _GIVEN, [tensor for tensor in given if tensor is not None])
     return {"ticket": ticket}
 
@@ -188,7 +189,7 @@ def _started(operator: str, given: tuple[Tensor | None, ...], *rest: Any) -> dic
 def _awaited(operator: str, ctx: Any, ticket: Tensor) -> tuple[Tensor, Tensor]:
     # Nothing is known of them where the start ran in another graph, which keeps them itself (ordering.py).
     given = getattr(ticket, _GIVEN, [])
-    return getattr(torch.ops.ep, operator)(ticket, given, ctx.dtype, *ctx.sizes, *ctx.of)
+    return call(operator, ticket, given, ctx.dtype, *ctx.sizes, *ctx.of)
 
 
 # ---------------------------------------------------------------------- of each operator

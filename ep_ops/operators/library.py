@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import eager
 from .once import once
 
 LIBRARY = torch.library.Library("ep", "DEF")
@@ -25,12 +26,21 @@ def define(
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, opaque, key)
     torch.library.register_fake(f"ep::{name}", fake, lib=LIBRARY)
+    eager.learn(name, run)
 
 
 def differentiate(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
-    """The gradient of an operator, which has none itself; ``save`` keeps what it needs."""
+    """The gradient of an operator, which has none itself; ``save`` (ctx, inputs, output) keeps what it needs."""
     # Opaque to Dynamo, as what the operators run is.
-    torch.library.register_autograd(
-        f"ep::{name}", torch._disable_dynamo(once(f"ep::{name}", backward)), setup_context=torch._disable_dynamo(save),
-        lib=LIBRARY,
-    )  # fmt: skip
+    opaque = torch._disable_dynamo(once(f"ep::{name}", backward))
+    torch.library.register_autograd(f"ep::{name}", opaque, setup_context=torch._disable_dynamo(save), lib=LIBRARY)
+    run = eager.IMPLEMENTATIONS[name]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = run(*args)
+        save(ctx, args, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(opaque)}
+    function: Any = type(f"ep_{name}", (torch.autograd.Function,), members)
+    eager.DIFFERENTIABLE[name] = function.apply

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .. import registry
-from . import eager
 from .library import CONTIGUOUS, define, differentiate
 from .table import OPERATORS, Operator
 
@@ -51,7 +50,7 @@ def _register_gradient(op: Operator) -> None:
     assert gradient is not None
 
     def asked(ctx: Any) -> Any:
-        # While it saves, torch has one more flag at the end, of an argument of its own.
+        # While it saves behind the dispatcher, there is one more flag at the end, of an argument of torch's own.
         return record(*ctx.needs_input_grad[: len(record._fields)])
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -65,11 +64,8 @@ def _register_gradient(op: Operator) -> None:
 
 
 for _op in OPERATORS:
-    _run = eager.IMPLEMENTATIONS[_op.name] = _implementation(_op)
     # What waits for the device cannot be part of a CUDA graph; Inductor then cuts the graph around it.
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
-    define(_op.name + _op.schema, _run, _fake(_op), _tags)
+    define(_op.name + _op.schema, _implementation(_op), _fake(_op), _tags)
     if _op.gradient is not None:
         _register_gradient(_op)
-
-eager.learn(OPERATORS)

@@ -1,9 +1,12 @@
-"""Methods of a communicator call the implementation itself only where nobody wants to hear of the operator."""
+"""Methods, layers and gradients call the implementation itself only where nobody but autograd wants to hear of the
+operator."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
+import cases
 import pytest
 import torch
 from calls import counted
@@ -24,15 +27,16 @@ def comm() -> Iterator[ep_ops.Communicator]:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """Implementations that were called directly."""
+    """Implementations that were called directly, with and without their gradients."""
     made: list[str] = []
-    for name, run in list(eager.IMPLEMENTATIONS.items()):
+    for runs in (eager.IMPLEMENTATIONS, eager.DIFFERENTIABLE):
+        for name, run in list(runs.items()):
 
-        def counted(*args, name=name, run=run):
-            made.append(name)
-            return run(*args)
+            def counted(*args, name=name, run=run):
+                made.append(name)
+                return run(*args)
 
-        monkeypatch.setitem(eager.IMPLEMENTATIONS, name, counted)
+            monkeypatch.setitem(runs, name, counted)
     return made
 
 
@@ -51,13 +55,16 @@ class Hears(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("off", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_directly_without_gradients(comm, calls, off):
+    """Gradients may be on where nothing asks for one, and something may ask for one where they are off."""
     x, idx, weights = given()
-    expected = comm.combine(*(lambda d: (d.x, d.route, d.weights))(comm.dispatch(x, idx, weights)))
-    assert calls == []  # gradients were on
+    there = comm.dispatch(x, idx, weights)
+    expected = torch.ops.ep.combine(there.x, there.weights, *there.route.tensors, *there.route.ints, comm.name)
+    calls.clear()
     with off():
-        sent = comm.dispatch(torch.nn.Parameter(x), idx, weights)
+        asks = off is not contextlib.nullcontext
+        sent = comm.dispatch(torch.nn.Parameter(x, asks), idx, weights)
         assert torch.equal(comm.combine(sent.x, sent.route, sent.weights), expected)
         started = comm.dispatch_start(x, idx, weights)
         split = comm.dispatch_wait(started)
@@ -69,6 +76,40 @@ def test_directly_without_gradients(comm, calls, off):
         "dispatch", "combine", "dispatch_start", "dispatch_wait", "combine_start", "combine_wait", "plan",
         "dispatch_dynamic", "dispatch_planned",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("token_major", [False, True], ids=["grouped", "token-major"])
+def test_directly_with_gradients(comm, calls, token_major, split):
+    """The gradients are those that the dispatcher gives, and backward leaves it out as well."""
+    idx, seed = given()[1], cases.fresh_seed()
+    draw = torch.Generator().manual_seed(seed)
+    x, weights, by = (torch.randn(shape, generator=draw) for shape in ((3, 8), (3, 2), (3, 8)))
+
+    def run() -> list[torch.Tensor]:
+        rows, scale = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        if not split:
+            sent = comm.dispatch_tokens(rows, idx, scale) if token_major else comm.dispatch(rows, idx, scale)
+        elif token_major:
+            sent = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(rows, idx, scale))
+        else:
+            sent = comm.dispatch_wait(comm.dispatch_start(rows, idx, scale))
+        each = None if token_major else sent.weights
+        y = sent.x * sent.weights.sum(1, keepdim=True) if token_major else sent.x
+        out = (
+            comm.combine_wait(comm.combine_start(y, sent.route, each))
+            if split else comm.combine(y, sent.route, each)
+        )  # fmt: skip
+        (out * by).sum().backward()
+        return [out.detach(), rows.grad, scale.grad]
+
+    found = run()
+    assert len(calls) == (8 if split else 4), calls
+    calls.clear()
+    with Hears() as mode:
+        expected = run()
+    assert calls == [] and sum("ep." in name for name in mode.heard) == (8 if split else 4)
+    assert all(map(torch.equal, found, expected)) and all(bool(t.any()) for t in found)
 
 
 @torch.no_grad()
