@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import cases
 import pytest
@@ -235,4 +236,28 @@ def test_host_time_of_a_call(comm, monkeypatch, name):
     python, c = counted(calls[name])
     print(f"{name}: {python} Python functions, {c} C functions")
     most_python, most_c = MOST_CALLS[name]
+    assert 0 < python <= most_python + OTHERS and 0 < c <= most_c + OTHERS
+
+
+MOST_WITH_GRADIENT = {"dispatch": (51, 50), "combine": (42, 56)}
+"""The same where something asks for a gradient."""
+
+
+@pytest.mark.parametrize("name", MOST_WITH_GRADIENT)
+def test_host_time_of_a_call_with_a_gradient(comm, monkeypatch, name):
+    x, idx, weights = given()
+    sent = comm.dispatch(x, idx, weights)
+    asks, y = x.clone().requires_grad_(), sent.x.clone().requires_grad_()
+    calls = {
+        "dispatch": lambda: comm.dispatch(asks, idx, weights),
+        "combine": lambda: comm.combine(y, sent.route, sent.weights),
+    }
+    results: list[Any] = []
+    run = getattr(comm.backend, name)
+    monkeypatch.setattr(comm.backend, name, lambda *args: results.append(run(*args)) or results[-1])
+    calls[name]()  # the first call fills caches
+    monkeypatch.setattr(comm.backend, name, lambda *args: results[0])
+    python, c = counted(calls[name])
+    print(f"{name}: {python} Python functions, {c} C functions")
+    most_python, most_c = MOST_WITH_GRADIENT[name]
     assert 0 < python <= most_python + OTHERS and 0 < c <= most_c + OTHERS
