@@ -133,22 +133,13 @@ class Communicator(Methods, TokenMajor):
             version=__version__, check=checking(), domain_size=domain_size, wire=wire(), staging_bytes=staging_bytes,
             bundle=bundle(),
         )  # fmt: skip
-        problem = unusable or own.problem() or backends.problem(own)
-        if not sequence:
+        if sequence:
+            problem = unusable or _problem_of(own, self.device, self.multiprocessors, overflow)
+        else:
             problem = (
                 f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank, as [4] * world_size"
             )
-        if problem is None and own.backend == "cute":
-            problem = gpu_problem(self.device) or backends.too_small(own, self.multiprocessors)
-        if problem is None and overflow not in POLICIES:
-            problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, POLICIES))}"
-        if problem is None and registry.taken(own.name):
-            problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
-        unfit = None
-        if problem is None and own.backend == "auto":
-            unfit = backends.problem(dataclasses.replace(own, backend="cute"))
-            if unfit is None and self.device.type == "cuda":
-                unfit = backends.too_small(own, self.multiprocessors)
+        unfit = _unfit(own, self.device, self.multiprocessors) if problem is None else None
         lack = functools.partial(backends.lack, multiprocessors=self.multiprocessors)
         resolved = agree(exchange, own, problem, unfit, lack)
 
@@ -395,6 +386,28 @@ class Communicator(Methods, TokenMajor):
     def __repr__(self) -> str:
         state = "destroyed" if self.destroyed else self.backend.name
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
+
+
+def _problem_of(own: Config, device: torch.device, multiprocessors: int, overflow: str) -> str | None:
+    """What is wrong with what this rank was given for a communicator; None: nothing."""
+    problem = own.problem() or backends.problem(own)
+    if problem is None and own.backend == "cute":
+        problem = gpu_problem(device) or backends.too_small(own, multiprocessors)
+    if problem is None and overflow not in POLICIES:
+        problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, POLICIES))}"
+    if problem is None and registry.taken(own.name):
+        problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
+    return problem
+
+
+def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | None:
+    """What of right values "cute" does not take where "auto" was asked for; None: nothing."""
+    if own.backend != "auto":
+        return None
+    unfit = backends.problem(dataclasses.replace(own, backend="cute"))
+    if unfit is None and device.type == "cuda":
+        unfit = backends.too_small(own, multiprocessors)
+    return unfit
 
 
 def refuse_destroyed(comm: Communicator) -> None:

@@ -39,15 +39,6 @@ def few(problem: Problem, form: str, layout: str, given: bool = False, part: tup
     return Dispatch(problem, 64, True, *part, form, layout, given)
 
 
-def resources(kernel: Any, arch: str, tmp_path: Path) -> tuple[int, int]:
-    """Registers, and bytes of spill stores."""
-    account = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
-    spilled = re.search(r"(\d+) bytes spill stores", account)
-    registers = re.search(r"Used (\d+) registers", account)
-    assert spilled and registers, account
-    return int(registers[1]), int(spilled[1])
-
-
 ENCODES, DECODES = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"
 
 
@@ -114,5 +105,5 @@ def test_registers(dtype: str, form: str, layout: str, arch: str, tmp_path: Path
     """Two blocks of a latency kernel fit on a multiprocessor; next to nothing is spilled."""
     problem = LARGE[dtype]
     for kernel in (few(problem, form, layout), pulling(problem, form, layout), staging(problem, form)):
-        registers, spilled = resources(kernel, arch, tmp_path)
+        registers, spilled = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
         assert spilled <= 64 and registers <= (168 if isinstance(kernel, Pull) else 64), (kernel, spilled)

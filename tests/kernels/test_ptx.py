@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -59,8 +59,14 @@ needs_assembler = pytest.mark.skipif(
 )
 
 
-def assembled(ptx: str, arch: str, tmp_path: Path) -> str:
-    """The assembler's own account of what it made: registers, spills."""
+class Assembled(NamedTuple):
+    """The assembler's own account of what it made."""
+
+    registers: int
+    spilled: int  # bytes of spill stores
+
+
+def assembled(ptx: str, arch: str, tmp_path: Path) -> Assembled:
     assembler = shutil.which("ptxas")
     assert assembler is not None, "mark the test with needs_assembler"
     source = tmp_path / "kernel.ptx"
@@ -69,14 +75,15 @@ def assembled(ptx: str, arch: str, tmp_path: Path) -> str:
         [assembler, f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return done.stderr
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    spilled = re.search(r"(\d+) bytes spill stores", done.stderr)
+    assert registers and spilled, done.stderr
+    return Assembled(int(registers[1]), int(spilled[1]))
 
 
 def assert_no_spills(ptx: str, arch: str, tmp_path: Path) -> None:
     """It may keep a few words of branch bookkeeping."""
-    account = assembled(ptx, arch, tmp_path)
-    spilled = re.search(r"(\d+) bytes spill stores", account)
-    assert spilled and int(spilled[1]) <= 32, account
+    assert assembled(ptx, arch, tmp_path).spilled <= 32
 
 
 def of_each_kind(problem: Problem) -> list[Any]:
