@@ -124,7 +124,8 @@ def _through(
     ids = torch.where(there, expert.unsqueeze(1), nobody)
     # Without experts there are no rows, which not all of transformers' implementations take.
     y = forward(rows, ids, there.to(rows.dtype)) if comm.num_local_experts else rows
-    return comm.combine(y, sent.route, sent.weights)
+    # Nor is the gradient of such rows defined, and a weight of zero does not stop it on its way to the experts.
+    return comm.combine(torch.where(there, y, 0), sent.route, sent.weights)
 
 
 def _parameters(experts: nn.Module) -> list[nn.Parameter]:

@@ -88,7 +88,7 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     sum(loss_of(dense, tokens(batch))[1] for batch in set(batches)).backward()
 
     def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-        assert got.shape == wanted.shape
+        assert got.shape == wanted.shape and got.isfinite().all()
         return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
 
     found = {"logits": difference(logits, expected)}
@@ -108,7 +108,10 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     return found
 
 
-WAYS = [("spread", "eager"), ("spread", "grouped_mm"), ("registered", "grouped_mm"), ("same batch", "grouped_mm")]
+WAYS = [
+    *(("spread", implementation) for implementation in ("eager", "grouped_mm", "batched_mm")),
+    ("registered", "grouped_mm"), ("same batch", "grouped_mm"),
+]  # fmt: skip
 COMPILED = ("qwen3_moe", "gpt_oss")  # one graph; graphs around a router, and experts with biases
 
 
