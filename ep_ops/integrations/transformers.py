@@ -29,6 +29,8 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from ep_ops.communicator import Communicator
 from ep_ops.nn import expert_of_rows
 
+_TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
+
 
 def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, **options: Any) -> None:
     """From now on ``DistributedConfig(ep_implementation=name)`` takes this library.
@@ -48,8 +50,10 @@ def spread_experts(
     **options: Any,
 ) -> list[str]:  # fmt: skip
     """Leaves each rank of ``group`` (None: the default group) its share of the experts of all MoE layers of ``model``,
-    and has their tokens sent there. Call it on all ranks, where the model has the same weights, before optimizers are
-    made. Arguments as for :func:`register`. Returns the names of the layers' experts; ValueError if there are none.
+    and has their tokens sent there. Call it on all ranks, where the model has the same weights, in the dtype and on the
+    device that it is to run in, before optimizers are made. Arguments as for :func:`register`; ``top_k``, experts that
+    a token names, where the model's configuration does not say. Returns the names of the layers' experts; ValueError
+    if there are none, or if nobody says top_k.
 
     Gradients of the experts then hold the tokens of all ranks (see ``ep_ops.nn.keep_experts_apart``).
     """
@@ -63,19 +67,21 @@ def spread_experts(
     for name in found:
         experts: Any = model.get_submodule(name)
         parameter = next(experts.parameters())
+        top_k = options.get("top_k") or _top_k(experts)
         comm = Communicator.shared(
-            group, num_experts=experts.num_experts, hidden_size=_text(experts).hidden_size,
-            top_k=_text(experts).num_experts_per_tok, dtype=parameter.dtype, device=parameter.device, **options,
+            group, num_experts=experts.num_experts, hidden_size=_hidden_size(experts), dtype=parameter.dtype,
+            device=parameter.device, **options | {"top_k": top_k},
         )  # fmt: skip
         mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
-        for held, whole in list(experts.named_parameters(recurse=False)):
-            if whole.shape[:1] == (comm.num_experts,):
-                own = nn.Parameter(whole.detach()[mine].clone(), requires_grad=whole.requires_grad)
-                setattr(experts, held, own)
+        whole = dict(experts.named_parameters(recurse=False))
+        spread = [held for held, p in whole.items() if p.shape[:1] == (comm.num_experts,)]
+        for held in spread:
+            own = nn.Parameter(whole[held].detach()[mine].clone(), requires_grad=whole[held].requires_grad)
+            setattr(experts, held, own)
         experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
         own_experts = functools.partial(_through, comm, capacity, experts, experts.forward)
         experts.forward = own_experts
-        experts.expert_parameters = functools.partial(_parameters, experts)
+        experts.expert_parameters = functools.partial(_parameters, experts, spread)
     return found
 
 
@@ -128,8 +134,9 @@ def _through(
     return comm.combine(torch.where(there, y, 0), sent.route, sent.weights)
 
 
-def _parameters(experts: nn.Module) -> list[nn.Parameter]:
-    return list(experts.parameters())
+def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:
+    """Those that were spread: others (a norm behind the experts) all ranks hold."""
+    return [experts.get_parameter(name) for name in spread]
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -137,6 +144,17 @@ def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
 
 
-def _text(experts: Any) -> Any:
-    """The part of a model's configuration that sizes its layers."""
-    return experts.config.get_text_config()
+def _hidden_size(experts: Any) -> int:
+    """Elements of a row, of which some models' experts have fewer than their other layers."""
+    return experts.down_proj.shape[-1 if experts.is_transposed else -2]
+
+
+def _top_k(experts: Any) -> int:
+    """Experts that a token names, by whichever of its names the model's configuration has it."""
+    sizes = experts.config.get_text_config()
+    found = [value for name in _TOP_K if (value := getattr(sizes, name, None)) is not None]
+    told = {number for value in found for number in (value if isinstance(value, list) else [value])}  # of each layer
+    if len(told) != 1:
+        given = f"tells {sorted(told)}" if told else f"has none of {', '.join(_TOP_K)}"
+        raise ValueError(f"top_k is not given, and {type(sizes).__name__} {given}; allowed: an int, if it is given")
+    return told.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -122,6 +123,82 @@ def test_spread_experts(kind: str, how: str, implementation: str) -> None:
     for found in run_ranks(2, spread, kind, how, implementation):
         worst = max(found, key=lambda name: found[name])
         assert found[worst] < 1e-3, (worst, found[worst])
+
+
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "top_k_experts": ("gemma4", "Gemma4Text", dict(num_experts=6, top_k_experts=2)),
+    "moe_topk": ("aria", "AriaText", dict(moe_num_experts=6, moe_topk=2)),
+    "moe_topk of each layer": ("hunyuan_v1_moe", "HunYuanMoEV1", dict(num_experts=6, moe_topk=[2, 2])),
+    "narrower rows": ("nemotron_h", "NemotronH", dict(n_routed_experts=6, moe_latent_size=16)),
+    "a norm behind": ("muse_spark", "MuseSparkText", dict(num_local_experts=6, moe_hidden_size=16)),
+}
+"""Folder, name of the configuration, and sizes."""
+
+
+def some_experts(folder: str, name: str, sizes: dict[str, Any]) -> Any:
+    """A model that is one module of experts."""
+    library = f"transformers.models.{folder}"
+    sizes = dict(hidden_size=32, intermediate_size=24, moe_intermediate_size=24, num_attention_heads=4) | sizes
+    if not any("top" in size for size in sizes):
+        sizes["num_experts_per_tok"] = 2
+    config = getattr(importlib.import_module(f"{library}.configuration_{folder}"), f"{name}Config")(**sizes)
+    config._experts_implementation = "grouped_mm"
+    modelling = vars(importlib.import_module(f"{library}.modeling_{folder}"))
+    (made,) = [kind for key, kind in modelling.items() if key.endswith("Experts") and hasattr(kind, "_apply_gate")]
+    torch.manual_seed(0)
+    experts = made(config).float()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return torch.nn.ModuleList([experts])
+
+
+def spread_others(kind: str) -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, dense, rank = some_experts(*OTHERS[kind]), some_experts(*OTHERS[kind]), dist.get_rank()
+    assert spread_experts(model, max_tokens_per_rank=16) == ["0"]
+    width = dense[0].down_proj.shape[1 + dense[0].is_transposed]
+    for number in range(2):  # of the rank whose tokens these are
+        draw = torch.Generator().manual_seed(number)
+        x, weights = torch.randn(5 + number, width, generator=draw), torch.rand(5 + number, 2, generator=draw)
+        ids = torch.rand(5 + number, 6, generator=draw).argsort(1)[:, :2]
+        wanted = dense[0](x, ids, weights)
+        wanted.square().sum().backward()
+        if number == rank:
+            got = model[0](x, ids, weights)
+            got.square().sum().backward()
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    held = expert_parameters(model)
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        everyone = p.shape == q.shape  # which all ranks hold, and data parallelism averages
+        assert any(p is own for own in held) != everyone
+        if everyone:
+            dist.all_reduce(p.grad)
+        torch.testing.assert_close(
+            p.grad, q.grad if everyone else q.grad[3 * rank : 3 * rank + 3], rtol=1e-3, atol=1e-3
+        )
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_sizes_by_other_names(kind: str) -> None:
+    run_ranks(2, spread_others, kind)
+
+
+def test_nobody_says_top_k() -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model = some_experts("gemma4", "Gemma4Text", dict(num_experts=6, top_k_experts=None))
+    with pytest.raises(ValueError, match="top_k is not given, and Gemma4TextConfig has none of num_experts_per_tok, "):
+        spread_experts(model, max_tokens_per_rank=4)
+    model[0].config.moe_topk = [2, 3]  # of each layer
+    with pytest.raises(ValueError, match=r"top_k is not given, and Gemma4TextConfig tells \[2, 3\]; allowed: an int"):
+        spread_experts(model, max_tokens_per_rank=4)
+    assert spread_experts(model, max_tokens_per_rank=4, top_k=3) == ["0"]
+    (comm,) = ep_ops.registry.living.values()
+    with comm:
+        assert (comm.top_k, comm.hidden_size) == (3, 32)
 
 
 def test_a_model_without_experts() -> None:
