@@ -8,7 +8,8 @@ With one call, on a model that is there in full on every rank:
 or as an implementation of transformers' own expert parallelism, which loads only the experts of each rank:
 
     register(max_tokens_per_rank=4096)
-    model = AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(ep_implementation="ep_ops"))
+    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ep_ops")  # ep_size: 1 unless it is given
+    model = AutoModelForCausalLM.from_pretrained(..., distributed_config=config)
 
 In both, a layer's own code computes the experts, biases and activations included; what is replaced is how their tokens
 come and go. Every rank passes its own tokens, and all ranks run the same layers.
@@ -26,12 +27,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from ep_ops import registry
 from ep_ops.communicator import Communicator
 from ep_ops.nn import expert_of_rows
 
+_TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
+
 
 def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, **options: Any) -> None:
-    """From now on ``DistributedConfig(ep_implementation=name)`` takes this library.
+    """From now on ``DistributedConfig(ep_size=..., ep_implementation=name)`` takes this library.
 
     Args:
         max_tokens_per_rank: the most tokens (batch times length) that any rank passes through a layer.
@@ -48,10 +52,14 @@ def spread_experts(
     **options: Any,
 ) -> list[str]:  # fmt: skip
     """Leaves each rank of ``group`` (None: the default group) its share of the experts of all MoE layers of ``model``,
-    and has their tokens sent there. Call it on all ranks, where the model has the same weights, before optimizers are
-    made. Arguments as for :func:`register`. Returns the names of the layers' experts; ValueError if there are none.
+    and has their tokens sent there. Call it on all ranks, where the model has the same weights, in the dtype and on the
+    device that it is to run in, before optimizers are made. Arguments as for :func:`register`; ``top_k``, experts that
+    a token names, where the model's configuration does not say. Returns the names of the layers' experts; ValueError
+    if there are none, or if nobody says top_k.
 
     Gradients of the experts then hold the tokens of all ranks (see ``ep_ops.nn.keep_experts_apart``).
+    ``save_pretrained`` of ``model`` raises a NotImplementedError unless it is given a ``state_dict``: this rank's has a
+    part of the experts.
     """
     found = [name for name, module in model.named_modules() if _is_experts(module)]
     if not found:
@@ -63,19 +71,25 @@ def spread_experts(
     for name in found:
         experts: Any = model.get_submodule(name)
         parameter = next(experts.parameters())
+        top_k = options.get("top_k") or _top_k(experts)
         comm = Communicator.shared(
-            group, num_experts=experts.num_experts, hidden_size=_text(experts).hidden_size,
-            top_k=_text(experts).num_experts_per_tok, dtype=parameter.dtype, device=parameter.device, **options,
+            group, num_experts=experts.num_experts, hidden_size=_hidden_size(experts), dtype=parameter.dtype,
+            device=parameter.device, **options | {"top_k": top_k},
         )  # fmt: skip
         mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
-        for held, whole in list(experts.named_parameters(recurse=False)):
-            if whole.shape[:1] == (comm.num_experts,):
-                own = nn.Parameter(whole.detach()[mine].clone(), requires_grad=whole.requires_grad)
-                setattr(experts, held, own)
+        whole = dict(experts.named_parameters(recurse=False))
+        spread = [held for held, p in whole.items() if p.shape[:1] == (comm.num_experts,)]
+        for held in spread:
+            own = nn.Parameter(whole[held].detach()[mine].clone(), requires_grad=whole[held].requires_grad)
+            setattr(experts, held, own)
         experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
         own_experts = functools.partial(_through, comm, capacity, experts, experts.forward)
         experts.forward = own_experts
-        experts.expert_parameters = functools.partial(_parameters, experts)
+        experts.expert_parameters = functools.partial(_parameters, experts, spread)
+        experts.comm = comm
+    saves: Any = model
+    if hasattr(model, "save_pretrained"):
+        saves.save_pretrained = functools.partial(_save_whole, model, type(saves).save_pretrained)
     return found
 
 
@@ -89,14 +103,20 @@ class EpOps(EPImplementation):
         self._experts, self._capacity, self._options = experts, capacity, options
         self._comm: Communicator | None = None
 
+    @torch.compiler.assume_constant_result  # it is made while torch.compile traces, where that is the first call
+    def _made(self, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device) -> str:
+        """The name of the communicator for such tokens."""
+        local: Any = self.num_local_experts
+        return Communicator.shared(
+            self.ep_mesh.get_group(), num_experts=local * self.ep_mesh.size(), hidden_size=hidden_size, top_k=top_k,
+            dtype=dtype, device=device, **self._options,
+        ).name  # fmt: skip
+
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self._comm is None or self._comm.destroyed:
-            local: Any = self.num_local_experts
-            self._comm = Communicator.shared(
-                self.ep_mesh.get_group(), num_experts=local * self.ep_mesh.size(),
-                hidden_size=hidden_states.shape[-1], top_k=top_k_index.shape[-1], dtype=hidden_states.dtype,
-                device=hidden_states.device, **self._options,
-            )  # fmt: skip
+            sizes = hidden_states.shape[-1], top_k_index.shape[-1]
+            found: Any = registry.get(self._made(*sizes, hidden_states.dtype, hidden_states.device))
+            self._comm = found
         given: tuple[Tensor, ...] = hidden_states, top_k_index, top_k_weights
         parts = self.tp_mesh.size() > 1
         if parts:
@@ -124,11 +144,23 @@ def _through(
     ids = torch.where(there, expert.unsqueeze(1), nobody)
     # Without experts there are no rows, which not all of transformers' implementations take.
     y = forward(rows, ids, there.to(rows.dtype)) if comm.num_local_experts else rows
-    return comm.combine(y, sent.route, sent.weights)
+    # Nor is the gradient of such rows defined, and a weight of zero does not stop it on its way to the experts.
+    return comm.combine(torch.where(there, y, 0), sent.route, sent.weights)
 
 
-def _parameters(experts: nn.Module) -> list[nn.Parameter]:
-    return list(experts.parameters())
+def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:
+    """Those that were spread: others (a norm behind the experts) all ranks hold."""
+    return [experts.get_parameter(name) for name in spread]
+
+
+def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``save_pretrained``, of what has all experts."""
+    if (args[2] if len(args) > 2 else kwargs.get("state_dict")) is None:
+        raise NotImplementedError(
+            "save_pretrained would save the experts of one rank alone; allowed: state_dict=, of all of them, or"
+            " torch.distributed.checkpoint of ep_ops.nn.resharding_state_dict"
+        )
+    return save(model, *args, **kwargs)
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -136,6 +168,17 @@ def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
 
 
-def _text(experts: Any) -> Any:
-    """The part of a model's configuration that sizes its layers."""
-    return experts.config.get_text_config()
+def _hidden_size(experts: Any) -> int:
+    """Elements of a row, of which some models' experts have fewer than their other layers."""
+    return experts.down_proj.shape[-1 if experts.is_transposed else -2]
+
+
+def _top_k(experts: Any) -> int:
+    """Experts that a token names, by whichever of its names the model's configuration has it."""
+    sizes = experts.config.get_text_config()
+    found = [value for name in _TOP_K if (value := getattr(sizes, name, None)) is not None]
+    told = {number for value in found for number in (value if isinstance(value, list) else [value])}  # of each layer
+    if len(told) != 1:
+        given = f"tells {sorted(told)}" if told else f"has none of {', '.join(_TOP_K)}"
+        raise ValueError(f"top_k is not given, and {type(sizes).__name__} {given}; allowed: an int, if it is given")
+    return told.pop()

@@ -70,7 +70,7 @@ def trained(how: str, compiled: bool) -> float:
                 assert p.grad is not None and q.grad is not None
                 got = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
                 expected = q.grad[mine] if name.startswith("moe.w_") else q.grad
-                assert got.shape == expected.shape, name
+                assert got.shape == expected.shape and got.isfinite().all(), name
                 worst = max(worst, float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-9)))
             if not again:
                 norm = clip_grad_norm_(model, 1e-3)

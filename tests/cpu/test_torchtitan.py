@@ -108,7 +108,7 @@ def local(tensor: Any) -> Tensor:
 
 def worst(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference, relative to the largest number of the tensor that it is in."""
-    assert got.keys() == expected.keys()
+    assert got.keys() == expected.keys() and all(tensor.isfinite().all() for tensor in got.values())
     return max(float((got[n] - e).abs().max() / e.abs().max().clamp(min=1e-9)) for n, e in expected.items())
 
 

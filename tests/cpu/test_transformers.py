@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pathlib
 from typing import Any
 
 import pytest
@@ -63,11 +66,11 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
     batches = [0] * ranks if how == "same batch" else range(ranks)  # of each rank
-    if how in ("registered", "same batch"):
+    if how != "spread" and how != "compiled":
         register(max_tokens_per_rank=16)
-        shape = (ranks, 1) if how == "registered" else (1, ranks)
+        shape = (1, ranks) if how == "same batch" else (ranks, 1)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp"))
-        ep, tp = mesh["ep" if how == "registered" else "tp"], mesh["tp"]
+        ep, tp = mesh["tp" if how == "same batch" else "ep"], mesh["tp"]
         plan = {}
         for name in names:
             plan |= {f"{name}.{p}": "grouped_gemm" for p, _ in model.get_submodule(name).named_parameters()}
@@ -78,7 +81,7 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
         held = [p for name in names for p in model.get_submodule(name).parameters()]
         for _ in range(2):
             assert list(map(id, expert_parameters(model))) == list(map(id, held))
-    if how == "compiled":
+    if "compiled" in how:
         for name in names:
             block = model.get_submodule(name.rpartition(".")[0])
             block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=kind == "qwen3_moe")
@@ -88,7 +91,7 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     sum(loss_of(dense, tokens(batch))[1] for batch in set(batches)).backward()
 
     def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-        assert got.shape == wanted.shape
+        assert got.shape == wanted.shape and got.isfinite().all()
         return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
 
     found = {"logits": difference(logits, expected)}
@@ -108,17 +111,97 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     return found
 
 
-WAYS = [("spread", "eager"), ("spread", "grouped_mm"), ("registered", "grouped_mm"), ("same batch", "grouped_mm")]
+WAYS = [
+    *(("spread", implementation) for implementation in ("eager", "grouped_mm", "batched_mm")),
+    ("registered", "grouped_mm"), ("same batch", "grouped_mm"),
+]  # fmt: skip
 COMPILED = ("qwen3_moe", "gpt_oss")  # one graph; graphs around a router, and experts with biases
 
 
 @pytest.mark.parametrize(("how", "implementation", "kind"), [
-    *((*way, kind) for way in WAYS for kind in MODELS), *(("compiled", "grouped_mm", kind) for kind in COMPILED),
+    *((*way, kind) for way in WAYS for kind in MODELS),
+    *((how, "grouped_mm", kind) for how in ("compiled", "registered and compiled") for kind in COMPILED),
 ])  # fmt: skip
 def test_spread_experts(kind: str, how: str, implementation: str) -> None:
     for found in run_ranks(2, spread, kind, how, implementation):
         worst = max(found, key=lambda name: found[name])
         assert found[worst] < 1e-3, (worst, found[worst])
+
+
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "top_k_experts": ("gemma4", "Gemma4Text", dict(num_experts=6, top_k_experts=2)),
+    "moe_topk": ("aria", "AriaText", dict(moe_num_experts=6, moe_topk=2)),
+    "moe_topk of each layer": ("hunyuan_v1_moe", "HunYuanMoEV1", dict(num_experts=6, moe_topk=[2, 2])),
+    "narrower rows": ("nemotron_h", "NemotronH", dict(n_routed_experts=6, moe_latent_size=16)),
+    "a norm behind": ("muse_spark", "MuseSparkText", dict(num_local_experts=6, moe_hidden_size=16)),
+}
+"""Folder, name of the configuration, and sizes."""
+
+
+def some_experts(folder: str, name: str, sizes: dict[str, Any]) -> Any:
+    """A model that is one module of experts."""
+    library = f"transformers.models.{folder}"
+    sizes = dict(hidden_size=32, intermediate_size=24, moe_intermediate_size=24, num_attention_heads=4) | sizes
+    if not any("top" in size for size in sizes):
+        sizes["num_experts_per_tok"] = 2
+    config = getattr(importlib.import_module(f"{library}.configuration_{folder}"), f"{name}Config")(**sizes)
+    config._experts_implementation = "grouped_mm"
+    modelling = vars(importlib.import_module(f"{library}.modeling_{folder}"))
+    (made,) = [kind for key, kind in modelling.items() if key.endswith("Experts") and hasattr(kind, "_apply_gate")]
+    torch.manual_seed(0)
+    experts = made(config).float()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return torch.nn.ModuleList([experts])
+
+
+def spread_others(kind: str) -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, dense, rank = some_experts(*OTHERS[kind]), some_experts(*OTHERS[kind]), dist.get_rank()
+    assert spread_experts(model, max_tokens_per_rank=16) == ["0"]
+    width = dense[0].down_proj.shape[1 + dense[0].is_transposed]
+    for number in range(2):  # of the rank whose tokens these are
+        draw = torch.Generator().manual_seed(number)
+        x, weights = torch.randn(5 + number, width, generator=draw), torch.rand(5 + number, 2, generator=draw)
+        ids = torch.rand(5 + number, 6, generator=draw).argsort(1)[:, :2]
+        wanted = dense[0](x, ids, weights)
+        wanted.square().sum().backward()
+        if number == rank:
+            got = model[0](x, ids, weights)
+            got.square().sum().backward()
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    held = expert_parameters(model)
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        everyone = p.shape == q.shape  # which all ranks hold, and data parallelism averages
+        assert any(p is own for own in held) != everyone
+        if everyone:
+            dist.all_reduce(p.grad)
+        torch.testing.assert_close(
+            p.grad, q.grad if everyone else q.grad[3 * rank : 3 * rank + 3], rtol=1e-3, atol=1e-3
+        )
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_sizes_by_other_names(kind: str) -> None:
+    run_ranks(2, spread_others, kind)
+
+
+def test_nobody_says_top_k() -> None:
+    from ep_ops.integrations.transformers import spread_experts
+
+    model = some_experts("gemma4", "Gemma4Text", dict(num_experts=6, top_k_experts=None))
+    with pytest.raises(ValueError, match="top_k is not given, and Gemma4TextConfig has none of num_experts_per_tok, "):
+        spread_experts(model, max_tokens_per_rank=4)
+    model[0].config.moe_topk = [2, 3]  # of each layer
+    with pytest.raises(ValueError, match=r"top_k is not given, and Gemma4TextConfig tells \[2, 3\]; allowed: an int"):
+        spread_experts(model, max_tokens_per_rank=4)
+    assert spread_experts(model, max_tokens_per_rank=4, top_k=3) == ["0"]
+    (comm,) = ep_ops.registry.living.values()
+    with comm:
+        assert (comm.top_k, comm.hidden_size) == (3, 32)
 
 
 def test_a_model_without_experts() -> None:
@@ -143,6 +226,79 @@ def spread_again() -> None:
 
 def test_a_model_is_spread_once() -> None:
     run_ranks(2, spread_again)
+
+
+def saved(path: str) -> None:
+    from torch.distributed import checkpoint as dcp
+    from transformers import AutoModelForCausalLM
+
+    from ep_ops.integrations.transformers import spread_experts
+    from ep_ops.nn import resharding_state_dict
+
+    model, dense = made("qwen3_moe", "grouped_mm"), made("qwen3_moe", "grouped_mm")
+    (first, *_) = spread_experts(model, max_tokens_per_rank=16)
+    for asked in (model.save_pretrained, copy.deepcopy(model).save_pretrained):
+        with pytest.raises(NotImplementedError, match="save_pretrained would save the experts of one rank alone"):
+            asked(path)
+    comm = model.get_submodule(first).comm
+    dcp.save(resharding_state_dict(model, comm), checkpoint_id=f"{path}/spread")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(torch.nan)
+    dcp.load(resharding_state_dict(model, comm), checkpoint_id=f"{path}/spread")
+    ids = tokens(dist.get_rank())
+    torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    comm.destroy()
+    model.save_pretrained(f"{path}/whole", state_dict=dense.state_dict())
+    dist.barrier()
+    read = AutoModelForCausalLM.from_pretrained(f"{path}/whole")
+    torch.testing.assert_close(read.state_dict(), dense.state_dict(), rtol=0, atol=0)
+
+
+def test_nothing_is_saved_in_part(tmp_path: pathlib.Path) -> None:
+    run_ranks(2, saved, str(tmp_path))
+
+
+def generated() -> None:
+    """Ranks whose sequences end at different times."""
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, dense = made("qwen3_moe", "grouped_mm").eval(), made("qwen3_moe", "grouped_mm").eval()
+    spread_experts(model, max_tokens_per_rank=16)
+    ids, rank = tokens(dist.get_rank()), dist.get_rank()
+    how: dict[str, Any] = dict(max_new_tokens=3 + 4 * rank, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = model.generate(ids, synced_gpus=True, **how)
+    assert torch.equal(got, dense.generate(ids, **how)) and got.shape == (2, 8 + 5 * rank)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def loaded(path: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from ep_ops.integrations.transformers import register
+
+    dense = made("qwen3_moe", "grouped_mm")
+    dense.save_pretrained(path)
+    dist.barrier()
+    register(max_tokens_per_rank=16)
+    ranks, ids = dist.get_world_size(), tokens(dist.get_rank())
+    config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="ep_ops")
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config, attn_implementation="eager")
+    assert model.model.layers[0].mlp.experts.num_experts == 6 // ranks
+    torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    (comm,) = ep_ops.registry.living.values()
+    comm.destroy()
+
+
+def test_loading(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate, with which transformers loads in parts")
+    run_ranks(2, loaded, str(tmp_path))
+
+
+def test_generation() -> None:
+    run_ranks(2, generated)
 
 
 def more_ranks_than_experts(kind: str) -> None:
