@@ -13,7 +13,7 @@ from . import formats, inputs
 from .arguments import many_rows
 from .backends.base import Backend
 from .config import worst_case_rows
-from .operators.eager import call, refuse
+from .operators.eager import call, no_route, refuse
 from .overflow import Overflow
 from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
 from .survivors import ExpertIds
@@ -301,8 +301,7 @@ class Methods:
                 refuse(operator, self.backend, reason, max_tokens=tokens if name != "max_tokens" else 0)
 
     def _refuse_route(self, operator: str, route: Any, flight: int = 0) -> None:
-        reason = f"route is a {type(route).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"
-        refuse(operator, self.backend, reason, flight)
+        refuse(operator, self.backend, no_route(route), flight)
 
     def _worst_case(self, tokens: int, alignment: int) -> int:
         """Rows of the default capacity, of which is warned where they are large."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import formats, inputs
 from .arguments import many_rows
 from .backends.base import Backend
-from .operators.eager import call, refuse
+from .operators.eager import call, no_route, refuse
 from .overflow import Overflow
 from .records import DispatchedTokens, Route, Sizes, StartedDispatch
 from .survivors import ExpertIds
@@ -100,6 +100,8 @@ class TokenMajor:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Send ``x`` along the route of an earlier token-major dispatch: its rows, their weights [R, K] if given, and
         their scales where the format has some. Differentiable. ValueError for a route of rows grouped by expert."""
+        if not isinstance(route, Route):
+            refuse("dispatch_tokens_planned", self.backend, no_route(route))
         if not route.token_major:
             reason = "route is of rows grouped by expert; allowed: that of a token-major dispatch"
             refuse("dispatch_tokens_planned", self.backend, reason, max_tokens=route.max_tokens)
@@ -149,6 +151,8 @@ class TokenMajor:
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         if capacity is not None:
             return capacity, tokens
+        if not hasattr(tokens, "__index__"):  # no number: for the operator to refuse, on all ranks
+            return 0, tokens
         rows = self.world_size * tokens if self.num_local_experts else 0
         if rows > self.warned_rows and not torch.compiler.is_compiling():
             text = many_rows(self.name, rows, self.hidden_size * self.dtype.itemsize, tokens)
