@@ -62,7 +62,7 @@ def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
 
 
 def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str, str]] = ()) -> int:
-    """How many kernels it has, with rows in these formats. RuntimeError where no folder is there to keep them."""
+    """How many kernels it has, with rows in these formats. RuntimeError where there is no folder that keeps them."""
     from ep_ops.backends.cute import all_kernels
 
     wanted = all_kernels(config, formats)
@@ -78,6 +78,13 @@ def folder() -> Path:
     found = jit.cache_dir()
     if found is None:
         raise RuntimeError("EP_OPS_CACHE_DIR is empty: there is no folder to keep compiled kernels in")
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        why = jit.refusal(found)
+    except OSError as error:
+        why = str(error)
+    if why is not None:
+        raise RuntimeError(f"{found} cannot keep compiled kernels: {why}; EP_OPS_CACHE_DIR names another folder")
     return found
 
 

@@ -43,10 +43,11 @@ def test_demo_trains_compiled_on_two_ranks() -> None:
     assert last < 0.8 * first
 
 
-def test_demo_reports_what_a_rank_raised() -> None:
-    done = run([*DEMO, "--eager", "--steps", "2", "--backend", "cute", "--ranks", "1"])
+def test_demo_reports_what_a_rank_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "EP_OPS_CHECK", "2")
+    done = run([*DEMO, "--eager", "--steps", "2", "--ranks", "1"])
     assert done.returncode == 1
-    assert "Traceback" in done.stderr and "'cute' runs on CUDA devices" in done.stderr
+    assert "Traceback" in done.stderr and "EP_OPS_CHECK is '2' in the environment" in done.stderr
 
 
 @pytest.mark.drawn
@@ -223,7 +224,11 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 2
     assert cli.main(["bench", "everything"]) == 2
     assert cli.main(["bench", "--help"]) == 0
-    assert "throughput,latency" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "throughput,latency" in said.err and "'everything' is no benchmark" in said.err
+    assert "throughput,latency" in said.out
+    assert cli.main(["demo", "--device", "cpu", "--backend", "cute"]) == 2
+    assert "--backend is cute, which runs on GPUs" in capsys.readouterr().err
     for wrong in ([], ["demo", "--steps", "0"], ["demo", "--hidden-size", "48"]):
         with pytest.raises(SystemExit) as stop:
             cli.main(wrong)
@@ -231,6 +236,24 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         assert cli.main(["demo", "--device", "cuda"]) == 2
         assert "torch sees 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("throughput", "--backend cute", "--backend is cute, which runs on GPUs"),
+        ("overlap", "--routing warm", "--routing: 'warm' is none of balanced, skewed, nor as 'hot 0.2'"),
+        ("overlap", "--routing hot", "--routing: 'hot' is none of"),
+        ("training", "--hidden 100", "--hidden: 100 is not a multiple of 128"),
+        ("layer", "--only quack", "--only quack needs GPUs, and quack-kernels"),
+    ],
+)
+def test_benchmarks_refuse_before_they_start(
+    kind: str, options: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", kind, "--device", "cpu", *options.split()])
+    assert stop.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
