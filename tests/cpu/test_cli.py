@@ -277,6 +277,7 @@ torch.testing.assert_close(moe(x, experts, weights, w).float(), expected, rtol=2
 comm.destroy()
 dist.destroy_process_group()
 """
+GRAPH = [("fullgraph=True", 'fullgraph=True, backend="aot_eager"')]
 OF_THE_QUICKSTART = "\nassert all(w.grad.isfinite().all() and w.grad.any() for w in (router, w_in, w_out))\n"
 
 
@@ -287,20 +288,20 @@ def run_script(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "behind"),
-    [("README.md", OF_THE_README), ("docs/quickstart.md", OF_THE_QUICKSTART)],
+    ("page", "smaller", "behind"),
+    [
+        ("README.md", [*GRAPH, ("2048", "64"), ("4096", "32")], OF_THE_README),
+        ("docs/quickstart.md", [*GRAPH, ("= 256, 256, 128,", "= 32, 64, 32,")], OF_THE_QUICKSTART),
+    ],
     ids=["README", "quickstart"],
 )
-def test_examples_of_the_documentation_run(page: str, behind: str, tmp_path: Path) -> None:
+def test_examples_of_the_documentation_run(
+    page: str, smaller: list[tuple[str, str]], behind: str, tmp_path: Path
+) -> None:
     """With smaller sizes, traced as one graph but not lowered."""
     example = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[0]
-    for old, new in (
-        ("2048", "64"),
-        ("4096", "32"),
-        ("1024", "32"),
-        ("fullgraph=True", 'fullgraph=True, backend="aot_eager"'),
-    ):
-        assert old in example or old == "1024"
+    for old, new in smaller:
+        assert old in example
         example = example.replace(old, new)
     script = tmp_path / "example.py"
     script.write_text(example + behind)
