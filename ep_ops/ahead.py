@@ -63,7 +63,7 @@ def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
 
 def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str, str]] = ()) -> int:
     """Compiles a communicator's kernels, those of rows in these formats included, into the disk cache, and returns how
-    many there are. RuntimeError where there is no folder to keep them in."""
+    many there are. RuntimeError where there is no folder that keeps them."""
     from ep_ops.backends.cute import all_kernels
 
     wanted = all_kernels(config, formats)
@@ -79,6 +79,13 @@ def folder() -> Path:
     found = jit.cache_dir()
     if found is None:
         raise RuntimeError("EP_OPS_CACHE_DIR is empty: there is no folder to keep compiled kernels in")
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        why = jit.refusal(found)
+    except OSError as error:
+        why = str(error)
+    if why is not None:
+        raise RuntimeError(f"{found} cannot keep compiled kernels: {why}; EP_OPS_CACHE_DIR names another folder")
     return found
 
 

@@ -28,7 +28,7 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
             warnings.warn(
                 "this communicator is of this process alone: torch.distributed is not initialised, though WORLD_SIZE is"
                 f" {os.environ['WORLD_SIZE']}. Call torch.distributed.init_process_group() before.",
-                RuntimeWarning, stacklevel=4,
+                RuntimeWarning, stacklevel=3,
             )  # fmt: skip
         return None
     if isinstance(group, DeviceMesh):

@@ -120,6 +120,11 @@ def run_demo(args: argparse.Namespace) -> int:
         print(f"ep-ops demo: {ranks} ranks need a GPU each, torch sees {gpus}; try --device cpu", file=sys.stderr)
         return 2
     on_gpu = device == "cuda"
+    if args.backend == "cute" and not on_gpu:
+        print(
+            "ep-ops demo: --backend is cute, which runs on GPUs; --device is cpu, or torch sees none", file=sys.stderr
+        )
+        return 2
     signal.signal(signal.SIGTERM, terminate)
     if args.decode:
         from ep_ops.decode_demo import DecodeOptions, decode
@@ -214,7 +219,8 @@ def bench(argv: list[str]) -> int:
     """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
     if not argv or argv[0] not in BENCHMARKS:
         asked = argv[:1] in (["-h"], ["--help"])
-        lines = [
+        lines = [f"ep-ops bench: {argv[0]!r} is no benchmark", ""] if argv and not asked else []
+        lines += [
             f"usage: ep-ops bench {{{','.join(BENCHMARKS)}}} [options]   (--help after the kind lists its options)",
             "",
         ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import inputs
 from .calls import Caller, default_rows, scales_of
 from .config import worst_case_rows
-from .operators.eager import call, refuse
+from .operators.eager import call, no_route, refuse
 from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
 
 
@@ -282,8 +282,7 @@ class Methods(Caller):
                 refuse(operator, self.backend, reason, max_tokens=tokens if name != "max_tokens" else 0)
 
     def _refuse_route(self, operator: str, route: Any, flight: int = 0) -> None:
-        reason = f"route is a {type(route).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"
-        refuse(operator, self.backend, reason, flight)
+        refuse(operator, self.backend, no_route(route), flight)
 
 
 def _home(rows: Tensor, route: Route) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import inputs
 from .calls import Caller, default_rows, scales_of
-from .operators.eager import call, refuse
+from .operators.eager import call, no_route, refuse
 from .records import DispatchedTokens, Route, Sizes, StartedDispatch
 
 
@@ -82,6 +82,8 @@ class TokenMajor(Caller):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Send ``x`` along the route of an earlier token-major dispatch: its rows, their weights [R, K] if given, and
         their scales where the format has some. Differentiable. ValueError for a route of rows grouped by expert."""
+        if not isinstance(route, Route):
+            refuse("dispatch_tokens_planned", self.backend, no_route(route))
         if not route.token_major:
             reason = "route is of rows grouped by expert; allowed: that of a token-major dispatch"
             refuse("dispatch_tokens_planned", self.backend, reason, max_tokens=route.max_tokens)
@@ -132,6 +134,8 @@ class TokenMajor(Caller):
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         if capacity is not None:
             return capacity, tokens
+        if not hasattr(tokens, "__index__"):  # no number: for the operator to refuse, on all ranks
+            return 0, tokens
         return default_rows(self, self.world_size * tokens if self.num_local_experts else 0, tokens), tokens
 
     def _arrived(

@@ -12,6 +12,7 @@ quack-kernels 0.6.5.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -99,7 +100,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return on_every_rank(measure, read(parser(), argv), 120.0)
+    options = parser()
+    args = read(options, argv)
+    if "quack" in args.only and (args.device == "cpu" or importlib.util.find_spec("quack") is None):
+        options.error("--only quack needs GPUs, and quack-kernels 0.6.5")
+    return on_every_rank(measure, args, 120.0)
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from .workloads import ROUTINGS
+
 
 def positive(text: str) -> int:
     """For options that count something."""
@@ -35,6 +37,18 @@ def a_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from error
     return path
+
+
+def routing(text: str) -> str:
+    """How experts are drawn."""
+    part = text.removeprefix("hot ")
+    try:
+        known = text in ROUTINGS or (part != text and 0 <= float(part) <= 1)
+    except ValueError:
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTINGS)}, nor as 'hot 0.2'")
+    return text
 
 
 def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
@@ -77,6 +91,8 @@ def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         args.device = "cuda" if gpus() else "cpu"
     if args.device == "cuda" and not gpus():
         options.error("torch sees no GPU; try --device cpu")
+    if args.device == "cpu" and getattr(args, "backend", None) == "cute":
+        options.error("--backend is cute, which runs on GPUs; --device is cpu, or torch sees none")
     if (hidden := getattr(args, "hidden", None)) and hidden % 8:
         options.error(f"--hidden is {hidden}; it must be a multiple of 8 (rows of 16 bytes)")
     if hasattr(args, "top_k") and args.top_k > args.experts:

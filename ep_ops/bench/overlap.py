@@ -20,7 +20,7 @@ from . import overlap_variants
 from .figures import machine_line, pyplot, save, text_table
 from .layers import Layer
 from .operators import MAX_ERROR
-from .options import add_options, add_sizes, positive, read
+from .options import add_options, add_sizes, positive, read, routing
 from .ranks import Run, on_every_rank
 from .workloads import ALIGNMENT, Workload
 
@@ -212,7 +212,7 @@ def options() -> argparse.ArgumentParser:
     add_sizes(parser)
     parser.add_argument("--width", type=positive, default=2048, help="of each expert (%(default)s)")
     parser.add_argument("--shared-width", type=positive, default=2048, help="of the shared expert (%(default)s)")
-    parser.add_argument("--routing", default="balanced", help="balanced, skewed, or as 'hot 0.2'")
+    parser.add_argument("--routing", type=routing, default="balanced", help="balanced, skewed, or as 'hot 0.2'")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--dispatch-sms", type=positive, help="multiprocessors of a dispatch (the model's)")
     parser.add_argument("--combine-sms", type=positive, help="multiprocessors of a combine (the model's)")

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         prog="ep-ops bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--steps", type=positive, default=300)
-    options.add_argument("--hidden", type=positive, help="a multiple of 128 (default: 512; on CPUs 128)")
+    options.add_argument("--hidden", type=hidden_size, help="a multiple of 128 (default: 512; on CPUs 128)")
     options.add_argument("--sequences", type=positive, help=f"of {LENGTH} tokens, a rank (default: 64; on CPUs 8)")
     options.add_argument("--only", type=names_of(FORMATS[1:]), default=FORMATS[1:], metavar="NAME,NAME",
                          help=" ".join(FORMATS[1:]))  # fmt: skip
@@ -51,14 +51,18 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def hidden_size(text: str) -> int:
+    number = positive(text)
+    if number % 128:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 128")
+    return number
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = read(parser(), argv)
     on_gpu = args.device == "cuda"
     args.hidden = args.hidden or (512 if on_gpu else 128)
     args.sequences = args.sequences or (64 if on_gpu else 8)
-    if args.hidden % 128:
-        print(f"ep-ops bench training: --hidden is {args.hidden}; it must be a multiple of 128", file=sys.stderr)
-        return 2
     return on_every_rank(measure, args, 120.0)
 
 

@@ -302,7 +302,7 @@ class MoECommunicator:
         """Dispatches that follow use ``placement`` (the same number of physical experts). Collective, outside of
         compiled functions; nothing is compiled or captured anew, since the map lies in device memory, which this writes
         in the order of the current stream. The weights are the caller's to move, before (``ep_ops.moe.moves``). Handles
-        keep the places that they were made with. Waits for the device if there are statistics, which count a dispatch
+        keep the route that they were made with. Waits for the device if there are statistics, which count a dispatch
         by the placement when it ends: let requests end before, and take no ``previous_handle`` of the one before.
 
         ValueError on all ranks for a placement of another length, one that leaves out an expert, or where ranks differ.

@@ -37,9 +37,9 @@ class MoECommunicatorConfig:
         hidden_size, top_k, max_tokens_per_rank, dtype, alignment: as of :class:`ep_ops.Communicator`.
         group: the process group; None: the default group.
         placement: for each physical expert the logical one whose weights lie there, at first (:meth:`place` changes
-            it). Physical experts are P places for weights, spread over the ranks in contiguous blocks; a logical expert
-            that is named several times has so many replicas. None: the experts of the router are those of the ranks,
-            and there is no map.
+            it). Physical experts are room for P experts' weights, spread over the ranks in contiguous blocks; a logical
+            expert that is named several times has so many replicas. None: the experts of the router are those of the
+            ranks, and there is no map.
         mode: which kernels dispatches and combines run on (their gradients have throughput kernels alone). "latency":
             those for few tokens; "throughput": those for many; "auto": the first for calls whose ``max_tokens`` is at
             most ``latency_max_tokens``, the second for all others. Results are the same to the bit, and so are those of

@@ -38,6 +38,11 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
         kernels.expert_lists(local_idx.contiguous(), num_local_experts, alignment, made)
         return made
     taken = local_idx.numel()
+    if taken and local_idx.device.type == "cpu" and (largest := int(local_idx.max())) >= num_local_experts:
+        raise ValueError(
+            f"local_idx has {largest}; allowed: local experts, 0..{num_local_experts - 1}, or -1 for none (global ids"
+            " become local ones in dispatch_tokens)"
+        )
     expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
     order = expert.argsort(stable=True)  # row * K + k, by expert; those of none last
     expert = expert[order]

@@ -58,7 +58,8 @@ def expert_lists(
     ``alignment``. L is what R rows can take at most, or ``capacity``, a multiple of it, if one is given that is less. A
     (row, k) that finds no place below L is left out and counted, as in a dispatch.
 
-    ValueError for an alignment below 1, or a capacity that is no positive multiple of it.
+    ValueError for an alignment below 1, or a capacity that is no positive multiple of it; on CPUs for an id that is no
+    local expert's (on GPUs, where nobody looks, what comes of it is undefined).
     """
     if alignment < 1:
         raise ValueError(f"alignment is {alignment}; allowed: from 1 on")

@@ -48,6 +48,8 @@ class MoELayer(nn.Module):
     Under ``torch.autocast`` the router stays in float32. Each rank's gradients are right as they are for
     ``w_in`` and ``w_out`` (the tokens of all ranks are in them); those of the parameters that every rank holds
     (router, shared expert) are to be summed over the ranks, as in data parallelism.
+
+    ValueError for a size or a format that cannot be. A call raises what :meth:`ep_ops.Communicator.dispatch` raises.
     """
 
     dropped: Tensor  # [El] int32: rows dropped by each local expert since the layer was made
@@ -69,6 +71,9 @@ class MoELayer(nn.Module):
         if format == ROW and comm.dtype != torch.bfloat16:
             raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
         self.format = format
+        for name, size, least in (("", intermediate_size, 1), ("shared_", shared_intermediate_size, 0)):
+            if type(size) is not int or size < least:
+                raise ValueError(f"{name}intermediate_size is {size!r}; it must be an int of at least {least}")
         if dynamic and capacity is not None:
             raise ValueError(f"capacity={capacity} was given, but dynamic=True lets no row be dropped")
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic

@@ -76,6 +76,11 @@ def refuse(name: str, backend: Backend, reason: str, flight: int = 0, max_tokens
     raise ValueError(reason)
 
 
+def no_route(given: Any) -> str:
+    """Why something is refused that stands in the place of a route."""
+    return f"route is a {type(given).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"
+
+
 def _tell(name: str, backend: Backend, reason: str, flight: Any, max_tokens: Any) -> None:
     with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
         backend.refuse(name, reason, flight, max_tokens)

@@ -43,10 +43,11 @@ def test_demo_trains_compiled_on_two_ranks() -> None:
     assert last < 0.8 * first
 
 
-def test_demo_reports_what_a_rank_raised() -> None:
-    done = run([*DEMO, "--eager", "--steps", "2", "--backend", "cute", "--ranks", "1"])
+def test_demo_reports_what_a_rank_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "EP_OPS_CHECK", "2")
+    done = run([*DEMO, "--eager", "--steps", "2", "--ranks", "1"])
     assert done.returncode == 1
-    assert "Traceback" in done.stderr and "'cute' runs on CUDA devices" in done.stderr
+    assert "Traceback" in done.stderr and "EP_OPS_CHECK is '2' in the environment" in done.stderr
 
 
 @pytest.mark.drawn
@@ -223,7 +224,11 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 2
     assert cli.main(["bench", "everything"]) == 2
     assert cli.main(["bench", "--help"]) == 0
-    assert "throughput,latency" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "throughput,latency" in said.err and "'everything' is no benchmark" in said.err
+    assert "throughput,latency" in said.out
+    assert cli.main(["demo", "--device", "cpu", "--backend", "cute"]) == 2
+    assert "--backend is cute, which runs on GPUs" in capsys.readouterr().err
     for wrong in ([], ["demo", "--steps", "0"], ["demo", "--hidden-size", "48"]):
         with pytest.raises(SystemExit) as stop:
             cli.main(wrong)
@@ -231,6 +236,24 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     if not torch.cuda.is_available():
         assert cli.main(["demo", "--device", "cuda"]) == 2
         assert "torch sees 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("throughput", "--backend cute", "--backend is cute, which runs on GPUs"),
+        ("overlap", "--routing warm", "--routing: 'warm' is none of balanced, skewed, nor as 'hot 0.2'"),
+        ("overlap", "--routing hot", "--routing: 'hot' is none of"),
+        ("training", "--hidden 100", "--hidden: 100 is not a multiple of 128"),
+        ("layer", "--only quack", "--only quack needs GPUs, and quack-kernels"),
+    ],
+)
+def test_benchmarks_refuse_before_they_start(
+    kind: str, options: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", kind, "--device", "cpu", *options.split()])
+    assert stop.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +277,7 @@ torch.testing.assert_close(moe(x, experts, weights, w).float(), expected, rtol=2
 comm.destroy()
 dist.destroy_process_group()
 """
+GRAPH = [("fullgraph=True", 'fullgraph=True, backend="aot_eager"')]
 OF_THE_QUICKSTART = "\nassert all(w.grad.isfinite().all() and w.grad.any() for w in (router, w_in, w_out))\n"
 
 
@@ -264,20 +288,20 @@ def run_script(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "behind"),
-    [("README.md", OF_THE_README), ("docs/quickstart.md", OF_THE_QUICKSTART)],
+    ("page", "smaller", "behind"),
+    [
+        ("README.md", [*GRAPH, ("2048", "64"), ("4096", "32")], OF_THE_README),
+        ("docs/quickstart.md", [*GRAPH, ("= 256, 256, 128,", "= 32, 64, 32,")], OF_THE_QUICKSTART),
+    ],
     ids=["README", "quickstart"],
 )
-def test_examples_of_the_documentation_run(page: str, behind: str, tmp_path: Path) -> None:
+def test_examples_of_the_documentation_run(
+    page: str, smaller: list[tuple[str, str]], behind: str, tmp_path: Path
+) -> None:
     """With smaller sizes, traced as one graph but not lowered."""
     example = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[0]
-    for old, new in (
-        ("2048", "64"),
-        ("4096", "32"),
-        ("1024", "32"),
-        ("fullgraph=True", 'fullgraph=True, backend="aot_eager"'),
-    ):
-        assert old in example or old == "1024"
+    for old, new in smaller:
+        assert old in example
         example = example.replace(old, new)
     script = tmp_path / "example.py"
     script.write_text(example + behind)

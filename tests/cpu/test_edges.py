@@ -109,20 +109,39 @@ REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], s
     "no ids": (lambda c, x, idx: c.dispatch(x, None), "topk_idx is None; allowed: a tensor"),
     "format": (lambda c, x, idx: c.dispatch(x, idx, format=None), "format is None; allowed: a str"),
     "zeros": (lambda c, x, idx: c.dispatch(x, idx, zeros="no"), "zeros is a str; allowed: a bool"),
+    "tokens: max_tokens": (
+        lambda c, x, idx: c.dispatch_tokens(x, idx, max_tokens="8"), "max_tokens is a str; allowed: an int"
+    ),
+    "tokens: bound": (
+        lambda c, x, idx: c.dispatch_tokens(x, idx, max_tokens=3.5), "max_tokens is a float; allowed: an int"
+    ),
+    "tokens: route": (
+        lambda c, x, idx: c.dispatch_tokens_planned(x, (idx,)), "route is a tuple; allowed: a Route"
+    ),
+}  # fmt: skip
+OTHERS: dict[str, Callable[[ep_ops.Communicator, Tensor, Tensor], Any]] = {
+    "slots": lambda c, x, idx: c.plan(idx),
+    "plan": lambda c, x, idx: c.plan(idx),
+    "tokens: max_tokens": lambda c, x, idx: c.dispatch_tokens(x, idx),
+    "tokens: bound": lambda c, x, idx: c.dispatch_tokens(x, idx),
 }
+"""What the other ranks call then, where that is no dispatch."""
 
 
 def _refusing(name: str, grad: bool) -> None:
     call, text = REFUSED[name]
     x, idx = torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
     with made() as comm, torch.set_grad_enabled(grad):
+        known = comm.dispatch_tokens(x, idx).route if name == "tokens: route" else None
         if comm.rank == 0:
             with pytest.raises((TypeError, ValueError)) as told:
                 call(comm, x, idx)
                 comm.check_errors()
         else:
             with pytest.raises(ValueError, match="refused by rank 0") as told:
-                comm.plan(idx) if name in ("slots", "plan") else comm.dispatch(x, idx)
+                if known is not None:
+                    comm.dispatch_tokens_planned(x, known)
+                OTHERS.get(name, lambda c, x, idx: c.dispatch(x, idx))(comm, x, idx)
                 comm.check_errors()
         assert text in str(told.value)
         rows = comm.dispatch(x, idx)  # and all goes on
@@ -138,7 +157,8 @@ def test_what_one_rank_gets_wrong_all_are_told(name: str, grad: bool) -> None:
 def test_routes_are_not_what_holds_them() -> None:
     with made() as comm:
         rows = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
-        for call in (comm.combine, comm.combine_gathered, comm.combine_start, comm.dispatch_planned):
+        along = comm.combine, comm.combine_gathered, comm.combine_start, comm.dispatch_planned
+        for call in (*along, comm.dispatch_tokens_planned):
             with pytest.raises(ValueError, match="route is a Dispatched; allowed: a Route"):
                 call(rows.x, rows)
         with pytest.raises(TypeError, match="started is a StartedDispatch; allowed: what combine_start returned"):

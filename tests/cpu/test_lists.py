@@ -101,6 +101,11 @@ def test_lists_that_are_refused(alignment: int, capacity: int | None, text: str)
         expert_lists(torch.zeros(2, 2).int(), 2, alignment=alignment, capacity=capacity)
 
 
+def test_lists_of_global_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"local_idx has 5; allowed: local experts, 0\.\.1, or -1 for none"):
+        expert_lists(torch.tensor([[-1, 5], [0, 1]]).int(), 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_reduce_rows(dtype: torch.dtype, weighted: bool) -> None:

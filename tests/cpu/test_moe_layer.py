@@ -179,6 +179,15 @@ def test_capacity_contradicts_dynamic() -> None:
         MoELayer(comm, F, capacity=64, dynamic=True)
 
 
+@pytest.mark.parametrize(("sizes", "text"), [
+    ((0,), "^intermediate_size is 0; it must be an int of at least 1"), (("8",), "^intermediate_size is '8'"),
+    ((8, -1), "^shared_intermediate_size is -1; it must be an int of at least 0"),
+])  # fmt: skip
+def test_sizes_that_are_none(sizes: tuple, text: str) -> None:
+    with communicator(torch.float32) as comm, pytest.raises(ValueError, match=text):
+        MoELayer(comm, sizes[0], **({"shared_intermediate_size": sizes[1]} if sizes[1:] else {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_garbage_rows_reach_nothing(dtype: torch.dtype) -> None:
     """NaN past the last segment, in the rows and in the gradient that comes back."""

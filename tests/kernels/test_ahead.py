@@ -78,3 +78,18 @@ def test_what_is_refused(more: list[str], text: str, capsys: pytest.CaptureFixtu
 def test_without_a_gpu_the_arch_is_to_be_said(capsys: pytest.CaptureFixture) -> None:
     assert main(["compile", *SIZES]) == 2
     assert "--arch sm_90a" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It was said that the kernels are there."""
+    monkeypatch.setattr(ahead, "compile_all", lambda wanted, arch: pytest.fail("compiled for nobody"))
+    (tmp_path / "file").touch()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    for folder, why in (("file/below", "Not a directory"), ("shared", "other users can write into it")):
+        monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path / folder))
+        assert main(["compile", *SIZES, "--arch", "sm_90a"]) == 2
+        said = capsys.readouterr()
+        assert f"{tmp_path / folder} cannot keep compiled kernels: " in said.err and why in said.err and not said.out
