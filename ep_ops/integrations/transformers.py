@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from ep_ops import registry
 from ep_ops.communicator import Communicator
 from ep_ops.nn import expert_of_rows
 
@@ -95,14 +96,20 @@ class EpOps(EPImplementation):
         self._experts, self._capacity, self._options = experts, capacity, options
         self._comm: Communicator | None = None
 
+    @torch.compiler.assume_constant_result  # it is made while torch.compile traces, where that is the first call
+    def _made(self, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device) -> str:
+        """The name of the communicator for such tokens."""
+        local: Any = self.num_local_experts
+        return Communicator.shared(
+            self.ep_mesh.get_group(), num_experts=local * self.ep_mesh.size(), hidden_size=hidden_size, top_k=top_k,
+            dtype=dtype, device=device, **self._options,
+        ).name  # fmt: skip
+
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self._comm is None or self._comm.destroyed:
-            local: Any = self.num_local_experts
-            self._comm = Communicator.shared(
-                self.ep_mesh.get_group(), num_experts=local * self.ep_mesh.size(),
-                hidden_size=hidden_states.shape[-1], top_k=top_k_index.shape[-1], dtype=hidden_states.dtype,
-                device=hidden_states.device, **self._options,
-            )  # fmt: skip
+            sizes = hidden_states.shape[-1], top_k_index.shape[-1]
+            found: Any = registry.get(self._made(*sizes, hidden_states.dtype, hidden_states.device))
+            self._comm = found
         given: tuple[Tensor, ...] = hidden_states, top_k_index, top_k_weights
         parts = self.tp_mesh.size() > 1
         if parts:

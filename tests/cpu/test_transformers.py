@@ -64,11 +64,11 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
     batches = [0] * ranks if how == "same batch" else range(ranks)  # of each rank
-    if how in ("registered", "same batch"):
+    if how != "spread" and how != "compiled":
         register(max_tokens_per_rank=16)
-        shape = (ranks, 1) if how == "registered" else (1, ranks)
+        shape = (1, ranks) if how == "same batch" else (ranks, 1)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp"))
-        ep, tp = mesh["ep" if how == "registered" else "tp"], mesh["tp"]
+        ep, tp = mesh["tp" if how == "same batch" else "ep"], mesh["tp"]
         plan = {}
         for name in names:
             plan |= {f"{name}.{p}": "grouped_gemm" for p, _ in model.get_submodule(name).named_parameters()}
@@ -79,7 +79,7 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
         held = [p for name in names for p in model.get_submodule(name).parameters()]
         for _ in range(2):
             assert list(map(id, expert_parameters(model))) == list(map(id, held))
-    if how == "compiled":
+    if "compiled" in how:
         for name in names:
             block = model.get_submodule(name.rpartition(".")[0])
             block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=kind == "qwen3_moe")
@@ -117,7 +117,8 @@ COMPILED = ("qwen3_moe", "gpt_oss")  # one graph; graphs around a router, and ex
 
 
 @pytest.mark.parametrize(("how", "implementation", "kind"), [
-    *((*way, kind) for way in WAYS for kind in MODELS), *(("compiled", "grouped_mm", kind) for kind in COMPILED),
+    *((*way, kind) for way in WAYS for kind in MODELS),
+    *((how, "grouped_mm", kind) for how in ("compiled", "registered and compiled") for kind in COMPILED),
 ])  # fmt: skip
 def test_spread_experts(kind: str, how: str, implementation: str) -> None:
     for found in run_ranks(2, spread, kind, how, implementation):
