@@ -57,6 +57,8 @@ def spread_experts(
     if there are none, or if nobody says top_k.
 
     Gradients of the experts then hold the tokens of all ranks (see ``ep_ops.nn.keep_experts_apart``).
+    ``save_pretrained`` of ``model`` raises a NotImplementedError unless it is given a ``state_dict``: this rank's has a
+    part of the experts.
     """
     found = [name for name, module in model.named_modules() if _is_experts(module)]
     if not found:
@@ -83,6 +85,10 @@ def spread_experts(
         own_experts = functools.partial(_through, comm, capacity, experts, experts.forward)
         experts.forward = own_experts
         experts.expert_parameters = functools.partial(_parameters, experts, spread)
+        experts.comm = comm
+    saves: Any = model
+    if hasattr(model, "save_pretrained"):
+        saves.save_pretrained = functools.partial(_save_whole, model, type(saves).save_pretrained)
     return found
 
 
@@ -144,6 +150,16 @@ def _through(
 def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:
     """Those that were spread: others (a norm behind the experts) all ranks hold."""
     return [experts.get_parameter(name) for name in spread]
+
+
+def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``save_pretrained``, of what has all experts."""
+    if (args[2] if len(args) > 2 else kwargs.get("state_dict")) is None:
+        raise NotImplementedError(
+            "save_pretrained would save the experts of one rank alone; allowed: state_dict=, of all of them, or"
+            " torch.distributed.checkpoint of ep_ops.nn.resharding_state_dict"
+        )
+    return save(model, *args, **kwargs)
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pathlib
 from typing import Any
 
 import pytest
@@ -224,6 +226,55 @@ def spread_again() -> None:
 
 def test_a_model_is_spread_once() -> None:
     run_ranks(2, spread_again)
+
+
+def saved(path: str) -> None:
+    from torch.distributed import checkpoint as dcp
+    from transformers import AutoModelForCausalLM
+
+    from ep_ops.integrations.transformers import spread_experts
+    from ep_ops.nn import resharding_state_dict
+
+    model, dense = made("qwen3_moe", "grouped_mm"), made("qwen3_moe", "grouped_mm")
+    (first, *_) = spread_experts(model, max_tokens_per_rank=16)
+    for asked in (model.save_pretrained, copy.deepcopy(model).save_pretrained):
+        with pytest.raises(NotImplementedError, match="save_pretrained would save the experts of one rank alone"):
+            asked(path)
+    comm = model.get_submodule(first).comm
+    dcp.save(resharding_state_dict(model, comm), checkpoint_id=f"{path}/spread")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(torch.nan)
+    dcp.load(resharding_state_dict(model, comm), checkpoint_id=f"{path}/spread")
+    ids = tokens(dist.get_rank())
+    torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    comm.destroy()
+    model.save_pretrained(f"{path}/whole", state_dict=dense.state_dict())
+    dist.barrier()
+    read = AutoModelForCausalLM.from_pretrained(f"{path}/whole")
+    torch.testing.assert_close(read.state_dict(), dense.state_dict(), rtol=0, atol=0)
+
+
+def test_nothing_is_saved_in_part(tmp_path: pathlib.Path) -> None:
+    run_ranks(2, saved, str(tmp_path))
+
+
+def generated() -> None:
+    """Ranks whose sequences end at different times."""
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, dense = made("qwen3_moe", "grouped_mm").eval(), made("qwen3_moe", "grouped_mm").eval()
+    spread_experts(model, max_tokens_per_rank=16)
+    ids, rank = tokens(dist.get_rank()), dist.get_rank()
+    how: dict[str, Any] = dict(max_new_tokens=3 + 4 * rank, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = model.generate(ids, synced_gpus=True, **how)
+    assert torch.equal(got, dense.generate(ids, **how)) and got.shape == (2, 8 + 5 * rank)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def test_generation() -> None:
+    run_ranks(2, generated)
 
 
 def more_ranks_than_experts(kind: str) -> None:
