@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
+from ep_ops import registry
 from ep_ops.integrations import deep_ep
 from ep_ops.integrations.deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
 
@@ -191,6 +193,51 @@ def test_sizes_that_grow() -> None:
         for rank, result in enumerate(results):
             assert result[step][0].shape[0] == len(coming(given, rank))
             same(result[step][1], total[rank].bfloat16())
+
+
+def _captured(given: list[list[Given]]) -> list[list[Any]]:
+    """The most tokens of the communicators that live: after each call for ever more tokens, of which a CUDA graph has
+    captured the second, and after destroy."""
+    before = set(registry.living)
+    buffer, living = Buffer(dist.group.WORLD, explicitly_destroy=True), []
+    for number, step in enumerate(given):
+        mine, most = step[dist.get_rank()], 4 << number
+        with mock.patch("ep_ops.integrations.deep_ep.communicators._capturing", return_value=number == 1):
+            sent = buffer.low_latency_dispatch(mine.x, mine.idx, most, EXPERTS, use_fp8=False)
+            out, *_ = buffer.low_latency_combine(sent[0].nan_to_num(), mine.idx, mine.weights, sent[2])
+        expected = torch.where(mine.idx >= 0, mine.weights, 0).sum(1, keepdim=True) * mine.x.float()
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        sizes = [comm.config for name, comm in registry.living.items() if name not in before]
+        living.append(sorted(size.max_tokens_per_rank for size in sizes if size.hidden_size == HIDDEN))
+    buffer.destroy()
+    return [*living, sorted(set(registry.living) - before)]
+
+
+def test_what_a_graph_has_captured_stays() -> None:
+    given = [draw(cases.fresh_seed() + i, (2, 4)) for i in range(4)]
+    assert run_ranks(RANKS, _captured, given) == RANKS * [[[4], [8], [8, 16], [8, 32], []]]
+
+
+def _ids_that_are_none() -> str:
+    buffer, mine = Buffer(dist.group.WORLD, explicitly_destroy=True), draw(0)[dist.get_rank()]
+    if dist.get_rank():
+        mine.idx[2, 1] = EXPERTS
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.idx, EXPERTS)
+    assert int(per_expert.sum()) == int(((mine.idx >= 0) & (mine.idx < EXPERTS)).sum())
+    try:
+        buffer.dispatch(
+            mine.x, topk_idx=mine.idx, topk_weights=mine.weights, num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+        )  # fmt: skip
+    except ValueError as error:
+        buffer.destroy()
+        return str(error)
+    return ""
+
+
+def test_ids_that_are_none() -> None:
+    for text in run_ranks(RANKS, _ids_that_are_none):
+        assert text.endswith(f"topk_idx[2, 1] is {EXPERTS} on rank 1; expert ids are 0..{EXPERTS - 1}, or -1 for none")
 
 
 # ---------------------------------------------------------------------- V2

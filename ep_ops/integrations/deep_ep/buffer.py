@@ -99,10 +99,11 @@ class Buffer(LowLatency):
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> Layout:  # fmt: skip
         """Of ids [T, K] (-1 none): int32 [W] tokens that go to each rank, None, int32 [E] how many name each expert,
-        bool [T, W] whether a token goes to a rank, and an event. Waits for nobody."""
+        bool [T, W] whether a token goes to a rank, and an event. Waits for nobody. Ids that are none count as -1 here:
+        dispatches refuse them, on all ranks."""
         refuse_experts(num_experts, self.group_size)
         wait_for(previous_event)
-        named = topk_idx >= 0
+        named = (topk_idx >= 0) & (topk_idx < num_experts)
         ids = torch.where(named, topk_idx, num_experts).long()
         per_expert = ids.new_zeros(num_experts + 1).scatter_add(0, ids.flatten(), torch.ones_like(ids).flatten())
         held = num_experts // self.group_size

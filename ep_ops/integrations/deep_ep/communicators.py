@@ -20,6 +20,7 @@ class Communicators:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._made: dict[tuple[Any, ...], Communicator] = {}
+        self._captured: list[Communicator] = []  # by CUDA graphs, which go on using them
 
     def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int) -> Communicator:
         """For rows as those of ``x`` [., H] (bfloat16 where they are quantised), and at least ``max_tokens`` a rank,
@@ -28,12 +29,14 @@ class Communicators:
         key = (x.shape[1], num_experts, top_k, dtype, x.device)
         found = self._made.get(key)
         if found is None or found.max_tokens_per_rank < max_tokens:
-            if found is not None:  # routes do not depend on it: those that were planned go on with its successor
-                found.destroy()
+            if found is not None and found not in self._captured:
+                found.destroy()  # routes do not depend on it: those that were planned go on with its successor
             found = self._made[key] = Communicator(
                 self._group, num_experts=num_experts, hidden_size=x.shape[1], top_k=top_k, dtype=dtype,
                 max_tokens_per_rank=1 << max(max_tokens - 1, 0).bit_length(), alignment=1, device=x.device,
             )  # fmt: skip
+        if _capturing(x.device) and found not in self._captured:
+            self._captured.append(found)
         return found
 
     def agreed(self, tokens: int, device: torch.device) -> int:
@@ -60,9 +63,14 @@ class Communicators:
 
     def destroy(self) -> None:
         """Collective."""
-        for made in self._made.values():
+        for made in dict.fromkeys((*self._captured, *self._made.values())):
             made.destroy()
+        self._captured.clear()
         self._made.clear()
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def format_of(scales: Tensor | None, columns: bool = False) -> dict[str, Any]:
