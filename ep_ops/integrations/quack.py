@@ -25,8 +25,13 @@ def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
     the sum of its places' (k ascending, in fp32, rounded once).
 
     M and N are multiples of 8. Padding places (of lists with an alignment above 1) are computed from a row of their
-    expert; what comes as their gradient must be zeros.
+    expert; what comes as their gradient must be zeros. ValueError for other numbers of rows or experts than the lists
+    have, of which quack would read past the end.
     """
+    if x.shape[0] != lists.places.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, of which the lists were made")
+    if w.shape[0] != lists.offs.shape[0]:
+        raise ValueError(f"w has {w.shape[0]} experts; allowed: {lists.offs.shape[0]}, which the lists have")
     return _GatherMM.apply(x, w, lists.rows, lists.places, lists.cu_seqlens)
 
 

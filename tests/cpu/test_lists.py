@@ -209,3 +209,7 @@ def test_quacks_products(alignment: int, monkeypatch: pytest.MonkeyPatch) -> Non
         y = torch.where(nothing, 0, gather_mm(*leaves, lists))
         results.append([y.detach(), *torch.autograd.grad((y * factor).sin().sum(), leaves)])
     torch.testing.assert_close(*results)
+    with pytest.raises(ValueError, match="x has 3 rows; allowed: 4, of which the lists were made"):
+        quack.gather_mm(x[:3], w, lists)
+    with pytest.raises(ValueError, match="w has 5 experts; allowed: 4, which the lists have"):
+        quack.gather_mm(x, torch.randn(5, 8, 6), lists)
