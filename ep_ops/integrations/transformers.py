@@ -8,7 +8,8 @@ With one call, on a model that is there in full on every rank:
 or as an implementation of transformers' own expert parallelism, which loads only the experts of each rank:
 
     register(max_tokens_per_rank=4096)
-    model = AutoModelForCausalLM.from_pretrained(..., distributed_config=DistributedConfig(ep_implementation="ep_ops"))
+    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ep_ops")  # ep_size: 1 unless it is given
+    model = AutoModelForCausalLM.from_pretrained(..., distributed_config=config)
 
 In both, a layer's own code computes the experts, biases and activations included; what is replaced is how their tokens
 come and go. Every rank passes its own tokens, and all ranks run the same layers.
@@ -34,7 +35,7 @@ _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
 
 
 def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, **options: Any) -> None:
-    """From now on ``DistributedConfig(ep_implementation=name)`` takes this library.
+    """From now on ``DistributedConfig(ep_size=..., ep_implementation=name)`` takes this library.
 
     Args:
         max_tokens_per_rank: the most tokens (batch times length) that any rank passes through a layer.

@@ -273,6 +273,30 @@ def generated() -> None:
         comm.destroy()
 
 
+def loaded(path: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from ep_ops.integrations.transformers import register
+
+    dense = made("qwen3_moe", "grouped_mm")
+    dense.save_pretrained(path)
+    dist.barrier()
+    register(max_tokens_per_rank=16)
+    ranks, ids = dist.get_world_size(), tokens(dist.get_rank())
+    config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="ep_ops")
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config, attn_implementation="eager")
+    assert model.model.layers[0].mlp.experts.num_experts == 6 // ranks
+    torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    (comm,) = ep_ops.registry.living.values()
+    comm.destroy()
+
+
+def test_loading(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate, with which transformers loads in parts")
+    run_ranks(2, loaded, str(tmp_path))
+
+
 def test_generation() -> None:
     run_ranks(2, generated)
 
