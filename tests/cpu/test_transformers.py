@@ -220,6 +220,8 @@ def spread_again() -> None:
         spread_experts(model, max_tokens_per_rank=16)
     ids = tokens(dist.get_rank())
     torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    with torch.inference_mode():
+        torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
     for comm in list(ep_ops.registry.living.values()):
         comm.destroy()
 
