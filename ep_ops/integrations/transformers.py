@@ -142,8 +142,10 @@ def _through(
     rows = torch.where(there, sent.x, 0)
     nobody = 0 if experts.config._experts_implementation == "eager" else comm.num_local_experts
     ids = torch.where(there, expert.unsqueeze(1), nobody)
-    # Without experts there are no rows, which not all of transformers' implementations take.
-    y = forward(rows, ids, there.to(rows.dtype)) if comm.num_local_experts else rows
+    if comm.num_local_experts:
+        y = forward(rows, ids, there.to(rows.dtype))
+    else:  # no rows, which not all implementations take; they hang on the parameters, lest others wait in backward
+        y = rows + sum(parameter.sum() for parameter in experts.parameters()).to(rows.dtype)
     if torch.is_grad_enabled():  # nor is the gradient of such rows defined, which a weight of zero does not stop
         y = torch.where(there, y, 0)
     return comm.combine(y, sent.route, sent.weights)
