@@ -39,8 +39,8 @@ def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | 
 
     Args:
         max_tokens_per_rank: the most tokens (batch times length) that any rank passes through a layer.
-        capacity: rows of a rank's receive buffer, a multiple of the alignment; rows that do not fit are dropped. None:
-            the worst case.
+        capacity: rows of a rank's receive buffer, a multiple of the alignment; rows that do not fit are dropped, of
+            which ``check_errors`` of the communicator tells with ``overflow="raise"``. None: the worst case.
         options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one.
     """
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
@@ -142,10 +142,13 @@ def _through(
     rows = torch.where(there, sent.x, 0)
     nobody = 0 if experts.config._experts_implementation == "eager" else comm.num_local_experts
     ids = torch.where(there, expert.unsqueeze(1), nobody)
-    # Without experts there are no rows, which not all of transformers' implementations take.
-    y = forward(rows, ids, there.to(rows.dtype)) if comm.num_local_experts else rows
-    # Nor is the gradient of such rows defined, and a weight of zero does not stop it on its way to the experts.
-    return comm.combine(torch.where(there, y, 0), sent.route, sent.weights)
+    if comm.num_local_experts:
+        y = forward(rows, ids, there.to(rows.dtype))
+    else:  # no rows, which not all implementations take; they hang on the parameters, lest others wait in backward
+        y = rows + sum(parameter.sum() for parameter in experts.parameters()).to(rows.dtype)
+    if torch.is_grad_enabled():  # nor is the gradient of such rows defined, which a weight of zero does not stop
+        y = torch.where(there, y, 0)
+    return comm.combine(y, sent.route, sent.weights)
 
 
 def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:

@@ -58,7 +58,7 @@ ROOMS = {
         "ep_ops.formats", "ep_ops.communicator", "ep_ops.nn", "ep_ops.recompute",
     ),
     "ep_ops.integrations": (
-        "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators",
+        "ep_ops.records", "ep_ops.communicator", "ep_ops.exchange", "ep_ops.nn", "ep_ops.operators", "ep_ops.registry",
     ),
     "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
     "ep_ops.ahead": (

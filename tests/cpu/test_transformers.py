@@ -220,6 +220,8 @@ def spread_again() -> None:
         spread_experts(model, max_tokens_per_rank=16)
     ids = tokens(dist.get_rank())
     torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
+    with torch.inference_mode():
+        torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
     for comm in list(ep_ops.registry.living.values()):
         comm.destroy()
 
@@ -301,12 +303,15 @@ def test_generation() -> None:
     run_ranks(2, generated)
 
 
-def more_ranks_than_experts(kind: str) -> None:
+def more_ranks_than_experts(kind: str, frozen: bool) -> None:
     from ep_ops.integrations.transformers import spread_experts
 
     MODELS[kind] = MODELS[kind] | {name: 2 for name in MODELS[kind] if "experts" in name}
     model, dense, rank = made(kind, "grouped_mm"), made(kind, "grouped_mm"), dist.get_rank()
     names = spread_experts(model, max_tokens_per_rank=16)
+    for whole in (model, dense):
+        for name, p in whole.named_parameters():
+            p.requires_grad_(not frozen or any(name.startswith(f"{e}.") for e in names))
     logits, loss = loss_of(model, tokens(rank))
     loss.backward()
     torch.testing.assert_close(logits, loss_of(dense, tokens(rank))[0])
@@ -321,6 +326,7 @@ def more_ranks_than_experts(kind: str) -> None:
         comm.destroy()
 
 
+@pytest.mark.parametrize("frozen", [False, True])  # but for the experts
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_a_rank_without_experts(kind: str) -> None:
-    run_ranks(3, more_ranks_than_experts, kind, timeout=60)
+def test_a_rank_without_experts(kind: str, frozen: bool) -> None:
+    run_ranks(3, more_ranks_than_experts, kind, frozen, timeout=60)
