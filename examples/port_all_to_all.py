@@ -1,6 +1,8 @@
 """One layer twice: with ``all_to_all_single`` by hand, and with ep_ops. Both give the same results and gradients.
 
-torchrun --standalone --nproc-per-node 2 examples/port_all_to_all.py
+    torchrun --standalone --nproc-per-node 2 examples/port_all_to_all.py
+
+By hand the ranks must hold equally many of the 8 experts; ep_ops takes any number of ranks.
 """
 
 from __future__ import annotations
