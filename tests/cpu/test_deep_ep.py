@@ -535,7 +535,8 @@ def test_install() -> None:
     code = (
         "import importlib.util, sys, ep_ops.integrations.deep_ep as ours; ours.install(); ours.install();"
         "import deep_ep; from deep_ep import Buffer, Config, topk_idx_t;"
-        "from deep_ep.utils import EventHandle, EventOverlap;"
+        "from deep_ep.utils import EventHandle, EventOverlap; from deep_ep.buffer import Buffer as again;"
+        "assert EventOverlap is ours.EventOverlap and again is Buffer;"
         "assert deep_ep is ours and Buffer is ours.Buffer and importlib.util.find_spec('deep_ep') is not None;"
         "assert hasattr(deep_ep, 'ElasticBuffer') and not hasattr(deep_ep, 'HybridEPBuffer')"
     )

@@ -31,12 +31,14 @@ topk_idx_t = torch.int64
 
 
 def install() -> None:
-    """Has ``import deep_ep`` give this module in this process, and ``deep_ep.utils`` its utils. Does nothing the second
-    time. RuntimeError if DeepEP itself is imported already, or is installed: remove it first, lest nobody knows which
-    one runs."""
+    """Has ``import deep_ep`` give this module in this process, and ``deep_ep.utils`` and others those inside it. Does
+    nothing the second time. RuntimeError if DeepEP itself is imported already, or is installed: remove it first, lest
+    nobody knows which one runs."""
     own = sys.modules[__name__]
     if sys.modules.get("deep_ep") is own:
         return
     if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
         raise RuntimeError("deep_ep is imported or installed already; remove it where ep_ops is to stand in for it")
-    sys.modules["deep_ep"], sys.modules["deep_ep.utils"] = own, utils
+    for name, module in list(sys.modules.items()):
+        if name == __name__ or name.startswith(f"{__name__}."):  # else it would be imported again, with other classes
+            sys.modules["deep_ep" + name.removeprefix(__name__)] = module
