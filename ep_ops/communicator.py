@@ -239,6 +239,11 @@ class Communicator(Methods, TokenMajor):
         ``formats``: those that dispatches will name besides, each with its ``scales_as``, such as ("e4m3/128/pow2",
         "columns"); kernels of others are compiled when they are first called. ValueError for a name that is none.
         """
+        for one in formats:
+            if isinstance(one, str) or len(one) != 2:
+                raise ValueError(
+                    f"formats has {one!r}; allowed: pairs of format and scales_as, as ('e4m3/128/pow2', 'columns')"
+                )
         for name, scales_as in formats:
             layout_of(format_of(name), scales_as)
         refuse_destroyed(self)

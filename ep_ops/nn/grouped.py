@@ -13,8 +13,11 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
     x [R, M], w [El, M, N], offs [El] int32 -> [R, N]. Rows past ``offs[-1]`` are garbage, in x and in the result: they
     reach no other row and no gradient of w. Under ``torch.autocast``, which knows no grouped product, w is brought to
-    the dtype of the rows.
+    the dtype of the rows. ValueError for a w of other sizes.
     """
+    if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1]:
+        allowed = f"[{offs.shape[0]} (as offs has), {x.shape[1]} (as rows have), N]"
+        raise ValueError(f"w has shape {tuple(w.shape)}; allowed: {allowed}")
     if w.dtype != x.dtype and autocasts(x.device.type):
         w = w.to(x.dtype)
     if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and w.shape[0] > 0:

@@ -30,8 +30,10 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
 
     Parameters have to be there to stay: what ``load_state_dict(assign=True)`` puts in their place is not divided. A
     model from the meta device is given to ``fully_shard``, then gets memory (``to_empty``), then comes here. ValueError
-    for experts without memory.
+    for experts without memory, and for fewer ranks than one.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; it must be an int of at least 1")
     # DDP asks by either name, which differ where the model itself is what a layer was wrapped in.
     everyone = {id(p) for p in expert_parameters(model)}
     apart = [name for name, p in model.named_parameters() if id(p) in everyone]

@@ -35,8 +35,13 @@ def of_rows(values: Tensor, route: Route) -> Tensor:
         y = grouped_mm(x, w, route.offs) + of_rows(bias, route)
 
     Rows that nobody owns add nothing to the gradient of ``values``, whatever their own gradients hold: they are
-    undefined there. ``bias[expert_of_rows(route)]`` would add them up.
+    undefined there. ``bias[expert_of_rows(route)]`` would add them up. ValueError for values of other experts than the
+    route's.
     """
+    if values.shape[:1] != route.offs.shape:
+        raise ValueError(
+            f"values has shape {tuple(values.shape)}; allowed: [{route.offs.shape[0]} (local experts), ...]"
+        )
     expert = expert_of_rows(route)
     owned = (expert >= 0).view(-1, *[1] * (values.ndim - 1))
     if values.shape[0] == 0:

@@ -12,7 +12,17 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig, balanced
-from ep_ops.nn import DenseMoE, MoELayer, expert_lists, gather_mm, gather_rows, grouped_mm, reduce_rows
+from ep_ops.nn import (
+    DenseMoE,
+    MoELayer,
+    expert_lists,
+    gather_mm,
+    gather_rows,
+    grouped_mm,
+    keep_experts_apart,
+    of_rows,
+    reduce_rows,
+)  # fmt: skip
 
 SIZES: dict[str, Any] = dict(hidden_size=16, max_tokens_per_rank=8, dtype=torch.float32, backend="reference")
 
@@ -166,6 +176,23 @@ def test_routes_are_not_what_holds_them() -> None:
         for name in ("dispatch", "dispatch_tokens"):
             with pytest.raises(TypeError, match=f"started is a Dispatched; allowed: what {name}_start returned"):
                 getattr(comm, f"{name}_wait")(rows)
+
+
+def test_what_layers_are_made_of_is_refused_by_name() -> None:
+    with made() as comm:
+        rows = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+        held = comm.num_local_experts
+        with pytest.raises(ValueError, match=rf"values has shape \(9, 16\); allowed: \[{held} \(local experts\)"):
+            of_rows(torch.randn(9, 16), rows.route)
+        for shape in ((9, 16, 4), (held, 8, 4), (held, 16)):
+            with pytest.raises(
+                ValueError, match=rf"w has shape \({shape[0]}, .*; allowed: \[{held} \(as offs has\), 16 "
+            ):
+                grouped_mm(rows.x, torch.randn(shape), rows.route.offs)
+        with pytest.raises(ValueError, match="formats has 'e4m3/128/pow2'; allowed: pairs"):
+            comm.warmup(["e4m3/128/pow2"])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="ranks is 0; it must be an int of at least 1"):
+            keep_experts_apart(MoELayer(comm, 8), ranks=0)
 
 
 def _placed() -> None:
