@@ -26,6 +26,7 @@ from torch import Tensor
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantise import refuse_hidden
+from ep_ops.nn.rows import refuse_no_route
 from ep_ops.operators.eager import call, refuse_transforms
 from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.library import define, differentiate
@@ -79,6 +80,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def _checked(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """What the operators' arguments begin with."""
     refuse_transforms("ep::swiglu", (x,))
+    refuse_no_route(route)
     segments = route.segments
     if x.dtype not in _DTYPES:
         raise TypeError(f"gate_and_up is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")

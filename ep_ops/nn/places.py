@@ -22,6 +22,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.nn import list_operators as operators
 from ep_ops.nn.lists import ExpertLists, gather_rows, places_at_most
 from ep_ops.nn.moe_layer import grouped_mm
+from ep_ops.nn.rows import refuse_no_route
 from ep_ops.records import Route
 
 
@@ -45,6 +46,7 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
     something (a ``capacity`` below what R rows can take): a copy of which nothing is left would never come home. Take
     ``reduce_rows`` there.
     """
+    refuse_no_route(route)
     num_rows, top_k = lists.places.shape
     num_places, most = lists.rows.shape[0], places_at_most(num_rows * top_k, lists.counts.shape[0], lists.alignment)
     if not route.token_major or num_rows != route.num_rows:

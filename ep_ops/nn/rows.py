@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ep_ops.operators.eager import no_route
 from ep_ops.records import Route
+
+
+def refuse_no_route(given: Any) -> None:
+    """ValueError for what is no route, as the ``Dispatched`` that has one."""
+    if not isinstance(given, Route):
+        raise ValueError(no_route(given))
 
 
 def expert_of_rows(route: Route) -> Tensor:
@@ -14,6 +23,7 @@ def expert_of_rows(route: Route) -> Tensor:
     R is ``route.num_rows``. Padding rows, and those between or past the segments, are nobody's. ValueError for
     token-major rows, which belong to several experts.
     """
+    refuse_no_route(route)
     if route.token_major:
         raise ValueError("route is token-major: its rows belong to several experts; take ep_ops.nn.expert_lists")
     row = torch.arange(route.num_rows, device=route.offs.device)
@@ -38,6 +48,7 @@ def of_rows(values: Tensor, route: Route) -> Tensor:
     undefined there. ``bias[expert_of_rows(route)]`` would add them up. ValueError for values of other experts than the
     route's.
     """
+    refuse_no_route(route)
     if values.shape[:1] != route.offs.shape:
         raise ValueError(
             f"values has shape {tuple(values.shape)}; allowed: [{route.offs.shape[0]} (local experts), ...]"

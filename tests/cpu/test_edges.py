@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
+from ep_ops import nn
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig, balanced
 from ep_ops.nn import (
     DenseMoE,
@@ -171,6 +172,15 @@ def test_routes_are_not_what_holds_them() -> None:
         for call in (*along, comm.dispatch_tokens_planned):
             with pytest.raises(ValueError, match="route is a Dispatched; allowed: a Route"):
                 call(rows.x, rows)
+        copies = comm.dispatch_tokens(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+        lists = nn.expert_lists(copies.local_idx, comm.num_local_experts)
+        for local in (
+            lambda: nn.swiglu_rows(rows.x, rows), lambda: nn.expert_of_rows(rows),
+            lambda: nn.of_rows(torch.zeros(comm.num_local_experts), rows),
+            lambda: nn.places_route(comm, rows, lists),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="route is a Dispatched; allowed: a Route"):
+                local()
         with pytest.raises(TypeError, match="started is a StartedDispatch; allowed: what combine_start returned"):
             comm.combine_wait(comm.dispatch_start(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)))
         for name in ("dispatch", "dispatch_tokens"):
