@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import subprocess
 import sys
@@ -15,62 +14,13 @@ import pytest
 import quantised
 import torch
 import torch.distributed as dist
+from deep_ep_cases import EXPERTS, HIDDEN, OWN, RANKS, TOP_K, Given, coming, draw, same, sums
 from ranks import run_ranks
 from torch import Tensor
 
 from ep_ops import registry
 from ep_ops.integrations import deep_ep
-from ep_ops.integrations.deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap
-
-EXPERTS, TOP_K, HIDDEN = 6, 3, 128
-TOKENS = (5, 9)  # of each rank
-RANKS = len(TOKENS)
-OWN = EXPERTS // RANKS  # experts of a rank
-
-
-@dataclasses.dataclass
-class Given:
-    """Of one rank."""
-
-    x: Tensor
-    idx: Tensor  # int64
-    weights: Tensor
-    bias: tuple[Tensor, Tensor]
-
-    @property
-    def ranks(self) -> list[set[int]]:
-        """Where each token goes."""
-        return [{expert // OWN for expert in experts if expert >= 0} for experts in self.idx.tolist()]
-
-
-def draw(seed: int, tokens: tuple[int, ...] = TOKENS, none: float = 0.25) -> list[Given]:
-    generator = torch.Generator().manual_seed(seed)
-    given = []
-    for count in tokens:
-        idx = torch.rand(count, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
-        idx[torch.rand(idx.shape, generator=generator) < none] = -1
-        x, *bias = (torch.randn(count, HIDDEN, generator=generator).bfloat16() for _ in range(3))
-        given.append(Given(x, idx, torch.rand(idx.shape, generator=generator), tuple(bias)))
-    return given
-
-
-def coming(given: list[Given], rank: int) -> list[tuple[int, int]]:
-    """(source rank, token) of the rows here."""
-    return [(s, t) for s, one in enumerate(given) for t, ranks in enumerate(one.ranks) if rank in ranks]
-
-
-def sums(given: list[Given], values: list[Tensor]) -> list[Tensor]:
-    """``values`` [N, .] of each rank's rows, added up at their owners in fp32."""
-    out = [torch.zeros(one.x.shape[0], values[0].shape[1]) for one in given]
-    for rank, rows in enumerate(values):
-        for row, (source, token) in enumerate(coming(given, rank)):
-            out[source][token] += rows[row].float()
-    return out
-
-
-def same(got: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-
+from ep_ops.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
 
 # ---------------------------------------------------------------------- many tokens
 
@@ -238,158 +188,6 @@ def _ids_that_are_none() -> str:
 def test_ids_that_are_none() -> None:
     for text in run_ranks(RANKS, _ids_that_are_none):
         assert text.endswith(f"topk_idx[2, 1] is {EXPERTS} on rank 1; expert ids are 0..{EXPERTS - 1}, or -1 for none")
-
-
-# ---------------------------------------------------------------------- V2
-
-
-def _elastic(given: list[Given]) -> dict[tuple[bool, bool, int], dict[str, Any]]:
-    """By whether rows are expanded, whether the host waits, and the alignment."""
-    mine, results = given[dist.get_rank()], {}
-    buffer = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=16, explicitly_destroy=True)
-    codes, scales = quantised.quantised(mine.x, "128/fp32")
-    quantised_x = codes.view(torch.float8_e4m3fn), scales.float()
-    for expand in (False, True):
-        for sync in (False, True):
-            for align in (1, 4):
-                how: dict[str, Any] = dict(
-                    topk_idx=mine.idx, num_experts=EXPERTS, expert_alignment=align, do_cpu_sync=sync, do_expand=expand,
-                )  # fmt: skip
-                stats = torch.zeros(OWN, dtype=torch.int32)
-                rows, idx, weights, handle, event = buffer.dispatch(
-                    mine.x, topk_weights=mine.weights, cumulative_local_expert_recv_stats=stats,
-                    async_with_compute_stream=True, previous_event=buffer.capture(), num_max_tokens_per_rank=12, **how
-                )  # fmt: skip
-                event.current_stream_wait()
-                out: dict[str, Any] = {"sent": (rows, idx, weights), "stats": stats}
-                out["handle"] = {f.name: getattr(handle, f.name) for f in dataclasses.fields(handle)}
-                del out["handle"]["route"]
-                (recv, recv_scales), *_ = buffer.dispatch(quantised_x, use_tma_aligned_col_major_sf=expand, **how)
-                out["quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
-                again = buffer.dispatch(2 * mine.x, topk_weights=mine.weights + 1, handle=handle)
-                assert again[3] is handle
-                out["again"] = again[:3]
-                assert buffer.dispatch(mine.x, handle=handle)[2] is None
-                y = rows.nan_to_num() * (dist.get_rank() + 2)
-                home = (weights + 3).contiguous()
-                out["combined"] = buffer.combine(y, handle, topk_weights=home, bias=mine.bias[0])[:2]
-                assert torch.equal(buffer.combine(y, handle, bias=mine.bias[0])[0], out["combined"][0])
-                results[expand, sync, align] = out
-    buffer.destroy()
-    return results
-
-
-def test_elastic_buffer() -> None:
-    given = draw(cases.fresh_seed())
-    results = run_ranks(RANKS, _elastic, given)
-    for rank, result in enumerate(results):
-        here = coming(given, rank)
-        ids = torch.stack([given[s].idx[t] for s, t in here])
-        local = torch.where(ids // OWN == rank, ids - rank * OWN, -1)
-        weights = torch.stack([given[s].weights[t] for s, t in here])
-        counts = [int((local == expert).sum()) for expert in range(OWN)]
-        for (expand, sync, align), got in result.items():
-            sizes = [-(-count // align) * align for count in counts]
-            handle = got["handle"]
-            assert handle["num_recv_tokens_per_expert_list"] == (sizes if sync else [])
-            assert handle["psum_num_recv_tokens_per_scaleup_rank"].tolist() == [
-                sum(s <= r for s, _ in here) for r in range(RANKS)
-            ]
-            begins = [sum(sizes[:expert]) for expert in range(OWN)]
-            ends = [begin + (count if expand else size)
-                    for begin, count, size in zip(begins, counts, sizes, strict=True)]  # fmt: skip
-            assert handle["psum_num_recv_tokens_per_expert"].tolist() == ends
-            assert handle["num_unaligned_recv_tokens_per_expert"].tolist() == counts == got["stats"].tolist()
-            assert (handle["expert_alignment"], handle["num_max_tokens_per_rank"]) == (align, 12)
-            assert torch.equal(handle["topk_idx"], given[rank].idx) and handle["num_experts"] == EXPERTS
-            assert handle["num_recv_tokens"] == (len(here) if sync else RANKS * 12)
-            # Of each row that holds a token: which (row here, k) it stands for.
-            if expand:
-                of = {}
-                for expert, begin in enumerate(begins):
-                    found = (local == expert).nonzero().tolist()
-                    of |= {begin + number: tuple(at) for number, at in enumerate(found)}
-                held = sum(sizes) if sync else RANKS * 12 * min(TOP_K, OWN) + OWN * (align - 1)
-            else:
-                of = {row: (row, None) for row in range(len(here))}
-                held = len(here) if sync else RANKS * 12
-            rows, idx, row_weights = got["sent"]
-            assert rows.shape[0] == held if sync else held <= rows.shape[0] < held + align
-            assert handle["num_expanded_tokens"] == (rows.shape[0] if expand else 0)
-            assert (idx is None) == expand
-            again, again_idx, again_weights = got["again"]
-            recv, scales = got["quantised"]
-            for row, (at, k) in of.items():
-                x = given[here[at][0]].x[here[at][1]]
-                same(rows[row], x)
-                same(again[row], 2 * x)
-                codes, wanted = quantised.quantised(x[None], "128/fp32")
-                same(recv[row], codes[0])
-                same(scales[row], wanted[0].float())
-                if k is None:
-                    same(idx[row], local[at])
-                    same(again_idx[row], local[at])
-                    same(row_weights[row], weights[at].where(local[at] >= 0, 0))
-                    same(again_weights[row], (weights[at] + 1).where(local[at] >= 0, 0))
-                else:
-                    assert row_weights[row] == weights[at, k] and again_weights[row] == weights[at, k] + 1
-            if not expand:
-                assert (idx[len(here) :] == -1).all()
-    for one, result in zip(given, results, strict=True):
-        for (expand, _, _), got in result.items():
-            out, home = got["combined"]
-            factor = torch.zeros(one.x.shape[0], 1)
-            wanted = torch.zeros(one.idx.shape)
-            for token, experts in enumerate(one.idx.tolist()):
-                for r in one.ranks[token]:
-                    named = [expert // OWN == r and expert >= 0 for expert in experts]
-                    factor[token] += (r + 2) * (sum(named) if expand else 1)
-                    own = torch.tensor(named)
-                    if expand:
-                        wanted[token] += torch.where(own, one.weights[token] + 3, 0)
-                    else:
-                        wanted[token] += torch.where(own, one.weights[token], 0) + 3
-            torch.testing.assert_close(out.float(), one.x.float() * factor + one.bias[0].float(), rtol=3e-2, atol=3e-2)
-            torch.testing.assert_close(home, wanted)
-
-
-def _elastic_refusals() -> list[str]:
-    buffer, said = ElasticBuffer(dist.group.WORLD, allow_multiple_reduction=False, num_bytes=7), []
-    assert (buffer.num_bytes, buffer.num_max_tokens_per_rank, buffer.num_ranks) == (7, 0, RANKS)
-    assert ElasticBuffer.get_buffer_size_hint(dist.group.WORLD, 8, 128) == 0
-    assert buffer.get_theoretical_num_sms(num_experts=8, num_topk=2) > 0 and weakref.ref(buffer)() is buffer
-    x, idx = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, TOP_K).long()
-    *_, handle, _ = buffer.dispatch(x, idx, idx.float(), num_experts=EXPERTS, num_max_tokens_per_rank=4, do_expand=True)
-    assert isinstance(handle, EPHandle)
-    y = torch.zeros(handle.num_expanded_tokens, HIDDEN).bfloat16()
-    for call in (
-        buffer.destroy, lambda: buffer.dispatch(x, idx, num_experts=EXPERTS),
-        lambda: buffer.dispatch(x, idx, num_experts=5, num_max_tokens_per_rank=4),
-        lambda: buffer.dispatch(x, idx, handle=handle), lambda: buffer.dispatch(x, handle=handle, do_cpu_sync=True),
-        lambda: buffer.dispatch((x, idx.int()), idx, num_experts=EXPERTS, num_max_tokens_per_rank=4),
-        lambda: buffer.combine(y, handle, topk_weights=y[:, 0].float()), lambda: handle.recv_src_metadata,
-    ):  # fmt: skip
-        try:
-            call()
-            said.append("nothing")
-        except (NotImplementedError, RuntimeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    buffer.communicators.destroy()
-    return said
-
-
-def test_what_the_elastic_buffer_refuses() -> None:
-    texts = [
-        "RuntimeError: destroy was called",
-        "ValueError: topk_idx or num_experts is None, or num_max_tokens_per_rank is 0", "ValueError: num_experts is 5",
-        *2 * ["ValueError: topk_idx or do_cpu_sync is given beside handle"],
-        "NotImplementedError: scales of x have dtype torch.int32", "ValueError: topk_weights of expanded rows",
-        "NotImplementedError: recv_src_metadata",
-    ]  # fmt: skip
-    for said in run_ranks(RANKS, _elastic_refusals):
-        assert len(said) == len(texts)
-        for got, text in zip(said, texts, strict=True):
-            assert got.startswith(text), (got, text)
 
 
 # ---------------------------------------------------------------------- few tokens

@@ -10,8 +10,8 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
+from deep_ep_cases import EXPERTS, HIDDEN, OWN, RANKS, TOP_K, Given, draw
 from ranks import run_ranks
-from test_deep_ep import EXPERTS, HIDDEN, OWN, RANKS, TOP_K, Given, draw
 from torch import Tensor
 
 from ep_ops.integrations import deep_ep
