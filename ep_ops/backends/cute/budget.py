@@ -98,13 +98,13 @@ class Traffic:
         return _of_rows(self, self.reached)
 
     def within(self, rows: int, tokens: int) -> Traffic:
-        """Of buffers that have room for so many rows, on a rank of so many tokens: no more rows come to an average
-        token than there is room for."""
+        """Of a buffer with room for so many rows, on a rank of so many tokens: an average token has no more rows than
+        there is room for."""
         each = max(self.reached, -(-rows // max(1, tokens)))
         return self if each >= self.rows else _of_rows(self, each)
 
     def dispatch_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they fetch a row for each rank reached, and store it to each expert."""
+        """For a GPU of `sms`: they fetch a row for each rank reached, and store all rows."""
         moved = self.reached + self.rows
         staged = 2 if self.crossing else 0  # read and written, by the other SMs
         seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
