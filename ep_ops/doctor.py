@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-DISTRIBUTIONS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
+DISTRIBUTIONS = ("numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
 
 
 def report() -> str:
