@@ -46,7 +46,7 @@ $(READY): pyproject.toml Makefile
 	@touch $@
 
 demo: $(NEEDS)
-	$(PYTHON) -m ep_ops.cli demo $(ARGS)
+	$(PYTHON) -m ep_ops demo $(ARGS)
 
 # Two runs, since tests/gpu changes torch's settings for its whole process. (5: ARGS selects none of its tests.) The
 # second one works at four files of tests at a time (on two cores some always wait), the long ones (tests/conftest.py)
@@ -70,12 +70,12 @@ gpu-test: $(NEEDS)
 	  echo "== tests/gpu/test_many.py: up to $$n ranks on $$gpus GPUs"; \
 	  $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest tests/gpu/test_many.py $(ARGS); \
 	done; \
-	$(PYTHON) -m ep_ops.cli demo; \
-	$(PYTHON) -m ep_ops.cli demo --decode
+	$(PYTHON) -m ep_ops demo; \
+	$(PYTHON) -m ep_ops demo --decode
 
 bench: $(NEEDS)
-	$(PYTHON) -m ep_ops.cli bench throughput $(ARGS)
-	$(PYTHON) -m ep_ops.cli bench latency $(ARGS)
+	$(PYTHON) -m ep_ops bench throughput $(ARGS)
+	$(PYTHON) -m ep_ops bench latency $(ARGS)
 
 lint: $(NEEDS)
 	$(PYTHON) -m ruff check .

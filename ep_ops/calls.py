@@ -9,9 +9,9 @@ from torch import Tensor
 
 from . import formats
 from .backends.base import Backend
+from .group.survivors import ExpertIds
 from .overflow import Overflow
 from .records import Route
-from .survivors import ExpertIds
 
 
 class Caller:

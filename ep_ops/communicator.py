@@ -14,20 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import backends, checks, inputs, leaving, registry
-from .agreement import agree
+from . import backends, checks, inputs, registry
 from .arguments import bundle, checking, device_of, group_of, hashable, large_rows, next_name, wire
 from .backends.base import Backend
 from .config import Config, even_experts
-from .exchange import Exchange
 from .formats import format_of, layout_of
+from .group import leaving
+from .group.agreement import agree
+from .group.exchange import Exchange
+from .group.survivors import ExpertIds
+from .group.topology import gpu_problem, multiprocessors, rails_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
 from .overflow import POLICIES, Overflow
 from .records import Operation
-from .survivors import ExpertIds
 from .token_major import TokenMajor
-from .topology import gpu_problem, multiprocessors, rails_of
 from .version import __version__
 
 _shared: dict[tuple[Any, ...], Communicator] = {}

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .survivors import ExpertIds
+from .group.survivors import ExpertIds
 
 
 class Wanted(Protocol):

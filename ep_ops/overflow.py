@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .recompute import recomputing
-
 POLICIES = ("count", "raise")
 """See ``overflow`` of :class:`ep_ops.Communicator`."""
+
+
+def recomputing() -> bool:
+    """Return whether activation checkpointing is running a forward pass a second time, during backward.
+
+    Always False in compiled functions, where the compiler runs side effects once.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Overflow:

@@ -44,19 +44,19 @@ def problem(config: Config) -> str | None:
 
 def too_small(config: Config, multiprocessors: int) -> str | None:
     """What so many multiprocessors lack for the cute backend; None if they lack nothing."""
-    from .cute import residency
+    from .cute import budget
     from .cute.memory import sizes_of
 
-    return residency.too_small(sizes_of(config), multiprocessors)
+    return budget.too_small(sizes_of(config), multiprocessors)
 
 
 def lack(config: Config, multiprocessors: int) -> str | None:
     """What this rank, with so many multiprocessors, lacks for the cute backend, where the NVLink domains and the wire
     between them are known; None: nothing."""
-    from .cute import residency
+    from .cute import budget
     from .cute.memory import across, problem_with, sizes_of
 
-    found = problem_with(config) or residency.too_small(sizes_of(config), multiprocessors)
+    found = problem_with(config) or budget.too_small(sizes_of(config), multiprocessors)
     if found is not None or not across(config) or config.wire != "nvshmem":
         return found
     from ..symmetric import nvshmem

@@ -158,3 +158,23 @@ class Backend(Protocol):
 
     def destroy(self, keep: bool) -> None:
         """Free everything held; but keep memory that peers write to, if they may still do so (they have not met)."""
+
+
+def not_gatherable(y: Tensor, memory: Tensor | None, most: int, name: str) -> str | None:
+    """Return why ``combine_gathered`` cannot take rows ``y``, or None if it can.
+
+    ``memory``: the symmetric memory of ``most`` rows that peers can read, None if there is none.
+    """
+    if memory is None:
+        return f"communicator {name!r} has no rows in symmetric memory: symmetric_rows is 0"
+    if y.shape[0] > most:
+        return f"y has {y.shape[0]} rows; allowed: at most {most}, the symmetric_rows of {name!r}"
+    inside = y.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    if inside and y.numel() and lies_elsewhere(y, memory):
+        return "y lies in symmetric memory, and not at its beginning; pass the tensor that empty_rows returned"
+    return None
+
+
+def lies_elsewhere(y: Tensor, memory: Tensor) -> bool:
+    """Return whether rows ``y`` have to be copied into ``memory``."""
+    return y.numel() > 0 and y.data_ptr() != memory.data_ptr()

@@ -18,8 +18,8 @@ from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
-from ep_ops.ahead import compile_all
 from ep_ops.backends.cute import kernels_of
+from ep_ops.commands.compile import compile_all
 from ep_ops.config import even_experts
 
 from .link import Barrier, LinkCopy, arch_of

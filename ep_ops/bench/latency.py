@@ -1,7 +1,7 @@
 """Latency of dispatch and combine at decode sizes: `ep-ops bench latency`, on all GPUs of this host or under torchrun.
 
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
-torchrun --nproc-per-node 4 -m ep_ops.cli bench latency --out results.json
+torchrun --nproc-per-node 4 -m ep_ops bench latency --out results.json
 python -m ep_ops.bench.report results.json                     # the table as Markdown, and the plots
 ep-ops bench latency --tokens 64 --only work,work_pair,work_split      # beside matrix products
 ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all

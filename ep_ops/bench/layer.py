@@ -1,7 +1,7 @@
 """A whole mixture-of-experts layer, forward and backward, in several sizes of its receive buffer: `ep-ops bench layer`.
 
 ep-ops bench layer --ranks 1 --experts 64 --times 4       # one GPU of four: room for four times the rows that come
-torchrun --nproc-per-node 4 -m ep_ops.cli bench layer     # 4096 tokens a rank, hidden 7168, 256 experts of width 2048
+torchrun --nproc-per-node 4 -m ep_ops bench layer     # 4096 tokens a rank, hidden 7168, 256 experts of width 2048
 ep-ops bench layer --device cpu --tokens 32 --hidden 128 --width 64 --experts 8 --top-k 2 --iterations 2
 
 Capacity is the worst case where every rank may send all its tokens to one, several times the mean: grouped GEMMs and

@@ -1,7 +1,7 @@
 """What MoECommunicator costs over the operators: pairs of dispatch and combine through both, of few and of many tokens,
 called from eager code and replayed from CUDA graphs, in one run; and what statistics and a placement cost besides.
 
-torchrun --nproc-per-node 2 -m ep_ops.cli bench moe --out moe.json
+torchrun --nproc-per-node 2 -m ep_ops bench moe --out moe.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What overlaps with what: two micro-batches in turns, and a shared expert between the halves of an operation, beside
 the same one after the other and beside each part alone, in one run.
 
-torchrun --nproc-per-node 2 -m ep_ops.cli bench overlap --out overlap.json --picture overlap.svg
+torchrun --nproc-per-node 2 -m ep_ops bench overlap --out overlap.json --picture overlap.svg
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_ops import Communicator
-from ep_ops.launch import launch, process_group
+from ep_ops.commands.launch import launch, process_group
 
 from .machine import describe
 from .options import gpus

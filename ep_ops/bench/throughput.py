@@ -1,7 +1,7 @@
 """Throughput of dispatch and combine: `ep-ops bench throughput`, on all GPUs of this host or under torchrun.
 
 ep-ops bench throughput                                        # workload A, one process for each visible GPU
-torchrun --nproc-per-node 4 -m ep_ops.cli bench throughput --preset full --out results.json
+torchrun --nproc-per-node 4 -m ep_ops bench throughput --preset full --out results.json
 ep-ops bench throughput --preset sizes --dry-run               # what would be measured; needs no GPU
 ep-ops bench throughput --preset tiny --device cpu             # the benchmark itself, on two CPU processes
 """

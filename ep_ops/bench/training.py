@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.demo import LENGTH, VOCABULARY, Language, Model, gradients
+from ep_ops.commands.demo import LENGTH, VOCABULARY, Language, Model, gradients
 from ep_ops.nn import MoELayer
 
 from .figures import pyplot

@@ -2,7 +2,7 @@
 alone: to itself), and how long it takes until a put is seen. Nothing is routed, expanded or added.
 
 ep-ops bench wire                                       # stores, and NVSHMEM where it is installed
-torchrun ... -m ep_ops.cli bench wire --wires nvshmem   # on several hosts
+torchrun ... -m ep_ops bench wire --wires nvshmem   # on several hosts
 """
 
 # No "from __future__ import annotations": the kernels' annotations are read as types.

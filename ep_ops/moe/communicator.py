@@ -21,9 +21,9 @@ from torch import Tensor
 from ep_ops import backends
 from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator, refuse_destroyed
-from ep_ops.exchange import Exchange
+from ep_ops.group.exchange import Exchange
 from ep_ops.operators.eager import refuse
-from ep_ops.recompute import recomputing
+from ep_ops.overflow import recomputing
 from ep_ops.records import Dispatched, DispatchedTokens, StartedCombine, StartedDispatch
 
 from . import placement as placements

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.config import is_int
-from ep_ops.exchange import Exchange
+from ep_ops.group.exchange import Exchange
 
 TURNS = 60
 """Tokens after which the choice of replicas repeats itself: even for 1 to 6 replicas, since all of these divide it; of

@@ -10,7 +10,7 @@ from ep_ops.nn.parallel import clip_grad_norm_, expert_parameters, keep_experts_
 from ep_ops.nn.places import gather_mm, places_route, weights_of_places
 from ep_ops.nn.rows import expert_of_rows, of_rows
 from ep_ops.nn.scaled import scaled_grouped_mm
-from ep_ops.recompute import recomputing
+from ep_ops.overflow import recomputing
 
 __all__ = [
     "DenseMoE", "ExpertLists", "MoELayer", "choose_experts", "clip_grad_norm_", "expert_lists", "expert_of_rows",

@@ -26,12 +26,12 @@ from torch import Tensor
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantise import refuse_hidden
+from ep_ops.group.topology import lack_of_kernels
 from ep_ops.nn.rows import refuse_no_route
 from ep_ops.operators.eager import call, refuse_transforms
 from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.library import define, differentiate
 from ep_ops.records import Route
-from ep_ops.topology import lack_of_kernels
 
 BLOCKWISE = ("e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx")
 LAYOUTS = ("rows", "columns", "packed")

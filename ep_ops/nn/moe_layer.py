@@ -21,7 +21,7 @@ from ep_ops.communicator import Communicator
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.live_rows import swiglu_rows
 from ep_ops.nn.scaled import ROW, scaled_grouped_mm
-from ep_ops.recompute import recomputing
+from ep_ops.overflow import recomputing
 from ep_ops.records import Dispatched
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange import Exchange
+from ..group.exchange import Exchange
 from .buffer import SymmetricBuffer
 
 NEEDED = (3, 7, 2)

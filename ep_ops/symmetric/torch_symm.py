@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from ..exchange import Exchange
+from ..group.exchange import Exchange
 from .buffer import SymmetricBuffer
 from .rendezvous import meet
 

@@ -19,14 +19,26 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
-from ep_ops import cli, doctor, topology
-from ep_ops.demo import Language, Mismatch, Model, check, gradients, without_moe
-from ep_ops.launch import launch, process_group
+from ep_ops.commands import cli, doctor
+from ep_ops.commands.demo import Language, Mismatch, Model, check, gradients, without_moe
+from ep_ops.commands.launch import launch, process_group
+from ep_ops.group import topology
 from ep_ops.nn import DenseMoE, MoELayer
 
 ROOT = Path(ep_ops.__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-DEMO = [sys.executable, "-m", "ep_ops.cli", "demo", "--device", "cpu", "--hidden-size", "32", "--sequences", "4"]
+DEMO = [
+    sys.executable,
+    "-m",
+    "ep_ops",
+    "demo",
+    "--device",
+    "cpu",
+    "--hidden-size",
+    "32",
+    "--sequences",
+    "4",
+]
 
 
 def run(command: list[str], timeout: float = 200) -> subprocess.CompletedProcess[str]:
@@ -138,7 +150,7 @@ def test_self_check_notices_a_wrong_weight_on_every_rank(parameter: str) -> None
 
 
 def test_doctor() -> None:
-    done = run([sys.executable, "-m", "ep_ops.cli", "doctor"])
+    done = run([sys.executable, "-m", "ep_ops", "doctor"])
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}", done.stdout, re.M)
     titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
@@ -264,7 +276,8 @@ def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(sys.modules, "ep_ops.bench.throughput", Throughput)  # type: ignore[arg-type]
     assert cli.main(["bench", "throughput", "--tokens", "8", "x"]) == 3
-    script = "import sys, ep_ops.cli, ep_ops.nn; print([name for name in sys.modules if 'bench' in name.split('.')])"
+    loaded = "[name for name in sys.modules if 'bench' in name.split('.')]"
+    script = f"import sys, ep_ops.commands.cli, ep_ops.nn; print({loaded})"
     assert run([sys.executable, "-c", script]).stdout.strip() == "[]"
 
 

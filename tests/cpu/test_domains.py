@@ -15,9 +15,9 @@ from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
-from ep_ops import agreement
+from ep_ops.group import agreement
+from ep_ops.group.topology import Domains, GpuFacts
 from ep_ops.records import Route, Sizes
-from ep_ops.topology import Domains, GpuFacts
 
 HIDDEN = 24
 ROUTES = ("random", "repeated_experts", "all_to_one_rank", "over_capacity", "no_tokens_on_last_rank", "padded_over")

@@ -11,9 +11,10 @@ import torch
 from test_communicator import make
 
 import ep_ops
-from ep_ops import agreement, backends, communicator
+from ep_ops import backends, communicator
 from ep_ops.backends.reference import ReferenceBackend
-from ep_ops.topology import choose_backend, gpu_facts
+from ep_ops.group import agreement
+from ep_ops.group.topology import choose_backend, gpu_facts
 
 
 @pytest.mark.parametrize(

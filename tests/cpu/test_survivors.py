@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ep_ops
-from ep_ops.survivors import ExpertIds
+from ep_ops.group.survivors import ExpertIds
 
 HELD = (2, 1, 3, 2)
 SIZES: dict[str, Any] = {

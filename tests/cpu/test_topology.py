@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ep_ops import agreement, topology
 from ep_ops.config import Config
-from ep_ops.exchange import Exchange
-from ep_ops.topology import (
+from ep_ops.group import agreement, topology
+from ep_ops.group.exchange import Exchange
+from ep_ops.group.topology import (
     Fabric,
     GpuFacts,
     choose_backend,

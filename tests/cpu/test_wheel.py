@@ -85,7 +85,7 @@ def test_doctor(installed: Path, foreign: Path) -> None:
 def test_demo(installed: Path, foreign: Path) -> None:
     """In a process that the command starts."""
     said = run(
-        sys.executable, "-m", "ep_ops.cli", "demo", *SMALL, "--backend", "reference", "--eager",
+        sys.executable, "-m", "ep_ops", "demo", *SMALL, "--backend", "reference", "--eager",
         "--steps", "2", "--hidden-size", "32", "--sequences", "2", cwd=foreign, path=installed,
     )  # fmt: skip
     assert "1 rank(s)" in said and "self-check: loss and all gradients equal the dense model's" in said
@@ -100,7 +100,17 @@ def test_demo(installed: Path, foreign: Path) -> None:
 )
 def test_bench(installed: Path, foreign: Path, kind: str, options: str) -> None:
     """Results go where the user says, seen from where the user is."""
-    command = (sys.executable, "-m", "ep_ops.cli", "bench", kind, *SMALL, *options.split(), "--out", "new/found.json")
+    command = (
+        sys.executable,
+        "-m",
+        "ep_ops",
+        "bench",
+        kind,
+        *SMALL,
+        *options.split(),
+        "--out",
+        "new/found.json",
+    )
     assert "dispatch" in run(*command, cwd=foreign, path=installed)
     found = json.loads((foreign / "new" / "found.json").read_text())
     assert found["world_size"] == 1 and found["results"] and all(result["us"] > 0 for result in found["results"])

@@ -139,8 +139,8 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
     import domains
     import torch
 
-    from ep_ops import ahead
     from ep_ops.backends import no_device_library
+    from ep_ops.commands import compile as ahead
 
     adversary.install(setattr)
     lacking = no_device_library()

@@ -24,7 +24,7 @@ from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.config import consecutive_domains
-from ep_ops.topology import NEEDED_SHARED_BYTES
+from ep_ops.group.topology import NEEDED_SHARED_BYTES
 
 DOMAINS = consecutive_domains(16, 8)
 LARGE = Problem(16, (16,) * 16, 8, 7168, "bf16", 4096, DOMAINS, wire.Nvlink())

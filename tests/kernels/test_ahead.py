@@ -13,9 +13,9 @@ import torch
 
 from cute_kernels import jit
 from cute_kernels.internode.wire import BUNDLE, Nvlink
-from ep_ops import ahead
 from ep_ops.backends.cute import all_kernels
-from ep_ops.cli import main
+from ep_ops.commands import compile as ahead
+from ep_ops.commands.cli import main
 
 SIZES = ["--ranks", "2", "--num-experts", "4", "--hidden-size", "64", "--top-k", "2", "--max-tokens-per-rank", "64"]
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 def ep_ops_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "ep_ops.cli", "bench", "throughput", *arguments]
+    command = [sys.executable, "-m", "ep_ops", "bench", "throughput", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT)
 
 

@@ -26,7 +26,7 @@ import cutlass
 from tiny import Tiny
 
 from cute_kernels import jit
-from ep_ops import doctor
+from ep_ops.commands import doctor
 
 PATHS = os.pathsep.join([str(Path(jit.__file__).parents[1]), str(Path(__file__).parent)])
 ARCH = "sm_90a"

@@ -22,7 +22,7 @@ SMALL = ["--tokens", "1,3", "--hidden", "128", "--experts", "8", "--top-k", "2",
 
 def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, "-m", "ep_ops.cli", "bench", "latency", *arguments]
+    command = [sys.executable, *launcher, "-m", "ep_ops", "bench", "latency", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT)
 
 

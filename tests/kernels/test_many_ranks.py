@@ -27,7 +27,7 @@ from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of, latency
 from ep_ops.config import even_experts
-from ep_ops.topology import NEEDED_SHARED_BYTES
+from ep_ops.group.topology import NEEDED_SHARED_BYTES
 
 LATENCY = (latency_dispatch.Dispatch, latency_combine.Combine)
 TWO_BLOCKS = 113 * 1024

@@ -17,16 +17,14 @@ from cute_kernels.rows import Slices
 from ... import arrivals, symmetric
 from ...config import Config, Member
 from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
-from .. import gathered
-from ..base import Blank, DispatchTensors, Formats
+from ..base import Blank, DispatchTensors, Formats, lies_elsewhere, not_gatherable
 from ..split import Order, parts_of, ticket
 from . import latency, throughput
-from .budget import Traffic, default_budget
+from .budget import MARGIN, Traffic, default_budget
 from .failures import Failures
 from .launcher import Launcher
 from .memory import across, heap_of, problem_of, rows_bytes, token_bound
 from .outputs import Outputs
-from .residency import MARGIN
 from .sent import given_scales, sent
 from .streams import Flights, Given, Run
 from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
@@ -175,13 +173,13 @@ class CuteBackend:
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         self._begin()
         rows, most = self._rows, self._config.symmetric_rows
-        problem = gathered.problem(y, None if rows is None else rows.local, most, self._config.name)
+        problem = not_gatherable(y, None if rows is None else rows.local, most, self._config.name)
         if problem is not None or rows is None:
             self.refuse("combine_gathered", str(problem), max_tokens=route.max_tokens)
             raise ValueError(problem)
         if self._across:
             return self.throughput.combine(y, None, route, None)
-        if gathered.elsewhere(y, rows.local):
+        if lies_elsewhere(y, rows.local):
             self.empty_rows(y.shape[0]).copy_(y)
         return self.throughput.combine_gathered(y, route, rows.table, most)
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cute_kernels.heap import RING_BYTES, SEND
+from cute_kernels.heap import RING_BYTES, SEND, Problem
 
 from ..budget import Budget
 
@@ -178,3 +178,35 @@ def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int
         dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
         combine or traffic.scaled_sms(sms), most_dispatch, sms, beyond, (dispatch is None, combine is None),
     )  # fmt: skip
+
+
+# Co-residency. Blocks that wait for others keep their place on the GPU, so those that they wait for must find one. In a
+# throughput dispatch these are the tile blocks of all ranks, the announcing block and one that stages, and across NVLink
+# domains the relaying block and one that sends. Latency kernels have no more blocks than there are SMs, and two fit on one.
+
+MARGIN = 2
+"""SMs that are left free, so that a block of somebody else's kernel delays nothing."""
+
+
+def needed(problem: Problem) -> int:
+    """The fewest multiprocessors: for the blocks that wait for others, for those that stage and send and for one that
+    pulls."""
+    return problem.tiles + row_blocks(problem) + 1 + MARGIN
+
+
+def row_blocks(problem: Problem) -> int:
+    """The fewest blocks beside the tile blocks that bring rows to where others find them: one that announces and one
+    that stages; across NVLink domains one that relays and one that sends, too."""
+    return 4 if problem.domains else 2
+
+
+def too_small(problem: Problem, found: int) -> str | None:
+    """What is to be said of a GPU, or a part of one, that has fewer than are needed."""
+    least = needed(problem)
+    if found >= least:
+        return None
+    return (
+        f"the GPU has {found} multiprocessors for this process; the cute backend needs {least} with these sizes, so"
+        " that blocks that wait for each other run at once. Give it a larger part of the GPU, or use"
+        " backend='reference'"
+    )

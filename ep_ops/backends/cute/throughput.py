@@ -22,10 +22,9 @@ from ...formats import OF_TOKENS
 from ...records import Delivery, Placed, Route, Sizes
 from ..base import DispatchTensors
 from ..budget import Budget
-from .budget import Traffic
+from .budget import MARGIN, Traffic, row_blocks
 from .launcher import Launcher
 from .outputs import Outputs
-from .residency import MARGIN, row_blocks
 from .sent import AS_IT_IS, Sent, given_scales, sent, with_scales
 from .streams import Side
 

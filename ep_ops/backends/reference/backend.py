@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ... import arrivals
 from ...config import Member
-from ...exchange import Exchange
+from ...group.exchange import Exchange
 from ...records import UNTOLD, Delivery, Operation, Placed, Route, Sizes
-from .. import gathered, split
-from ..base import Blank, DispatchTensors, Formats
+from .. import split
+from ..base import Blank, DispatchTensors, Formats, lies_elsewhere, not_gatherable
 from ..budget import Budget
 from . import copies, quantised
 from .meeting import Meeting
@@ -156,11 +156,11 @@ class ReferenceBackend:
         self._begin()
         problem, most = None, self.symmetric_rows
         if self.strict:
-            problem = gathered.problem(y, self._memory if most else None, most, self.name_of_communicator)
+            problem = not_gatherable(y, self._memory if most else None, most, self.name_of_communicator)
         if bool((route.send_rows == UNTOLD).any()):
             problem = "the route is that of places, which does not say where rows lie at other ranks; allowed: combine"
         self._meeting.along("combine_gathered", {}, route, problem)
-        if self.strict and gathered.elsewhere(y, self._memory):
+        if self.strict and lies_elsewhere(y, self._memory):
             y = self.empty_rows(y.shape[0]).copy_(y)
         return self.rows.to_tokens(y, None, route)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import arrivals
-from ...exchange import Exchange
+from ...group.exchange import Exchange
 from ...records import Delivery, Route
 from . import quantised, tree
 from .placing import padded

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ep_ops.communicator import Communicator
-from ep_ops.exchange import Exchange
+from ep_ops.group.exchange import Exchange
 from ep_ops.records import Route
 
 Bias = Tensor | tuple[Tensor, Tensor] | None

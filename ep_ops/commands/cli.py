@@ -111,7 +111,7 @@ def hidden_size(text: str) -> int:
 def run_demo(args: argparse.Namespace) -> int:
     import torch
 
-    from ep_ops.demo import Options, demo
+    from ep_ops.commands.demo import Options, demo
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = args.device if args.device != "auto" else ("cuda" if gpus else "cpu")
@@ -127,7 +127,7 @@ def run_demo(args: argparse.Namespace) -> int:
         return 2
     signal.signal(signal.SIGTERM, terminate)
     if args.decode:
-        from ep_ops.decode_demo import DecodeOptions, decode
+        from ep_ops.commands.decode import DecodeOptions, decode
 
         hidden = args.hidden_size or (1024 if on_gpu else 64)
         steps = args.steps or (300 if on_gpu else 20)
@@ -168,7 +168,7 @@ class Terminated(KeyboardInterrupt):
 def run_compile(args: argparse.Namespace) -> int:
     import torch
 
-    from ep_ops import ahead
+    from ep_ops.commands import compile as ahead
 
     arch = args.arch or ahead.arch_here()
     if arch is None:
@@ -190,7 +190,7 @@ def run_compile(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    from ep_ops.doctor import report
+    from ep_ops.commands.doctor import report
 
     print(report())
     return 0
@@ -229,7 +229,3 @@ def bench(argv: list[str]) -> int:
         print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     return importlib.import_module(f"ep_ops.bench.{argv[0]}").main(argv[1:]) or 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

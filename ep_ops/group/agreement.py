@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .config import Config
+from ..config import Config
 from .exchange import Exchange
 from .topology import GpuFacts, choose_backend, choose_wire, divide, gpu_facts, told
 

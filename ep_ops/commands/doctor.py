@@ -122,7 +122,7 @@ def lack_across() -> str | None:
 
 def nvlink_domain() -> list[str]:
     """Of each GPU, and the domains of ranks with one process for each visible GPU."""
-    from ep_ops.topology import Fabric, divide, domain_name, fabric_of, gpu_facts, told
+    from ep_ops.group.topology import Fabric, divide, domain_name, fabric_of, gpu_facts, told
 
     lines = []
     for index in range(gpu_count()):
@@ -140,7 +140,7 @@ def nvlink_domain() -> list[str]:
 
 def backend() -> list[str]:
     """What ``Communicator(backend="auto")`` chooses with one process per visible GPU, and what speaks against cute."""
-    from ep_ops.topology import choose_backend, divide, gpu_facts
+    from ep_ops.group.topology import choose_backend, divide, gpu_facts
 
     count = gpu_count()
     if count == 0:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ep_ops
-from ep_ops.launch import launch, process_group
+from ep_ops.commands.launch import launch, process_group
 
 
 @dataclasses.dataclass(frozen=True)

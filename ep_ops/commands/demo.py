@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ep_ops
-from ep_ops.launch import launch, process_group
+from ep_ops.commands.launch import launch, process_group
 from ep_ops.nn import DenseMoE, MoELayer
 
 VOCABULARY, DIALECTS, LENGTH, HEADS = 32, 4, 32, 4
