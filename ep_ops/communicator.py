@@ -67,7 +67,7 @@ class Communicator(Methods, TokenMajor):
             late. torch.distributed calls of the reference backend follow their process group's timeout instead.
         dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them (a dispatch
             leaves some to the blocks that work beside it); None: what a model of the bytes says, and more where more
-            rows come than to an average rank (``ep_ops.backends.cute.budget``). :meth:`sm_budget` changes them for a
+            rows come than to an average rank (``ep_ops.backends.cute.sm_model``). :meth:`sm_budget` changes them for a
             while.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels (same results to
             the bit; cute backend); 0: never; None: the backend's choice.

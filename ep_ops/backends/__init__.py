@@ -37,26 +37,26 @@ def problem(config: Config) -> str | None:
     """What of these values, right in themselves, the backend that they name does not take; None if it takes all."""
     if config.backend != "cute":
         return None
-    from .cute.memory import problem_with
+    from .cute.sizing import problem_with
 
     return problem_with(config)
 
 
 def too_small(config: Config, multiprocessors: int) -> str | None:
     """What so many multiprocessors lack for the cute backend; None if they lack nothing."""
-    from .cute import budget
-    from .cute.memory import sizes_of
+    from .cute import sm_model
+    from .cute.sizing import sizes_of
 
-    return budget.too_small(sizes_of(config), multiprocessors)
+    return sm_model.too_small(sizes_of(config), multiprocessors)
 
 
 def lack(config: Config, multiprocessors: int) -> str | None:
     """What this rank, with so many multiprocessors, lacks for the cute backend, where the NVLink domains and the wire
     between them are known; None: nothing."""
-    from .cute import budget
-    from .cute.memory import across, problem_with, sizes_of
+    from .cute import sm_model
+    from .cute.sizing import across, problem_with, sizes_of
 
-    found = problem_with(config) or budget.too_small(sizes_of(config), multiprocessors)
+    found = problem_with(config) or sm_model.too_small(sizes_of(config), multiprocessors)
     if found is not None or not across(config) or config.wire != "nvshmem":
         return found
     from ..symmetric import nvshmem
@@ -81,7 +81,7 @@ def held_bytes(config: Config) -> dict[str, int]:
     """Bytes by purpose that the backend holds for the communicator's whole life."""
     if config.backend != "cute":
         return {}
-    from .cute.memory import memory_plan
+    from .cute.sizing import memory_plan
 
     return memory_plan(config)
 
@@ -91,6 +91,6 @@ def latency_tokens(config: Config) -> int:
     backend has them; 0: none."""
     if problem(dataclasses.replace(config, backend="cute")) is not None:
         return 0
-    from .cute.memory import problem_of, token_bound
+    from .cute.sizing import problem_of, token_bound
 
     return token_bound(config, problem_of(config))

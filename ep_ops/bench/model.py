@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ep_ops.backends.cute.budget import Traffic
+from ep_ops.backends.cute.sm_model import TokenTraffic
 
 from . import model_report
 from .model_memory import Layout, in_rounds, many_bytes, staging
@@ -79,7 +79,7 @@ def sms(layout: Layout) -> list[int] | None:
     if layout.domains > 1:
         return None
     held, slices = layout.experts // layout.ranks, -(-layout.row_bytes // 4096)
-    budget = Traffic.of((held,) * layout.ranks, layout.top_k, layout.row_bytes, slices)
+    budget = TokenTraffic.of((held,) * layout.ranks, layout.top_k, layout.row_bytes, slices)
     return [budget.dispatch_sms(H200_SMS), budget.combine_sms(H200_SMS)]
 
 

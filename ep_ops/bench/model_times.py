@@ -17,7 +17,7 @@ from .model_memory import Layout
 from .model_traffic import Bytes, combine_bytes, dispatch_bytes, expected, few_bytes
 
 MEMORY = 3.7e12
-"""Bytes a second that an H200 reads and writes in its memory (ep_ops/backends/cute/budget.py)."""
+"""Bytes a second that an H200 reads and writes in its memory (ep_ops/backends/cute/sm_model.py)."""
 
 
 @dataclasses.dataclass(frozen=True)

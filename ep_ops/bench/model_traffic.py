@@ -20,7 +20,7 @@ LINE, PAYLOAD = 128, 120
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class ModelTraffic:
     """Rows of one rank in one direction, on average. In a combine they run the other way."""
 
     copies: float  # that come to a rank: one for each (token, rank), its own included
@@ -42,14 +42,14 @@ def missed(layout: Layout, experts: float) -> float:
     return math.comb(layout.experts - round(experts), chosen) / math.comb(layout.experts, chosen)
 
 
-def expected(layout: Layout) -> Traffic:
+def expected(layout: Layout) -> ModelTraffic:
     """Of experts that all ranks have equally many of; ValueError where that does not come out even."""
     if layout.experts % layout.ranks:
         raise ValueError(f"experts is {layout.experts}; it must be a multiple of the {layout.ranks} ranks")
     held = layout.experts // layout.ranks
     reaches_rank = 1 - missed(layout, held)
     reaches_domain = 1 - missed(layout, held * layout.domain_ranks)
-    return Traffic(
+    return ModelTraffic(
         copies=layout.tokens * layout.ranks * reaches_rank,
         staged=layout.tokens * layout.domains * reaches_rank,
         crossing=layout.tokens * (layout.domains - 1) * reaches_domain,

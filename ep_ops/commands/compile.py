@@ -18,7 +18,7 @@ import torch
 
 from ep_ops.arguments import bundle
 from ep_ops.backends import no_device_library
-from ep_ops.backends.cute.memory import across, problem_with
+from ep_ops.backends.cute.sizing import across, problem_with
 from ep_ops.config import Config, consecutive_domains, even_experts
 from ep_ops.formats import format_of, layout_of
 from ep_ops.formats.quantise import refuse_hidden

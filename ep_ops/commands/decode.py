@@ -38,7 +38,7 @@ class DecodeOptions:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
 
-class Layer(nn.Module):
+class DecodeLayer(nn.Module):
     """Route, dispatch, experts, combine, and a residual connection."""
 
     def __init__(self, comm: ep_ops.Communicator, options: DecodeOptions, seed: int) -> None:
@@ -88,7 +88,7 @@ def _rank(rank: int, port: int, world_size: int, options: DecodeOptions) -> None
 
 
 def _steps(comm: ep_ops.Communicator, options: DecodeOptions) -> None:
-    model = nn.Sequential(*(Layer(comm, options, seed) for seed in range(options.layers)))
+    model = nn.Sequential(*(DecodeLayer(comm, options, seed) for seed in range(options.layers)))
     draw = torch.Generator(device=comm.device).manual_seed(comm.rank)
     shape = (options.tokens, options.hidden_size)
     first = torch.randn(shape, generator=draw, device=comm.device).to(options.dtype)

@@ -168,7 +168,7 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
         )
         with comm:
             comm.warmup()
-            report = Report(comm, options, compiler)
+            report = Printer(comm, options, compiler)
             report.start()
             torch.manual_seed(0)  # the same on every rank: what all ranks hold starts out equal
             moe = MoELayer(comm, options.hidden_size)
@@ -211,7 +211,7 @@ def compile_backend(device: torch.device) -> str:
     return "inductor" if usable else "aot_eager"
 
 
-class Report:
+class Printer:
     """What rank 0 tells: a line that is rewritten on a terminal, a line every ten steps anywhere else."""
 
     def __init__(self, comm: ep_ops.Communicator, options: Options, compiler: str | None) -> None:

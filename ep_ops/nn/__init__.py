@@ -7,8 +7,8 @@ from ep_ops.nn.lists import ExpertLists, expert_lists, gather_rows, reduce_rows
 from ep_ops.nn.live_rows import swiglu_quantised, swiglu_rows
 from ep_ops.nn.moe_layer import DenseMoE, MoELayer, choose_experts, swiglu
 from ep_ops.nn.parallel import clip_grad_norm_, expert_parameters, keep_experts_apart
+from ep_ops.nn.per_expert import expert_of_rows, of_rows
 from ep_ops.nn.places import gather_mm, places_route, weights_of_places
-from ep_ops.nn.rows import expert_of_rows, of_rows
 from ep_ops.nn.scaled import scaled_grouped_mm
 from ep_ops.overflow import recomputing
 

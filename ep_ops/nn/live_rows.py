@@ -27,7 +27,7 @@ from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
 from ep_ops.formats.quantise import refuse_hidden
 from ep_ops.group.topology import lack_of_kernels
-from ep_ops.nn.rows import refuse_no_route
+from ep_ops.nn.per_expert import refuse_no_route
 from ep_ops.operators.eager import call, refuse_transforms
 from ep_ops.operators.gradients import free_gradient
 from ep_ops.operators.library import define, differentiate
@@ -122,17 +122,17 @@ _ROWS = "Tensor offs, Tensor counts, int alignment, SymInt slots"
 
 def kernels_of(x: Tensor, hidden: int) -> Any:
     """What launches kernels for rows of x; None where plain PyTorch runs."""
-    rows = kernels_on(x.device)
-    return rows if rows is not None and rows.takes(x, hidden) else None
+    kernels = kernels_on(x.device)
+    return kernels if kernels is not None and kernels.takes(x, hidden) else None
 
 
 def kernels_on(device: torch.device) -> Any:
     """What launches kernels on a device; None where plain PyTorch runs."""
     if device.type != "cuda" or _lack(device) is not None:
         return None
-    from ep_ops.backends.cute import rows
+    from ep_ops.backends.cute import local_kernels
 
-    return rows
+    return local_kernels
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def _lack(device: torch.device) -> str | None:
 
 def _kernel(x: Tensor, hidden: int, *rest: Any) -> Any:
     from cute_kernels.swiglu import SwiGLU
-    from ep_ops.backends.cute.memory import DTYPES
+    from ep_ops.backends.cute.sizing import DTYPES
 
     return SwiGLU(hidden, DTYPES[x.dtype], *rest)
 

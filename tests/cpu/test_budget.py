@@ -10,20 +10,20 @@ import toy
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ep_ops.backends.budget import ANY, Budget
-from ep_ops.backends.cute.budget import Traffic, default_budget
+from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
 
 H200 = 132
 ROW = 14336, 4  # bytes, slices
-EVEN = {world_size: Traffic.of((256 // world_size,) * world_size, 8, *ROW) for world_size in (1, 2, 4, 8, 16)}
+EVEN = {world_size: TokenTraffic.of((256 // world_size,) * world_size, 8, *ROW) for world_size in (1, 2, 4, 8, 16)}
 
 
 def test_rows_of_a_token():
-    assert Traffic.of((8,), 2, 16, 1) == Traffic(1, 1, 0, 2, 16, 1)
-    assert Traffic.of((1, 1, 1, 1), 1, 32, 3) == Traffic(4, 1, 0.75, 1, 32, 3)
-    two = Traffic.of((2, 2), 2, 16, 1)  # of 6 pairs 2 stay on one rank
+    assert TokenTraffic.of((8,), 2, 16, 1) == TokenTraffic(1, 1, 0, 2, 16, 1)
+    assert TokenTraffic.of((1, 1, 1, 1), 1, 32, 3) == TokenTraffic(4, 1, 0.75, 1, 32, 3)
+    two = TokenTraffic.of((2, 2), 2, 16, 1)  # of 6 pairs 2 stay on one rank
     assert math.isclose(two.reached, 5 / 3) and math.isclose(two.crossing, 5 / 6)
     # Every token reaches every rank that has experts; more names than experts name no others.
-    assert Traffic.of((3, 0, 2), 5, *ROW).reached == Traffic.of((3, 0, 2), 32, *ROW).reached == 2
+    assert TokenTraffic.of((3, 0, 2), 5, *ROW).reached == TokenTraffic.of((3, 0, 2), 32, *ROW).reached == 2
 
 
 def test_what_was_measured_to_be_enough():
@@ -34,8 +34,8 @@ def test_what_was_measured_to_be_enough():
     assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
     assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 43 <= EVEN[2].pushers(66) <= 47
     assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
-    assert Traffic.of((64,) * 4, 1, *ROW).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
-    short = Traffic.of((64,) * 4, 8, 4096, 1)
+    assert TokenTraffic.of((64,) * 4, 1, *ROW).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
+    short = TokenTraffic.of((64,) * 4, 8, 4096, 1)
     assert 32 <= short.combine_sms(H200) <= 36 and 20 <= short.pushers(36) <= 22
 
 
@@ -67,7 +67,12 @@ def test_what_is_asked_for_is_what_is_taken():
 
 def test_more_ranks_need_fewer():
     """More of what is moved waits for the link."""
-    for choose in (Traffic.dispatch_sms, Traffic.combine_sms, Traffic.gather_sms, Traffic.scaled_sms):
+    for choose in (
+        TokenTraffic.dispatch_sms,
+        TokenTraffic.combine_sms,
+        TokenTraffic.gather_sms,
+        TokenTraffic.scaled_sms,
+    ):
         chosen = [choose(EVEN[world_size], H200) for world_size in EVEN]
         assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[2] > chosen[-1]
 
@@ -76,7 +81,7 @@ def test_more_ranks_need_fewer():
 @pytest.mark.parametrize("top_k", [1, 8, 32])
 @pytest.mark.parametrize("sms", [1, 8, 16, 20, 78, 132, 160])
 def test_every_gpu_has_blocks_for_everything(experts, top_k, sms):
-    traffic = Traffic.of(experts, top_k, *ROW)
+    traffic = TokenTraffic.of(experts, top_k, *ROW)
     for asked in (None, 1, 1000):
         budget = default_budget(traffic, sms, sms - 17, asked, asked)
         assert 1 <= budget.dispatch <= max(1, sms - 17) and 2 <= budget.combine <= max(2, sms)

@@ -9,7 +9,7 @@ import torch
 from test_communicator import SIZES, make
 
 import ep_ops
-from ep_ops.backends.cute.memory import sizes_of, token_bound
+from ep_ops.backends.cute.sizing import sizes_of, token_bound
 from ep_ops.commands import compile as ahead
 from ep_ops.memory import MemoryPlan
 

@@ -35,7 +35,7 @@ def recorded(name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- traffic
 
 
-def counted(layout: Layout, ids: list[list[list[int]]]) -> model_traffic.Traffic:
+def counted(layout: Layout, ids: list[list[list[int]]]) -> model_traffic.ModelTraffic:
     """Of one route, token by token; ranks are numbered domain by domain. Means over ranks."""
     held, size = layout.experts // layout.ranks, layout.domain_ranks
     found: collections.Counter[str] = collections.Counter()
@@ -48,7 +48,7 @@ def counted(layout: Layout, ids: list[list[list[int]]]) -> model_traffic.Traffic
             found["few_near"] += sum(rank // size == source // size and rank != source for rank in ranks)
             found["few_far"] += sum(rank // size != source // size for rank in ranks)
             found["expanded"] += len(chosen)
-    return model_traffic.Traffic(**{key: value / layout.ranks for key, value in found.items()})
+    return model_traffic.ModelTraffic(**{key: value / layout.ranks for key, value in found.items()})
 
 
 @pytest.mark.parametrize("domains, size", [(1, 4), (2, 1), (2, 4), (4, 2), (3, 3)])
@@ -63,7 +63,7 @@ def test_traffic(domains: int, size: int, held: int, top_k: int) -> None:
         [draw.sample(experts, min(top_k, layout.experts)) for _ in range(layout.tokens)] for _ in range(layout.ranks)
     ]
     of_formula, of_route = model_traffic.expected(layout), counted(layout, ids)
-    for field in dataclasses.fields(model_traffic.Traffic):
+    for field in dataclasses.fields(model_traffic.ModelTraffic):
         mean, found = getattr(of_formula, field.name), getattr(of_route, field.name)
         assert found == pytest.approx(mean, rel=0.04, abs=1e-9), field.name
     assert of_formula.near == of_formula.copies - of_formula.staged

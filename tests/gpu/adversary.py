@@ -30,7 +30,7 @@ from cute_kernels.marks import SHIFT
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops import config
-from ep_ops.backends.cute import backend, launcher, memory
+from ep_ops.backends.cute import backend, launcher, sizing
 
 NAME = "adversary"
 DEPTH, COURIERS = 64, 2
@@ -46,10 +46,10 @@ _awake: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def problem_of(given: config.Config) -> Any:
-    """As `memory.problem_of`, which knows no such wire."""
-    if given.wire != NAME or not memory.across(given):
-        return memory.problem_of(given)
-    return dataclasses.replace(memory.sizes_of(given), wire=Adversary(DEPTH, rows=memory.rows_of_a_put(given)))
+    """As `sizing.problem_of`, which knows no such wire."""
+    if given.wire != NAME or not sizing.across(given):
+        return sizing.problem_of(given)
+    return dataclasses.replace(sizing.sizes_of(given), wire=Adversary(DEPTH, rows=sizing.rows_of_a_put(given)))
 
 
 def kernels_of(given: config.Config, formats: Any = ()) -> list[Any]:

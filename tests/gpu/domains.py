@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import backends
-from ep_ops.backends.cute.memory import round_tokens
+from ep_ops.backends.cute.sizing import round_tokens
 from ep_ops.symmetric import nvshmem
 
 HIDDEN, TOP_K, TOKENS = 1032, 3, 200

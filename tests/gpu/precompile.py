@@ -38,13 +38,13 @@ class Wanted:
 
         from cute_kernels.heap import Problem
         from cute_kernels.latency.heap import most_tokens
-        from ep_ops.backends.cute import kernels_of, latency, memory, throughput
-        from ep_ops.backends.cute.sent import sent
+        from ep_ops.backends.cute import kernels_of, latency, sizing, throughput
+        from ep_ops.backends.cute.row_format import row_format
         from ep_ops.config import even_experts
         from ep_ops.records import Delivery
 
         experts = config.get("experts_per_rank") or even_experts(config["num_experts"], self.world_size)
-        dtype = memory.DTYPES[config.get("dtype", torch.bfloat16)]
+        dtype = sizing.DTYPES[config.get("dtype", torch.bfloat16)]
         tokens = config["max_tokens_per_rank"]
         problem = Problem(self.world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)
         found = [k for k in kernels_of(problem) if not only or type(k).__name__ in only]
@@ -52,7 +52,7 @@ class Wanted:
             few = latency.kernels_of(problem, min(bound, most_tokens(problem)))
             found += [k for k in few if split or (k.send and k.receive)]
         for name, layout in formats:
-            how = sent(Delivery(None, name, layout))
+            how = row_format(Delivery(None, name, layout))
             found += throughput.kernels_of_format(problem, how)
             if how.latency and bound:
                 found += latency.kernels_of_format(problem, min(bound, most_tokens(problem)), how)
@@ -75,7 +75,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
     import test_sums
     import test_throughput
 
-    from ep_ops.backends.cute.memory import DEFAULT_TOKENS
+    from ep_ops.backends.cute.sizing import DEFAULT_TOKENS
 
     routes = cases.route_cases(world_size, seed)
     want = Wanted(world_size)

@@ -10,7 +10,7 @@ from domains import TOKENS, TOP_K, check, config, drawn, expected, half_of_the_m
 from operators import Call, make_comm, ranks
 from torch import Tensor
 
-from ep_ops.backends.cute.memory import round_tokens
+from ep_ops.backends.cute.sizing import round_tokens
 
 make = domains.make  # a fixture
 

@@ -16,7 +16,7 @@ from sharing import SHARING, few_processes, fewer
 
 import ep_ops
 from cute_kernels.latency.heap import most_tokens
-from ep_ops.backends.cute.memory import problem_of
+from ep_ops.backends.cute.sizing import problem_of
 
 BF16 = torch.bfloat16
 HIDDEN = {BF16: 24, torch.float16: 1032, torch.float32: 8200}

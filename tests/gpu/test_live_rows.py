@@ -155,7 +155,7 @@ def test_gradient_of_quantised(seed):
 def test_nothing_else_is_written(slots, seed):
     """Results that hold a sentinel keep it in rows that are in no segment."""
     from cute_kernels.swiglu import SwiGLU
-    from ep_ops.backends.cute.rows import swiglu as launch
+    from ep_ops.backends.cute.local_kernels import swiglu as launch
 
     draw = random.Random(seed)
     of, route = drawn(draw, slots)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ep_ops
 from ep_ops import arrivals
-from ep_ops.backends.cute.memory import heap_of
+from ep_ops.backends.cute.sizing import heap_of
 
 COUNTS = (1, 2, 3, 4, 8, 16, 17, 18, 30, 31, 32, 33, 48, 64, 72)
 MAX_TOKENS = 48

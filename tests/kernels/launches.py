@@ -16,7 +16,7 @@ from cute_kernels.launch import names
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import outputs
-from ep_ops.backends.cute.budget import Traffic
+from ep_ops.backends.cute.sm_model import TokenTraffic
 from ep_ops.backends.cute.throughput import ThroughputPath
 
 PROBLEM = Problem(3, (3, 0, 5), 4, 64, "bf16", 512)
@@ -68,7 +68,7 @@ def throughput(
     """The path of rank 0, and what notes its launches."""
     allocate_on_cpu(monkeypatch)
     recorder: Any = Recorder(problem, multiprocessors)
-    traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
+    traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 1)
     made = outputs.Outputs(problem, problem.experts_per_rank[0], recorder.device)
     return ThroughputPath(recorder, made, budget, traffic), recorder
 

@@ -14,14 +14,14 @@ from launches import Recorder, allocate_on_cpu
 from cute_kernels.heap import SEND, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.pull import Pull
-from ep_ops.backends.cute.budget import Traffic, default_budget
 from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
 from ep_ops.records import Route, Sizes
 
 TOKENS, SMS = 64, 132
 PROBLEM = Problem(2, (128, 128), 8, 7168, "bf16", TOKENS)
-TRAFFIC = Traffic.of(PROBLEM.experts_per_rank, PROBLEM.top_k, PROBLEM.row_bytes, 4)
+TRAFFIC = TokenTraffic.of(PROBLEM.experts_per_rank, PROBLEM.top_k, PROBLEM.row_bytes, 4)
 X, IDX = torch.zeros(TOKENS, 7168, dtype=torch.bfloat16), torch.zeros(TOKENS, 8, dtype=torch.int32)
 
 
@@ -52,7 +52,7 @@ def test_blocks_follow_the_rows_that_there_is_room_for(monkeypatch: pytest.Monke
     load, sums = TRAFFIC.expected(TOKENS), TRAFFIC.expected(TOKENS, SEND)
     # The grid that joins has a block of its own, which a dispatch deals none to.
     assert blocks_of(monkeypatch, False, (None, None)) == [(47, load), *[(48, load)] * 2, *[(60, sums, 42)] * 2]
-    copies = Traffic.of((1, 1), 2, PROBLEM.row_bytes, 4)
+    copies = TokenTraffic.of((1, 1), 2, PROBLEM.row_bytes, 4)
     one, two = 4 * TOKENS, round(2 * (1 + SEND) * TOKENS)
     found = blocks_of(monkeypatch, True, (None, None))
     assert [given[0] for given in found] == [29, 30, 30, 38, 38] and copies.dispatch_sms(SMS) == 30

@@ -21,7 +21,7 @@ from cute_kernels.latency.heap import WARPS, packets
 from ep_ops.backends.cute import latency
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
-from ep_ops.backends.cute.sent import sent
+from ep_ops.backends.cute.row_format import row_format
 from ep_ops.config import consecutive_domains
 from ep_ops.records import Delivery, Route, Sizes
 
@@ -101,7 +101,7 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
     assert parts == [(True, False, False), (False, True, True), (True, True, True)]
     compiled = set(latency.kernels_of(problem, 256))
     if delivery is not None:
-        compiled = set(latency.kernels_of_format(problem, 256, sent(delivery)))
+        compiled = set(latency.kernels_of_format(problem, 256, row_format(delivery)))
     for kernel, terms, _ in recorder.launched:
         agreed = marks.unpack(terms)[1]
         assert kernel in compiled and agreed.kind == "dispatch_tokens" and agreed.few
@@ -111,7 +111,7 @@ def test_formats_that_token_major_rows_do_not_have() -> None:
     """Have no kernels for them."""
     problem = Problem(2, (8,) * 2, 4, 128, "bf16", 512)
     for layout, there in (("rows", True), ("packed", False)):
-        found = latency.kernels_of_format(problem, 64, sent(Delivery(None, "e4m3/128/pow2", layout)))
+        found = latency.kernels_of_format(problem, 64, row_format(Delivery(None, "e4m3/128/pow2", layout)))
         assert len(found) == len(set(found)) and any(kernel.token_major for kernel in found) == there
 
 

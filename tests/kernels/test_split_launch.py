@@ -19,9 +19,9 @@ from cute_kernels.heap import Problem
 from cute_kernels.refusal import Refuse
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import CuteBackend, outputs, streams
-from ep_ops.backends.cute.budget import Traffic
 from ep_ops.backends.cute.latency import LatencyPath
 from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.sm_model import TokenTraffic
 from ep_ops.backends.cute.throughput import ThroughputPath
 from ep_ops.backends.split import Order
 from ep_ops.records import Route, Sizes
@@ -126,7 +126,7 @@ def backend(device: Device) -> Any:
     made._config, made._order = SimpleNamespace(name="ep"), Order("ep")
     made._failures = NO_FAILURES
     made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
-    results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), Traffic.of((2, 2), 2, 128, 1)
+    results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), TokenTraffic.of((2, 2), 2, 128, 1)
     made._launcher = here = Launches(device)
     made.side = side = Launches(device, made._flights.side.raw)
     made.latency, made._latency_beside = (LatencyPath(launcher, results, 64) for launcher in (here, side))  # type: ignore

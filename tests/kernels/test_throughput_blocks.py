@@ -14,7 +14,7 @@ from launches import PROBLEM, across, joins, throughput
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import budget
+from ep_ops.backends.cute import sm_model
 from ep_ops.backends.cute.throughput import STAGING_BLOCKS, ThroughputPath
 from ep_ops.records import Route, Sizes
 
@@ -75,12 +75,12 @@ def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside tiles and what pulls: one block each that relays, announces, sends and stages, however few there are."""
     problem = across(Nvlink())
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    least = budget.needed(problem)
-    assert least == budget.needed(dataclasses.replace(problem, domains=())) + 2
+    least = sm_model.needed(problem)
+    assert least == sm_model.needed(dataclasses.replace(problem, domains=())) + 2
     for blocks, pulling in ((least, 1), (least, 3), (132, 20)):
         path, recorder = throughput(Budget(pulling, 4), monkeypatch, problem, blocks)
         path.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
         (publish, *_) = (given["blocks"] for _, _, given in recorder.launched)
-        assert publish == max(problem.tiles + 4, blocks - budget.MARGIN - pulling)
+        assert publish == max(problem.tiles + 4, blocks - sm_model.MARGIN - pulling)
         path.plan(idx, Sizes(48, 16, 0, 100))
         assert recorder.launched[-1][2]["blocks"] == problem.tiles

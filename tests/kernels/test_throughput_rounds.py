@@ -19,7 +19,7 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute.sent import sent
+from ep_ops.backends.cute.row_format import row_format
 from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_of_format
 from ep_ops.formats import format_of, quantise
 from ep_ops.records import Delivery, Route, Sizes
@@ -90,7 +90,7 @@ def test_rounds_of_all_kinds(name: str, ranks: int, monkeypatch: pytest.MonkeyPa
         plan, *moving = recorder.launched
         assert plan[0] == (PublishTokens if token_major else Publish)(recorder.problem, True, False, False, True)
         path.along(kind, rows, weights, route, given, token_major)
-        compiled = {*kernels_of(recorder.problem), *kernels_of_format(recorder.problem, sent(delivery))}
+        compiled = {*kernels_of(recorder.problem), *kernels_of_format(recorder.problem, row_format(delivery))}
         assert {kernel for kernel, *_ in recorder.launched} <= (compiled if name else set(kernels_of(recorder.problem)))
         published = [told for kernel, _, told in moving if not isinstance(kernel, Pull)]
         pulled = [told for kernel, _, told in moving if isinstance(kernel, Pull)]

@@ -20,12 +20,12 @@ from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
 from ..base import Blank, DispatchTensors, Formats, lies_elsewhere, not_gatherable
 from ..split import Order, parts_of, ticket
 from . import latency, throughput
-from .budget import MARGIN, Traffic, default_budget
 from .failures import Failures
 from .launcher import Launcher
-from .memory import across, heap_of, problem_of, rows_bytes, token_bound
 from .outputs import Outputs
-from .sent import given_scales, sent
+from .row_format import given_scales, row_format
+from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
+from .sm_model import MARGIN, TokenTraffic, default_budget
 from .streams import Flights, Given, Run
 from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
 
@@ -44,7 +44,7 @@ def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
     tokens = token_bound(config, problem)
     found = [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else [])]
     for name, scales_as in formats:
-        how = sent(Delivery(None, name, scales_as))
+        how = row_format(Delivery(None, name, scales_as))
         found += throughput.kernels_of_format(problem, how)
         if tokens and how.latency:
             found += latency.kernels_of_format(problem, tokens, how)
@@ -79,7 +79,7 @@ class CuteBackend:
         self._side_launcher = Launcher(*place, rest, self._flights.side.raw)
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
-        traffic = Traffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices, self._across)
+        traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices, self._across)
         # Beside a pull run the blocks that place the route and some that stage rows.
         most = sms - problem.tiles - STAGING_BLOCKS - MARGIN
         self.budget = default_budget(traffic, sms, most, config.dispatch_sms, config.combine_sms)
@@ -109,7 +109,7 @@ class CuteBackend:
 
     def _few(self, sizes: Sizes, delivery: Delivery | None) -> bool:
         """Whether the latency kernels take a dispatch."""
-        return sizes.max_tokens <= self._latency_tokens and sent(delivery).latency
+        return sizes.max_tokens <= self._latency_tokens and row_format(delivery).latency
 
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int,

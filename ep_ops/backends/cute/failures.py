@@ -16,8 +16,8 @@ from ...config import Config
 from ...records import Operation
 from ...symmetric import SymmetricBuffer
 from . import history, watch
-from .memory import across, heap_of
 from .report import Report
+from .sizing import across, heap_of
 
 
 class Failures:

@@ -18,7 +18,7 @@ from ...records import Delivery, Route, Sizes
 from ..base import DispatchTensors
 from .launcher import Launcher
 from .outputs import Outputs
-from .sent import Sent, given_scales, sent, with_scales
+from .row_format import RowFormat, given_scales, row_format, with_scales
 
 FEW_TOKENS = 16
 """A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
@@ -44,7 +44,7 @@ def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     return found
 
 
-def kernels_of_format(problem: Problem, tokens: int, how: Sent) -> list[Any]:
+def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any]:
     """Those that dispatches in a format launch, whether or not x is quantised already."""
     given = (False, True) if how.layout else (False,)
     found: list[Any] = []
@@ -107,7 +107,7 @@ class LatencyPath:
     ) -> DispatchTensors:  # fmt: skip
         """ep::dispatch or ep::dispatch_tokens. Complete when the kernel ends: every row that any rank routed here has
         been seen."""
-        how = sent(delivery)
+        how = row_format(delivery)
         out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes, how, token_major)
         recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
         received = out if token_major else (*out, None)
@@ -139,7 +139,7 @@ class LatencyPath:
         token_major: bool,
     ) -> None:
         """`out`: local ids last, of token-major rows."""
-        how = sent(delivery)
+        how = row_format(delivery)
         recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
         capacity, alignment, slots, max_tokens = sizes
         weighted = topk_weights is not None

@@ -14,8 +14,8 @@ from ... import arrivals
 from ...formats import Grid, format_of, scales_shape
 from ...records import Placed, Sizes
 from ..base import DispatchTensors
-from .memory import DTYPES
-from .sent import AS_IT_IS, Sent
+from .row_format import AS_IT_IS, RowFormat
+from .sizing import DTYPES
 
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """What makes an output: (shape, strides, dtype) -> a tensor whose values are undefined."""
@@ -44,7 +44,7 @@ class Outputs:
         return Placed(*self._placed(allocator(self._device), topk_idx, num_rows))
 
     def dispatched(
-        self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes, how: Sent, token_major: bool = False
+        self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes, how: RowFormat, token_major: bool = False
     ) -> DispatchTensors:
         """What a dispatch returns, without scales; of token-major rows with local ids."""
         rows = self.rows(x, weighted, sizes.capacity, how, token_major)
@@ -55,10 +55,10 @@ class Outputs:
         """int32 [num_rows, K] for local ids."""
         return allocator(self._device)((num_rows, self._top_k), (self._top_k, 1), torch.int32)
 
-    def _row_dtype(self, x: Tensor, how: Sent) -> torch.dtype:
+    def _row_dtype(self, x: Tensor, how: RowFormat) -> torch.dtype:
         return x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
 
-    def scales(self, how: Sent, num_rows: int, slots: int) -> Tensor | None:
+    def scales(self, how: RowFormat, num_rows: int, slots: int) -> Tensor | None:
         """For the scales of rows that arrive; None where they have none."""
         if not how.layout:
             return None
@@ -81,7 +81,7 @@ class Outputs:
         )
 
     def rows(
-        self, x: Tensor, weighted: bool, num_rows: int, how: Sent = AS_IT_IS, token_major: bool = False
+        self, x: Tensor, weighted: bool, num_rows: int, how: RowFormat = AS_IT_IS, token_major: bool = False
     ) -> tuple[Tensor, Tensor]:
         """[num_rows, H] like x, or as they arrive in a format, and float32 [num_rows] for weights, [num_rows, K] of
         token-major rows, or [0]."""

@@ -22,10 +22,10 @@ from ...formats import OF_TOKENS
 from ...records import Delivery, Placed, Route, Sizes
 from ..base import DispatchTensors
 from ..budget import Budget
-from .budget import MARGIN, Traffic, row_blocks
 from .launcher import Launcher
 from .outputs import Outputs
-from .sent import AS_IT_IS, Sent, given_scales, sent, with_scales
+from .row_format import AS_IT_IS, RowFormat, given_scales, row_format, with_scales
+from .sm_model import MARGIN, TokenTraffic, row_blocks
 from .streams import Side
 
 STAGING_BLOCKS = 16
@@ -59,7 +59,7 @@ def kernels_of(problem: Problem) -> list[Any]:
     return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
 
 
-def kernels_of_format(problem: Problem, how: Sent) -> list[Any]:
+def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
     """Those that dispatches in a format launch, whether or not x is quantised already."""
     alone = problem.world_size == 1
     parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
@@ -92,7 +92,7 @@ class ThroughputPath:
     route is not known another one before them tells it, of all tokens."""
 
     def __init__(
-        self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: Traffic, side: Side | None = None
+        self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: TokenTraffic, side: Side | None = None
     ) -> None:
         """`side`: the stream that they run on, beside computation, to which they leave what they can do without: no
         blocks join, and few multiprocessors stage."""
@@ -164,7 +164,7 @@ class ThroughputPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
         token_major: bool = False,
     ) -> DispatchTensors:  # fmt: skip
-        how, weighted = sent(delivery), topk_weights is not None
+        how, weighted = row_format(delivery), topk_weights is not None
         traffic = self._traffic_of(sizes.capacity, x.shape[0], token_major)
         pulling = self._pulling(how, traffic)
         beyond = max(0, self._beyond[0] - pulling) if pulling > 1 else 0
@@ -206,7 +206,7 @@ class ThroughputPath:
     def _beyond(self) -> tuple[int, int]:
         return (0, 0) if self._side else self._budget.beyond
 
-    def _traffic_of(self, rows: int, tokens: int, token_major: bool = False) -> Traffic:
+    def _traffic_of(self, rows: int, tokens: int, token_major: bool = False) -> TokenTraffic:
         """What an average rank moves. A combine is not told that its rows are token-major, but there is room for no
         more than one from each token of each rank."""
         return self._traffic.copies if token_major else self._traffic.within(rows, tokens)
@@ -217,23 +217,23 @@ class ThroughputPath:
         copies = self._traffic.copies
         return self.dispatch_sms(copies), self.combine_sms(copies)
 
-    def dispatch_sms(self, traffic: Traffic) -> int:
+    def dispatch_sms(self, traffic: TokenTraffic) -> int:
         """SMs that fetch rows of that traffic."""
         most = self._budget.dispatch
         return min(most, traffic.dispatch_sms(self._all_blocks)) if self._budget.modelled[0] else most
 
-    def combine_sms(self, traffic: Traffic) -> int:
+    def combine_sms(self, traffic: TokenTraffic) -> int:
         """SMs that push and sum rows of that traffic."""
         most = self._budget.combine
         return min(most, traffic.combine_sms(self._all_blocks)) if self._budget.modelled[1] else most
 
-    def _pulling(self, how: Sent, traffic: Traffic) -> int:
+    def _pulling(self, how: RowFormat, traffic: TokenTraffic) -> int:
         """SMs that fetch rows. In a format these are short, and have scales to be stored besides: without a budget that
         was set they get as many as a rank with more rows."""
         more = min(self._beyond[0], self._budget.most_dispatch) if how.format else 0
         return max(self.dispatch_sms(traffic), more)
 
-    def _stages(self, how: Sent) -> bool:
+    def _stages(self, how: RowFormat) -> bool:
         """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
         return self._problem.world_size > 1 or bool(how.format)
 
@@ -242,7 +242,7 @@ class ThroughputPath:
         token_major: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Dispatch along a known route, as an operation of that kind."""
-        how, weighted = sent(delivery), topk_weights is not None
+        how, weighted = row_format(delivery), topk_weights is not None
         recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows, how, token_major)
         recv_scales = self._outputs.scales(how, route.num_rows, route.slots)
         terms = marks.pack(kind, route.max_tokens, weighted, format=how.format)
@@ -256,7 +256,7 @@ class ThroughputPath:
     ) -> None:  # fmt: skip
         """Rows, weights and scales of a known route, into the tensors `received`; its `token_major` says of which kind
         they are."""
-        how, scales, weighted = sent(delivery), given_scales(delivery), topk_weights is not None
+        how, scales, weighted = row_format(delivery), given_scales(delivery), topk_weights is not None
         traffic = self._traffic_of(route.num_rows, x.shape[0], route.token_major)
         pulling = self._pulling(how, traffic)
         recv_x, recv_weights, recv_scales = received
@@ -356,7 +356,7 @@ class ThroughputPath:
             )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
-    def _pushing(self, traffic: Traffic, tokens: int, rows: bool) -> dict[str, int]:
+    def _pushing(self, traffic: TokenTraffic, tokens: int, rows: bool) -> dict[str, int]:
         """How many blocks a combine of that traffic has, and how it deals them out; without rows none may join."""
         blocks = self.combine_sms(traffic)
         return {
@@ -374,7 +374,7 @@ class ThroughputPath:
         topk_weights: Tensor | None,
         recv_weights: Tensor | None,
         route: Route,
-        how: Sent = AS_IT_IS,
+        how: RowFormat = AS_IT_IS,
         scales: Tensor | None = None,
         *,
         cleared: bool = True,

@@ -20,7 +20,7 @@ from . import copies, quantised
 from .meeting import Meeting
 from .placing import UNBOUNDED, place
 from .ranks import Ranks
-from .rows import Rows
+from .transfer import Transfer
 
 
 class ReferenceBackend:
@@ -31,7 +31,7 @@ class ReferenceBackend:
     def __init__(self, member: Member) -> None:
         self.exchange = Exchange(member.group, member.device)
         self.ranks = Ranks(member)
-        self.rows = Rows(self.ranks, self.exchange, member.weights_dtype, float("nan") if member.strict else 0.0)
+        self.rows = Transfer(self.ranks, self.exchange, member.weights_dtype, float("nan") if member.strict else 0.0)
         self.name_of_communicator, self.strict = member.name, member.strict
         self.rows_dtype, self.hidden_size, self.symmetric_rows = member.dtype, member.hidden_size, member.symmetric_rows
         self.budget = Budget(1, 2)  # checked, and used by nothing

@@ -7,24 +7,24 @@ from torch import Tensor
 
 from ...records import Delivery, Route
 from .ranks import Ranks
-from .rows import Rows
+from .transfer import Transfer
 
 
 def to_token_rows(
-    rows: Rows, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
+    rows: Transfer, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
 ) -> tuple[Tensor, ...]:
-    """As `Rows.to_rows`. The copies are rows of one group, which begins at row 0."""
+    """As `Transfer.to_rows`. The copies are rows of one group, which begins at row 0."""
     copies = route.sources[-1:]
     *recv, none = rows.to_rows(x, None, route._replace(offs=copies, counts=copies), delivery)
     return *recv, none if topk_weights is None else _to_copies(rows, topk_weights, route, 0)
 
 
-def local_ids(rows: Rows, route: Route) -> Tensor:
+def local_ids(rows: Transfer, route: Route) -> Tensor:
     """recv_idx [R, K]."""
     return _to_copies(rows, rows.ranks.local(route.topk_idx), route, -1)
 
 
-def weights_home(rows: Rows, grad_recv_weights: Tensor, route: Route) -> Tensor:
+def weights_home(rows: Transfer, grad_recv_weights: Tensor, route: Route) -> Tensor:
     """[T, K]: what each weight's place in the rows [R], or in those of copies [R, K], has; 0 where there is none."""
     asker, sent = rows.sent(route)
     recv_row, recv_counts = rows.received(route)
@@ -38,7 +38,7 @@ def weights_home(rows: Rows, grad_recv_weights: Tensor, route: Route) -> Tensor:
     return home
 
 
-def _to_copies(rows: Rows, values: Tensor, route: Route, none: int) -> Tensor:
+def _to_copies(rows: Transfer, values: Tensor, route: Route, none: int) -> Tensor:
     """``values`` [T, K] of those (token, k) whose experts are here, by copy [R, K]; ``none`` elsewhere."""
     asker, sent = rows.sent(route)
     recv_row, recv_counts = rows.received(route)

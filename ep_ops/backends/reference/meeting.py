@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import arrivals
 from ...records import Route
 from .quantised import NAMES
-from .rows import Rows
+from .transfer import Transfer
 
 OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
@@ -22,7 +22,7 @@ OPERATORS = (
 class Meeting:
     """Collective. Whatever does not fit raises on all ranks."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Transfer) -> None:
         self._rows, self._exchange = rows, rows.exchange
         self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
 

@@ -16,7 +16,7 @@ from cute_kernels.sum_rows import SumRows
 from cute_kernels.swiglu import WARPS, SwiGLU
 
 from ...formats import Segments
-from .memory import DTYPES
+from .sizing import DTYPES
 
 BLOCKS = 4
 """Of a multiprocessor, at most: what is under way in their registers keeps its memory busy."""

@@ -71,7 +71,7 @@ ranks it has not been measured)."""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TokenTraffic:
     """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
     them. `across`: there are several NVLink domains."""
 
@@ -84,20 +84,22 @@ class Traffic:
     across: bool = False
 
     @staticmethod
-    def of(experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int, across: bool = False) -> Traffic:
+    def of(
+        experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int, across: bool = False
+    ) -> TokenTraffic:
         """Of tokens that each choose `top_k` different experts, all of them equally likely."""
         experts = sum(experts_per_rank)
         chosen = min(top_k, experts)
         missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
         reached = len(missed) - sum(missed)
-        return Traffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices, across)
+        return TokenTraffic(len(missed), reached, reached * (1 - 1 / len(missed)), chosen, row_bytes, slices, across)
 
     @property
-    def copies(self) -> Traffic:
+    def copies(self) -> TokenTraffic:
         """Of token-major rows: one for each rank reached."""
         return _of_rows(self, self.reached)
 
-    def within(self, rows: int, tokens: int) -> Traffic:
+    def within(self, rows: int, tokens: int) -> TokenTraffic:
         """Of a buffer with room for so many rows, on a rank of so many tokens: an average token has no more rows than
         there is room for."""
         each = max(self.reached, -(-rows // max(1, tokens)))
@@ -165,11 +167,13 @@ class Traffic:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_rows(traffic: Traffic, rows: float) -> Traffic:
+def _of_rows(traffic: TokenTraffic, rows: float) -> TokenTraffic:
     return dataclasses.replace(traffic, rows=rows)
 
 
-def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None) -> Budget:
+def default_budget(
+    traffic: TokenTraffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None
+) -> Budget:
     """What is asked for, as far as the GPU has it; else what the model says, and more on a rank with more rows: half of
     the GPU for a dispatch, with which the memory is busy, three quarters where rows are added up."""
     alone = traffic.ranks == 1
@@ -181,8 +185,9 @@ def default_budget(traffic: Traffic, sms: int, most_dispatch: int, dispatch: int
 
 
 # Co-residency. Blocks that wait for others keep their place on the GPU, so those that they wait for must find one. In a
-# throughput dispatch these are the tile blocks of all ranks, the announcing block and one that stages, and across NVLink
-# domains the relaying block and one that sends. Latency kernels have no more blocks than there are SMs, and two fit on one.
+# throughput dispatch these are the tile blocks of all ranks, the announcing block and one that stages, and across
+# NVLink domains the relaying block and one that sends. Latency kernels have no more blocks than there are SMs, and two
+# fit on one.
 
 MARGIN = 2
 """SMs that are left free, so that a block of somebody else's kernel delays nothing."""

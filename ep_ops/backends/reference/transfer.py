@@ -13,7 +13,7 @@ from .placing import padded
 from .ranks import Ranks
 
 
-class Rows:
+class Transfer:
     """Collective: all ranks move rows along routes of one plan."""
 
     def __init__(self, ranks: Ranks, exchange: Exchange, weights_dtype: torch.dtype, unused: float) -> None:

@@ -11,7 +11,7 @@ from ...formats import format_of, layout_of
 from ...records import NO_SCALES, Delivery
 
 
-class Sent(NamedTuple):
+class RowFormat(NamedTuple):
     """How the rows of a call travel and arrive."""
 
     format: str = ""  # what rows travel as, without "wire:"; empty: as they are
@@ -25,19 +25,19 @@ class Sent(NamedTuple):
         return "row" not in self.format
 
 
-AS_IT_IS = Sent()
+AS_IT_IS = RowFormat()
 
 
-def sent(delivery: Delivery | None) -> Sent:
+def row_format(delivery: Delivery | None) -> RowFormat:
     if delivery is None:
         return AS_IT_IS
-    return _sent(delivery.format, delivery.scales_as, delivery.scales is not None, delivery.zeros)
+    return _row_format(delivery.format, delivery.scales_as, delivery.scales is not None, delivery.zeros)
 
 
 @functools.cache
-def _sent(format: str, scales_as: str, given: bool, zeros: bool) -> Sent:
+def _row_format(format: str, scales_as: str, given: bool, zeros: bool) -> RowFormat:
     layout = layout_of(format_of(format), scales_as) if format else ""
-    return Sent(format.removeprefix("wire:"), layout, given, zeros)
+    return RowFormat(format.removeprefix("wire:"), layout, given, zeros)
 
 
 def given_scales(delivery: Delivery | None) -> Tensor | None:
