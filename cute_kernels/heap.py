@@ -42,7 +42,7 @@ its tile's tokens have an expert there."""
 TOLD_INTS = 8
 """Room for that in int32; a multiple of 4 that leaves some unused."""
 ENTRY_BYTES = 16
-"""Bytes of an entry: what a rank tells the holder of an expert of one (token, k) that names it (route.py)."""
+"""Bytes of an entry: what a rank tells the holder of an expert of one (token, k) that names it."""
 
 REASON_BYTES = 512
 """The most bytes of the text that says why a rank refuses an operation; a multiple of 8."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from . import ptx
+from .formats import Form
+from .sync import BAD_SCALE, Ranks, refuse
 
 FLOOR = 0x38D1B717
 """Bits of 1e-4: the least magnitude that scales are made for, but in MX."""
@@ -104,3 +106,27 @@ def exact_scale(kind: cutlass.Constexpr[str], stored: Int32) -> Float32:
             bits = Int32(0x400000)
         stored = bits
     return ptx.as_float(stored)
+
+
+@cute.jit
+def store_codes(row: Int64, vector: Int32, codes: Any) -> None:
+    if const_expr(len(codes) == 1):
+        ptx.st_i32(row + Int64(vector) * 4, codes[0])
+    else:
+        ptx.st_pair(row + Int64(vector) * 8, codes[0], codes[1])
+
+
+@cute.jit
+def given_word(form: cutlass.Constexpr[Form], ranks: Ranks, scales: Int64, token: Int32, i: Int32) -> Int32:
+    """The i-th 4 bytes of the scales that came with a token's row."""
+    word = Int32(0)
+    if const_expr(form.in_bytes):
+        for j in range_constexpr(4):
+            if 4 * i + j < form.scales:
+                word = word | (ptx.ld_u8(scales + Int64(token) * form.scales + 4 * i + j) << (8 * j))
+    else:
+        word = ptx.ld_i32(scales + (Int64(token) * form.scales + i) * 4)
+        if const_expr(form.kind == "pow2"):
+            if (word & ~INFINITE) != 0:
+                refuse(ranks, BAD_SCALE, token * form.scales + i, word)
+    return word

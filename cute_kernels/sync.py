@@ -12,8 +12,8 @@ Orders that hold:
 - Rows written with ordinary stores and fetched with bulk copies change proxy: `fence_async` by the reader, between
   what it acquired and its copies (in a gather also on the rows' side, whose writer is a kernel of the user).
 - A fence at system scope waits for everything that its SM has sent over the link, and an SM does one at a time. Where
-  many flags are due, one thread fences once for all that are due by then: warps of a combine hand theirs to another one
-  of their block (outbox.py), staging blocks of a dispatch to a block that does nothing else (throughput/stage.py).
+  many flags are due, one thread fences once for all that are due by then: warps of a combine hand theirs to another
+  one of their block (throughput/outbox.py), staging blocks of a dispatch to a block that does nothing else (stage.py).
 - Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
   has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
 

@@ -26,8 +26,8 @@ from .. import operation, ptx, sync
 from ..delivery import Arrived
 from ..experts import first_expert, local_experts
 from ..places import is_near
-from ..placing_tokens import clear_places
 from ..swizzled import Begins
+from ..token_major import clear_places
 from .bundled import first_of, number_of, number_rows
 from .dispatch_sender import DispatchArgs, DispatchSender
 from .far import await_far, end, have_put

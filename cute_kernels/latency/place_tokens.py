@@ -16,8 +16,8 @@ from .. import ptx
 from ..arrivals import lists
 from ..experts import holder_of, local_experts
 from ..heap import CAPACITY, Problem
-from ..placing_tokens import write_counts
 from ..sync import Ranks
+from ..token_major import write_counts
 from .heap import placed
 from .lists import copy_number, entry_of
 from .packets import THREADS, WARPS

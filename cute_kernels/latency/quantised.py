@@ -16,9 +16,8 @@ from cutlass.cute import arch
 from .. import ptx
 from ..delivery import Arrived, Delivery
 from ..formats import Form
-from ..quantise import decode, encode, exact_scale, largest, of_group, scale_of
+from ..quantise import decode, encode, exact_scale, given_word, largest, of_group, scale_of
 from ..sync import Ranks
-from ..throughput.stage_quantised import given_word
 from .packets import Words, lane_offset, lane_vector, marks, store_payload
 
 VECTORS = 28

@@ -16,9 +16,9 @@ from cutlass.cute import arch
 from .. import ptx
 from ..carried import Carried
 from ..internode.sums import CLOSES, FAR, OPENS
-from ..outbox import Outbox, close, post
-from ..rows import Ring, Slices
+from .outbox import Outbox, close, post
 from .pipeline import Items, run
+from .ring import Ring, Slices
 
 FIRST, LAST, END, APART, BEGINS, JOINS = 1, 2, 4, 8, 16, 32
 """Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item. Of a sum over several

@@ -28,12 +28,13 @@ from ..copies import copies_of
 from ..heap import SEND, Heap
 from ..internode.sums import ask, await_sums, in_two_parts, number_there, pass_sums, place_of_copy_scalars
 from ..launch import Kernel, RankArgs
-from ..outbox import close, deliver, new_outbox, post
 from ..places import index_of, slot_of, stager_of
-from ..placing import place_of_weight
-from ..rows import Ring, RingShape, Slices, init_ring_barriers, zero_row
+from ..rows import zero_row
 from .adder import Adding, Notes, Rows, add_items
+from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
+from .placing import place_of_weight
+from .ring import Ring, RingShape, Slices, init_ring_barriers
 from .surplus import Parts, Share, count_parts, takes_part
 
 WARPS = 15

@@ -23,8 +23,8 @@ from ..arrivals import given_row
 from ..experts import holder_of
 from ..heap import Heap
 from ..launch import Kernel, RankArgs
-from ..rows import Ring, RingShape, Slices, init_ring_barriers
 from .pipeline import deal_out, run
+from .ring import Ring, RingShape, Slices, init_ring_barriers
 
 WARPS = 12
 """Warps of a block: few enough that a lane can hold two sums of a slice in registers, that of one rank's rows and that

@@ -15,7 +15,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..heap import CLAIMS
-from ..rows import Ring
+from .ring import Ring
 
 
 class Work(Protocol):

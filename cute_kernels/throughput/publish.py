@@ -30,9 +30,9 @@ from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
 from ..internode.sending import Rows, copy_rows, relay, row_in, send_rows, send_weights
 from ..launch import Kernel, RankArgs
 from ..places import is_near
-from ..placing import finish_tile, new_tables, place_of_weight, place_tile, place_weights
-from ..route import Counters, publish_tile, send_tile, tile_of
-from ..rows import RingShape
+from .placing import finish_tile, new_tables, place_of_weight, place_tile, place_weights
+from .ring import RingShape
+from .route import Counters, publish_tile, send_tile, tile_of
 from .stage import announce, ring_shape, stage
 from .stage_quantised import quantise_row, stage_quantised
 

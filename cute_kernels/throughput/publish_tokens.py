@@ -13,9 +13,9 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..launch import RankArgs
-from ..placing_tokens import finish_copies, new_copy_tables, place_copies, place_copy_weights, place_of_token
-from ..route import Counters, publish_tile
+from .placing_tokens import finish_copies, new_copy_tables, place_copies, place_copy_weights, place_of_token
 from .publish import THREADS, Publish
+from .route import Counters, publish_tile
 
 
 class PublishTokensArgs(NamedTuple):

@@ -27,9 +27,9 @@ from ..experts import local_experts
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
 from ..quantise import decode, exact_scale, numbers_of
-from ..rows import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from ..swizzled import Begins
 from .pipeline import deal_out, run
+from .ring import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
 from .surplus import Parts, Share, count_parts, takes_part
 

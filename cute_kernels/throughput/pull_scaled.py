@@ -19,9 +19,9 @@ from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, to
 from ..delivery import Arrived, Delivery
 from ..heap import Heap
 from ..launch import Kernel, RankArgs
-from ..rows import Ring, RingShape, Slices, init_ring_barriers
 from .adder import Notes
 from .pipeline import deal_out, run
+from .ring import Ring, RingShape, Slices, init_ring_barriers
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
 
 WARPS = 15

@@ -17,7 +17,7 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..heap import CHUNK_BYTES, Problem
 from ..places import neighbour
-from ..rows import Ring, RingShape, init_ring_barriers
+from .ring import Ring, RingShape, init_ring_barriers
 
 MOST_WARPS = 16
 """The most warps of a staging block that copy."""

@@ -15,7 +15,7 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..formats import Form
 from ..heap import Problem
-from ..quantise import INFINITE, encode, largest, numbers_of, of_group, scale_of
+from ..quantise import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes
 
 AHEAD = 4
 """How many times 16 bytes a lane loads before it looks at the first."""
@@ -106,14 +106,6 @@ def load_one(x: Int64, vector: Int32, vectors: cutlass.Constexpr[int], words: An
 
 
 @cute.jit
-def store_codes(row: Int64, vector: Int32, codes: Any) -> None:
-    if const_expr(len(codes) == 1):
-        ptx.st_i32(row + Int64(vector) * 4, codes[0])
-    else:
-        ptx.st_pair(row + Int64(vector) * 8, codes[0], codes[1])
-
-
-@cute.jit
 def quantise_blocks(
     form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64, part: Int32
 ) -> None:
@@ -193,19 +185,3 @@ def copy_part(
         while i < form.scale_words:
             ptx.st_i32(row + form.hidden_size + Int64(i) * 4, given_word(form, ranks, args.scales, token, i))
             i += 32
-
-
-@cute.jit
-def given_word(form: cutlass.Constexpr[Form], ranks: sync.Ranks, scales: Int64, token: Int32, i: Int32) -> Int32:
-    """The i-th 4 bytes of the scales that came with a token's row."""
-    word = Int32(0)
-    if const_expr(form.in_bytes):
-        for j in range_constexpr(4):
-            if 4 * i + j < form.scales:
-                word = word | (ptx.ld_u8(scales + Int64(token) * form.scales + 4 * i + j) << (8 * j))
-    else:
-        word = ptx.ld_i32(scales + (Int64(token) * form.scales + i) * 4)
-        if const_expr(form.kind == "pow2"):
-            if (word & ~INFINITE) != 0:
-                sync.refuse(ranks, sync.BAD_SCALE, token * form.scales + i, word)
-    return word

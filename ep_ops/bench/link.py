@@ -21,7 +21,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from cute_kernels import jit, ptx
 from cute_kernels.heap import SHARED_BYTES
-from cute_kernels.rows import Ring, RingShape, init_ring_barriers
+from cute_kernels.throughput.ring import Ring, RingShape, init_ring_barriers
 from ep_ops import symmetric
 
 from .timing import Timer, Timing

@@ -141,7 +141,7 @@ def _lack(device: torch.device) -> str | None:
 
 
 def _kernel(x: Tensor, hidden: int, *rest: Any) -> Any:
-    from cute_kernels.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLU
     from ep_ops.backends.cute.sizing import DTYPES
 
     return SwiGLU(hidden, DTYPES[x.dtype], *rest)

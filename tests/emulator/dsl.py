@@ -93,10 +93,10 @@ def make_small() -> None:
     heap.RING_BYTES = 6 * (128 + 200)
     heap.Problem.tiles = property(lambda problem: TILES)
     latency.WARPS = 4
-    import cute_kernels.expert_lists as expert_lists
-    import cute_kernels.places_route as places_route
-    import cute_kernels.sum_rows as sum_rows
-    import cute_kernels.swiglu as swiglu
+    import cute_kernels.local.expert_lists as expert_lists
+    import cute_kernels.local.places_route as places_route
+    import cute_kernels.local.sum_rows as sum_rows
+    import cute_kernels.local.swiglu as swiglu
     import cute_kernels.throughput.combine as combine
     import cute_kernels.throughput.gather as gather
     import cute_kernels.throughput.pull_scaled as pull_scaled

@@ -31,7 +31,7 @@ class Memory:
 
 
 def lists(draw: random.Random, experts: int, most_rows: int) -> None:
-    from cute_kernels.expert_lists import ExpertLists
+    from cute_kernels.local.expert_lists import ExpertLists
     from ep_ops.nn import expert_lists
 
     alignment, top_k = draw.choice([1, 1, 4, 16]), draw.choice([1, 3, 8])
@@ -50,7 +50,7 @@ def lists(draw: random.Random, experts: int, most_rows: int) -> None:
 
 
 def route(draw: random.Random, ranks: int, each: int, most_rows: int) -> None:
-    from cute_kernels.places_route import PlacesRoute
+    from cute_kernels.local.places_route import PlacesRoute
     from ep_ops import arrivals
     from ep_ops.nn import expert_lists
     from ep_ops.nn.list_operators import places_route

@@ -41,7 +41,7 @@ class Given:
 
 
 def check(draw: random.Random, terms: int, weighted: bool, alone: bool = False) -> None:
-    from cute_kernels.sum_rows import SumRows
+    from cute_kernels.local.sum_rows import SumRows
 
     hidden = draw.choice([4, 132, 640])
     on, kernel = Given(draw, terms, hidden), SumRows(hidden, "fp32", weighted, alone)

@@ -75,7 +75,7 @@ class Rows:
 
 
 def forward(draw: random.Random, backward: bool, hidden: int, slots: int = 0, experts: int = 5) -> None:
-    from cute_kernels.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLU
 
     on = Rows(draw, hidden, slots, experts, draw.choice([1, 3]) if experts > 32 else 4)
     width = 2 * hidden if backward else hidden
@@ -85,7 +85,7 @@ def forward(draw: random.Random, backward: bool, hidden: int, slots: int = 0, ex
 
 def cast(draw: random.Random, name: str, layout: str, hidden: int, slots: int = 0) -> None:
     """Codes and scales of what the same kernel without a format makes, and where they lie."""
-    from cute_kernels.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLU
 
     on = Rows(draw, hidden, slots, 4, 4)
     out, _ = on.launch(SwiGLU(hidden, "fp32"), 4 * on.rows * hidden)

@@ -21,8 +21,8 @@ NAMES = ("rows", "flat", "places", "offs", "counts", "dropped")
 
 def kernels() -> list[Any]:
     """What these tests launch, for precompile.py."""
-    from cute_kernels.expert_lists import ExpertLists
-    from cute_kernels.places_route import PlacesRoute
+    from cute_kernels.local.expert_lists import ExpertLists
+    from cute_kernels.local.places_route import PlacesRoute
 
     return [*map(ExpertLists, EXPERTS), PlacesRoute()]
 

@@ -32,7 +32,7 @@ SENTINEL = 0x5A
 
 def kernels() -> list[Any]:
     """What these tests launch, for precompile.py."""
-    from cute_kernels.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLU
 
     plain = [SwiGLU(size, NAMES[dtype], back) for size, dtype, back in itertools.product(SIZES, NAMES, (False, True))]
     plain += [SwiGLU(size, "bf16", back) for size, back in itertools.product((STEP, WIDE), (False, True))]
@@ -154,7 +154,7 @@ def test_gradient_of_quantised(seed):
 @pytest.mark.parametrize("slots", [0, 12])
 def test_nothing_else_is_written(slots, seed):
     """Results that hold a sentinel keep it in rows that are in no segment."""
-    from cute_kernels.swiglu import SwiGLU
+    from cute_kernels.local.swiglu import SwiGLU
     from ep_ops.backends.cute.local_kernels import swiglu as launch
 
     draw = random.Random(seed)

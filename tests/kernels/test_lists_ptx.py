@@ -11,8 +11,8 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
-from cute_kernels.expert_lists import ExpertLists
-from cute_kernels.places_route import PlacesRoute
+from cute_kernels.local.expert_lists import ExpertLists
+from cute_kernels.local.places_route import PlacesRoute
 from ep_ops.nn.list_operators import MOST_EXPERTS
 
 KERNELS = [ExpertLists(3), ExpertLists(64), ExpertLists(MOST_EXPERTS), PlacesRoute()]

@@ -11,7 +11,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.jit import object_name
-from cute_kernels.sum_rows import SumRows
+from cute_kernels.local.sum_rows import SumRows
 
 LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
 KERNELS = [

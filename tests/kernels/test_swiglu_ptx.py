@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.jit import object_name
-from cute_kernels.swiglu import SwiGLU
+from cute_kernels.local.swiglu import SwiGLU
 
 LOADS, STORES = "ld.global.L1::no_allocate.v4", "st.global.L1::no_allocate.v4"
 PLAIN = [SwiGLU(hidden, dtype, backward) for hidden, dtype in ((2048, "bf16"), (768, "fp16"), (36, "fp32"))

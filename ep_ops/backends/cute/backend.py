@@ -12,7 +12,7 @@ from cute_kernels import marks
 from cute_kernels.alarm import Alarm
 from cute_kernels.heap import REASON_BYTES
 from cute_kernels.refusal import Refuse
-from cute_kernels.rows import Slices
+from cute_kernels.throughput.ring import Slices
 
 from ... import arrivals, symmetric
 from ...config import Config, Member

@@ -20,13 +20,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from . import ptx
-from .delivery import Arrived, Delivery
-from .launch import Launched
-from .quantise import encode, largest, numbers_of, of_group, scale_of
-from .rows import Width
-from .segments import inclusive_sum
-from .throughput.stage_quantised import store_codes
+from .. import ptx
+from ..delivery import Arrived, Delivery
+from ..launch import Launched
+from ..quantise import encode, largest, numbers_of, of_group, scale_of, store_codes
+from ..rows import Width
+from ..segments import inclusive_sum
 
 WARPS = 8
 

@@ -15,10 +15,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import arch
 
-from . import ptx
-from .arrivals import Lists, lists
+from .. import ptx
+from ..arrivals import Lists, lists
+from ..launch import Launched
 from .expert_lists import share_of
-from .launch import Launched
 
 WARPS = 32
 UNTOLD = 2**31 - 1

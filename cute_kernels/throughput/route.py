@@ -16,11 +16,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from . import ptx
-from .experts import first_expert, holder_of
-from .heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
-from .places import is_near
-from .sync import BAD_EXPERT, Ranks, refuse
+from .. import ptx
+from ..experts import first_expert, holder_of
+from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
+from ..places import is_near
+from ..sync import BAD_EXPERT, Ranks, refuse
 
 STEPS = 2
 """How many times 32 lanes' entries a warp counts between two barriers: their loads are in flight together."""

@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import arch
 
-from . import ptx
-from .carried import Carried
-from .places import near_rank
-from .sync import Ranks
+from .. import ptx
+from ..carried import Carried
+from ..places import near_rank
+from ..sync import Ranks
 
 
 class Outbox(Carried):

@@ -14,10 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from . import ptx
-from .copies import lowest
-from .launch import Launched
-from .rows import Width
+from .. import ptx
+from ..copies import lowest
+from ..launch import Launched
+from ..rows import Width
 
 WARPS = 8
 

@@ -16,9 +16,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import arch
 
-from . import ptx
-from .launch import Launched
-from .segments import inclusive_sum
+from .. import ptx
+from ..launch import Launched
+from ..segments import inclusive_sum
 
 WARPS = 32
 

@@ -14,14 +14,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from . import ptx
-from .arrivals import Lists, lists
-from .experts import local_experts
-from .heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
-from .places import slot_of, stager_of
+from .. import ptx
+from ..arrivals import Lists, lists
+from ..experts import local_experts
+from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
+from ..places import slot_of, stager_of
+from ..segments import inclusive_sum, place_segments
+from ..sync import Ranks
 from .route import place_of_entries, place_of_told, tile_of
-from .segments import inclusive_sum, place_segments
-from .sync import Ranks
 
 
 class Tables(NamedTuple):

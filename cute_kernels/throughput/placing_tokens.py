@@ -12,14 +12,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from . import ptx
-from .arrivals import lists
-from .experts import holder_of, local_experts
-from .heap import CAPACITY, COPIES, TOLD_INTS, Problem
+from .. import ptx
+from ..arrivals import lists
+from ..experts import holder_of, local_experts
+from ..heap import CAPACITY, COPIES, TOLD_INTS, Problem
+from ..segments import inclusive_sum
+from ..sync import Ranks
+from ..token_major import clear_places, write_counts
 from .placing import weights_of
 from .route import place_of_entries, place_of_told, tile_of
-from .segments import inclusive_sum
-from .sync import Ranks
 
 
 class CopyTables(NamedTuple):
@@ -293,24 +294,6 @@ def write_place(
 
 
 @cute.jit
-def clear_places(
-    p: cutlass.Constexpr[Problem], threads: cutlass.Constexpr[int], share: tuple[Int32, Any], args: Any, copies: Int32,
-    ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool],
-) -> None:  # fmt: skip
-    """One block: its share of the local ids and weights of rows behind the last copy; it is the `share[0]`-th of so
-    many blocks."""
-    block, blocks = share
-    tid, _, _ = arch.thread_idx()
-    i = Int64(copies) * p.top_k + (block * threads + tid)
-    while i < Int64(args.capacity) * p.top_k:
-        if const_expr(ids):
-            ptx.st_i32(args.recv_idx + i * 4, Int32(-1))
-        if const_expr(weights):
-            ptx.st_i32(args.recv_weights + i * 4, Int32(0))
-        i += blocks * threads
-
-
-@cute.jit
 def count_dropped(ranks: Ranks, threads: cutlass.Constexpr[int], tables: CopyTables, args: Any) -> None:
     """The block of tile 0, where copies are dropped: the entries of these, by expert. A warp takes a tile of a source
     rank."""
@@ -340,29 +323,3 @@ def count_dropped(ranks: Ranks, threads: cutlass.Constexpr[int], tables: CopyTab
                     ptx.add_shared(tables.named.iterator + (p.local_experts + (Int32(where) & 0xFFFF)), Int32(1))
                 i += 32
         unit += threads // 32
-
-
-@cute.jit
-def write_counts(ranks: Ranks, named: Any, args: Any) -> None:
-    """By one warp: how many (row, k) name each expert here, their sums, and how many are dropped with their copies.
-    `named` [2, local experts]: all, and those that are dropped."""
-    p = ranks.heap.problem
-    lane = arch.lane_idx()
-    first_local, end_local = local_experts(p, ranks.rank)
-    held = end_local - first_local
-    before = Int32(0)
-    chunk = Int32(0)
-    while chunk < held:
-        local = chunk + lane
-        dropped, kept = Int32(0), Int32(0)
-        if local < held:
-            dropped = named[p.local_experts + local]
-            kept = named[local] - dropped
-        upto = inclusive_sum(kept)
-        if local < held:
-            at = Int64(local) * 4
-            ptx.st_i32(args.offs + at, before + upto)
-            ptx.st_i32(args.counts + at, kept)
-            ptx.st_i32(args.dropped + at, dropped)
-        before += arch.shuffle_sync(upto, 31)
-        chunk += 32

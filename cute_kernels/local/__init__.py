@@ -1,0 +1,1 @@
+"""Kernels on the rows of one rank: no other rank takes part."""

@@ -1,0 +1,144 @@
+"""Moving rows: each warp's ring of stages in shared memory, and how a warp walks over a row in registers.
+
+A row is `row_bytes` long, a multiple of 16. The ring moves pieces of rows through shared memory with bulk copies, so
+that no register and no lane is busy while bytes are in flight. Sums go through registers, 16 bytes a lane at a time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute import arch
+
+from .. import ptx
+from ..carried import Carried
+from ..heap import SHARED_BYTES
+
+MAX_PIECE = 16 * 1024
+"""The most bytes of a piece, which is what a stage of a ring holds."""
+BOOKKEEPING = 32 * 4 + 8
+"""Bytes of shared memory that a stage has besides its piece: an int32 for each lane and a barrier."""
+
+RANK_BYTES = 2048
+"""Bytes of shared memory that a block has besides its stages: what it knows of each rank."""
+
+SLICE_BOOKKEEPING = 40
+"""Bytes of shared memory that a stage has besides its slice, where it holds one: a barrier and adder.Notes."""
+
+
+@dataclass(frozen=True)
+class RingShape:
+    """How one block's shared memory is cut: each of `warps` warps owns `stages` pieces of `piece_bytes`.
+
+    A row is `pieces` pieces; the last may be shorter.
+    """
+
+    row_bytes: int
+    warps: int
+    stages: int
+    piece_bytes: int
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.row_bytes // self.piece_bytes)
+
+    @staticmethod
+    def slices(shape: "Slices", warps: int) -> "RingShape":
+        """One register slice of a row a stage. Lanes behind a short row's end still read: a stage has room for them."""
+        stages = min(8, (SHARED_BYTES - RANK_BYTES) // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
+        return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
+
+    @staticmethod
+    def of(row_bytes: int, ring_bytes: int, most: int = MAX_PIECE) -> "RingShape":
+        """Whole rows up to `most` bytes, else equal pieces; at most 16 warps, with two stages each at least, where the
+        ring holds two pieces."""
+        pieces = -(-row_bytes // most)
+        piece = -(-row_bytes // (16 * pieces)) * 16
+        stages = ring_bytes // (-(-piece // 128) * 128 + BOOKKEEPING)
+        warps = max(1, min(16, stages // 2))
+        assert stages > 0, f"a piece of {piece} bytes in a ring of {ring_bytes}"
+        return RingShape(row_bytes, warps, min(8, stages // warps), piece)
+
+    def bytes_of(self, piece: Any) -> Any:
+        """Length of a row's piece, whose index may be known at run time only."""
+        if self.pieces == 1:
+            return self.row_bytes
+        return cutlass.min(self.row_bytes - piece * self.piece_bytes, self.piece_bytes)
+
+    @property
+    def stride(self) -> int:
+        """Distance of two pieces in shared memory: bulk copies want 128-byte lines."""
+        return -(-self.piece_bytes // 128) * 128
+
+
+class Ring(Carried):
+    """One warp's stages of the ring. Loads are started ahead; a stage is refilled when its stores have read it."""
+
+    carried = ("buffer", "barrier")
+
+    def __init__(self, shape: RingShape, buffers: Any, barriers: Any, warp: Int32) -> None:
+        self.shape = shape
+        self.buffer = buffers + warp * (shape.stages * shape.stride)
+        self.barrier = barriers + warp * shape.stages
+
+    def load(self, stage: Int32 | int, addr: Int64, nbytes: Any) -> None:
+        """By one lane: starts filling a stage."""
+        arch.mbarrier_arrive_and_expect_tx(self.barrier + stage, nbytes)
+        ptx.bulk_load(self.buffer + stage * self.shape.stride, addr, nbytes, self.barrier + stage)
+
+    def wait(self, stage: Int32 | int, phase: Int32) -> None:
+        """Until the stage is full: its bytes are visible to the waiting lanes and to their bulk copies."""
+        arch.mbarrier_wait(self.barrier + stage, phase)
+
+    def wait_soon(self, stage: Int32 | int, phase: Int32) -> None:
+        """`wait` where the stage is likely to be full, or nearly so: looks once before it lets the warp sleep."""
+        ptx.look_then_wait(self.barrier + stage, phase)
+
+    def store(self, stage: Int32 | int, addr: Int64, nbytes: Any) -> None:
+        """By any lane: starts copying the stage to a row, in the lane's current bulk group."""
+        ptx.bulk_store(addr, self.buffer + stage * self.shape.stride, nbytes)
+
+
+@cute.jit
+def init_ring_barriers(barriers: Any, count: cutlass.Constexpr[int]) -> None:
+    """By the whole block, followed by a block barrier."""
+    tid, _, _ = arch.thread_idx()
+    i = tid
+    while i < count:
+        arch.mbarrier_init(barriers + i, 1)
+        i += 32
+    arch.mbarrier_init_fence()
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How a warp walks over a row in registers: `slices` times `vectors` 16-byte vectors for each of 32 lanes.
+
+    `most`: how many of them registers hold. As few slices as possible, each of which takes a time of its own."""
+
+    row_bytes: int
+    dtype: str
+    most: int = 8
+
+    @property
+    def lane_vectors(self) -> int:
+        return -(-self.row_bytes // (16 * 32))
+
+    @property
+    def vectors(self) -> int:
+        return min(range(1, self.most + 1), key=lambda u: (-(-self.lane_vectors // u), u))
+
+    @property
+    def slices(self) -> int:
+        return -(-self.lane_vectors // self.vectors)
+
+    @property
+    def slice_bytes(self) -> int:
+        return self.vectors * 32 * 16
+
+    @property
+    def values(self) -> int:
+        """Numbers a lane holds in one slice."""
+        return self.vectors * (16 // (4 if self.dtype == "fp32" else 2))

@@ -1,0 +1,58 @@
+"""What throughput and latency kernels write of token-major rows alike; what these are: docs/token-major.md."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute import arch
+
+from . import ptx
+from .experts import local_experts
+from .heap import Problem
+from .segments import inclusive_sum
+from .sync import Ranks
+
+
+@cute.jit
+def clear_places(
+    p: cutlass.Constexpr[Problem], threads: cutlass.Constexpr[int], share: tuple[Int32, Any], args: Any, copies: Int32,
+    ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool],
+) -> None:  # fmt: skip
+    """One block: its share of the local ids and weights of rows behind the last copy; it is the `share[0]`-th of so
+    many blocks."""
+    block, blocks = share
+    tid, _, _ = arch.thread_idx()
+    i = Int64(copies) * p.top_k + (block * threads + tid)
+    while i < Int64(args.capacity) * p.top_k:
+        if const_expr(ids):
+            ptx.st_i32(args.recv_idx + i * 4, Int32(-1))
+        if const_expr(weights):
+            ptx.st_i32(args.recv_weights + i * 4, Int32(0))
+        i += blocks * threads
+
+
+@cute.jit
+def write_counts(ranks: Ranks, named: Any, args: Any) -> None:
+    """By one warp: how many (row, k) name each expert here, their sums, and how many are dropped with their copies.
+    `named` [2, local experts]: all, and those that are dropped."""
+    p = ranks.heap.problem
+    lane = arch.lane_idx()
+    first_local, end_local = local_experts(p, ranks.rank)
+    held = end_local - first_local
+    before = Int32(0)
+    chunk = Int32(0)
+    while chunk < held:
+        local = chunk + lane
+        dropped, kept = Int32(0), Int32(0)
+        if local < held:
+            dropped = named[p.local_experts + local]
+            kept = named[local] - dropped
+        upto = inclusive_sum(kept)
+        if local < held:
+            at = Int64(local) * 4
+            ptx.st_i32(args.offs + at, before + upto)
+            ptx.st_i32(args.counts + at, kept)
+            ptx.st_i32(args.dropped + at, dropped)
+        before += arch.shuffle_sync(upto, 31)
+        chunk += 32
