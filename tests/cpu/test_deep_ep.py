@@ -46,6 +46,8 @@ def _many(given: list[Given], bound: int | None) -> dict[str, Any]:
     out["again"] = buffer.dispatch(2 * mine.x, handle=handle)[:5]
     (recv, recv_scales), *_ = buffer.dispatch(quantised_x, handle=handle)
     out["again quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
+    words = torch.arange(mine.x.shape[0], dtype=torch.int32)[:, None] - 2**30  # four exponents each
+    out["words"] = buffer.dispatch((codes.view(torch.float8_e4m3fn), words), **routed)[0][1]
     rows, _, weights, _ = out["plain"]
     noise = torch.arange(HIDDEN).remainder(7).add(dist.get_rank() + 1).bfloat16()
     y = rows * noise
@@ -100,6 +102,8 @@ def test_many_tokens(bound: int | None) -> None:
         same(got["again"][0], 2 * x)
         assert got["again"][1:] == (None,) * 4
         codes, scales = quantised.quantised(x, "128/fp32")
+        assert got["words"].dtype == torch.int32
+        assert got["words"].tolist() == [[t - 2**30] for _, t in here]
         for name in ("quantised", "again quantised"):
             same(got[name][0], codes)
             same(got[name][1], scales.float())
@@ -112,8 +116,7 @@ def test_many_tokens(bound: int | None) -> None:
         same(got["weights home"][0], wide.bfloat16())
         same(got["weights home"][1], weight)
         same(got["bias"], (wide + one.bias[0].float()).bfloat16())
-        both = (one.bias[0].float() + one.bias[1].float()).bfloat16()
-        same(got["two biases"], (wide + both.float()).bfloat16())
+        same(got["two biases"], (wide + (one.bias[0].float() + one.bias[1].float())).bfloat16())
         same(got["worst combined"], wide.bfloat16())
         same(got["combined without ids"], wide.bfloat16())
 
@@ -281,7 +284,7 @@ def _refusals() -> list[str]:
     for call in (
         lambda: Buffer(None), lambda: Buffer(group, enable_shrink=True), buffer.destroy, lambda: Buffer.set_num_sms(5),
         lambda: buffer.get_dispatch_layout(idx, 5), lambda: buffer.dispatch(x, topk_idx=idx),
-        lambda: buffer.dispatch((x, torch.zeros(2, 1).int()), topk_idx=idx, **known),
+        lambda: buffer.dispatch((x, torch.zeros(2, 2).int()), topk_idx=idx, **known),
         lambda: buffer.dispatch(x, topk_idx=idx, handle=(None,) * 3),
         lambda: buffer.low_latency_dispatch(x, idx, 4, EXPERTS, dispatch_wait_recv_cost_stats=x),
         lambda: buffer.low_latency_dispatch(x, idx, 4, 5),
@@ -307,7 +310,7 @@ def test_what_is_refused() -> None:
         "NotImplementedError: Buffer takes a torch.distributed", "NotImplementedError: enable_shrink is set",
         "RuntimeError: destroy was called", "ValueError: num_sms is 5; it must be even", "ValueError: num_experts is 5",
         "ValueError: num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None",
-        "NotImplementedError: scales of x have dtype torch.int32", "ValueError: topk_idx or topk_weights are given",
+        "ValueError: scales of x have shape (2, 2)", "ValueError: topk_idx or topk_weights are given",
         "NotImplementedError: dispatch_wait_recv_cost_stats", "ValueError: num_experts is 5",
         "NotImplementedError: combine_wait_recv_cost_stats", "ValueError: zero_copy is set",
         *3 * ["NotImplementedError: ranks cannot be masked"], "NotImplementedError: get_local_buffer_tensor",
@@ -323,9 +326,43 @@ def test_sizes_that_clients_ask_for() -> None:
     assert Buffer.get_dispatch_config(2) == Buffer.get_combine_config(7) == Config(Buffer.num_sms)
     assert Config(20, 24, 256, 6, 128).get_nvl_buffer_size_hint(7168, 8) == 0
     assert Config().get_rdma_buffer_size_hint(7168, 8) == Buffer.get_low_latency_rdma_size_hint(1, 2, 3, 4) == 0
-    with EventOverlap(EventHandle(), (torch.ones(1),)) as event:
+    assert deep_ep.topk_idx_t == torch.int64 and deep_ep.__version__ == "2.1.0" and Buffer.is_sm90_compiled()
+
+
+def test_events() -> None:
+    event, waited = EventOverlap(EventHandle(), (torch.ones(1),)), []
+    event.register_hook_after_wait(lambda: waited.append(1))
+    with pytest.raises(RuntimeError, match="a hook is registered already"):
+        event.register_hook_after_wait(waited.clear)
+    with event as entered:
+        assert entered is event and not waited
+    assert waited == [1] and event.event is not None
+    with event(release_handle=True):
+        pass
+    assert waited == [1] and event.event is None  # the hook runs once
+    with event:  # nothing to wait for
+        pass
+    event = EventOverlap(EventHandle())
+    event.current_stream_wait(release_handle=True)
+    with pytest.raises(RuntimeError, match="there is no event"):
         event.current_stream_wait()
-    assert deep_ep.topk_idx_t == torch.int64
+
+
+def test_the_bound_on_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Buffer, "max_tokens_per_rank", None)
+    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)  # as if it were installed
+    deep_ep.install()
+    assert Buffer.max_tokens_per_rank is None
+    monkeypatch.setenv("EP_OPS_DEEP_EP_MAX_TOKENS", "24")
+    deep_ep.install()
+    assert Buffer.max_tokens_per_rank == 24
+    deep_ep.install(max_tokens_per_rank=12)
+    assert Buffer.max_tokens_per_rank == 12
+    with pytest.raises(ValueError, match="max_tokens_per_rank is 0; expected a positive integer"):
+        deep_ep.install(max_tokens_per_rank=0)
+    monkeypatch.setenv("EP_OPS_DEEP_EP_MAX_TOKENS", "many")
+    with pytest.raises(ValueError, match="EP_OPS_DEEP_EP_MAX_TOKENS is 'many'"):
+        deep_ep.install()
 
 
 def test_install() -> None:

@@ -13,6 +13,7 @@ inside. Rows of a dispatch are token-major (docs/token-major.md); kernels run wh
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 import torch
@@ -20,25 +21,48 @@ import torch
 from ep_ops.integrations.deep_ep import utils
 from ep_ops.integrations.deep_ep.buffer import Buffer
 from ep_ops.integrations.deep_ep.config import Config
+from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from ep_ops.integrations.deep_ep.elastic import ElasticBuffer, EPHandle
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap
 
 __all__ = [
-    "Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install", "topk_idx_t", "utils",
+    "Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap",
+    "get_logical_domain_size", "get_physical_domain_size", "install", "topk_idx_t", "utils",
 ]  # fmt: skip
 
 topk_idx_t = torch.int64
 
 
-def install() -> None:
-    """Has ``import deep_ep`` give this module in this process, and ``deep_ep.utils`` and others those inside it. Does
-    nothing the second time. RuntimeError if DeepEP itself is imported already, or is installed: remove it first, lest
-    nobody knows which one runs."""
+__version__ = "2.1.0"
+"""The version of DeepEP whose interface this is."""
+
+
+def install(max_tokens_per_rank: int | None = None) -> None:
+    """Make ``import deep_ep`` return this module in this process, and ``import deep_ep.utils`` its submodules.
+
+    Repeated calls may set another bound and have no other effect.
+
+    Args:
+        max_tokens_per_rank: a bound on the tokens that any rank passes to a dispatch of :class:`Buffer`, the same on
+            all ranks; default: the environment variable ``EP_OPS_DEEP_EP_MAX_TOKENS``. Without either, every such
+            dispatch first agrees on the largest number of tokens, which waits for all ranks.
+
+    Raises:
+        RuntimeError: DeepEP itself is imported or installed. Remove it first, so that it is clear which one runs.
+        ValueError: the bound is not a positive integer.
+    """
     own = sys.modules[__name__]
-    if sys.modules.get("deep_ep") is own:
-        return
-    if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
-        raise RuntimeError("deep_ep is imported or installed already; remove it where ep_ops is to stand in for it")
-    for name, module in list(sys.modules.items()):
-        if name == __name__ or name.startswith(f"{__name__}."):  # else it would be imported again, with other classes
-            sys.modules["deep_ep" + name.removeprefix(__name__)] = module
+    if sys.modules.get("deep_ep") is not own:
+        if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
+            raise RuntimeError("deep_ep is imported or installed already; remove it where ep_ops is to stand in for it")
+        for name, module in list(sys.modules.items()):
+            if name == __name__ or name.startswith(f"{__name__}."):  # else it would be imported twice
+                sys.modules["deep_ep" + name.removeprefix(__name__)] = module
+    given: int | str | None = max_tokens_per_rank
+    if given is None:
+        given = os.environ.get("EP_OPS_DEEP_EP_MAX_TOKENS") or None
+    if given is not None:
+        if not str(given).isdecimal() or int(given) < 1:
+            name = "max_tokens_per_rank" if max_tokens_per_rank is not None else "EP_OPS_DEEP_EP_MAX_TOKENS"
+            raise ValueError(f"{name} is {given!r}; expected a positive integer")
+        Buffer.max_tokens_per_rank = int(given)

@@ -7,14 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, format_of, refuse_experts
+from ep_ops.integrations.deep_ep.communicators import (
+    Bias,
+    Communicators,
+    Rows,
+    format_of,
+    refuse_experts,
+    with_scales,
+)
 from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.low_latency import LowLatency
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
 from ep_ops.records import Route
 
-Rows = Tensor | tuple[Tensor, Tensor]
-"""[., H]; or float8_e4m3fn [., H] and their scales, float32 [., H / 128]."""
 Layout = tuple[Tensor, None, Tensor, Tensor, EventOverlap]
 Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, "Handle | None", EventOverlap]
 
@@ -46,8 +51,9 @@ class Buffer(LowLatency):
 
     num_sms: int = 20
     max_tokens_per_rank: int | None = None
-    """The most tokens that any rank will pass to a dispatch, if that is known: ranks agree on it in every dispatch
-    otherwise, which waits for all."""
+    """A bound on the tokens that any rank passes to a dispatch, the same on all ranks. Without it, every dispatch
+    agrees on the largest number of tokens, which waits for all ranks. :func:`ep_ops.integrations.deep_ep.install` sets
+    it."""
 
     def __init__(
         self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
@@ -71,6 +77,11 @@ class Buffer(LowLatency):
         if not self.explicitly_destroy:
             raise RuntimeError("destroy was called on a Buffer without explicitly_destroy")
         self.communicators.destroy()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Return True: FP8 rows are supported."""
+        return True
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -124,8 +135,9 @@ class Buffer(LowLatency):
         """A row for each (token, rank), in the order of (source rank, token): x, local ids [N, K] (-1 elsewhere),
         weights [N, K] (0 there), a count for each local expert, rounded up to ``expert_alignment``, a handle, an event.
 
-        ``x``: [T, H], or a pair of float8_e4m3fn [T, H] and float32 scales [T, H / 128]; the rows likewise. Where rows
-        go follows from ``topk_idx``; without it from ``is_token_in_rank``, and there are no ids and weights then. N is
+        ``x``: [T, H], or a pair of float8_e4m3fn [T, H] and scales, float32 [T, H / 128] or int32 with four UE8M0
+        exponents in each; the rows likewise. Where rows go follows from ``topk_idx``; without it from
+        ``is_token_in_rank``, and there are no ids and weights then. N is
         as large as needed, and the host waits; with ``num_worst_tokens``, W times the most tokens of any rank, it is
         that, nothing waits, counts are [], and behind the rows that came ids are -1 and x is undefined.
 
@@ -135,14 +147,14 @@ class Buffer(LowLatency):
         """
         wait_for(previous_event)
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        asked = format_of(scales)
+        asked = format_of(rows, scales)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("topk_idx or topk_weights are given beside handle, which has them; allowed: None")
             route = handle.route
             comm = self.communicators.of(rows, handle.num_experts, route.topk_idx.shape[1], route.max_tokens)
             recv_x, _, recv_scales = comm.dispatch_tokens_planned(rows, route, **asked)
-            return recv_x if recv_scales is None else (recv_x, recv_scales), None, None, None, None, after(async_finish)
+            return with_scales(recv_x, recv_scales, scales), None, None, None, None, after(async_finish)
 
         if num_tokens_per_expert is None or num_tokens_per_rank is None or is_token_in_rank is None:
             raise ValueError(
@@ -172,7 +184,7 @@ class Buffer(LowLatency):
         prefix[:, self.rank] = sent.route.sources[1:]
         recv_idx = None if topk_idx is None else sent.local_idx.to(topk_idx.dtype)
         made = Handle(prefix, sent.route, num_experts)
-        received = sent.x if sent.scales is None else (sent.x, sent.scales)
+        received = with_scales(sent.x, sent.scales, scales)
         return received, recv_idx, sent.weights, counts, made, after(async_finish)
 
     @torch.no_grad()
@@ -182,7 +194,7 @@ class Buffer(LowLatency):
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:  # fmt: skip
         """The rows ``x`` [N, H] home, unweighted: [T, H], the fp32 sum over ranks ascending, then of ``bias`` [T, H],
-        on all ranks or on none, rounded once (two of them are added up and rounded before). With ``topk_weights``
+        on all ranks or on none, rounded once (with two of them rows travel as float32). With ``topk_weights``
         [N, K] their sums as well, float32 [T, K]. And an event."""
         wait_for(previous_event)
         route, experts = handle.route, handle.num_experts

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from ep_ops.communicator import Communicator
 from ep_ops.group.exchange import Exchange
+from ep_ops.nn.sums import sum_rows
 from ep_ops.records import Route
 
+Rows = Tensor | tuple[Tensor, Tensor]
+"""[., H]; or float8_e4m3fn [., H] and their scales, float32 [., H / 128] or int32 (see :func:`format_of`)."""
 Bias = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -47,12 +50,36 @@ class Communicators:
         """The sum over ranks; waits for all."""
         return Exchange(self._group, counts.device).all_gather(counts).sum(0)
 
-    def combined(self, x: Tensor, route: Route, num_experts: int, bias: Bias = None) -> Tensor:
-        """The rows ``x`` home: their sums, with ``bias`` (two of them are added up and rounded before)."""
-        if isinstance(bias, tuple):
-            bias = (bias[0].float() + bias[1].float()).to(x.dtype)
+    def combined(
+        self, x: Tensor, route: Route, num_experts: int, bias: Bias = None, slots: Tensor | None = None,
+        round_partial: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Return the sums of the rows ``x`` at their owners, [T, H].
+
+        Rows of a token are summed in fp32 on their rank first, rounded there unless ``round_partial`` is False, then in
+        fp32 over ranks and ``bias``, and rounded. Sums that may not be rounded between, and two biases, travel as
+        float32: a copy of x in float32, and twice the bytes of bfloat16.
+
+        Args:
+            slots: int32 [N, K], the rows of each (token, rank) pair, -1 for none, where several rows belong to a pair;
+                needed for two biases.
+        """
         comm = self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens)
-        return comm.combine(x.contiguous(), route, residual=bias)
+        several = not route.token_major
+        if not isinstance(bias, tuple) and (round_partial or not several):
+            return comm.combine(x.contiguous(), route, residual=bias)
+        if several and round_partial:
+            assert slots is not None
+            pairs = sum_rows(x.contiguous(), slots)  # rounded; in the place of each pair's first row, the others zero
+            first = torch.where(slots >= 0, slots, x.shape[0]).amin(1).long()
+            wide = x.new_zeros(x.shape[0] + 1, x.shape[1], dtype=torch.float32)
+            wide = wide.index_copy_(0, first, pairs.float())[:-1]
+        else:
+            wide = x.float()
+        out = self.of(wide, num_experts, route.topk_idx.shape[1], route.max_tokens).combine(wide, route)
+        if bias is not None:
+            out = out + (bias[0].float() + bias[1].float() if isinstance(bias, tuple) else bias.float())
+        return out.to(x.dtype)
 
     def summed(self, weights: Tensor, route: Route, num_experts: int) -> Tensor:
         """``weights`` [N, K] of token-major rows home: float32 [T, K], the sum of a token's rows. They travel as rows,
@@ -73,17 +100,43 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def format_of(scales: Tensor | None, columns: bool = False) -> dict[str, Any]:
-    """What a dispatch of rows is asked for, if they come with such scales; theirs lie in columns on request."""
+def format_of(x: Tensor, scales: Tensor | None, columns: bool = False) -> dict[str, Any]:
+    """Return the arguments of a dispatch of rows that come with ``scales`` [T, G].
+
+    Scales are 4-byte words that travel as they are: float32, or int32 with four UE8M0 exponents in each, one for 128
+    numbers (G = ceil(H / 512)) or for 32 (G = H / 128).
+
+    Args:
+        columns: whether received scales lie in columns.
+
+    Raises:
+        TypeError: ``scales`` are neither float32 nor int32.
+        ValueError: ``scales`` have more than H / 128 columns.
+    """
     if scales is None:
         return {}
-    if scales.dtype != torch.float32:
-        raise NotImplementedError(
-            f"scales of x have dtype {scales.dtype}: those of a token travel as float32, one for 128 numbers"
+    if scales.dtype not in (torch.float32, torch.int32):
+        raise TypeError(f"scales of x have dtype {scales.dtype}; allowed: float32, or int32 of four UE8M0 exponents")
+    groups = x.shape[1] // 128
+    if scales.shape[1] > groups:
+        raise ValueError(
+            f"scales of x have shape {tuple(scales.shape)}; at most {groups} columns for x {tuple(x.shape)}"
         )
+    words = torch.nn.functional.pad(scales, (0, groups - scales.shape[1])) if scales.shape[1] < groups else scales
     return {
-        "scales": scales.contiguous(), "format": "e4m3/128/fp32", "scales_as": "columns" if columns else "rows"
+        "scales": words.contiguous().view(torch.float32), "format": "e4m3/128/fp32",
+        "scales_as": "columns" if columns else "rows",
     }  # fmt: skip
+
+
+def with_scales(rows: Tensor, received: Tensor | None, sent: Tensor | None) -> Rows:
+    """Return received rows, and beside them their scales in the dtype and number of columns of those that were sent."""
+    if received is None or sent is None:
+        return rows
+    scales = received[:, : sent.shape[1]]
+    if received.stride(1) == 1:
+        scales = scales.contiguous()
+    return rows, scales.view(sent.dtype)
 
 
 def refuse_experts(num_experts: int, ranks: int) -> None:

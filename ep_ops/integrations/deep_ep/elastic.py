@@ -1,56 +1,107 @@
-"""DeepEP's ``ElasticBuffer`` (V2): dispatch and combine of rows by token, or expanded, by expert."""
+"""DeepEP's ``ElasticBuffer`` (V2): dispatch and combine of token-major rows or of expanded rows, by expert."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+import functools
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, format_of, refuse_experts
-from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after
+from ep_ops.integrations.deep_ep.communicators import (
+    Bias,
+    Communicators,
+    Rows,
+    format_of,
+    refuse_experts,
+    with_scales,
+)
+from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
+from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
 from ep_ops.records import Route
 
-Rows = Tensor | tuple[Tensor, Tensor]
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class EPHandle:
-    """What a dispatch has decided, with what clients read of DeepEP's. El experts of this rank; psums are int32."""
+    """The result of a dispatch that combines and further dispatches need, with the attributes that clients read.
+
+    T tokens of this rank, K experts a token, W ranks, El local experts, C = ``num_max_tokens_per_rank``. Every
+    attribute may be assigned; operations use ``route`` and ignore what is assigned to the others.
+    """
 
     do_expand: bool
     num_experts: int
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
-    topk_idx: Tensor  # as it was passed
-    num_recv_tokens: int  # (token, rank) that came; the most there could be, where the host did not wait
+    topk_idx: Tensor  # the ids that were passed, or a copy
+    num_recv_tokens: int  # N, (token, rank) pairs received; W C if the host did not wait
     num_expanded_tokens: int  # rows of an expanded dispatch, else 0
-    num_recv_tokens_per_expert_list: list[int]  # aligned; [] where the host did not wait
-    psum_num_recv_tokens_per_scaleup_rank: Tensor  # [W] (token, rank) from ranks 0 .. i
-    psum_num_recv_tokens_per_expert: Tensor  # [El] sums of aligned counts; expanded: where the rows of each end
+    num_recv_tokens_per_expert_list: list[int]  # aligned; [] if the host did not wait
+    psum_num_recv_tokens_per_scaleup_rank: Tensor  # int32 [W] (token, rank) pairs received from ranks 0 .. i
+    psum_num_recv_tokens_per_expert: Tensor  # int32 [El] sums of aligned counts; expanded: the end of each segment
     num_unaligned_recv_tokens_per_expert: Tensor  # int32 [El]
     route: Route
-    local_idx: Tensor | None  # [N, K] of rows that are not expanded
+    local_idx: Tensor | None  # [N, K] of token-major rows
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
 
-    @property
-    def recv_src_metadata(self) -> NoReturn:
-        raise NotImplementedError("recv_src_metadata: where a row came from is route.recv_from, numbered as there")
+    @functools.cached_property
+    def recv_src_metadata(self) -> Tensor:
+        """int32 [N, 2 + K]: where each received (token, rank) pair comes from. Computed when it is first read.
+
+        Column 0 is source rank * C + token, column 1 source rank * K + the first k that names this rank. The others are
+        the rows of an expanded dispatch, -1 for experts of other ranks; -1 for token-major rows. Rows beyond the last
+        received pair are -1 (where the host did not wait).
+        """
+        return self._sources
+
+    @functools.cached_property
+    def _sources(self) -> Tensor:
+        """:attr:`recv_src_metadata`, whatever is assigned to that."""
+        route, (tokens, top_k) = self.route, (self.num_max_tokens_per_rank, self.topk_idx.shape[1])
+        pairs, ranks = self.num_recv_tokens, self.psum_num_recv_tokens_per_scaleup_rank.shape[0]
+        begin, home = route.copies[:pairs].long().unbind(1)
+        number = torch.arange(pairs, device=home.device)
+        received = number < route.sources[-1]
+        source_token = torch.where(received, home // min(top_k, ranks), -1)
+        first = route.owned[torch.where(received, begin, 0)].long()  # the pair's first row, and who asked for it
+        metadata = torch.full((pairs, 2 + top_k), -1, dtype=torch.int32, device=home.device)
+        metadata[:, 0] = source_token
+        metadata[:, 1] = torch.where(received, source_token // max(tokens, 1) * top_k + first[:, 1] % top_k, -1)
+        if self.do_expand:
+            asker = route.recv_from.long()  # [R] (source * C + token) * K + k, -1 for padding
+            ascending = torch.where(received, source_token, ranks * tokens)
+            pair = torch.searchsorted(ascending, asker // top_k)
+            place = torch.where(asker >= 0, pair * top_k + asker % top_k, pairs * top_k)  # padding: behind all
+            rows = torch.arange(asker.numel(), dtype=torch.int32, device=home.device)
+            slots = rows.new_full((pairs * top_k + 1,), -1).scatter(0, place, rows)
+            metadata[:, 2:] = slots[:-1].view(pairs, top_k)
+        return metadata
+
+    @functools.cached_property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """int32 [T, K]: the row at the destination rank, -1 where there is none; token-major rows: at the first k that
+        names the rank."""
+        return self.route.send_rows
 
 
 class ElasticBuffer:
-    """One of a group. Communicators are made when they are first needed, by all ranks together. Nothing has a gradient.
+    """DeepEP's V2 buffer. All ranks of the group create communicators together when sizes first need them.
 
-    Arguments that tune DeepEP are taken and followed by nothing: ``num_bytes``, ``num_cpu_bytes``, ``hidden``,
-    ``num_topk``, ``use_fp8_dispatch``, ``allow_hybrid_mode``, ``prefer_overlap_with_compute``, ``sl_idx``,
-    ``num_allocated_qps``, timeouts, ``num_sms``, ``num_qps``, ``allocate_on_comm_stream``. Rows always lie as
-    ``deterministic`` ones do.
+    Nothing has a gradient. Arguments that tune DeepEP are accepted and have no effect: ``num_bytes``,
+    ``num_cpu_bytes``, ``hidden``, ``num_topk``, ``use_fp8_dispatch``, ``allow_hybrid_mode``,
+    ``prefer_overlap_with_compute``, ``sl_idx``, ``num_allocated_qps``, timeouts, ``num_sms``, ``num_qps``,
+    ``allocate_on_comm_stream``. Rows always have the order of ``deterministic`` ones.
 
     Args:
-        group: a process group, of whatever backend of torch.distributed.
+        group: a process group with any torch.distributed backend.
         num_max_tokens_per_rank: C, the most tokens of any rank, unless a dispatch has another bound.
-        allow_multiple_reduction: whether combines of expanded rows take ``topk_weights``.
+        allow_multiple_reduction: whether combines of expanded rows round a rank's partial sum of a token to the dtype
+            of the rows before it is sent. If False, partial sums stay float32, which doubles the bytes that a combine
+            sends and copies its rows to float32 first; such combines take no ``topk_weights``.
         explicitly_destroy: whether :meth:`destroy` may be called.
     """
 
@@ -64,6 +115,9 @@ class ElasticBuffer:
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
         self.num_bytes, self.num_max_tokens_per_rank = num_bytes or 0, num_max_tokens_per_rank
         self.allow_multiple_reduction, self.explicitly_destroy = allow_multiple_reduction, explicitly_destroy
+        self.num_allocated_qps = num_allocated_qps
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.communicators = Communicators(group)
 
     def destroy(self) -> None:
@@ -86,8 +140,31 @@ class ElasticBuffer:
         return EventHandle()
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
-        """Some number: nothing follows it."""
+        """Return a number that has no effect."""
         return 20
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return a number that has no effect: there are no queue pairs to allocate."""
+        return min(num_sms, self.num_allocated_qps)
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return 1 and the number of ranks, see :func:`ep_ops.integrations.deep_ep.get_logical_domain_size`."""
+        return get_logical_domain_size(self.group)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return the number of NVLink domains and of ranks in each. Collective."""
+        return get_physical_domain_size(self.group)
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Run a barrier of the process group.
+
+        Args:
+            with_cpu_sync: synchronize the device before and after.
+        """
+        synchronize = torch.cuda.synchronize if with_cpu_sync and torch.cuda.is_available() else _nothing
+        synchronize()
+        dist.barrier(self.group)
+        synchronize()
 
     @torch.no_grad()
     def dispatch(
@@ -108,14 +185,14 @@ class ElasticBuffer:
         needed, and the host waits, unless ``do_cpu_sync`` is False: then it is the most there can be, what nobody sent
         is undefined, and nothing waits.
 
-        ``x``: [T, H], or float8_e4m3fn [T, H] and float32 scales [T, H / 128], which come in rows, or in columns
-        (``use_tma_aligned_col_major_sf``). With a ``handle``, rows and weights go where those of that dispatch went.
+        ``x``: [T, H], or float8_e4m3fn [T, H] and scales, which come in rows, or in columns
+        (``use_tma_aligned_col_major_sf``): float32 [T, H / 128], or int32 with four UE8M0 exponents in each.
+        With a ``handle``, rows and weights go where those of that dispatch went.
         """
         for event in (previous_event, previous_event_before_epilogue):
-            if event is not None:
-                event.current_stream_wait()
+            wait_for(event)
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        asked = format_of(scales, use_tma_aligned_col_major_sf)
+        asked = format_of(rows, scales, use_tma_aligned_col_major_sf)
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
                 raise ValueError("topk_idx or do_cpu_sync is given beside handle, which decides both; allowed: None")
@@ -126,7 +203,8 @@ class ElasticBuffer:
                 recv_scales = more[0] if more else None
             else:
                 recv_x, weights, recv_scales = comm.dispatch_tokens_planned(rows, route, topk_weights, **asked)
-            return _rows(recv_x, recv_scales), handle.local_idx, weights, handle, after(async_with_compute_stream)
+            received = with_scales(recv_x, recv_scales, scales)
+            return received, handle.local_idx, weights, handle, after(async_with_compute_stream)
 
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         if topk_idx is None or num_experts is None or most <= 0:
@@ -158,7 +236,7 @@ class ElasticBuffer:
             [-(-count // align) * align for count in route.counts.tolist()] if sync else [],
             copies, psum, route.counts, route, local_idx,
         )  # fmt: skip
-        return _rows(recv_x, recv_scales), local_idx, weights, made, after(async_with_compute_stream)
+        return with_scales(recv_x, recv_scales, scales), local_idx, weights, made, after(async_with_compute_stream)
 
     @torch.no_grad()
     def combine(
@@ -168,12 +246,13 @@ class ElasticBuffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:  # fmt: skip
         """The rows ``x`` [N, H] home, unweighted: [T, H]; ``topk_weights`` [N, K], or [N] of expanded rows, home as
-        well: float32 [T, K]; an event. Expanded rows of a token are added up on their rank first, k ascending."""
+        well: float32 [T, K]; an event. Expanded rows of a token are added up on their rank first, k ascending; biases
+        are added in fp32 at the owner."""
         for event in (previous_event, previous_event_before_epilogue):
-            if event is not None:
-                event.current_stream_wait()
+            wait_for(event)
         route, experts, weights = handle.route, handle.num_experts, None
-        out = self.communicators.combined(x, route, experts, bias)
+        slots = handle._sources[:, 2:] if handle.do_expand and isinstance(bias, tuple) else None
+        out = self.communicators.combined(x, route, experts, bias, slots, self.allow_multiple_reduction)
         if topk_weights is not None and not handle.do_expand:
             weights = self.communicators.summed(topk_weights, route, experts)
         elif topk_weights is not None:
@@ -189,5 +268,5 @@ class ElasticBuffer:
         return self.communicators.of(rows, num_experts, route.topk_idx.shape[1], route.max_tokens)
 
 
-def _rows(rows: Tensor, scales: Tensor | None) -> Rows:
-    return rows if scales is None else (rows, scales)
+def _nothing() -> None:
+    pass

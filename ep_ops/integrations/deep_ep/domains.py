@@ -1,0 +1,34 @@
+"""How DeepEP's clients see the ranks of a group: a grid of domains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_ops.group.topology import divide, gpu_facts
+
+
+def get_physical_domain_size(group: Any) -> tuple[int, int]:
+    """Return the number of NVLink domains of ``group`` and of ranks in each. Collective.
+
+    Ranks without a GPU are in one domain.
+
+    Raises:
+        ValueError: the domains have unequally many ranks.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    facts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(facts, gpu_facts(device), group=group)
+    domains = divide(facts, None)
+    return len(domains), len(domains[0])
+
+
+def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Return the grid that counts and row orders follow: 1 and the number of ranks.
+
+    DeepEP orders rows by scale-up rank, of which there are fewer than ranks in its hybrid mode. Here rows are ordered
+    by source rank, and ``allow_hybrid_mode`` changes nothing.
+    """
+    return 1, dist.get_world_size(group)
