@@ -86,7 +86,7 @@ format: $(NEEDS)
 	$(PYTHON) -m ruff format .
 
 typecheck: $(NEEDS)
-	$(PYTHON) -m mypy ep_ops meta_kernels cute_kernels tests/gpu
+	$(PYTHON) -m mypy ep_ops meta_kernels cute_kernels benchmarks tests/gpu
 
 $(VENV)/.ready-docs: $(READY)
 	$(PYTHON) -m pip install -qq -e ".[docs]"

@@ -199,17 +199,12 @@ def run_doctor(args: argparse.Namespace) -> int:
 BENCHMARKS = {
     "throughput": "dispatch and combine of many tokens, forward and backward, beside the link, NCCL and eager PyTorch",
     "latency": "dispatch and combine of few tokens in CUDA graphs: pairs, halves, beside matrix products",
-    "overlap": "two micro-batches in turns, and a shared expert between the halves of an operation",
-    "moe": "what MoECommunicator, its statistics and a placement cost over the operators",
-    "wire": "puts between NVLink domains, over stores and NVSHMEM: batches, and a put that is answered",
-    "live_rows": "SwiGLU of the rows that there are, beside PyTorch over all the rows that there is room for",
     "layer": "a whole layer, forward and backward, with room for exactly the rows that come and for more",
-    "training": "loss curves with quantised rows, beside those of bfloat16",
     "model": "times, bytes and memory of up to 576 ranks, by a model of what was measured; runs nothing",
 }
 BENCHMARK_NOTES = (
     "All but model run on all GPUs of this host, one process for each, or on the ranks of torchrun; without GPUs, or",
-    "with --device cpu, all but wire run on processes of the reference backend, whose figures say nothing about GPUs:",
+    "with --device cpu, they run on processes of the reference backend, whose figures say nothing about GPUs:",
     "try small sizes (throughput --preset tiny; latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3).",
     "They print what they have found as they go on, and with --out FILE write it as JSON, anew after each result.",
 )

@@ -254,9 +254,6 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     ("kind", "options", "text"),
     [
         ("throughput", "--backend cute", "--backend is cute, which runs on GPUs"),
-        ("overlap", "--routing warm", "--routing: 'warm' is none of balanced, skewed, nor as 'hot 0.2'"),
-        ("overlap", "--routing hot", "--routing: 'hot' is none of"),
-        ("training", "--hidden 100", "--hidden: 100 is not a multiple of 128"),
         ("layer", "--only quack", "--only quack needs GPUs, and quack-kernels"),
     ],
 )

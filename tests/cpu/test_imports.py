@@ -60,7 +60,7 @@ ROOMS = {
     ),
     "ep_ops.bench": (
         "ep_ops", "ep_ops.arrivals", "ep_ops.records", "ep_ops.config", "ep_ops.commands", "ep_ops.symmetric",
-        "ep_ops.backends", "ep_ops.formats", "ep_ops.nn", "ep_ops.moe", "ep_ops.integrations", "cute_kernels",
+        "ep_ops.backends", "ep_ops.formats", "ep_ops.nn", "ep_ops.integrations", "cute_kernels",
     ),
     "ep_ops.commands.cli": ("ep_ops", "ep_ops.commands", "ep_ops.bench"),
     "ep_ops.__main__": ("ep_ops.commands.cli",),

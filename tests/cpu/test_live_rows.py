@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils import _pytree as pytree
 
-from ep_ops.bench import live_rows
+from benchmarks import live_rows
 from ep_ops.nn import swiglu_quantised, swiglu_rows
 from ep_ops.records import Route
 

@@ -15,7 +15,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
-from ep_ops.bench import layer, training
+from benchmarks import training
+from ep_ops.bench import layer
 from ep_ops.nn import MoELayer, scaled_grouped_mm
 
 R, M, N, OFFS = 40, 32, 48, (8, 8, 31)  # rows behind the last segment; an expert without any

@@ -32,13 +32,13 @@ class Exchange:
 
     def __init__(self, draw: random.Random, world_size: int, kind: str, max_tokens: int = 8) -> None:
         from batches import Batches, BatchHeap, depth_of, problem_of
+        from courier import Adversary, Courier
 
         from cute_kernels.internode import wire
-        from cute_kernels.internode.courier import Courier
 
         self.draw, self.max_tokens = draw, max_tokens
         depth = depth_of(world_size)
-        made = {"nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": wire.Adversary(depth)}
+        made = {"nvlink": wire.Nvlink(), "nvshmem": wire.Nvshmem("library"), "adversary": Adversary(depth)}
         problem = problem_of(world_size, HIDDEN, "fp32", max_tokens, made[kind])
         heap = BatchHeap(problem)
         self.kernel = Batches(problem)

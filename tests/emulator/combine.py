@@ -31,9 +31,10 @@ def noise(rows: int, draw: torch.Generator) -> Tensor:
 
 def combine(draw: random.Random, shape: Shape, times: int = 3) -> None:
     """Several operations of different routes, one behind the other."""
+    from courier import Courier
+
     from cute_kernels import marks
     from cute_kernels.heap import Problem
-    from cute_kernels.internode.courier import Courier
     from cute_kernels.latency.combine import Combine
 
     world_size, made = len(shape.experts), wire_of(shape)

@@ -43,7 +43,8 @@ class Ranks:
 
     def new_table(self, rank: int, mapped: bool, depth: int) -> int:
         """What a rank knows of where others are."""
-        from cute_kernels.internode.wire import mailbox_bytes
+        from courier import mailbox_bytes
+
         from cute_kernels.places import place_words
 
         domains = self.heap.problem.domains or (range(self.world_size),)
@@ -77,7 +78,7 @@ class Ranks:
 
     def couriers(self) -> list[Launch]:
         """Of an operation, where the operators' wire is an adversary."""
-        from cute_kernels.internode.courier import Courier
+        from courier import Courier
 
         if not self.depth:
             return []

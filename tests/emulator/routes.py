@@ -37,12 +37,14 @@ class Shape:
 
 
 def wire_of(shape: Shape) -> Any:
+    from courier import Adversary
+
     from cute_kernels.internode import wire
 
     more = {"rows": shape.rows}
     made = {
         "": None, "nvlink": wire.Nvlink(**more), "nvshmem": wire.Nvshmem("library", **more),
-        "adversary": wire.Adversary(DEPTH, **more),
+        "adversary": Adversary(DEPTH, **more),
     }  # fmt: skip
     return made[shape.wire]
 

@@ -2,7 +2,7 @@
 
 Every kernel of a communicator leaves its puts in a mailbox of its rank. A courier runs beside each operation, on a
 stream of its own, and delivers what lies there late, in pieces and in any order, behind the operation's end as well
-(cute_kernels/internode/courier.py). The operation begins when its courier is there: behind it, a courier might find no
+(tests/courier.py). The operation begins when its courier is there: behind it, a courier might find no
 place beside a kernel that waits for what only the courier delivers.
 
 A kernel that is launched for the first time is loaded, which may have to wait for those that run, hence for a courier
@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from courier import HEADER_WORDS, LATEST, RECORD_WORDS, Adversary, Courier, Gate, mailbox_bytes
 
 from cute_kernels import jit
 from cute_kernels.alarm import Alarm
 from cute_kernels.heap import BEGUN, EPOCH, MET, NOTE_WORDS, NOTES, STATE_BYTES, Heap
-from cute_kernels.internode.courier import Courier, Gate
-from cute_kernels.internode.wire import HEADER_WORDS, LATEST, RECORD_WORDS, Adversary, mailbox_bytes
 from cute_kernels.marks import SHIFT
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled

@@ -107,10 +107,10 @@ class Wired:
     """Kernels on this rank, in NVSHMEM's memory, over a wire of a kind."""
 
     def __init__(self, kind: str, device: torch.device, heap: Any, kernels: Sequence[Any]) -> None:
+        from courier import Courier, mailbox_bytes
+
         from cute_kernels import sync
         from cute_kernels.heap import EPOCH, STATE_BYTES
-        from cute_kernels.internode.courier import Courier
-        from cute_kernels.internode.wire import mailbox_bytes
         from cute_kernels.places import place_words
 
         self.rank, self.world_size = ranks()
@@ -160,12 +160,14 @@ class Wired:
 
 
 def wire_of(kind: str, depth: int) -> Any:
+    from courier import Adversary
+
     from cute_kernels.internode import wire
 
     if kind == "nvlink":
         return wire.Nvlink()
     if kind == "adversary":
-        return wire.Adversary(depth)
+        return Adversary(depth)
     library = wire.find_library()
     if library is None:
         pytest.skip("needs NVSHMEM's device library")

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from batches import Batches, depth_of, problem_of
+from courier import Adversary, Courier, Gate
 from test_ptx import ARCHS, compiled_ptx, count
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
-from cute_kernels.internode.courier import Courier, Gate
 
 LIBRARY = wire.find_library()
 needs_library = pytest.mark.skipif(
@@ -28,7 +28,7 @@ def problem(made: wire.Wire) -> Problem:
 
 
 def kernels() -> dict[str, Any]:
-    adversary = problem(wire.Adversary(depth_of(4)))
+    adversary = problem(Adversary(depth_of(4)))
     return {
         "nvlink": Batches(problem(wire.Nvlink())),
         "adversary": Batches(adversary),

@@ -1,4 +1,4 @@
-"""`ep-ops bench wire` without a GPU: its kernels compile, and it says what it needs."""
+"""`benchmarks/wire.py` without a GPU: its kernels compile, and it says what it needs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from test_linked import LIBRARY, needs_library
 from test_ptx import ARCHS, compiled_ptx, count
 
+from benchmarks import wire as bench
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
-from ep_ops.bench import wire as bench
 
 
 def problem(made: wire.Wire) -> Problem:

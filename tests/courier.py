@@ -1,16 +1,147 @@
-"""What delivers the puts of an `Adversary`: late, in pieces, in an order of its own, a word only behind its own put."""
+"""A wire and a kernel for tests: puts between ranks that are delivered late, in pieces and out of order.
 
-from dataclasses import dataclass
+`Adversary` takes the place of NVSHMEM in a `Problem`. `Courier` delivers its puts while an operation runs; a put's word
+is set after the bytes of that put, and nothing else is ordered. `Gate` holds an operation back until its courier runs.
+"""
+
+# No "from __future__ import annotations": the kernels' annotations are read as types.
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute import arch
 
-from .. import ptx, sync
-from ..heap import EPOCH, Heap
-from ..launch import Kernel, RankArgs
-from .wire import BYTES, CAME, HERE, LATEST, RANK, TAKEN, THERE, VALUE, WORD, mailbox_of, record_of
+from cute_kernels import ptx, sync
+from cute_kernels.heap import EPOCH, Heap
+from cute_kernels.internode.wire import Wire, copy_by_block, copy_by_warp, count_put
+from cute_kernels.launch import Kernel, RankArgs
+from cute_kernels.sync import Ranks
+
+SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+"""Part of what compiled kernels are named by: the cache of `cute_kernels.jit` knows only its own package's sources."""
+
+STATE, THERE, HERE, BYTES, WORD, VALUE, RANK, TAKEN = range(8)
+RECORD_WORDS = 8
+"""Words (8 bytes each) of what is left for a courier. The state is twice as large as the number of puts that were left
+there and delivered, and one more while one is to be delivered; behind it are the arguments of that put, and the state
+in which a courier took it last."""
+POSTED, LATEST, CAME = 0, 1, 2
+"""Words of a mailbox before its records: how many puts were left there, the epoch of the last operation that has a
+courier of its own, and, for each of a courier's blocks (6 at most), one more than the epoch of the last operation for
+which it has come."""
+HEADER_WORDS = 8
+
+
+def mailbox_bytes(depth: int) -> int:
+    return 8 * (HEADER_WORDS + depth * RECORD_WORDS)
+
+
+@dataclass(frozen=True)
+class Adversary(Wire):
+    """A wire that delivers nothing itself. It leaves every put in a mailbox of the sender, and a :class:`Courier`
+    delivers it as late, and as much out of order, as the contract of :class:`Wire` allows.
+
+    Ranks map each other's memory. A mailbox holds `depth` puts; its address is the last word of the table of heaps. If
+    that word is 0, puts are plain stores, so that a kernel can be launched once, and thereby loaded, before any courier
+    runs: loading a kernel may wait for kernels that are running.
+    """
+
+    depth: int
+    source: str = field(default=SOURCE, init=False)
+
+    def put_signal(
+        self, ranks: Ranks, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64, value: Int64
+    ) -> None:
+        post_by_warp(self.depth, ranks, (there, here, Int64(nbytes), word, value, Int64(rank)))
+
+    def put_signal_by_block(
+        self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
+        value: Int64,
+    ) -> None:  # fmt: skip
+        post_by_block(self.depth, threads, ranks, (there, here, Int64(nbytes), word, value, Int64(rank)))
+
+    def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:
+        none = Int64(0)
+        post(self.depth, ranks, (none, none, none, word, value, Int64(rank)))
+
+    def flush(self, ranks: Ranks) -> None:
+        await_delivered(self.depth, ranks)
+
+
+def mailbox_of(ranks: Ranks) -> Int64:
+    """Behind the addresses of heaps and the places of ranks (places.py)."""
+    return ptx.ld_constant(ranks.peers + Int64(3 * ranks.world_size) * 8)
+
+
+@cute.jit
+def post(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
+    """By one thread: leaves a record, when all that were left there before have been delivered. Without a mailbox the
+    word is set, behind bytes that others have copied."""
+    mailbox = mailbox_of(ranks)
+    _, _, _, word, value, rank = words
+    count_put(ranks, Int32(rank), Int32(0))
+    if mailbox == 0:
+        ptx.st_release_sys(ranks.peer(Int32(rank)) + word, value)
+    else:
+        ticket = ptx.atom_inc(mailbox + POSTED * 8)
+        record = record_of(mailbox, ticket % depth)
+        before = Int64(ticket // depth) * 2
+        while ptx.ld_acquire_gpu(record) != before:
+            pass
+        for i in cutlass.range_constexpr(len(words)):
+            ptx.st_u64(record + (THERE + i) * 8, words[i])
+        ptx.st_release_gpu(record, before + 1)
+
+
+@cute.jit
+def post_by_warp(depth: cutlass.Constexpr[int], ranks: Ranks, words: Any) -> None:
+    there, here, nbytes, _, _, rank = words
+    if mailbox_of(ranks) == 0:
+        copy_by_warp(ranks.peer(Int32(rank)) + there, ranks.own + here, Int32(nbytes))
+    # The stores of the whole warp come before lane 0's release.
+    arch.sync_warp()
+    if arch.lane_idx() == 0:
+        post(depth, ranks, words)
+
+
+@cute.jit
+def post_by_block(
+    depth: cutlass.Constexpr[int], threads: cutlass.Constexpr[int], ranks: Ranks, words: Any
+) -> None:  # fmt: skip
+    tid, _, _ = arch.thread_idx()
+    there, here, nbytes, _, _, rank = words
+    if mailbox_of(ranks) == 0:
+        copy_by_block(threads, ranks.peer(Int32(rank)) + there, ranks.own + here, Int32(nbytes))
+    # The stores of the whole block come before its first thread's release.
+    arch.sync_threads()
+    if tid == 0:
+        post(depth, ranks, words)
+
+
+@cute.jit
+def await_delivered(depth: cutlass.Constexpr[int], ranks: Ranks) -> None:
+    """By a whole warp: until each record has been delivered."""
+    # No lane looks before lane 0 has left the warp's last one.
+    arch.sync_warp()
+    mailbox = mailbox_of(ranks)
+    i = Int32(arch.lane_idx())
+    while i < depth and mailbox != 0:
+        while ptx.ld_acquire_gpu(record_of(mailbox, i)) & 1 != 0:
+            pass
+        i += arch.WARP_SIZE
+    arch.sync_warp()
+
+
+def record_of(mailbox: Int64, index: Int32) -> Int64:
+    return mailbox + HEADER_WORDS * 8 + Int64(index) * (RECORD_WORDS * 8)
+
+
+# ---------------------------------------------------------------------- delivery
 
 ROUNDS = 12
 """In how many looks at all records, behind the operation's end, the last ones are delivered."""

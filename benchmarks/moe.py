@@ -1,26 +1,26 @@
 """What MoECommunicator costs over the operators: pairs of dispatch and combine through both, of few and of many tokens,
 called from eager code and replayed from CUDA graphs, in one run; and what statistics and a placement cost besides.
 
-torchrun --nproc-per-node 2 -m ep_ops bench moe --out moe.json
+torchrun --nproc-per-node 2 benchmarks/moe.py --out moe.json
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ep_ops.bench.figures import machine_line, text_table
+from ep_ops.bench.operators import MAX_ERROR, relative_error
+from ep_ops.bench.options import add_options, add_sizes, numbers, positive, read
+from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.workloads import Workload, draw_route
 from ep_ops.moe import MoECommunicator, MoECommunicatorConfig
-
-from .figures import machine_line, text_table
-from .operators import MAX_ERROR, relative_error
-from .options import add_options, add_sizes, numbers, positive, read
-from .ranks import Run, on_every_rank
-from .workloads import Workload, draw_route
 
 TIMEOUT = 120.0  # seconds that a rank waits for another
 HOW = ("operators", "MoECommunicator", "with statistics", "with a placement")
@@ -133,7 +133,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ep-ops bench moe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/moe.py", description=__doc__)
     add_options(parser)
     parser.add_argument("--tokens", type=numbers, default=(8, 128, 4096), help="of each rank, as 8,128,4096")
     add_sizes(parser)
@@ -143,3 +143,7 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     return on_every_rank(measure, read(options(), argv), TIMEOUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Loss curves of a small language model whose mixture-of-experts layer dispatches quantised rows, beside bfloat16's.
 
-ep-ops bench training --steps 300 --out training.json --plot training.svg        # all GPUs, or two CPU processes
-ep-ops bench training --device cpu --hidden 128 --sequences 8 --steps 200
+benchmarks/training.py --steps 300 --out training.json --plot training.svg        # all GPUs, or two CPU processes
+benchmarks/training.py --device cpu --hidden 128 --sequences 8 --steps 200
 
 The model and the language are those of `ep-ops demo`, but that a tenth of the words to be predicted are random ones, so
 that the loss ends where a language's does, above 0. Every run begins with the same weights and sees the same batches.
@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
+from ep_ops.bench.figures import pyplot
+from ep_ops.bench.options import a_file, add_options, names_of, positive, read
+from ep_ops.bench.ranks import Run, on_every_rank
 from ep_ops.commands.demo import LENGTH, VOCABULARY, Language, Model, gradients
 from ep_ops.nn import MoELayer
-
-from .figures import pyplot
-from .options import a_file, add_options, names_of, positive, read
-from .ranks import Run, on_every_rank
 
 FORMATS = ("", "e4m3/row/fp32", "wire:e4m3/128/pow2", "wire:e4m3/32/mx")
 MAX_OUTPUT_ERROR = 0.08
@@ -39,7 +38,7 @@ NOISE = 0.1  # of the words to be predicted
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
-        prog="ep-ops bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks/training.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--steps", type=positive, default=300)
     options.add_argument("--hidden", type=hidden_size, help="a multiple of 128 (default: 512; on CPUs 128)")

@@ -1,8 +1,8 @@
 """What puts of a wire cost, without anything around them: batches that every rank puts to the next one (a process
 alone: to itself), and how long it takes until a put is seen. Nothing is routed, expanded or added.
 
-ep-ops bench wire                                       # stores, and NVSHMEM where it is installed
-torchrun ... -m ep_ops bench wire --wires nvshmem   # on several hosts
+benchmarks/wire.py                                       # stores, and NVSHMEM where it is installed
+torchrun ... benchmarks/wire.py --wires nvshmem   # on several hosts
 """
 
 # No "from __future__ import annotations": the kernels' annotations are read as types.
@@ -26,13 +26,12 @@ from cute_kernels.internode.sending import word_of
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
 from cute_kernels.places import place_words
+from ep_ops.bench.link import LOOKS, arch_of, digest
+from ep_ops.bench.options import add_options, names_of, numbers, positive, read
+from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.timing import Timing
 from ep_ops.config import consecutive_domains
 from ep_ops.symmetric import SymmetricBuffer, local, nvshmem, torch_symm
-
-from .link import LOOKS, arch_of, digest
-from .options import add_options, names_of, numbers, positive, read
-from .ranks import Run, on_every_rank
-from .timing import Timing
 
 WIRES = ("stores", "nvshmem")
 BLOCK, WARPS = 1024, 8
@@ -283,7 +282,7 @@ def found(run: Run, kernel: Puts, kind: str, blocks: int, timing: Timing) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ep-ops bench wire", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="benchmarks/wire.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("--bytes", type=positive, default=57344, help="of a batch, a multiple of 16 (%(default)s)")
     parser.add_argument("--batches", type=positive, default=1024, help="that a rank puts (%(default)s)")
     parser.add_argument("--blocks", type=numbers, default=(8, 16, 32, 64, 80), metavar="N,...")
@@ -295,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.bytes % 16:
         parser.error(f"--bytes is {args.bytes}; it must be a multiple of 16")
     if args.device == "cpu":
-        print("ep-ops bench wire: torch sees no GPU, or --device is cpu; puts need GPUs", file=sys.stderr)
+        print("benchmarks/wire.py: torch sees no GPU, or --device is cpu; puts need GPUs", file=sys.stderr)
         return 2
     if args.wires is None:
         why = nvshmem.problem()
@@ -303,3 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if why is not None:
             print(f"without NVSHMEM: {why}")
     return on_every_rank(measure, args, TIMEOUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

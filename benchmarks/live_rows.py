@@ -1,12 +1,13 @@
 """SwiGLU of the rows of a route, beside plain PyTorch over all the rows that there is room for. One device, no ranks.
 
-ep-ops bench live_rows --live 32768 --times 4 --hidden 2048 --experts 64
+benchmarks/live_rows.py --live 32768 --times 4 --hidden 2048 --experts 64
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor
 
 from ep_ops import formats
+from ep_ops.bench.machine import describe
+from ep_ops.bench.options import a_file, gpus, positive
+from ep_ops.bench.timing import Timer
 from ep_ops.nn import swiglu, swiglu_quantised, swiglu_rows
 from ep_ops.records import Route
-
-from .machine import describe
-from .options import a_file, gpus, positive
-from .timing import Timer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMAT, LAYOUT = "e4m3/128/pow2", "columns"
@@ -82,7 +82,7 @@ def live_bytes(options: argparse.Namespace, what: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ep-ops bench live_rows", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks/live_rows.py", description=__doc__)
     parser.add_argument("--live", type=positive, default=32768, help="rows that experts have (%(default)s)")
     parser.add_argument("--times", type=positive, default=4, help="room, in multiples of these (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=2048, help="F, a multiple of 128 (%(default)s)")
@@ -115,3 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = {name: value for name, value in vars(options).items() if name not in ("out", "device")}
         options.out.write_text(json.dumps({"machine": describe(device), **sizes, "results": found}, indent=1) + "\n")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

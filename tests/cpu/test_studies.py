@@ -1,0 +1,96 @@
+"""The scripts in benchmarks/ on CPUs: each measures everything it names and rejects wrong results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from benchmarks import moe, overlap, training
+from ep_ops.moe import MoECommunicator
+
+SMALL = "--device cpu --backend reference --hidden 64 --experts 4 --top-k 2 --iterations 1"
+
+
+def measured(session: Any) -> dict[str, Any]:
+    session.measure()
+    session.close()
+    return session.found
+
+
+def overlapped() -> tuple[dict[str, Any], str]:
+    """Results of one run, and the error of a run whose micro-batches come back in the wrong order."""
+    args = overlap.options().parse_args([*SMALL.split(), *"--tokens 6 --width 16 --shared-width 16".split()])
+    found = measured(overlap.Session(torch.device("cpu"), args))
+    run = overlap.Layer.in_turns
+    overlap.Layer.in_turns = lambda *given: run(*given)[::-1]  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RuntimeError, match="results are wrong by") as error:
+            overlap.Session(torch.device("cpu"), args).measure()
+    finally:
+        overlap.Layer.in_turns = run  # type: ignore[method-assign]
+    return found, str(error.value)
+
+
+def test_overlap() -> None:
+    found, error = run_ranks(1, overlapped)[0]
+    took = {result["what"]: result["us"] for result in found["results"]}
+    assert len(took) == 12
+    figures = found["figures"]
+    assert figures["in turns / gemms"] == took["in turns"] / took["gemms"]
+    # Everything is hidden if both together take as long as the longer one.
+    least = min(took["dispatch"], took["shared"])
+    hidden = took["dispatch"] + took["shared"] - took["shared in dispatch"]
+    assert figures["hidden in dispatch"] == pytest.approx(hidden / least)
+    assert "'shared in dispatch': 0.0" in error and "'in turns': 0.0" not in error
+
+
+def test_timeline_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    kernels = [[0.0, 900.0, "nvjet_gemm"], [100.0, 500.0, "kernel_ep_pull_0"], [900.0, 950.0, "ep_combine"]]
+    run = {
+        "world_size": 2, "machine": {"device": "GPU"}, "workload": {"dtype": "bf16"},
+        "timelines": {"serial": kernels, "in turns": kernels},
+    }  # fmt: skip
+    text = overlap.picture(run, tmp_path / "overlap.svg").read_text()
+    assert all(word in text for word in ("computation", "communication", "serial", "in turns"))
+    assert [overlap.Kernel(*kernel).lane for kernel in kernels] == ["computation", "communication", "communication"]
+
+
+def paired() -> tuple[dict[str, Any], str]:
+    """Results of one run, and the error of a run in which MoECommunicator doubles what it combines."""
+    args = moe.options().parse_args([*SMALL.split(), "--tokens", "3"])
+    found = measured(moe.Session(torch.device("cpu"), args))
+    combine = MoECommunicator.combine
+    MoECommunicator.combine = lambda *given: 2 * combine(*given)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RuntimeError, match="results are wrong by") as error:
+            moe.Session(torch.device("cpu"), args).measure()
+    finally:
+        MoECommunicator.combine = combine  # type: ignore[method-assign]
+    return found, str(error.value)
+
+
+def test_moe_communicator() -> None:
+    found, error = run_ranks(1, paired)[0]
+    assert [(one["tokens"], one["what"]) for one in found["results"]] == [(3, how) for how in moe.HOW]
+    assert all(one["host_us"] > 0 and one["eager_us"] > 0 for one in found["results"])
+    assert "'operators': 0.0" in error and "'MoECommunicator': 0.0" not in error
+    assert len(moe.table(found["results"])) == 1 + len(found["results"])
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "text"),
+    [
+        (overlap, "--routing warm", "--routing: 'warm' is none of balanced, skewed, nor as 'hot 0.2'"),
+        (overlap, "--routing hot", "--routing: 'hot' is none of"),
+        (training, "--hidden 100", "--hidden: 100 is not a multiple of 128"),
+    ],
+)
+def test_options_are_checked_first(script: Any, options: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--device", "cpu", *options.split()])
+    assert stop.value.code == 2 and text in capsys.readouterr().err
