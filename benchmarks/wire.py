@@ -20,12 +20,12 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from cute_kernels import jit, ptx, sync
+from cute_kernels.domains import position_words
 from cute_kernels.heap import EPOCH, STATE_BYTES, Heap, Problem
 from cute_kernels.internode import wire
 from cute_kernels.internode.sending import word_of
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
-from cute_kernels.places import place_words
 from ep_ops.bench.link import LOOKS, arch_of, digest
 from ep_ops.bench.options import add_options, names_of, numbers, positive, read
 from ep_ops.bench.ranks import Run, on_every_rank
@@ -164,7 +164,7 @@ class Wired:
         )  # fmt: skip
         self.heap = WireHeap(self.problem)
         self.memory = memory_of(kind, self.heap.nbytes, device)
-        words = [*self.memory.addresses, *place_words(self.problem.domains), 0]
+        words = [*self.memory.addresses, *position_words(self.problem.domains), 0]
         self.table = torch.tensor(words, dtype=torch.int64, device=device)
         self.memory.local[:STATE_BYTES].view(torch.int64)[EPOCH] = 1
         self.report = torch.zeros(4 * sync.REPORT_WORDS, dtype=torch.int64, pin_memory=True)

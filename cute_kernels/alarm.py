@@ -18,7 +18,7 @@ class AlarmArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Alarm(Kernel):
+class RaiseAlarm(Kernel):
     """One warp, of which one thread works. It belongs to no operation, and may run beside any."""
 
     NAME, Args = "ep_alarm", AlarmArgs

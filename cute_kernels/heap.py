@@ -39,7 +39,7 @@ COUNTING_BYTES = 128 * 1024
 CAPACITY, ALIGNMENT, SLOTS, COPIES = 0, 1, 2, 3
 """What a rank tells another one behind its counts: the first three are arguments of its call, the last is how many of
 its tile's tokens have an expert there."""
-TOLD_INTS = 8
+SETTINGS_INTS = 8
 """Room for that in int32; a multiple of 4 that leaves some unused."""
 ENTRY_BYTES = 16
 """Bytes of an entry: what a rank tells the holder of an expert of one (token, k) that names it."""
@@ -90,7 +90,7 @@ class Problem:
     route_tokens: int = 0
 
     @property
-    def told_tokens(self) -> int:
+    def planned_tokens(self) -> int:
         """The most tokens of a rank that a route is told of."""
         return self.route_tokens or self.max_tokens
 
@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def bundles(self) -> bool:
-        """Whether rows of few tokens for one rank of another domain go together in one put (latency/bundled.py)."""
+        """Whether rows of the latency kernels for one rank of another domain share one put (latency/bundled.py)."""
         return self.wire is not None and self.wire.rows > 1
 
     @property
@@ -137,12 +137,12 @@ class Problem:
     @property
     def tile_tokens(self) -> int:
         """The most tokens of a tile."""
-        return -(-self.told_tokens // self.tiles)
+        return -(-self.planned_tokens // self.tiles)
 
     @property
-    def told_ints(self) -> int:
-        """What a tile tells a rank besides its entries: how many name each expert, and `TOLD_INTS` more."""
-        return -(-self.num_experts // 4) * 4 + TOLD_INTS
+    def header_ints(self) -> int:
+        """What a tile tells a rank besides its entries: how many name each expert, and `SETTINGS_INTS` more."""
+        return -(-self.num_experts // 4) * 4 + SETTINGS_INTS
 
     @property
     def local_experts(self) -> int:
@@ -215,11 +215,11 @@ WORDS_OF_RANKS = ("hello", "refused", "route")
 """Sections of words that the wire sets, as many for each source rank; those of the rank's own domain are stored."""
 WORDS_OF_RAIL = ("batch", "wanted", "sum", "returned", "weighed")
 """All others of every heap. Each put sets one word of its own, so whoever counts them knows how many puts have come."""
-WORDS_OF_FEW = ("told_routes", "told_lines")
+WORDS_OF_LATENCY = ("routes_words", "lines_words")
 """Those of the latency kernels, where the heap has them."""
 
 PURPOSES = {
-    **dict.fromkeys(("told", "told_out", "kept", "weights", "weights_in", "wanted_in", "wanted_out"), "routes"),
+    **dict.fromkeys(("messages", "messages_out", "kept", "weights", "weights_in", "wanted_in", "wanted_out"), "routes"),
     **dict.fromkeys(("scalars", "scalars_in"), "gradients of weights"),
     **dict.fromkeys(("rows", "rows_in", "rows_out"), "staged rows"),
     **dict.fromkeys(("routes", "lines", "routes_out", "lines_out"), "marked lines"),  # of the latency kernels
@@ -242,12 +242,12 @@ class Heap:
         self.batches = (t + p.batch_tokens - 1) // p.batch_tokens
         self.chunks = (t + p.chunk_tokens - 1) // p.chunk_tokens
         self.tile_entries = p.tile_tokens * p.top_k
-        self.told_bytes = p.told_ints * 4 + self.tile_entries * ENTRY_BYTES
+        self.message_bytes = p.header_ints * 4 + self.tile_entries * ENTRY_BYTES
         self.masks_bytes = -(-p.batch_tokens // 4) * 16
         # What an owner asks for of a batch: a mask of copies for each token, and where gradients of weights of
         # token-major rows come home the experts that it names.
         self.wanted_bytes = self.masks_bytes + p.batch_tokens * p.weights_each * 4
-        self.weights_bytes = p.told_tokens * p.token_bytes
+        self.weights_bytes = p.planned_tokens * p.token_bytes
         self.nbytes = STATE_BYTES
         self.offset: dict[str, int] = {}
         self.distance: dict[str, int] = {}
@@ -271,7 +271,7 @@ class Heap:
             notes=NOTES * NOTE_WORDS * 8,  # of one bank
             waited=NOTES * w * 8,  # likewise
             # What each tile of each source rank tells this one: its counts, then its entries for experts here.
-            told=w * p.tiles * self.told_bytes,
+            messages=w * p.tiles * self.message_bytes,
             # What the blocks of this rank tell each other where rows are dropped: entries and copies that are kept.
             kept=p.tiles * w * 8,
             # Routing weights, which peers read here; in a token-major dispatch each token's, and behind them its ids.
@@ -280,7 +280,7 @@ class Heap:
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
             # for all operations alike. The backward of a token-major dispatch has its scalars in the place of what is
             # told. Where there are several domains a rank has both for the ranks of its rail, too, by [slot]
-            # (places.py).
+            # (domains.py).
             scalars=d * t * p.weights_each * 4,
             rows=d * p.most_copies * t * p.row_bytes,
         )
@@ -292,7 +292,7 @@ class Heap:
         passes on to those of its own domain, by [source rank]. Words and flags have 8 bytes each."""
         p, others, ranks = self.problem, self.problem.num_domains - 1, self.problem.world_size
         words = ("batch", "wanted", "sum", "returned")  # of each batch
-        by_rank = ("refused", "sent", "puts")  # see operation.settle
+        by_rank = ("refused", "put_counts", "puts")  # see operation.settle
         rows = self.batches * p.batch_tokens * p.row_bytes
         return {
             **{name: 8 * others * self.batches for name in words},
@@ -300,7 +300,7 @@ class Heap:
             **{name: 8 * ranks for name in by_rank},
             "relayed": 8 * ranks * self.batches,
             "relayed_weights": 8 * ranks * p.tiles,
-            "told_out": ranks * p.tiles * self.told_bytes,
+            "messages_out": ranks * p.tiles * self.message_bytes,
             "weights_in": others * self.weights_bytes,
             "scalars_in": others * p.max_tokens * p.weights_each * 4,
             "wanted_in": others * self.batches * self.wanted_bytes,

@@ -41,7 +41,7 @@ def _host_calls() -> list[ctypes.CDLL]:
     return [ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in find_runtime_libraries(enable_tvm_ffi=False)]
 
 
-_told: list[Any] = []
+_registered: list[Any] = []
 """Compiled kernels that a library's owner has been told of: it goes on writing to their modules, which are unloaded
 with them, so they live as long as the process."""
 
@@ -52,7 +52,7 @@ class LinkedFunction:
     def __init__(self, compiled: Any, count: int, register: Callable[[int], None]) -> None:
         """`count`: of arguments. `register` is given the handle of the CUDA library, which is loaded here, for the
         device that is current."""
-        _told.append(compiled)
+        _registered.append(compiled)
         register(int(compiled.library))
         self._call = compiled.capi_func
         self._lock = threading.Lock()

@@ -34,22 +34,22 @@ _INDEX = {name: index for index, name in enumerate(KINDS)}
 
 
 class Terms(NamedTuple):
-    """What the ranks must agree on. `scalars`: weights, or gradients of weights, travel. `rows`: rows travel. `few`:
-    the latency kernels do it. `max_tokens` counts modulo 2**17. `format`: what rows travel as."""
+    """What the ranks must agree on. `scalars`: weights, or gradients of weights, travel. `rows`: rows travel.
+    `latency`: the latency kernels do it. `max_tokens` counts modulo 2**17. `format`: what rows travel as."""
 
     kind: str
     scalars: bool
     rows: bool
-    few: bool
+    latency: bool
     max_tokens: int
     format: str = ""
 
 
 def pack(
-    kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, few: bool = False, format: str = ""
+    kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, latency: bool = False, format: str = ""
 ) -> int:
     """Terms as the kernels take them."""
-    flags = scalars << 4 | rows << 5 | few << 6 | FORMATS.index(format) << FORMAT
+    flags = scalars << 4 | rows << 5 | latency << 6 | FORMATS.index(format) << FORMAT
     return _INDEX[kind] | flags | max_tokens % MOST_TOKENS << TOKENS
 
 
@@ -67,10 +67,10 @@ def unpack(mark: int) -> tuple[int, Terms]:
     """Epoch and terms of a mark, also of one that has the highest bit set; what is no kind or format, as in a word that
     carries a number in the place of terms, counts as none."""
     mark &= (1 << GIVEN_UP) - 1
-    scalars, rows, few = (bool(mark >> i & 1) for i in (4, 5, 6))
+    scalars, rows, latency = (bool(mark >> i & 1) for i in (4, 5, 6))
     kind, form = mark & 15, mark >> FORMAT & 7
     kind, form = kind if kind < len(KINDS) else 0, form if form < len(FORMATS) else 0
-    return mark >> SHIFT, Terms(KINDS[kind], scalars, rows, few, mark >> TOKENS & MOST_TOKENS - 1, FORMATS[form])
+    return mark >> SHIFT, Terms(KINDS[kind], scalars, rows, latency, mark >> TOKENS & MOST_TOKENS - 1, FORMATS[form])
 
 
 class Alarm(NamedTuple):

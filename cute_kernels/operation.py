@@ -7,19 +7,19 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from . import ptx
+from .domains import is_near
 from .heap import (
     BEGUN,
     CLAIMS,
     EPOCH,
     MET,
     TICKET,
-    WORDS_OF_FEW,
+    WORDS_OF_LATENCY,
     WORDS_OF_RAIL,
     WORDS_OF_RANKS,
 )
 from .marks import SHIFT
-from .places import is_near
-from .sync import Ranks, await_said, meet_all, note_of, set_flag, too_late
+from .sync import Ranks, await_word_of, meet_all, note_of, set_flag, too_late
 
 
 @cute.jit
@@ -115,7 +115,7 @@ def settle(ranks: Ranks) -> None:
         while rank < ranks.world_size and ranks.mark >= 0:
             if not is_near(ranks, rank):
                 count = ptx.ld_relaxed_sys(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
-                word = ranks.at(Int64(0), "sent") + Int64(ranks.rank) * 8
+                word = ranks.at(Int64(0), "put_counts") + Int64(ranks.rank) * 8
                 said = ((ranks.mark >> SHIFT) << SHIFT) | count
                 ranks.heap.problem.wire.put_value(ranks, rank, word, said)
             rank += 1
@@ -123,13 +123,13 @@ def settle(ranks: Ranks) -> None:
         rank = Int32(0)
         while rank < ranks.world_size:
             if not is_near(ranks, rank):
-                expected += await_said(ranks, "sent", rank) & ((1 << SHIFT) - 1)
+                expected += await_word_of(ranks, "put_counts", rank) & ((1 << SHIFT) - 1)
             rank += 1
         start, stop, come = Int64(arch.globaltimer()), Boolean(False), Int64(0)
         while come < expected and not stop:
             come = Int64(words_come(ranks))
             if come < expected:
-                stop = too_late(ranks, start, "sent", ranks.rank, expected)
+                stop = too_late(ranks, start, "put_counts", ranks.rank, expected)
 
 
 @cute.jit
@@ -144,7 +144,7 @@ def words_come(ranks: Ranks) -> Int32:
             if not is_near(ranks, rank):
                 count += words_set(ranks, name, rank * each, Int32(each))
             rank += 1
-    for name in (*WORDS_OF_RAIL, *(few for few in WORDS_OF_FEW if few in ranks.heap.size)):
+    for name in (*WORDS_OF_RAIL, *(name for name in WORDS_OF_LATENCY if name in ranks.heap.size)):
         count += words_set(ranks, name, Int32(0), Int32(ranks.heap.size[name] // 8))
     return count
 

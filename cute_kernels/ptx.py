@@ -156,7 +156,7 @@ def red_max(addr: Int64, value: Int64) -> None:
     arch.inline_ptx("red.relaxed.gpu.global.max.u64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def atom_told_so(addr: Int64) -> None:
+def atom_fail_by_peer(addr: Int64) -> None:
     """Sets a word of any rank that is 0 to 3, after what this thread wrote."""
     arch.inline_ptx(
         "{ .reg .b64 before; atom.release.sys.global.cas.b64 before, [{$r0}], 0, 3; }", read_only_args=[addr]

@@ -12,10 +12,10 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from . import operation, ptx, sync
+from .domains import is_near
 from .heap import EPOCH, REASON_BYTES, Heap
-from .latency.heap import LatencyHeap
+from .latency.sizes import LatencyHeap
 from .launch import Kernel, RankArgs
-from .places import is_near
 
 THREADS = 256
 WORDS = REASON_BYTES // 8
@@ -60,7 +60,7 @@ class Refuse(Kernel):
         # The whole block's text comes before each thread's releases.
         arch.sync_threads()
         if const_expr(self.problem.num_domains > 1):
-            self.tell_far(ranks)
+            self.tell_far_ranks(ranks)
         peer = Int32(tid)
         while peer < world_size:
             if is_near(ranks, peer):
@@ -81,7 +81,7 @@ class Refuse(Kernel):
             ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
 
     @cute.jit
-    def tell_far(self, ranks: sync.Ranks) -> None:
+    def tell_far_ranks(self, ranks: sync.Ranks) -> None:
         """Ranks of other domains, each by a put from where this rank's own reason lies with itself."""
         tid, _, _ = arch.thread_idx()
         reason = ranks.at(Int64(0), "reason") + Int64(ranks.rank) * REASON_BYTES

@@ -31,7 +31,7 @@ all the same: it leaves its reason with all ranks, sets their `refusal` word, an
 operation then give up, on every rank and for whomever they wait; the reason is reported, and the next operation is as
 any other. For an operation that is given up by a refusal the hellos of all ranks are still awaited.
 
-Ranks of several NVLink domains (places.py) store only in their own one's memory, and tell others by puts on a wire
+Ranks of several NVLink domains (domains.py) store only in their own one's memory, and tell others by puts on a wire
 (internode/wire.py), of which nothing is known but that a word comes behind the bytes of its own put. So across domains
 a flag that is set alone says nothing else; a rank that has given up puts nothing any more; and an operation that was
 refused ends at a rank when all that was put to it has arrived (`settle`).
@@ -47,6 +47,7 @@ from cutlass.cute import arch
 
 from . import ptx
 from .carried import Carried
+from .domains import is_near, position_of, rank_at
 from .heap import (
     ALIVE,
     EPOCH,
@@ -62,9 +63,8 @@ from .heap import (
 )
 from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, KINDS, SHIFT
-from .places import is_near, place_of, rank_at
 
-FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch", "sent")
+FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch", "put_counts")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
 
 OWN_FLAGS = ("placed", "counted")
@@ -74,10 +74,10 @@ REPORT_WORDS = 16
 """Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
 the second for a value that was refused, the third for an operation that a peer refused, the fourth for a wait that
 lasts long."""
-TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, TOLD, WAITING, BAD_SCALE = 1, 2, 3, 4, 5, 6, 7, 8
-"""Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen. TOLD: another
-rank has given up, and has left its alarm here."""
-TOLD_SO = 3
+TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, PEER_FAILED, WAITING, BAD_SCALE = 1, 2, 3, 4, 5, 6, 7, 8
+"""Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen. PEER_FAILED:
+another rank has given up, and has left its alarm here."""
+FAILED_BY_PEER = 3
 """The state's word FAILED is 0, 1 when this rank has given up and reports it, or this: another rank has told it to."""
 LONG_NS = 60_000_000_000
 """A flag that has been awaited for so long, or for a tenth of the deadline, is told of."""
@@ -213,7 +213,7 @@ def await_word(
             reason, instead = why_stop(ranks, start + (deadlines - 1) * ranks.timeout_ns, peer)
             alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
             if alarm != 0:
-                reason = Int32(TOLD)
+                reason = Int32(PEER_FAILED)
                 instead = alarm
     number = seen & ((1 << SHIFT) - 1)
     if waited:
@@ -298,7 +298,7 @@ def heed_alarm(ranks: Ranks) -> None:
     """By any thread: ranks of other NVLink domains leave an alarm and nothing else; now this rank's state says so."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         if ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"]) != 0:
-            ptx.atom_told_so(ranks.own + FAILED * 8)
+            ptx.atom_fail_by_peer(ranks.own + FAILED * 8)
 
 
 @cute.jit
@@ -310,7 +310,7 @@ def late_rank(ranks: Ranks, peer: Int32) -> Int32:
     that is."""
     found = Int32(peer)
     if not is_silent(ranks, peer):
-        domain, _ = place_of(ranks, ranks.rank)
+        domain, _ = position_of(ranks, ranks.rank)
         index = Int32(0)
         while index < ranks.heap.problem.domain_ranks:
             mate = rank_at(ranks, domain, index)
@@ -361,19 +361,19 @@ def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32,
         before = ptx.atom_claim(ranks.own + FAILED * 8)
         ptx.st_u64(note_of(ranks) + GAVE_UP * 8, arch.globaltimer())
         tell = before != 1
-        if before == TOLD_SO:
-            reason = Int32(TOLD)
+        if before == FAILED_BY_PEER:
+            reason = Int32(PEER_FAILED)
     if tell:
         write_report(ranks, record, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
 
 
 def await_begun(ranks: Ranks, peer: Int32) -> None:
     """By one thread: until `peer` has said hello in this operation, with whatever terms, or has not in time."""
-    await_said(ranks, "hello", peer)
+    await_word_of(ranks, "hello", peer)
 
 
 @cute.jit
-def await_said(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32) -> Int64:
+def await_word_of(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32) -> Int64:
     """By one thread: until `peer` has set its word of that kind in this operation, whatever else it says; that word, or
     0 if it has not in time. No refusal ends this."""
     address = ranks.at(ranks.own, flag) + Int64(peer) * 8
@@ -436,25 +436,25 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
         alarm = own_alarm(ranks)
     else:
         alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
-        if ptx.atom_claim(ranks.own + FAILED * 8) == TOLD_SO:
-            write_report(ranks, 0, Int32(TOLD), Int32(0), ranks.rank, Int32(0), alarm)
+        if ptx.atom_claim(ranks.own + FAILED * 8) == FAILED_BY_PEER:
+            write_report(ranks, 0, Int32(PEER_FAILED), Int32(0), ranks.rank, Int32(0), alarm)
     peer = Int32(0)
     while alarm != 0 and peer < ranks.world_size:
         if const_expr(not ranks.heap.problem.domains):
-            tell_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
+            send_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
         else:
             if is_near(ranks, peer):
-                tell_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
+                send_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
             else:
                 # Two words might arrive in any order: waits there look at the alarm itself.
                 ranks.heap.problem.wire.put_value(ranks, peer, Int64(ranks.heap.offset["alarm"]), alarm)
         peer += 1
 
 
-def tell_alarm(heap: Int64, at: int, alarm: Int64) -> None:
+def send_alarm(heap: Int64, at: int, alarm: Int64) -> None:
     # The alarm comes before the word that makes waits give up.
     ptx.st_relaxed_sys(heap + at, alarm)
-    ptx.atom_told_so(heap + FAILED * 8)
+    ptx.atom_fail_by_peer(heap + FAILED * 8)
 
 
 @cute.jit
@@ -464,7 +464,7 @@ def own_alarm(ranks: Ranks) -> Int64:
     # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is told:
     # the host will, when it sees it.
     written = ptx.ld_acquire_sys(ranks.report)
-    if written != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != TOLD:
+    if written != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != PEER_FAILED:
         shift = 0
         for word, bits in enumerate(ALARM_BITS, 1):  # the record has the same parts in the same order
             alarm = alarm | ((ptx.ld_relaxed_sys(ranks.report + word * 8) & ((1 << bits) - 1)) << shift)

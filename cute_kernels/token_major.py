@@ -15,7 +15,7 @@ from .sync import Ranks
 
 
 @cute.jit
-def clear_places(
+def clear_choices(
     p: cutlass.Constexpr[Problem], threads: cutlass.Constexpr[int], share: tuple[Int32, Any], args: Any, copies: Int32,
     ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool],
 ) -> None:  # fmt: skip

@@ -17,9 +17,9 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..copies import lowest
+from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
 from ..marks import SHIFT
-from ..places import on_rail, place_of, rank_at, slot_there
 
 VECTORS = 4
 """How many vectors of a batch a thread loads before it stores them."""
@@ -36,7 +36,7 @@ def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
     return (max_tokens + each - 1) // each
 
 
-def place_in(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32) -> Int64:
+def offset_of_batch(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32) -> Int64:
     """Offset of a batch in a section of rows that has slots. Its rows follow each other, as long as they travel."""
     p = ranks.heap.problem
     return ranks.at(Int64(0), name) + Int64((slot - 1) * ranks.heap.batches + batch) * (p.batch_tokens * p.row_bytes)
@@ -53,7 +53,7 @@ def row_in(mask: Int32, token: Int32) -> Int32:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchFiller:
     """What a rank sends. `fill(ranks, args, batch, mask, to)` puts a batch together, by a whole block: the rows of the
     tokens of `mask`, each of `row_bytes`, without gaps at the address `to`."""
 
@@ -63,7 +63,7 @@ class Rows:
 
 @cute.jit
 def send_rows(
-    ranks: sync.Ranks, threads: cutlass.Constexpr[int], rows: cutlass.Constexpr[Rows], args: Any, first: Int32,
+    ranks: sync.Ranks, threads: cutlass.Constexpr[int], rows: cutlass.Constexpr[BatchFiller], args: Any, first: Int32,
     step: Int32,
 ) -> None:  # fmt: skip
     """By a block, `first` of `step`: its batches of this rank's rows, to all other domains. `args` are those of the
@@ -73,9 +73,9 @@ def send_rows(
     while item < batches_of(ranks, args.max_tokens) * others and ranks.mark >= 0:
         batch = item // others
         slot = item - batch * others + 1
-        domain, _ = place_of(ranks, on_rail(ranks, slot))
+        domain, _ = position_of(ranks, on_rail(ranks, slot))
         mask = needed(ranks, args.topk_idx, batch, args.tokens, domain)
-        here = place_in(ranks, "rows_out", slot, batch)
+        here = offset_of_batch(ranks, "rows_out", slot, batch)
         rows.fill(ranks, args, batch, mask, ranks.own + here)
         # The batch is whole before it is put.
         arch.sync_threads()
@@ -96,7 +96,7 @@ def put_batch(
     to, target = slot_there(ranks, slot), on_rail(ranks, slot)
     word = word_at(ranks, words, to, batch, ranks.heap.batches)
     if mask != 0:
-        there = place_in(ranks, "rows_in", to, batch)
+        there = offset_of_batch(ranks, "rows_in", to, batch)
         nbytes = Int32(arch.popc(mask)) * row_bytes
         p.wire.put_signal_by_block(ranks, threads, target, there, here, nbytes, word, word_of(ranks, mask))
     elif tid == 0:
@@ -149,7 +149,7 @@ def needed(ranks: sync.Ranks, topk_idx: Int64, batch: Int32, tokens: Int32, doma
         for k in range_constexpr(p.top_k):
             expert = experts[k]
             if expert >= 0 and expert < p.num_experts:
-                theirs, _ = place_of(ranks, holder_of(p, expert))
+                theirs, _ = position_of(ranks, holder_of(p, expert))
                 if theirs == domain:
                     names = Boolean(True)
     return Int32(arch.vote_ballot_sync(names))
@@ -186,7 +186,7 @@ def relay(
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     others = p.num_domains - 1
-    domain, _ = place_of(ranks, ranks.rank)
+    domain, _ = position_of(ranks, ranks.rank)
     batches = Int32(0)
     if const_expr(rows):
         batches = others * batches_of(ranks, max_tokens)

@@ -16,10 +16,10 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..copies import Copies, copies_of, lowest
+from ..domains import index_of, on_rail, position_of, rank_at, slot_of, slot_there
 from ..experts import holder_of
 from ..heap import Problem
-from ..places import index_of, on_rail, place_of, rank_at, slot_of, slot_there
-from .sending import batches_of, copy_rows, place_in, put_batch, row_in, vector_of, word_at, word_of
+from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
 """How many vectors of a row a lane adds up at a time."""
@@ -42,7 +42,7 @@ def number_there(problem: Problem, slot: Int32, number: Int32) -> Int32:
     return number * Int32(slot == 0)
 
 
-def place_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32) -> Int64:
+def offset_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32) -> Int64:
     """Offset of a copy's sum from that of the first one."""
     return Int64((slot * problem.most_copies + number) * problem.max_tokens + token) * problem.row_bytes
 
@@ -81,7 +81,7 @@ def ask(
                     ptx.st_i32(place + Int64(i) * 4, wanted)
                 if const_expr(ids):
                     if lane < p.top_k:
-                        ptx.st_i32(place + place_of_id(ranks, i, lane), expert)
+                        ptx.st_i32(place + offset_of_id(ranks, i, lane), expert)
                 slot += 1
             i += 1
         arch.sync_warp()
@@ -98,7 +98,7 @@ def ask(
         batch += step
 
 
-def place_of_id(ranks: sync.Ranks, token: Int32, k: Int32) -> Int64:
+def offset_of_id(ranks: sync.Ranks, token: Int32, k: Int32) -> Int64:
     """Among what is asked for a batch; `token` counts within it."""
     return Int64(ranks.heap.masks_bytes) + Int64(token * ranks.heap.problem.weights_each + k) * 4
 
@@ -137,12 +137,12 @@ def pass_sums(
                         pick_scalars(ranks, slot, batch)
                     put_scalars(ranks, owner, slot, batch)
             if const_expr(rows):
-                here = place_in(ranks, "rows_out", slot, batch)
+                here = offset_of_batch(ranks, "rows_out", slot, batch)
                 if const_expr(p.domain_ranks > 1):
                     add_pushed(ranks, threads, slot, batch, wanted, mask)
                 else:
                     # Sums of single copies need no adding, and if no token is left out they lie without gaps.
-                    pushed = ranks.at(Int64(0), "rows") + place_of_copy(p, slot, Int32(0), batch * p.batch_tokens)
+                    pushed = ranks.at(Int64(0), "rows") + offset_of_copy(p, slot, Int32(0), batch * p.batch_tokens)
                     if mask & (mask + 1) == 0:
                         here = pushed
                     else:
@@ -206,7 +206,7 @@ def suspects(ranks: sync.Ranks, start: Int64, token: Int32) -> Boolean:
     """By a whole warp that has waited since `start` for some rank of its domain: whether it waits no longer, for one of
     them that has begun something else, or nothing in time."""
     p = ranks.heap.problem
-    domain, _ = place_of(ranks, ranks.rank)
+    domain, _ = position_of(ranks, ranks.rank)
     gone = Boolean(False)
     index = Int32(arch.lane_idx())
     while index < p.domain_ranks:
@@ -230,7 +230,7 @@ def add_pushed(
     values = VECTORS * (16 // p.itemsize)
     acc = cute.make_rmem_tensor((values,), Float32)
     rows = ranks.at(ranks.own, "rows")
-    to = ranks.own + place_in(ranks, "rows_out", slot, batch)
+    to = ranks.own + offset_of_batch(ranks, "rows_out", slot, batch)
     total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
     # Lanes of a warp go on together, since they ask each other for `wanted`.
     first = Int32(arch.make_warp_uniform(tid // 32)) * 32
@@ -272,12 +272,12 @@ def add_pushed(
         first += VECTORS * threads
 
 
-def place_of_copy_scalars(ranks: sync.Ranks, slot: Int32, holder: Int32, token: Int32) -> Int64:
+def offset_of_copy_scalars(ranks: sync.Ranks, slot: Int32, holder: Int32, token: Int32) -> Int64:
     """Offset of the `top_k` scalars of a token-major row, which `holder` holds, at the token's owner, or its stager.
     The space is that of what a dispatch tells, in which there is room for as many of each rank."""
     p = ranks.heap.problem
     row = (slot * p.domain_ranks + index_of(ranks, holder)) * p.max_tokens + token
-    return ranks.at(Int64(0), "told") + Int64(row) * (p.weights_each * 4)
+    return ranks.at(Int64(0), "messages") + Int64(row) * (p.weights_each * 4)
 
 
 @cute.jit
@@ -285,7 +285,7 @@ def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
     """By a whole warp: of each (token, k) of another domain's batch the scalar of the rank here that holds the expert.
     Those of experts elsewhere, and of copies without a row, are left as they are."""
     p = ranks.heap.problem
-    domain, _ = place_of(ranks, ranks.rank)
+    domain, _ = position_of(ranks, ranks.rank)
     asked = Int64((slot - 1) * ranks.heap.batches + batch) * ranks.heap.wanted_bytes
     asked += ranks.at(ranks.own, "wanted_in")
     scalars = ranks.at(ranks.own, "scalars") + Int64(slot * p.max_tokens * p.weights_each) * 4
@@ -294,12 +294,12 @@ def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
         of_batch = i // p.top_k
         k = i - of_batch * p.top_k
         token = batch * p.batch_tokens + of_batch
-        expert = ptx.ld_i32(asked + place_of_id(ranks, of_batch, k))
+        expert = ptx.ld_i32(asked + offset_of_id(ranks, of_batch, k))
         if expert >= 0 and expert < p.num_experts:
             holder = holder_of(p, expert)
-            theirs, _ = place_of(ranks, holder)
+            theirs, _ = position_of(ranks, holder)
             if theirs == domain:
-                at = ranks.own + place_of_copy_scalars(ranks, slot, holder, token) + Int64(k) * 4
+                at = ranks.own + offset_of_copy_scalars(ranks, slot, holder, token) + Int64(k) * 4
                 ptx.st_f32(scalars + Int64(token * p.weights_each + k) * 4, ptx.ld_f32(at))
         i += arch.WARP_SIZE
 
@@ -329,7 +329,7 @@ def await_sums(
     lane = Int32(arch.lane_idx())
     holder = cutlass.max(copies.holder, 0)
     slot = slot_of(ranks, holder)
-    domain, _ = place_of(ranks, holder)
+    domain, _ = position_of(ranks, holder)
     far = copies.expected != 0 and slot > 0
     near = copies.expected != 0 and slot == 0
     of_slot = Int32(-1)

@@ -1,1 +1,1 @@
-"""Dispatch and combine of few tokens: one kernel each, rows and routes pushed as lines that carry their own mark."""
+"""Dispatch and combine of few tokens: one kernel each, which pushes rows and routes as lines with their own mark."""

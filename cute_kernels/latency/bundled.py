@@ -18,11 +18,11 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..copies import lowest
+from ..domains import is_near
 from ..experts import local_experts
 from ..heap import Problem
-from ..places import is_near
 from .packets import WARPS
-from .place import Tables, asked_expert
+from .place import RouteTables, asked_expert
 
 
 def bundles(problem: Problem, tokens: Int32) -> Int32:
@@ -68,7 +68,7 @@ def tokens_for(problem: cutlass.Constexpr[Problem], args: Any, rank: Int32, firs
 
 
 @cute.jit
-def number_rows(ranks: sync.Ranks, tables: Tables, max_tokens: Int32, warp: Int32) -> None:
+def number_rows(ranks: sync.Ranks, tables: RouteTables, max_tokens: Int32, warp: Int32) -> None:
     """By a whole block of a dispatch that has all routes, with a barrier behind it: the number of each token's row, if
     one comes here, among those of its source. Rows of this rank's own domain, which stores bring, have their tokens'.
     """
@@ -96,7 +96,7 @@ def number_rows(ranks: sync.Ranks, tables: Tables, max_tokens: Int32, warp: Int3
         source += WARPS
 
 
-def number_of(ranks: sync.Ranks, tables: Tables, source: Int32, token: Int32) -> Int32:
+def number_of(ranks: sync.Ranks, tables: RouteTables, source: Int32, token: Int32) -> Int32:
     """As `number_rows` has found it."""
     return Int32(tables.order[source * ranks.heap.tokens + token])
 

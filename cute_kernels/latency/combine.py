@@ -24,16 +24,15 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..copies import below, copies_of, lowest, set_of
+from ..domains import is_near
 from ..experts import holder_of
-from ..places import is_near
 from .bundled import first_of, number_sums
-from .combine_sender import BATCH, CombineArgs, CombineSender, tell_bad_row
+from .combine_sender import BATCH, CombineSender, LatencyCombineArgs, report_bad_row
 from .far import Order, await_far, end, have_put, order_of
-from .heap import PACKET_BYTES, PAYLOAD_BYTES
 from .packets import (
     THREADS,
     WARPS,
-    Share,
+    WarpShare,
     arrived,
     by_mark,
     hold_epoch,
@@ -44,6 +43,7 @@ from .packets import (
     store_payload,
 )
 from .reach import Peers
+from .sizes import PACKET_BYTES, PAYLOAD_BYTES
 
 COPIES = 4
 """How many copies of a token a warp waits for together: what registers hold."""
@@ -58,11 +58,11 @@ class Named(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Combine(CombineSender):
+class LatencyCombine(CombineSender):
     """See above; what the fields say stands with :class:`.combine_sender.CombineSender`."""
 
     @cute.kernel
-    def kernel(self, args: CombineArgs) -> None:
+    def kernel(self, args: LatencyCombineArgs) -> None:
         p = self.problem
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
@@ -81,12 +81,12 @@ class Combine(CombineSender):
             if const_expr(p.num_domains > 1):
                 if bid < args.senders:
                     if const_expr(p.bundles):
-                        self.put_bundles(ranks, args, Share(bid, args.senders, warp, lane))
+                        self.put_bundles(ranks, args, WarpShare(bid, args.senders, warp, lane))
                     else:
-                        self.put_sums(ranks, args, Share(bid, args.senders, warp, lane))
+                        self.put_sums(ranks, args, WarpShare(bid, args.senders, warp, lane))
             if const_expr(p.domain_ranks > 1):
                 if bid < args.senders:
-                    self.push(ranks, args, peers, Share(bid, args.senders, warp, lane))
+                    self.push(ranks, args, peers, WarpShare(bid, args.senders, warp, lane))
 
         if const_expr(self.receive):
             order = None
@@ -118,10 +118,10 @@ class Combine(CombineSender):
                     arch.sync_warp()
             if bid >= args.first_receiver:
                 first = args.first_receiver
-                self.sum(ranks, args, order, Share(bid - first, blocks - first, warp, lane))
+                self.sum(ranks, args, order, WarpShare(bid - first, blocks - first, warp, lane))
 
     @cute.jit
-    def sum(self, ranks: sync.Ranks, args: CombineArgs, numbers: Any, share: Share) -> None:
+    def sum(self, ranks: sync.Ranks, args: LatencyCombineArgs, numbers: Any, share: WarpShare) -> None:
         lane = share.lane
         p = self.problem
         count = self.row_packets
@@ -165,10 +165,10 @@ class Combine(CombineSender):
             store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
             item += share.step
         # Told behind the loop: registers are few in it.
-        tell_bad_row(ranks, last, args.num_rows)
+        report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
-    def named(self, ranks: sync.Ranks, args: CombineArgs, token: Int32, lane: Int32) -> Named:
+    def named(self, ranks: sync.Ranks, args: LatencyCombineArgs, token: Int32, lane: Int32) -> Named:
         """Which copies of a token there are, and which of them have rows."""
         p = self.problem
         row, expert = Int32(-1), Int32(-1)
@@ -190,7 +190,7 @@ class Combine(CombineSender):
         return Named(row, expected, arch.warp_redux_sync(bit, "or"))
 
     @cute.jit
-    def holder_of_copy(self, args: CombineArgs, token: Int32, number: Int32) -> Int32:
+    def holder_of_copy(self, args: LatencyCombineArgs, token: Int32, number: Int32) -> Int32:
         """By a whole warp: which rank the copy of that number is at. For those who wait in vain: registers are few."""
         p = self.problem
         expert = Int32(-1)
@@ -204,7 +204,14 @@ class Combine(CombineSender):
 
     @cute.jit
     def add_copies(
-        self, ranks: sync.Ranks, args: CombineArgs, named: Named, sums: Any, token: Int32, address: Int64, first: Int32
+        self,
+        ranks: sync.Ranks,
+        args: LatencyCombineArgs,
+        named: Named,
+        sums: Any,
+        token: Int32,
+        address: Int64,
+        first: Int32,
     ) -> None:
         """Waits for the lines of the expected ones of the copies `first`, ... (as many as are taken together), and adds
         them to a sum, in order; `sums` are what this rank itself adds, and that sum.
@@ -254,7 +261,7 @@ class Combine(CombineSender):
                     acc[i] = ptx.add_rn(acc[i], values[i])
 
     @cute.jit
-    def ordered(self, ranks: sync.Ranks, args: CombineArgs, numbers: Any, token: Int32) -> tuple[Int32, Order]:
+    def ordered(self, ranks: sync.Ranks, args: LatencyCombineArgs, numbers: Any, token: Int32) -> tuple[Int32, Order]:
         """By a whole warp: a lane's row of a token, if it is here, and its copies in the order of addition."""
         p = self.problem
         lane = Int32(arch.lane_idx())

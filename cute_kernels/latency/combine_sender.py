@@ -15,22 +15,22 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..arrivals import Copy, guarded, lists
 from ..copies import lowest
+from ..domains import is_near
 from ..launch import Kernel, RankArgs
-from ..places import is_near
 from .bundled import bundle_of, bundles
 from .far import put_far, store_far
-from .halves import Halves
-from .heap import PACKET_BYTES, PAYLOAD_VECTORS, packets
-from .owed import copy_at, look_up, row_at
-from .packets import WARPS, Share, Words, lane_vector, seal, st_line
+from .lookup import copy_at, look_up, row_at
+from .packets import WARPS, WarpShare, Words, lane_vector, seal, st_line
 from .reach import Peers, heap_of
+from .sizes import PACKET_BYTES, PAYLOAD_VECTORS, packets
+from .split import SplitOperation
 
 BATCH = 4
 """How many rows a warp loads together; half as many of this rank's own where there are more copies than `COPIES`: one
 rank then has few of a token, and registers are few."""
 
 
-class CombineArgs(NamedTuple):
+class LatencyCombineArgs(NamedTuple):
     ranks: RankArgs
     y: Int64
     recv_weights: Int64
@@ -47,11 +47,11 @@ class CombineArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CombineSender(Halves, Kernel):
+class CombineSender(SplitOperation, Kernel):
     """A combine, as far as it sends. `weighted`: rows times their routing weight. `tokens`, `send`, `receive`: see
-    halves.py."""
+    split.py."""
 
-    NAME, Args = "ep_latency_combine", CombineArgs
+    NAME, Args = "ep_latency_combine", LatencyCombineArgs
 
     tokens: int
     weighted: bool
@@ -73,7 +73,7 @@ class CombineSender(Halves, Kernel):
         return 16 // self.problem.itemsize
 
     @cute.jit
-    def push(self, ranks: sync.Ranks, args: CombineArgs, peers: Peers, share: Share) -> None:
+    def push(self, ranks: sync.Ranks, args: LatencyCombineArgs, peers: Peers, share: WarpShare) -> None:
         """Packets of copies from other ranks. In each round the lanes look up one of the warp's next 32 items each;
         then the warp sends those that go anywhere, and reads the rows of the next one while it sends one.
 
@@ -111,10 +111,10 @@ class CombineSender(Halves, Kernel):
                 row = ahead
             item += 32 * share.step
         # Told behind the loop: nothing is to be slow in it.
-        tell_bad_row(ranks, last, args.num_rows)
+        report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
-    def put_sums(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+    def put_sums(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
         """Likewise of copies from other domains, a whole block each, which puts all packets at once."""
         lane = share.lane
         at = lists(args.arrivals, args.num_rows)
@@ -144,10 +144,10 @@ class CombineSender(Halves, Kernel):
                 put_far(ranks, "lines", owner, line, self.row_stride, place, Int32(self.row_packets))
                 row = ahead
             item += 32 * share.blocks
-        tell_bad_row(ranks, last, args.num_rows)
+        report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
-    def put_bundles(self, ranks: sync.Ranks, args: CombineArgs, share: Share) -> None:
+    def put_bundles(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
         """Likewise, several sums for an owner together, a block each time."""
         p = self.problem
         lane = share.lane
@@ -184,11 +184,11 @@ class CombineSender(Halves, Kernel):
                 line = ranks.rank * self.tokens + first
                 put_far(ranks, "lines", owner, line, self.row_stride, place, sums * count)
             item += share.blocks
-        tell_bad_row(ranks, last, args.num_rows)
+        report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
     def sum_rows(
-        self, args: CombineArgs, row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int]
+        self, args: LatencyCombineArgs, row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int]
     ) -> Words:
         """The rounded sum over k ascending of the rows that the lanes hold, in a lane's payload vector."""
         p = self.problem
@@ -226,7 +226,7 @@ class CombineSender(Halves, Kernel):
 
 
 @cute.jit
-def tell_bad_row(ranks: sync.Ranks, row: Int32, num_rows: Int32) -> None:
+def report_bad_row(ranks: sync.Ranks, row: Int32, num_rows: Int32) -> None:
     """Reports a row that lies behind the `num_rows` that there are."""
     if row >= num_rows:
         sync.refuse(ranks, sync.BAD_ROW, row, num_rows)

@@ -24,19 +24,18 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..delivery import Arrived
+from ..domains import is_near
 from ..experts import first_expert, local_experts
-from ..places import is_near
 from ..swizzled import Begins
-from ..token_major import clear_places
+from ..token_major import clear_choices
 from .bundled import first_of, number_of, number_rows
-from .dispatch_sender import DispatchArgs, DispatchSender
+from .dispatch_sender import DispatchSender, LatencyDispatchArgs
 from .far import await_far, end, have_put
-from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 from .lists import own_weights, write_lists
 from .packets import (
     THREADS,
     WARPS,
-    Share,
+    WarpShare,
     Words,
     arrived,
     hold_epoch,
@@ -50,7 +49,7 @@ from .packets import (
     store_payload,
 )
 from .place import (
-    Tables,
+    RouteTables,
     asked_expert,
     clear_counts,
     keep_route,
@@ -63,17 +62,18 @@ from .place import (
 from .place_tokens import place_tokens, write_copies, write_send_rows
 from .quantised import WEIGHTS, first_weight, row_words, store_row
 from .reach import Peers
+from .sizes import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 
 BATCH = 4
 """How many packets a warp waits for together."""
 
 
 @dataclass(frozen=True)
-class Dispatch(DispatchSender):
+class LatencyDispatch(DispatchSender):
     """See above; what the fields say stands with :class:`.dispatch_sender.DispatchSender`."""
 
     @cute.kernel
-    def kernel(self, args: DispatchArgs) -> None:
+    def kernel(self, args: LatencyDispatchArgs) -> None:
         p = self.problem
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
@@ -90,20 +90,20 @@ class Dispatch(DispatchSender):
         if const_expr(self.send):
             if bid < senders:
                 if const_expr(p.num_domains > 1):
-                    self.put_routes(ranks, args, Share(senders - 1 - bid, senders, warp, lane))
+                    self.put_routes(ranks, args, WarpShare(senders - 1 - bid, senders, warp, lane))
                     if const_expr(p.bundles):
-                        self.put_bundles(ranks, args, Share(bid, senders, warp, lane))
+                        self.put_bundles(ranks, args, WarpShare(bid, senders, warp, lane))
                     else:
-                        self.put_rows(ranks, args, Share(bid, senders, warp, lane))
+                        self.put_rows(ranks, args, WarpShare(bid, senders, warp, lane))
                 if const_expr(p.domain_ranks > 1):
-                    self.push_route(ranks, args, peers, Share(senders - 1 - bid, senders, warp, lane))
-                    self.push_rows(ranks, args, peers, Share(bid, senders, warp, lane))
+                    self.push_route(ranks, args, peers, WarpShare(senders - 1 - bid, senders, warp, lane))
+                    self.push_rows(ranks, args, peers, WarpShare(bid, senders, warp, lane))
             if bid == blocks - 1 and warp == WARPS - 1:
                 operation.say_hello(ranks, lane, 32, False)
 
         if const_expr(self.receive):
             smem = cutlass.memory.SmemAllocator()
-            tables = Tables(smem, ranks.heap)
+            tables = RouteTables(smem, ranks.heap)
             # The last block has all experts, the others this rank's; of token-major rows all have all ranks.
             low, high = local_experts(p, ranks.rank)
             if bid == blocks - 1:
@@ -144,10 +144,10 @@ class Dispatch(DispatchSender):
                     if tid == 0:
                         operation.note_met(ranks)
                 if bid - first_receiver < takers:
-                    share = Share(bid - first_receiver, takers, warp, lane)
+                    share = WarpShare(bid - first_receiver, takers, warp, lane)
                     if const_expr(self.token_major):
                         behind = cutlass.min(copies, args.capacity)
-                        clear_places(p, THREADS, (share.block, share.blocks), args, behind, True, self.weights)
+                        clear_choices(p, THREADS, (share.block, share.blocks), args, behind, True, self.weights)
                     else:
                         if const_expr(self.weights):
                             own_weights(p, tables, args, share)
@@ -160,7 +160,9 @@ class Dispatch(DispatchSender):
                         write_lists(p, tables, args)
 
     @cute.jit
-    def gather_routes(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, warp: Int32, lane: Int32) -> None:
+    def gather_routes(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, warp: Int32, lane: Int32
+    ) -> None:
         """The routes of all ranks into shared memory. What does not come in time names no experts. The last block
         notes for whom it waits."""
         p = self.problem
@@ -187,7 +189,7 @@ class Dispatch(DispatchSender):
             item += WARPS
 
     @cute.jit
-    def write_send_rows(self, tables: Tables, args: DispatchArgs) -> None:
+    def write_send_rows(self, tables: RouteTables, args: LatencyDispatchArgs) -> None:
         """By the block that placed all experts: the rows of this rank's entries."""
         tid, _, _ = arch.thread_idx()
         first = args.ranks.rank * source_stride(args.max_tokens * self.problem.top_k)
@@ -197,7 +199,7 @@ class Dispatch(DispatchSender):
             i += THREADS
 
     @cute.jit
-    def clear_padding(self, tables: Tables, args: DispatchArgs, share: Share) -> None:
+    def clear_padding(self, tables: RouteTables, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """A block's share of the rows between each segment's last row and its padded end: a warp a row, and of swizzled
         scales a warp an expert."""
         p = self.problem
@@ -223,7 +225,7 @@ class Dispatch(DispatchSender):
                 self.delivery.tiles.clear(to, e, tables.start[e], kept, rows)
                 e += share.step
 
-    def arrived(self, tables: Tables, args: DispatchArgs) -> Arrived:
+    def arrived(self, tables: RouteTables, args: LatencyDispatchArgs) -> Arrived:
         to = Arrived(args.recv_x, args.recv_weights, args.recv_scales, args.capacity, args.slots)
         if const_expr(self.delivery.tiles is None):
             return to
@@ -231,7 +233,7 @@ class Dispatch(DispatchSender):
         return to._replace(begins=Begins(end - first, Int64(0), tables.start))
 
     @cute.jit
-    def take_rows(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, share: Share) -> None:
+    def take_rows(self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """A block's share of the packets of all rows that come here: wait for each, store it to all its places."""
         p = self.problem
         count = self.row_packets
@@ -326,7 +328,9 @@ class Dispatch(DispatchSender):
             item += BATCH * step
 
     @cute.jit
-    def await_rows(self, ranks: sync.Ranks, tables: Tables, args: DispatchArgs, item: Int32, total: Int32) -> None:
+    def await_rows(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, item: Int32, total: Int32
+    ) -> None:
         """By a whole warp: until those of its next packets have come that belong to rows from other domains, kept or
         dropped. Each lane has its own `item`, the first ones those of the batch."""
         p = self.problem
@@ -350,7 +354,7 @@ class Dispatch(DispatchSender):
 
     @cute.jit
     def store_weights(
-        self, tables: Tables, args: DispatchArgs, words: Words, first: Int32, item: Int32, lane: Int32
+        self, tables: RouteTables, args: LatencyDispatchArgs, words: Words, first: Int32, item: Int32, lane: Int32
     ) -> None:
         """The weights in a packet that came from a peer, to the rows of their (token, k), or beside the token-major
         row. `first`: which weight of the token a lane begins with, less than 0 in lanes that have none."""

@@ -16,20 +16,20 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..copies import lowest, set_of
 from ..delivery import Delivery
+from ..domains import is_near
 from ..experts import holder_of
 from ..launch import Kernel, RankArgs
-from ..places import is_near
 from .bundled import bundle_of, bundles, tokens_for
 from .far import far_rank, put_far, store_far
-from .halves import Halves
-from .heap import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
-from .packets import WARPS, Share, Words, lane_vector, seal, st_line
+from .packets import WARPS, WarpShare, Words, lane_vector, seal, st_line
 from .place import own_route_words
 from .quantised import packets_of, row_words
 from .reach import Peers, heap_of, rotated
+from .sizes import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
+from .split import SplitOperation
 
 
-class DispatchArgs(NamedTuple):
+class LatencyDispatchArgs(NamedTuple):
     ranks: RankArgs
     x: Int64
     topk_weights: Int64
@@ -56,10 +56,10 @@ class DispatchArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DispatchSender(Halves, Kernel):
+class DispatchSender(SplitOperation, Kernel):
     """A dispatch, as far as it sends.
 
-    `weights`: routing weights travel behind the rows. `tokens`, `send`, `receive`: see halves.py.
+    `weights`: routing weights travel behind the rows. `tokens`, `send`, `receive`: see split.py.
 
     `format` and `layout`: what rows travel as, and what they arrive as (delivery.py); `given`: x and its scales are in
     that format already.
@@ -68,7 +68,7 @@ class DispatchSender(Halves, Kernel):
     only sends is the same for both kinds of rows.
     """
 
-    NAME, Args = "ep_latency_dispatch", DispatchArgs
+    NAME, Args = "ep_latency_dispatch", LatencyDispatchArgs
 
     tokens: int
     weights: bool
@@ -95,7 +95,7 @@ class DispatchSender(Halves, Kernel):
         return self.row_packets * PACKET_BYTES
 
     @cute.jit
-    def put_routes(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+    def put_routes(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """This rank's route, to each rank of another domain by a block."""
         p = self.problem
         lane = share.lane
@@ -114,7 +114,7 @@ class DispatchSender(Halves, Kernel):
             item += share.blocks
 
     @cute.jit
-    def put_rows(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+    def put_rows(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """Each row once to every rank of another domain that holds one of its experts, a row and rank a block."""
         p = self.problem
         lane = share.lane
@@ -142,7 +142,7 @@ class DispatchSender(Halves, Kernel):
             item += share.blocks
 
     @cute.jit
-    def put_bundles(self, ranks: sync.Ranks, args: DispatchArgs, share: Share) -> None:
+    def put_bundles(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """Likewise, several rows for a rank together, a block each time."""
         p = self.problem
         lane = share.lane
@@ -166,7 +166,7 @@ class DispatchSender(Halves, Kernel):
             item += share.blocks
 
     @cute.jit
-    def push_route(self, ranks: sync.Ranks, args: DispatchArgs, peers: Peers, share: Share) -> None:
+    def push_route(self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, share: WarpShare) -> None:
         """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
         p = self.problem
         lane = share.lane
@@ -188,7 +188,7 @@ class DispatchSender(Halves, Kernel):
             packet += share.step
 
     @cute.jit
-    def push_rows(self, ranks: sync.Ranks, args: DispatchArgs, peers: Peers, share: Share) -> None:
+    def push_rows(self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, share: WarpShare) -> None:
         """Each row once to every other rank that holds one of its experts, a packet a warp."""
         p = self.problem
         lane = share.lane
@@ -220,7 +220,9 @@ class DispatchSender(Halves, Kernel):
             item += share.step
 
     @cute.jit
-    def row_words(self, ranks: sync.Ranks, args: DispatchArgs, token: Int32, packet: Int32, lane: Int32) -> Words:
+    def row_words(
+        self, ranks: sync.Ranks, args: LatencyDispatchArgs, token: Int32, packet: Int32, lane: Int32
+    ) -> Words:
         """A lane's payload vector of a row's packet: 16 bytes of the row, or weights behind its end."""
         p = self.problem
         if const_expr(self.format != ""):

@@ -15,10 +15,10 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
+from ..domains import position_of
 from ..heap import EPOCH, TICKET
-from ..places import place_of
-from .heap import PACKET_BYTES
 from .packets import THREADS, Words, st_line
+from .sizes import PACKET_BYTES
 
 
 @cute.jit
@@ -38,7 +38,7 @@ def put_far(
     if ptx.barrier_count(Int32(ranks.mark < 0)) == 0:
         there = ranks.at(Int64(0), area) + Int64(number) * stride
         here = ranks.at(Int64(0), f"{area}_out") + at
-        word = ranks.at(Int64(0), f"told_{area}") + Int64(number) * 8
+        word = ranks.at(Int64(0), f"{area}_words") + Int64(number) * 8
         wire = ranks.heap.problem.wire
         wire.put_signal_by_block(ranks, THREADS, rank, there, here, count * PACKET_BYTES, word, ranks.mark)
 
@@ -49,7 +49,7 @@ def await_far(
 ) -> Boolean:  # fmt: skip
     """By a whole warp: until what `peer` puts into the place `number` has come, of each lane that `waits`. A lane whose
     wait is given up has False. What the lanes acquired comes before what any of them reads behind this."""
-    word = ranks.at(Int64(0), f"told_{area}") + Int64(number) * 8
+    word = ranks.at(Int64(0), f"{area}_words") + Int64(number) * 8
     came = Boolean(True)
     if waits:
         flag = "token" if area == "lines" else "route"
@@ -106,8 +106,8 @@ def order_of(ranks: sync.Ranks, copies: Copies, places: Int32) -> Order:
     ranks ascending."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
-    theirs, index = place_of(ranks, cutlass.max(copies.holder, 0))
-    mine, _ = place_of(ranks, ranks.rank)
+    theirs, index = position_of(ranks, cutlass.max(copies.holder, 0))
+    mine, _ = position_of(ranks, ranks.rank)
     place = theirs * p.domain_ranks + index
     behind = below(set_of(p, place, copies.expected != 0), place)
     # Lane i looks for the lane with the i-th copy.

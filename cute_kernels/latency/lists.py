@@ -12,8 +12,8 @@ from .. import arrivals, ptx
 from ..copies import low_bits
 from ..experts import holder_of, local_experts
 from ..heap import Problem
-from .packets import THREADS, WARPS, Share
-from .place import Tables, asked_expert, source_stride
+from .packets import THREADS, WARPS, WarpShare
+from .place import RouteTables, asked_expert, source_stride
 
 
 class Group(NamedTuple):
@@ -27,7 +27,7 @@ class Group(NamedTuple):
 
 
 @cute.jit
-def entry_of(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, number: Int32) -> tuple[Int32, Int32]:
+def entry_of(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any, number: Int32) -> tuple[Int32, Int32]:
     """By a whole warp: the token and the expert of a lane's entry in the group of that number; -1 where there is no
     entry, or it names none. All sources' tokens follow each other. Entries of a token never lie in two groups."""
     top_k = problem.top_k
@@ -43,7 +43,7 @@ def entry_of(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, num
 
 
 @cute.jit
-def group_of(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, number: Int32) -> Group:
+def group_of(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any, number: Int32) -> Group:
     """By a whole warp: what it knows of the group of that number."""
     top_k = problem.top_k
     lane = arch.lane_idx()
@@ -78,7 +78,7 @@ def copy_number(problem: cutlass.Constexpr[Problem], rank: Int32, expert: Int32)
 
 
 @cute.jit
-def write_lists(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> None:
+def write_lists(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any) -> None:
     """By a whole block behind `place_entries`, for this rank's experts or for all.
 
     Each warp takes consecutive groups of tokens, twice: it counts what they keep, and, when it has added up what the
@@ -157,7 +157,7 @@ def begins_source(problem: cutlass.Constexpr[Problem], args: Any, token: Int32, 
 
 
 @cute.jit
-def own_weights(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any, share: Share) -> None:
+def own_weights(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any, share: WarpShare) -> None:
     """A block's share of the weights of rows that stay on this rank."""
     tid, _, _ = arch.thread_idx()
     entries = args.max_tokens * problem.top_k

@@ -19,7 +19,7 @@ from .. import ptx
 from ..heap import EPOCH, TICKET
 from ..marks import SHIFT
 from ..sync import POLLS_PER_CHECK, Ranks, await_begun, note_wait, warp_gives_up
-from .heap import WARPS
+from .sizes import WARPS
 
 THREADS = 32 * WARPS
 
@@ -27,7 +27,7 @@ Words = tuple[Uint32, Uint32, Uint32, Uint32]
 """What a lane loads or stores at once: 16 bytes."""
 
 
-class Share(NamedTuple):
+class WarpShare(NamedTuple):
     """Which of the items of some blocks are a warp's: every `step`-th one from `first`."""
 
     block: Int32

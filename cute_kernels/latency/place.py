@@ -18,19 +18,19 @@ from ..experts import first_expert, local_experts
 from ..heap import ALIGNMENT, CAPACITY, SLOTS, Problem
 from ..segments import place_segments
 from ..sync import BAD_EXPERT, Ranks, refuse
-from .heap import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, table_ints
 from .packets import THREADS, WARPS, Words, lane_offset, lane_vector, marks
+from .sizes import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, table_ints
 
 NO_EXPERT = 0xFFFF
 ROUTE_WORDS = PAYLOAD_BYTES // 4
 
 
 def source_stride(entries: Int32) -> Int32:
-    """Distance of two sources' entries in `Tables.rows`."""
+    """Distance of two sources' entries in `RouteTables.rows`."""
     return (entries + 31) // 32 * 32
 
 
-class Tables(Carried):
+class RouteTables(Carried):
     """What a block holds in shared memory while it places rows.
 
     `route` [W, packets of a route]: header and ids of each rank, as they arrived. `rows` [W, entries rounded up to
@@ -98,7 +98,7 @@ def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report:
 
 
 @cute.jit
-def keep_route(tables: Tables, source: Int32, packet: Int32, words: Words, lane: Int32) -> None:
+def keep_route(tables: RouteTables, source: Int32, packet: Int32, words: Words, lane: Int32) -> None:
     """Puts what a lane holds of a received route into shared memory."""
     at = source * tables.route_stride + packet * ROUTE_WORDS + lane_offset(lane) // 4
     tables.route[at] = words[0]
@@ -109,7 +109,7 @@ def keep_route(tables: Tables, source: Int32, packet: Int32, words: Words, lane:
 
 
 @cute.jit
-def clear_counts(tables: Tables, experts: Int32) -> None:
+def clear_counts(tables: RouteTables, experts: Int32) -> None:
     tid, _, _ = arch.thread_idx()
     i = tid
     while i < WARPS * experts:
@@ -118,7 +118,7 @@ def clear_counts(tables: Tables, experts: Int32) -> None:
 
 
 @cute.jit
-def asked_expert(tables: Tables, source: Int32, entry: Int32, entries: Int32, low: Int32, high: Int32) -> Int32:
+def asked_expert(tables: RouteTables, source: Int32, entry: Int32, entries: Int32, low: Int32, high: Int32) -> Int32:
     """Expert id minus `low` of an entry; -1 if it is none of low..high-1."""
     expert = Int32(-1)
     if entry < entries:
@@ -132,7 +132,9 @@ def asked_expert(tables: Tables, source: Int32, entry: Int32, entries: Int32, lo
 
 
 @cute.jit
-def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: Int32, low: Int32, high: Int32) -> None:
+def place_entries(
+    problem: cutlass.Constexpr[Problem], tables: RouteTables, entries: Int32, low: Int32, high: Int32
+) -> None:
     """By the whole block, behind a barrier after `clear_counts` and `keep_route`; ends with a barrier.
 
     `entries` is how many each source may have. low..high-1 are the experts of one rank or of all. Then `rows` of
@@ -205,13 +207,13 @@ def place_entries(problem: cutlass.Constexpr[Problem], tables: Tables, entries: 
 
 
 @cute.jit
-def kept_rows(tables: Tables, e: Int32) -> Int32:
+def kept_rows(tables: RouteTables, e: Int32) -> Int32:
     """How many entries of a placed expert have a row."""
     return cutlass.max(cutlass.min(tables.asked[e], tables.limit[e] - tables.start[e]), 0)
 
 
 @cute.jit
-def write_segments(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> None:
+def write_segments(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any) -> None:
     """By the block that placed all experts: the segments of this rank's."""
     tid, _, _ = arch.thread_idx()
     rank = args.ranks.rank

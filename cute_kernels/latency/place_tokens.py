@@ -18,14 +18,14 @@ from ..experts import holder_of, local_experts
 from ..heap import CAPACITY, Problem
 from ..sync import Ranks
 from ..token_major import write_counts
-from .heap import placed
 from .lists import copy_number, entry_of
 from .packets import THREADS, WARPS
-from .place import Tables, asked_expert
+from .place import RouteTables, asked_expert
+from .sizes import placed
 
 
 @cute.jit
-def place_tokens(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> Int32:
+def place_tokens(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any) -> Int32:
     """By the whole block, behind a barrier after `keep_route`; ends with a barrier. How many copies ask for a row here.
 
     Then `rows` of (source, token) at source * max_tokens + token is the row, or -1; `start` of each source is how many
@@ -94,7 +94,7 @@ def place_tokens(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any)
 
 
 @cute.jit
-def write_send_rows(problem: cutlass.Constexpr[Problem], tables: Tables, args: Any) -> None:
+def write_send_rows(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any) -> None:
     """By the whole block, behind a barrier after `clear_counts` of as many as there are ranks: the rows that this
     rank's tokens have at all ranks, each at the first k that names the rank.
 
@@ -157,7 +157,7 @@ def write_send_rows(problem: cutlass.Constexpr[Problem], tables: Tables, args: A
 
 
 @cute.jit
-def write_copies(ranks: Ranks, tables: Tables, args: Any, total: Int32, weights: cutlass.Constexpr[bool]) -> None:
+def write_copies(ranks: Ranks, tables: RouteTables, args: Any, total: Int32, weights: cutlass.Constexpr[bool]) -> None:
     """By a whole block behind `place_tokens`, which has found `total` copies: the lists of what arrives, local ids, the
     weights of this rank's own tokens, and how many (row, k) name each expert. Warps take groups of tokens in turn."""
     p = ranks.heap.problem

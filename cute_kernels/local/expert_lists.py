@@ -28,7 +28,7 @@ def share_of(entries: Int32, blocks: Int32) -> Int32:
     return (entries + blocks * 32 - 1) // (blocks * 32) * 32
 
 
-class Args(NamedTuple):
+class ExpertListsArgs(NamedTuple):
     """R rows, K experts a token, El local experts, L places. All tensors are int32."""
 
     local_idx: Int64  # [R, K], below 0: none
@@ -45,7 +45,7 @@ class Args(NamedTuple):
     blocks: Int32
 
 
-class Tables(NamedTuple):
+class ListTables(NamedTuple):
     """In shared memory, int32 [El] but for the last."""
 
     before: Any  # entries that name each expert before this block's share; then those that have been gone through, too
@@ -59,19 +59,19 @@ class ExpertLists(Launched):
     experts: int
 
     NAME: ClassVar[str] = "ep_expert_lists"
-    Args: ClassVar[Any] = Args
+    Args: ClassVar[Any] = ExpertListsArgs
 
     @property
     def options(self) -> dict[str, Any]:
         return {"block": (WARPS * 32, 1, 1)}
 
     @cute.kernel
-    def kernel(self, args: Args) -> None:
+    def kernel(self, args: ExpertListsArgs) -> None:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
         sizes = (self.experts, self.experts, self.experts, 1)
-        tables = Tables(*(smem.allocate_tensor(Int32, cute.make_layout(size)) for size in sizes))
+        tables = ListTables(*(smem.allocate_tensor(Int32, cute.make_layout(size)) for size in sizes))
         share = share_of(args.entries, args.blocks)
         first = cutlass.min(bid * share, args.entries)
         end = cutlass.min(first + share, args.entries)
@@ -90,7 +90,7 @@ class ExpertLists(Launched):
                 at += args.blocks * ((WARPS - 1) * 32)
 
     @cute.jit
-    def count(self, args: Args, tables: Tables, tid: Int32, first: Int32) -> None:
+    def count(self, args: ExpertListsArgs, tables: ListTables, tid: Int32, first: Int32) -> None:
         """By the whole block."""
         e = tid
         while e < self.experts:
@@ -108,7 +108,7 @@ class ExpertLists(Launched):
             self.count_one(tables, ptx.ld_i32(args.local_idx + Int64(i) * 4), i < first)
 
     @cute.jit
-    def count_one(self, tables: Tables, expert: Int32, before: Any) -> None:
+    def count_one(self, tables: ListTables, expert: Int32, before: Any) -> None:
         if expert >= 0 and expert < self.experts:
             if before:
                 ptx.add_shared(tables.before.iterator + expert, Int32(1))
@@ -116,7 +116,7 @@ class ExpertLists(Launched):
                 ptx.add_shared(tables.asked.iterator + expert, Int32(1))
 
     @cute.jit
-    def begin(self, args: Args, tables: Tables, told: Any) -> None:
+    def begin(self, args: ExpertListsArgs, tables: ListTables, told: Any) -> None:
         """By a warp: where lists begin, 32 experts at a time; by one block the tensors of experts."""
         lane = Int32(arch.lane_idx())
         carry, first = Int32(0), Int32(0)
@@ -141,11 +141,11 @@ class ExpertLists(Launched):
         if lane == 0:
             tables.last[0] = cutlass.min(carry, args.length)
 
-    def padded(self, args: Args, count: Int32) -> Int32:
+    def padded(self, args: ExpertListsArgs, count: Int32) -> Int32:
         return (count + args.alignment - 1) // args.alignment * args.alignment
 
     @cute.jit
-    def place(self, args: Args, tables: Tables, first: Int32, end: Int32) -> None:
+    def place(self, args: ExpertListsArgs, tables: ListTables, first: Int32, end: Int32) -> None:
         """By a warp: the places of a block's entries, and the padding behind the last of an expert's."""
         lane = Int32(arch.lane_idx())
         start, coming = Int32(first), self.expert_of(args, first + lane, end)
@@ -169,7 +169,7 @@ class ExpertLists(Launched):
             start += 32
 
     @cute.jit
-    def expert_of(self, args: Args, entry: Int32, end: Int32) -> Int32:
+    def expert_of(self, args: ExpertListsArgs, entry: Int32, end: Int32) -> Int32:
         """-1: it names none."""
         expert = Int32(-1)
         if entry < end:
@@ -179,7 +179,7 @@ class ExpertLists(Launched):
         return expert
 
     @cute.jit
-    def take(self, args: Args, tables: Tables, i: Int32, expert: Int32, number: Int32) -> Int32:
+    def take(self, args: ExpertListsArgs, tables: ListTables, i: Int32, expert: Int32, number: Int32) -> Int32:
         """By a lane: the place of an expert's entry of that number, -1 where the list has no more."""
         place = Int32(-1)
         begin = tables.begin[expert]
@@ -196,6 +196,6 @@ class ExpertLists(Launched):
         return place
 
     @cute.jit
-    def put(self, args: Args, place: Int32, row: Int32, flat: Int32) -> None:
+    def put(self, args: ExpertListsArgs, place: Int32, row: Int32, flat: Int32) -> None:
         ptx.st_i32(args.rows + Int64(place) * 4, row)
         ptx.st_i32(args.flat + Int64(place) * 4, flat)

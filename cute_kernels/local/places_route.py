@@ -1,5 +1,5 @@
 """The route of token-major rows, written as that of their places: `arrivals` of the places and `send_rows`, in one
-launch; what they are: ep_ops/nn/places.py and arrivals.py.
+launch; what they are: ep_ops/nn/domains.py and arrivals.py.
 
 An *entry* is a (row, k), by rows. Every block counts how many entries before its own share of them have a place. Then
 one warp goes through the share in order, 32 entries at a time; the other warps do the rows of this rank's own tokens.
@@ -25,7 +25,7 @@ UNTOLD = 2**31 - 1
 """In `send_rows`: a place of another rank, which is not known here."""
 
 
-class Args(NamedTuple):
+class PlacesRouteArgs(NamedTuple):
     """R rows, K experts a token, L places, T tokens of this rank. All tensors are int32."""
 
     topk_idx: Int64  # [T, K]
@@ -47,14 +47,14 @@ class Args(NamedTuple):
 @dataclass(frozen=True)
 class PlacesRoute(Launched):
     NAME: ClassVar[str] = "ep_places_route"
-    Args: ClassVar[Any] = Args
+    Args: ClassVar[Any] = PlacesRouteArgs
 
     @property
     def options(self) -> dict[str, Any]:
         return {"block": (WARPS * 32, 1, 1)}
 
     @cute.kernel
-    def kernel(self, args: Args) -> None:
+    def kernel(self, args: PlacesRouteArgs) -> None:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
@@ -89,7 +89,7 @@ class PlacesRoute(Launched):
                 r += (WARPS - 1) * 32
 
     @cute.jit
-    def own(self, args: Args, before: Int32, first: Int32, end: Int32, copies: Int32, last: Any) -> None:
+    def own(self, args: PlacesRouteArgs, before: Int32, first: Int32, end: Int32, copies: Int32, last: Any) -> None:
         """By a warp: where the places of each copy begin, and each place with who asked for it. The `last` one says
         behind all how many there are."""
         lane = Int32(arch.lane_idx())
@@ -118,7 +118,7 @@ class PlacesRoute(Launched):
                 ptx.st_i32(new.copies + Int64(copies) * 8, carry)
 
     @cute.jit
-    def load(self, args: Args, given: Lists, entry: Int32, end: Int32) -> tuple[Int32, Int32]:
+    def load(self, args: PlacesRouteArgs, given: Lists, entry: Int32, end: Int32) -> tuple[Int32, Int32]:
         """The place of an entry, -1 if it has none, and the home of its copy."""
         place, home = Int32(-1), Int32(0)
         if entry < end:
@@ -127,7 +127,7 @@ class PlacesRoute(Launched):
         return place, home
 
     @cute.jit
-    def send(self, args: Args, first: Int32) -> None:
+    def send(self, args: PlacesRouteArgs, first: Int32) -> None:
         """By a thread: entries of this rank's tokens from the `first`. A copy's row stands at the first k that names
         its rank."""
         i = Int32(first)
@@ -149,7 +149,7 @@ class PlacesRoute(Launched):
             i += args.blocks * ((WARPS - 1) * 32)
 
     @cute.jit
-    def holder(self, args: Args, entry: Int32) -> Int32:
+    def holder(self, args: PlacesRouteArgs, entry: Int32) -> Int32:
         """The rank of an entry's expert, -1 of none."""
         expert = ptx.ld_i32(args.topk_idx + Int64(entry) * 4)
         rank = Int32(-1)

@@ -22,7 +22,7 @@ from ..rows import Width
 WARPS = 8
 
 
-class Args(NamedTuple):
+class SumRowsArgs(NamedTuple):
     """B rows of sums, each of K rows at most."""
 
     x: Int64  # [N, H]
@@ -44,7 +44,7 @@ class SumRows(Launched):
     alone: bool = False
 
     NAME: ClassVar[str] = "ep_sum_rows"
-    Args: ClassVar[Any] = Args
+    Args: ClassVar[Any] = SumRowsArgs
 
     @property
     def options(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class SumRows(Launched):
         return self.ahead * 16 // self.width.itemsize
 
     @cute.kernel
-    def kernel(self, args: Args) -> None:
+    def kernel(self, args: SumRowsArgs) -> None:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         item = bid * WARPS + arch.make_warp_uniform(tid // 32)
@@ -89,7 +89,7 @@ class SumRows(Launched):
             item += args.blocks * WARPS
 
     @cute.jit
-    def copy(self, args: Args, row: Int32, first: Int32) -> None:
+    def copy(self, args: SumRowsArgs, row: Int32, first: Int32) -> None:
         """By a warp: one piece of a row, zeros where no row is named."""
         words = self.nothing()
         index = ptx.ld_i32(args.indices + Int64(row) * 4)
@@ -98,7 +98,7 @@ class SumRows(Launched):
         self.store(args, row, first, words)
 
     @cute.jit
-    def add_up(self, args: Args, row: Int32, first: Int32) -> None:
+    def add_up(self, args: SumRowsArgs, row: Int32, first: Int32) -> None:
         """By a warp: one piece of a row."""
         lane = arch.lane_idx()
         sums = cute.make_rmem_tensor((self.numbers,), Float32)
@@ -125,7 +125,7 @@ class SumRows(Launched):
         self.store(args, row, first, words)
 
     @cute.jit
-    def add(self, args: Args, index: Int32, weight: Float32, first: Int32, sums: Any) -> None:
+    def add(self, args: SumRowsArgs, index: Int32, weight: Float32, first: Int32, sums: Any) -> None:
         words = self.nothing()
         self.load(args, index, first, words)
         values = ptx.unpack([words[i] for i in range(4 * self.ahead)], self.dtype)
@@ -141,7 +141,7 @@ class SumRows(Launched):
         return words
 
     @cute.jit
-    def load(self, args: Args, index: Int32, first: Int32, words: Any) -> None:
+    def load(self, args: SumRowsArgs, index: Int32, first: Int32, words: Any) -> None:
         """A lane's vectors from the `first`; behind the end of the row the last one again."""
         at = args.x + Int64(index) * self.width.row_bytes
         for u in range_constexpr(self.ahead):
@@ -151,7 +151,7 @@ class SumRows(Launched):
                 words[4 * u + i] = got[i]
 
     @cute.jit
-    def store(self, args: Args, row: Int32, first: Int32, words: Any) -> None:
+    def store(self, args: SumRowsArgs, row: Int32, first: Int32, words: Any) -> None:
         at = args.out + Int64(row) * self.width.row_bytes
         for u in range_constexpr(self.ahead):
             vector = first + u * 32

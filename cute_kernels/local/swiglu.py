@@ -30,7 +30,7 @@ from ..segments import inclusive_sum
 WARPS = 8
 
 
-class Args(NamedTuple):
+class SwiGLUArgs(NamedTuple):
     """R rows, F numbers, El local experts."""
 
     x: Int64  # [R, 2 F]
@@ -57,7 +57,7 @@ class SwiGLU(Launched):
     layout: str = ""
 
     NAME: ClassVar[str] = "ep_swiglu"
-    Args: ClassVar[Any] = Args
+    Args: ClassVar[Any] = SwiGLUArgs
 
     @property
     def options(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class SwiGLU(Launched):
         return -(-self.vectors // (32 * self.pieces))
 
     @cute.kernel
-    def kernel(self, args: Args) -> None:
+    def kernel(self, args: SwiGLUArgs) -> None:
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         lane = arch.lane_idx()
@@ -114,7 +114,7 @@ class SwiGLU(Launched):
             first += 32
 
     @cute.jit
-    def piece(self, args: Args, row: Int32, kept: Boolean, number: Int32) -> None:
+    def piece(self, args: SwiGLUArgs, row: Int32, kept: Boolean, number: Int32) -> None:
         """By a warp."""
         first = number * (32 * self.ahead) + arch.lane_idx()
         if const_expr(self.backward):
@@ -138,7 +138,7 @@ class SwiGLU(Launched):
                 words[where + 4 * u + i] = got[i]
 
     @cute.jit
-    def operands(self, args: Args, row: Int32, kept: Boolean, first: Int32) -> Any:
+    def operands(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> Any:
         """A lane's gates, ups and, of backward, gradients; zeros in padding, whose operands may be anything."""
         each = 4 * self.ahead
         words = cute.make_rmem_tensor(((3 if self.backward else 2) * each,), Uint32)
@@ -153,7 +153,7 @@ class SwiGLU(Launched):
         return words
 
     @cute.jit
-    def made(self, args: Args, row: Int32, kept: Boolean, first: Int32) -> Any:
+    def made(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> Any:
         """silu(gate) * up, in x's dtype."""
         words = self.operands(args, row, kept, first)
         made = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
@@ -166,7 +166,7 @@ class SwiGLU(Launched):
         return made
 
     @cute.jit
-    def give_back(self, args: Args, row: Int32, kept: Boolean, first: Int32) -> None:
+    def give_back(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> None:
         """With s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)), up' = grad gate s."""
         words = self.operands(args, row, kept, first)
         of_gates = cute.make_rmem_tensor((4 * self.ahead,), Uint32)

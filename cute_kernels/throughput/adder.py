@@ -38,7 +38,7 @@ class Notes(Carried):
         self.places = smem.allocate_array(Int64, stages)
 
 
-class Sum(NamedTuple):
+class SumJob(NamedTuple):
     """The job of an item: lanes that hold a row of it, and those of them whose slice is not under way yet."""
 
     held: Any  # a bit mask; bit 32 stands for an extra row
@@ -50,7 +50,7 @@ class Sum(NamedTuple):
     code: Int32
 
 
-class Rows(NamedTuple):
+class RowBases(NamedTuple):
     """Where rows to add lie."""
 
     base: Int64
@@ -66,7 +66,7 @@ class Adder(NamedTuple):
     acc: Any  # a lane's sum of a slice
     part: Any  # the same of the rows of this rank's NVLink domain, where they are added up apart
     count: Any  # how many codes were posted
-    rows: Rows
+    rows: RowBases
     outbox: Outbox | None
 
 
@@ -75,10 +75,11 @@ class Adding:
     """How a warp adds up items (pipeline.Work).
 
     `peek` gives two integers. `fetch(lists, scouted, peeked)` gives, for a whole warp, the bit mask of lanes that hold
-    a row, the lane's row (counted from address `Rows.base`), its weight (used if `weighted`), the address of the sum,
+    a row, the lane's row (counted from `RowBases.base`), its weight (used if `weighted`), the address of the sum,
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
-    bit 32 of the mask says so; it is row `code` from address `Rows.extra`. Rows that are FAR (internode/sums.py), where
-    there may be such, are counted from `Rows.far`. `tree`: those of this rank's own NVLink domain are added up apart.
+    bit 32 of the mask says so; it is row `code` from `RowBases.extra`. Rows that are FAR (internode/sums.py),
+    where there may be such, are counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
+    separately.
     """
 
     slices: Slices
@@ -89,24 +90,24 @@ class Adding:
     extra: bool = False
     tree: bool = False
 
-    def nothing(self) -> Sum:
+    def nothing(self) -> SumJob:
         none: Any = Int64(0) if self.extra else Int32(0)
-        return Sum(none, none, Int32(self.slices.slices), Int32(0), Float32(1.0), Int64(0), Int32(0))
+        return SumJob(none, none, Int32(self.slices.slices), Int32(0), Float32(1.0), Int64(0), Int32(0))
 
     @cute.jit
-    def begin(self, lists: Any, state: Adder, item: Int32, scouted: Any, peeked: Any) -> Sum:
+    def begin(self, lists: Any, state: Adder, item: Int32, scouted: Any, peeked: Any) -> SumJob:
         held, row, weight, place, code = self.fetch(lists, scouted, peeked)
         piece = Int32(0)
         if held == 0:
             piece = Int32(self.slices.slices)
-        return Sum(held, held, piece, row, weight, place, code)
+        return SumJob(held, held, piece, row, weight, place, code)
 
     @cute.jit
-    def left(self, job: Sum) -> Boolean:
+    def left(self, job: SumJob) -> Boolean:
         return job.left != 0 or job.piece < self.slices.slices - 1
 
     @cute.jit
-    def load(self, lists: Any, state: Adder, ring: Ring, stage: Int32, job: Sum) -> Sum:
+    def load(self, lists: Any, state: Adder, ring: Ring, stage: Int32, job: SumJob) -> SumJob:
         shape, notes = ring.shape, state.notes
         held, left, piece, row, weight, place, code = job
         if left == 0:
@@ -150,7 +151,7 @@ class Adding:
             (notes.codes + note).store(code)
             (notes.places + note).store(place + piece * shape.piece_bytes)
             ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
-        return Sum(held, left, piece, row, weight, place, code)
+        return SumJob(held, left, piece, row, weight, place, code)
 
     @cute.jit
     def use(self, state: Adder, ring: Ring, stage: Int32, phase: Int32) -> None:
@@ -214,7 +215,7 @@ def add_apart(count: cutlass.Constexpr[int], mark: Int32, acc: Any, part: Any, v
 
 @cute.jit
 def add_items(
-    ring: Ring, notes: Notes, warp: Int32, adding: cutlass.Constexpr[Adding], items: Items, lists: Any, rows: Rows,
+    ring: Ring, notes: Notes, warp: Int32, adding: cutlass.Constexpr[Adding], items: Items, lists: Any, rows: RowBases,
     outbox: Outbox | None = None,
 ) -> None:  # fmt: skip
     """By one warp: all its items. Codes are posted to `outbox`, if there is one."""

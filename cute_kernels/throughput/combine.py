@@ -25,17 +25,17 @@ from cutlass.cute import arch
 from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import copies_of
+from ..domains import index_of, slot_of, stager_of
 from ..heap import SEND, Heap
-from ..internode.sums import ask, await_sums, in_two_parts, number_there, pass_sums, place_of_copy_scalars
+from ..internode.sums import ask, await_sums, in_two_parts, number_there, offset_of_copy_scalars, pass_sums
 from ..launch import Kernel, RankArgs
-from ..places import index_of, slot_of, stager_of
 from ..rows import zero_row
-from .adder import Adding, Notes, Rows, add_items
+from .adder import Adding, Notes, RowBases, add_items
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
-from .placing import place_of_weight
+from .placing import offset_of_weight
 from .ring import Ring, RingShape, Slices, init_ring_barriers
-from .surplus import Parts, Share, count_parts, takes_part
+from .surplus import BlockBudget, Parts, count_parts, takes_part
 
 WARPS = 15
 
@@ -127,7 +127,7 @@ class Combine(Kernel):
         sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
         found = smem.allocate_tensor(Int32, cute.make_layout(1))
         outbox = new_outbox(smem, WARPS)
-        share = Share(args.pushers, args.expected, blocks - args.dealt)
+        share = BlockBudget(args.pushers, args.expected, blocks - args.dealt)
         parts = Parts(ranks, args.arrivals, args.num_rows, args.dealt, share, found)
         if takes_part(parts, bid, SEND):
             self.take_part(parts, (outbox, buffers, barriers, notes, sources), args)
@@ -169,7 +169,7 @@ class Combine(Kernel):
                 ring = Ring(self.ring, buffers, barriers, warp)
                 adding = Adding(self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push)
                 items = deal_out(ranks.own, item, step, total, bid < dealt)
-                add_items(ring, notes, warp, adding, items, pushing, Rows(args.y), outbox)
+                add_items(ring, notes, warp, adding, items, pushing, RowBases(args.y), outbox)
             else:
                 count = Int32(0)
                 while item < total:
@@ -192,7 +192,7 @@ class Combine(Kernel):
                                 in_two_parts(p))  # fmt: skip
                 items = Items(item, item + step, step, args.tokens)
                 far = ranks.at(ranks.own, "rows_in") if p.num_domains > 1 else None
-                add_items(ring, notes, warp, adding, items, summing, Rows(staging, args.residual, far))
+                add_items(ring, notes, warp, adding, items, summing, RowBases(staging, args.residual, far))
             else:
                 while item < args.tokens:
                     token = self.scout_sum(summing, item)
@@ -250,13 +250,13 @@ class Combine(Kernel):
                 scalar = ptx.ld_f32(args.row_scalars + Int64(row) * 4)
                 k = cutlass.max(asker, 0) % p.top_k
                 scalars = ranks.at(heap, "scalars") + Int64(slot * p.max_tokens * p.weights_each) * 4
-                ptx.st_f32(scalars + place_of_weight(p, token * p.top_k + k), scalar)
+                ptx.st_f32(scalars + offset_of_weight(p, token * p.top_k + k), scalar)
         if const_expr(self.scalars and self.token_major):
             first = arch.shuffle_sync(row, 0)
             lane = arch.lane_idx()
             if first >= 0 and lane < p.top_k:
                 scalar = ptx.ld_f32(args.row_scalars + (Int64(first) * p.top_k + lane) * 4)
-                ptx.st_f32(heap + place_of_copy_scalars(ranks, slot, ranks.rank, token) + Int64(lane) * 4, scalar)
+                ptx.st_f32(heap + offset_of_copy_scalars(ranks, slot, ranks.rank, token) + Int64(lane) * 4, scalar)
         held = arch.vote_ballot_sync(row >= 0)
         return held, row, weight, place, index_of(ranks, owner) * (p.num_domains * p.most_copies * p.max_tokens) + at
 
@@ -311,7 +311,7 @@ class Combine(Kernel):
                 if const_expr(self.token_major):
                     row = ((copy.mask >> copy.number) & 1) * Int32(copy.holder >= 0 and complete) - 1
                 if row >= 0:
-                    value = ptx.ld_f32(self.place_of_returned(ranks, copy.holder, token, lane))
+                    value = ptx.ld_f32(self.address_of_returned(ranks, copy.holder, token, lane))
                 ptx.st_f32(args.out_scalars + at, value)
         place = args.out + Int64(token) * p.row_bytes
         rows = held
@@ -326,13 +326,13 @@ class Combine(Kernel):
         return rows, number, Float32(1.0), place, token
 
     @cute.jit
-    def place_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:
+    def address_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:
         """Where the scalar lies that a rank returns to this one: those of other NVLink domains came over the wire."""
         p = self.problem
-        among = place_of_weight(p, token * p.top_k + k)
+        among = offset_of_weight(p, token * p.top_k + k)
         at = ranks.at(ranks.own, "scalars") + among
         if const_expr(self.token_major):
-            at = ranks.own + place_of_copy_scalars(ranks, Int32(0), holder, token) + Int64(k) * 4
+            at = ranks.own + offset_of_copy_scalars(ranks, Int32(0), holder, token) + Int64(k) * 4
         if const_expr(p.num_domains > 1):
             slot = slot_of(ranks, holder)
             if slot > 0:

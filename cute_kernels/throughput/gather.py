@@ -49,7 +49,7 @@ class GatherArgs(NamedTuple):
     blocks: Int32
 
 
-class Sum(NamedTuple):
+class GatherJob(NamedTuple):
     """The job of an item."""
 
     held: Int32  # its rows, whose addresses lie in the warp's `order`
@@ -138,20 +138,20 @@ class Gather(Kernel):
             row = ptx.ld_i32(args.send_rows + at)
         return expert, row
 
-    def nothing(self) -> Sum:
-        return Sum(Int32(0), Int32(0), Int64(0), Int32(0))
+    def nothing(self) -> GatherJob:
+        return GatherJob(Int32(0), Int32(0), Int64(0), Int32(0))
 
     @cute.jit
-    def begin(self, lists: Any, state: Any, item: Int32, scouted: Int32, peeked: tuple[Int32, Int32]) -> Sum:
+    def begin(self, lists: Any, state: Any, item: Int32, scouted: Int32, peeked: tuple[Int32, Int32]) -> GatherJob:
         expert, row = peeked
         held, place, piece = self.order_rows(lists, item, expert, row, state[0][0])
-        return Sum(held, Int32(0), place, piece)
+        return GatherJob(held, Int32(0), place, piece)
 
-    def left(self, job: Sum) -> Boolean:
+    def left(self, job: GatherJob) -> Boolean:
         return job.row < job.held
 
     @cute.jit
-    def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: Sum) -> Sum:
+    def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: GatherJob) -> GatherJob:
         shape = ring.shape
         (order, marks, places), _, _ = state
         held, row, place, piece = job
@@ -168,7 +168,7 @@ class Gather(Kernel):
             (marks + stage).store(mark)
             (places + stage).store(place)
             ring.load(stage, source, shape.bytes_of(piece))
-        return Sum(held, row + 1, place, piece)
+        return GatherJob(held, row + 1, place, piece)
 
     @cute.jit
     def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:

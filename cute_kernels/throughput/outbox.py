@@ -9,7 +9,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..carried import Carried
-from ..places import near_rank
+from ..domains import near_rank
 from ..sync import Ranks
 
 

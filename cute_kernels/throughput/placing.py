@@ -16,15 +16,15 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..arrivals import Lists, lists
+from ..domains import slot_of, stager_of
 from ..experts import local_experts
-from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
-from ..places import slot_of, stager_of
+from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SETTINGS_INTS, SLOTS, Problem
 from ..segments import inclusive_sum, place_segments
 from ..sync import Ranks
-from .route import place_of_entries, place_of_told, tile_of
+from .route import address_of_entries, address_of_message, tile_of
 
 
-class Tables(NamedTuple):
+class PlacingTables(NamedTuple):
     """What a block holds in shared memory while it places a tile, int32. L: most experts of a rank."""
 
     # Of (source rank, expert here): rows in all tiles, rows in earlier tiles. Then the first holds the row of the
@@ -44,19 +44,19 @@ class Tables(NamedTuple):
     drops: Any  # [1] 1 where some expert here has more entries than rows; -1 where it cannot be known what is kept
 
 
-def new_tables(problem: Problem, smem: Any, table: Any) -> Tables:
+def new_tables(problem: Problem, smem: Any, table: Any) -> PlacingTables:
     """`table` is what counting has used."""
 
     def ints(n: int) -> Any:
         return smem.allocate_tensor(Int32, cute.make_layout(n))
 
     e, w = problem.num_experts, problem.world_size
-    return Tables(table, ints(e), ints(e), ints(e), ints(e), ints(3 * w), ints(3 * w), ints(2 * w), ints(1))
+    return PlacingTables(table, ints(e), ints(e), ints(e), ints(e), ints(3 * w), ints(3 * w), ints(2 * w), ints(1))
 
 
 @cute.jit
 def place_tile(
-    ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: Tables, args: Any
+    ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: PlacingTables, args: Any
 ) -> None:
     """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
 
@@ -67,7 +67,7 @@ def place_tile(
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     out = lists(args.arrivals, args.num_rows)
-    gather_told(ranks, threads, ok, tile, tables)
+    sum_counts(ranks, threads, ok, tile, tables)
     arch.sync_threads()
     destination = Int32(tid // 32)
     while destination < p.world_size:
@@ -92,8 +92,8 @@ def place_tile(
 
 @cute.jit
 def finish_tile(
-    ranks: Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], tile: Int32, tables: Tables,
-    args: Any,
+    ranks: Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], tile: Int32,
+    tables: PlacingTables, args: Any,
 ) -> None:  # fmt: skip
     """One block, behind `place_tile`: what no row waits for."""
     p = ranks.heap.problem
@@ -114,7 +114,7 @@ def finish_tile(
 
 
 @cute.jit
-def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: Tables) -> None:
+def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: PlacingTables) -> None:
     """Sums of what all tiles of all ranks have told; nothing where `ok` is 0."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -139,11 +139,11 @@ def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: 
         expert = i - source * num_experts
         total, before, now = Int32(0), Int32(0), Int32(0)
         if ok != 0:
-            at = place_of_told(ranks, ranks.own, source, Int32(0)) + Int64(expert) * 4
+            at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(expert) * 4
             # All loads first: they are in flight together.
             found = cute.make_rmem_tensor((p.tiles,), Int32)
             for t in range_constexpr(p.tiles):
-                found[t] = ptx.ld_i32(at + t * ranks.heap.told_bytes)
+                found[t] = ptx.ld_i32(at + t * ranks.heap.message_bytes)
             for t in range_constexpr(p.tiles):
                 total += found[t]
                 if t < tile:
@@ -173,10 +173,10 @@ def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: 
         total, before = Int32(0), Int32(0)
         told = (Int32(0), Int32(1), Int32(0))
         if ok != 0:
-            at = place_of_told(ranks, ranks.own, i, Int32(0)) + (p.told_ints - TOLD_INTS) * 4
+            at = address_of_message(ranks, ranks.own, i, Int32(0)) + (p.header_ints - SETTINGS_INTS) * 4
             told = (ptx.ld_i32(at + CAPACITY * 4), ptx.ld_i32(at + ALIGNMENT * 4), ptx.ld_i32(at + SLOTS * 4))
             for t in range_constexpr(p.tiles):
-                n = ptx.ld_i32(at + (t * ranks.heap.told_bytes + COPIES * 4))
+                n = ptx.ld_i32(at + (t * ranks.heap.message_bytes + COPIES * 4))
                 total += n
                 if t < tile:
                     before += n
@@ -188,7 +188,9 @@ def gather_told(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: 
 
 
 @cute.jit
-def finish_segments(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
+def finish_segments(
+    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any
+) -> None:
     """`mine` and the first of `rows` become rows; tile 0 writes the segments of the experts here."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -223,7 +225,7 @@ def finish_segments(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, 
 
 
 @cute.jit
-def number_sources(problem: cutlass.Constexpr[Problem], tables: Tables, tile: Int32, out: Lists) -> None:
+def number_sources(problem: cutlass.Constexpr[Problem], tables: PlacingTables, tile: Int32, out: Lists) -> None:
     """By one warp: where each source rank's entries and copies begin in the lists, of all tiles (written by tile 0) and
     of this one (the second of `entries` and `copies`)."""
     lane = arch.lane_idx()
@@ -262,7 +264,7 @@ class Entry(NamedTuple):
 
 
 @cute.jit
-def load_entry(problem: cutlass.Constexpr[Problem], tables: Tables, source: Int32, at: Int64) -> Entry:
+def load_entry(problem: cutlass.Constexpr[Problem], tables: PlacingTables, source: Int32, at: Int64) -> Entry:
     index, where, position, copy = ptx.ld_v4(at)
     local = Int32(where) & 0xFFFF
     row = tables.rows[source * problem.local_experts + local] + Int32(position)
@@ -270,7 +272,7 @@ def load_entry(problem: cutlass.Constexpr[Problem], tables: Tables, source: Int3
 
 
 @cute.jit
-def write_lists(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
+def write_lists(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any) -> None:
     """The tile's part of the lists, where all rows fit: an entry's place follows from its number. Warps share the
     entries of a source rank, or take several ranks one after the other."""
     p = ranks.heap.problem
@@ -282,7 +284,7 @@ def write_lists(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tabl
         source = unit % p.world_size
         n = tables.entries[2 * p.world_size + source]
         first_row, first_copy = tables.entries[p.world_size + source], tables.copies[p.world_size + source]
-        at = place_of_entries(ranks, ranks.own, source, tile)
+        at = address_of_entries(ranks, ranks.own, source, tile)
         i = unit // p.world_size * 32 + arch.lane_idx()
         while i < n:
             entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
@@ -312,7 +314,7 @@ def write_copy(
 
 @cute.jit
 def scan_kept(
-    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any,
+    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any,
     write: cutlass.Constexpr[bool],
 ) -> None:  # fmt: skip
     """The same where some rows do not fit: a warp goes through all entries of a source rank in order, and counts those
@@ -326,7 +328,7 @@ def scan_kept(
     source = Int32(tid // 32)
     while source < p.world_size:
         n = tables.entries[2 * p.world_size + source]
-        at = place_of_entries(ranks, ranks.own, source, tile)
+        at = address_of_entries(ranks, ranks.own, source, tile)
         kept, copies, last = Int32(0), Int32(0), Int32(-1)
         i = Int32(0)
         while i < n:
@@ -361,7 +363,7 @@ def scan_kept(
 
 
 @cute.jit
-def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables) -> None:
+def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables) -> None:
     """One block: tells the other blocks of this rank what it keeps, and hears of theirs. All tile blocks run at once
     (publish.py), and come here alike, since they know the same counts."""
     p = ranks.heap.problem
@@ -407,7 +409,7 @@ def weights_of(ranks: Ranks, source: Int32) -> Int64:
     return ranks.peer(stager_of(ranks, source)) + at
 
 
-def place_of_weight(problem: Problem, asker: Int32) -> Int64:
+def offset_of_weight(problem: Problem, asker: Int32) -> Int64:
     """Of a (token, k), as a flat index, among its source rank's weights."""
     if problem.weights_each == problem.top_k:
         return Int64(asker) * 4
@@ -416,7 +418,7 @@ def place_of_weight(problem: Problem, asker: Int32) -> Int64:
 
 
 @cute.jit
-def fetch_weights(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: Tables, args: Any) -> None:
+def fetch_weights(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any) -> None:
     """The weights of the tile's entries that come here, from the ranks that published them."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -426,13 +428,13 @@ def fetch_weights(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, ta
     while unit < p.world_size * parts:
         source = unit % p.world_size
         n = tables.entries[2 * p.world_size + source]
-        at = place_of_entries(ranks, ranks.own, source, tile)
+        at = address_of_entries(ranks, ranks.own, source, tile)
         weights = weights_of(ranks, source)
         i = unit // p.world_size * 32 + arch.lane_idx()
         while i < n:
             entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
             if entry.row < tables.limit[first_local + entry.local]:
-                weight = ptx.ld_f32(weights + place_of_weight(p, entry.asker))
+                weight = ptx.ld_f32(weights + offset_of_weight(p, entry.asker))
                 ptx.st_f32(args.recv_weights + Int64(entry.row) * 4, weight)
             i += parts * 32
         unit += threads // 32
@@ -455,6 +457,6 @@ def place_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
         row, asker = ptx.ld_pair(given.owned + Int64(j) * 8)
         if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
             source = asker // cutlass.max(entries, 1)
-            at = weights_of(ranks, source) + place_of_weight(p, asker - source * entries)
+            at = weights_of(ranks, source) + offset_of_weight(p, asker - source * entries)
             ptx.st_f32(args.recv_weights + Int64(row) * 4, ptx.ld_f32(at))
         j += p.tiles * threads

@@ -15,12 +15,12 @@ from cutlass.cute import arch
 from .. import ptx
 from ..arrivals import lists
 from ..experts import holder_of, local_experts
-from ..heap import CAPACITY, COPIES, TOLD_INTS, Problem
+from ..heap import CAPACITY, COPIES, SETTINGS_INTS, Problem
 from ..segments import inclusive_sum
 from ..sync import Ranks
-from ..token_major import clear_places, write_counts
+from ..token_major import clear_choices, write_counts
 from .placing import weights_of
-from .route import place_of_entries, place_of_told, tile_of
+from .route import address_of_entries, address_of_message, tile_of
 
 
 class CopyTables(NamedTuple):
@@ -78,10 +78,10 @@ def finish_copies(
         n = cutlass.min(first + tables.here[2 * p.world_size + source], args.capacity) - first
         i = unit // p.world_size * 32 + arch.lane_idx()
         while i < n * p.top_k:
-            write_place(ranks, args, first * p.top_k + i, True, weights)
+            write_choice(ranks, args, first * p.top_k + i, True, weights)
             i += parts * 32
         unit += threads // 32
-    clear_places(p, threads, (tile, p.tiles), args, cutlass.min(tables.total[0], args.capacity), True, weights)
+    clear_choices(p, threads, (tile, p.tiles), args, cutlass.min(tables.total[0], args.capacity), True, weights)
     first, end = tile_of(p, tile, args.max_tokens, args.tokens)
     j = first * p.top_k + tid
     while j < end * p.top_k:
@@ -114,9 +114,9 @@ def place_copy_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32,
         copies = cutlass.min(cutlass.max(copies, 0), most)
     i = tile * threads + tid
     while i < copies * p.top_k:
-        write_place(ranks, args, i, False, True)
+        write_choice(ranks, args, i, False, True)
         i += p.tiles * threads
-    clear_places(p, threads, (tile, p.tiles), args, copies, False, True)
+    clear_choices(p, threads, (tile, p.tiles), args, copies, False, True)
 
 
 @cute.jit
@@ -127,7 +127,7 @@ def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
     if column == end:
         column = Int32(-1)
     elif rank == ranks.rank:
-        column = Int32(p.told_ints - TOLD_INTS + COPIES)
+        column = Int32(p.header_ints - SETTINGS_INTS + COPIES)
     return column
 
 
@@ -135,11 +135,11 @@ def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
 def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
     """What a source rank has told in a column: in all tiles, in those before `tile`, and in this one."""
     p = ranks.heap.problem
-    at = place_of_told(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
+    at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
     # All loads first: they are in flight together.
     found = cute.make_rmem_tensor((p.tiles,), Int32)
     for t in range_constexpr(p.tiles):
-        found[t] = ptx.ld_i32(at + t * ranks.heap.told_bytes)
+        found[t] = ptx.ld_i32(at + t * ranks.heap.message_bytes)
     total, before, now = Int32(0), Int32(0), Int32(0)
     for t in range_constexpr(p.tiles):
         total += found[t]
@@ -163,7 +163,7 @@ def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
         tables.there[i] = 0
         capacity = Int32(0)
         if ok != 0:
-            at = place_of_told(ranks, ranks.own, i, Int32(0)) + (p.told_ints - TOLD_INTS + CAPACITY) * 4
+            at = address_of_message(ranks, ranks.own, i, Int32(0)) + (p.header_ints - SETTINGS_INTS + CAPACITY) * 4
             capacity = ptx.ld_i32(at)
         tables.there[world_size + i] = capacity
         i += threads
@@ -247,7 +247,7 @@ def write_copies(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tab
     while unit < p.world_size * parts:
         source = unit % p.world_size
         n, first = tables.entries[source], tables.here[p.world_size + source]
-        at = place_of_entries(ranks, ranks.own, source, tile)
+        at = address_of_entries(ranks, ranks.own, source, tile)
         i = unit // p.world_size * 32 + arch.lane_idx()
         while i < n:
             asker, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)
@@ -260,13 +260,13 @@ def write_copies(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tab
         unit += threads // 32
 
 
-def place_of_token(problem: Problem, token: Int32, k: Int32) -> Int64:
+def offset_of_token(problem: Problem, token: Int32, k: Int32) -> Int64:
     """Of the weight of a token's k among its rank's; `weights_each` numbers further is the id."""
     return Int64(token) * problem.token_bytes + Int64(k) * 4
 
 
 @cute.jit
-def write_place(
+def write_choice(
     ranks: Ranks, args: Any, place: Int32, ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool]
 ) -> None:
     """By one thread: the local id and the weight of one k of a copy; `place` is the copy's number × K + k."""
@@ -277,7 +277,7 @@ def write_place(
     entries = args.max_tokens * p.top_k
     if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
         source = asker // cutlass.max(entries, 1)
-        at = weights_of(ranks, source) + place_of_token(p, (asker - source * entries) // p.top_k, k)
+        at = weights_of(ranks, source) + offset_of_token(p, (asker - source * entries) // p.top_k, k)
         expert = ptx.ld_i32(at + p.weights_each * 4)
         first, end = local_experts(p, ranks.rank)
         local = Int32(-1)
@@ -308,14 +308,14 @@ def count_dropped(ranks: Ranks, threads: cutlass.Constexpr[int], tables: CopyTab
         _, before, now = sum_tiles(ranks, source, column_of_copies(ranks, ranks.rank), tile)
         first = tables.here[p.world_size + source] + before
         if first + now > args.capacity:
-            told = place_of_told(ranks, ranks.own, source, tile)
+            told = address_of_message(ranks, ranks.own, source, tile)
             n = Int32(0)
             expert = first_local + lane
             while expert < end_local:
                 n += ptx.ld_i32(told + Int64(expert) * 4)
                 expert += 32
             n = arch.warp_redux_sync(n, "add")
-            at = place_of_entries(ranks, ranks.own, source, tile)
+            at = address_of_entries(ranks, ranks.own, source, tile)
             i = Int32(lane)
             while i < n:
                 _, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)

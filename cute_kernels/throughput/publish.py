@@ -25,14 +25,14 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
+from ..domains import is_near
 from ..formats import Form
 from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
-from ..internode.sending import Rows, copy_rows, relay, row_in, send_rows, send_weights
+from ..internode.sending import BatchFiller, copy_rows, relay, row_in, send_rows, send_weights
 from ..launch import Kernel, RankArgs
-from ..places import is_near
-from .placing import finish_tile, new_tables, place_of_weight, place_tile, place_weights
+from .placing import finish_tile, new_tables, offset_of_weight, place_tile, place_weights
 from .ring import RingShape
-from .route import Counters, publish_tile, send_tile, tile_of
+from .route import Counters, publish_tile, put_messages, tile_of
 from .stage import announce, ring_shape, stage
 from .stage_quantised import quantise_row, stage_quantised
 
@@ -80,7 +80,7 @@ class Publish(Kernel):
     given: bool = False
 
     @property
-    def told_bytes(self) -> int:
+    def published_bytes(self) -> int:
         """What peers read of each token besides its row: its weights, if there are any."""
         return self.problem.weights_each * 4 if self.weights else 0
 
@@ -115,9 +115,9 @@ class Publish(Kernel):
         smem = cutlass.memory.SmemAllocator()
         if bid < self.tile_blocks:
             self.do_tile(ranks, smem, bid, args)
-        elif const_expr(self.problem.num_domains > 1 and (self.rows or self.told_bytes > 0)):
+        elif const_expr(self.problem.num_domains > 1 and (self.rows or self.published_bytes > 0)):
             if bid == self.tile_blocks:
-                relay(ranks, THREADS, self.rows, self.told_bytes > 0, args.max_tokens)
+                relay(ranks, THREADS, self.rows, self.published_bytes > 0, args.max_tokens)
             elif const_expr(self.rows):
                 self.do_rows_across(ranks, smem, bid - self.tile_blocks - 1, blocks - self.tile_blocks - 1, args)
         elif const_expr(self.rows):
@@ -146,13 +146,13 @@ class Publish(Kernel):
             row_bytes = (
                 Form(self.format, self.problem.hidden_size).staged_bytes if self.format else self.problem.row_bytes
             )
-            send_rows(ranks, THREADS, Rows(self.fill_batch, row_bytes), args, block, senders)
+            send_rows(ranks, THREADS, BatchFiller(self.fill_batch, row_bytes), args, block, senders)
         elif const_expr(not alone):
             self.do_rows(ranks, smem, block - senders, blocks - senders, args)
 
     @cute.jit
     def fill_batch(self, ranks: sync.Ranks, args: PublishArgs, batch: Int32, mask: Int32, to: Int64) -> None:
-        """See `sending.Rows`."""
+        """See `sending.BatchFiller`."""
         p = self.problem
         first = batch * p.batch_tokens
         if const_expr(self.format == ""):
@@ -181,8 +181,8 @@ class Publish(Kernel):
             tables = new_tables(p, smem, table)
             publish_tile(ranks, counters, THREADS, tile, args)
         if const_expr(self.weights):
-            self.tell_weights(ranks, tile, args)
-        self.send_told(ranks, counters, tile, args)
+            self.publish_weights(ranks, tile, args)
+        self.put_tile(ranks, counters, tile, args)
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
             place_tile(ranks, THREADS, ok, tile, tables, args)
@@ -196,7 +196,7 @@ class Publish(Kernel):
             place_weights(ranks, THREADS, ok, tile, args)
 
     @cute.jit
-    def tell_weights(self, ranks: sync.Ranks, tile: Int32, args: Any) -> None:
+    def publish_weights(self, ranks: sync.Ranks, tile: Int32, args: Any) -> None:
         """One block: puts what there is of each token of the tile where peers read it."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
@@ -207,27 +207,27 @@ class Publish(Kernel):
             if ranks.mark < 0:
                 end = first
         while j < end * p.top_k:
-            self.tell_weight(ranks, j, args)
+            self.publish_weight(ranks, j, args)
             j += THREADS
 
     @cute.jit
-    def tell_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
+    def publish_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
         """Of a (token, k), as a flat index."""
         weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
-        ptx.st_f32(ranks.at(ranks.own, "weights") + place_of_weight(self.problem, j), weight)
+        ptx.st_f32(ranks.at(ranks.own, "weights") + offset_of_weight(self.problem, j), weight)
 
     @cute.jit
-    def send_told(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
+    def put_tile(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
         """One block: what it has told of its tile goes to other NVLink domains."""
         p = self.problem
         if const_expr(p.num_domains > 1):
             # All of the block's stores come before its puts.
             arch.sync_threads()
             if const_expr(self.route):
-                send_tile(ranks, counters, THREADS // 32, tile)
-            if const_expr(self.told_bytes > 0):
+                put_messages(ranks, counters, THREADS // 32, tile)
+            if const_expr(self.published_bytes > 0):
                 first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-                send_weights(ranks, THREADS // 32, self.told_bytes, tile, first, end)
+                send_weights(ranks, THREADS // 32, self.published_bytes, tile, first, end)
 
     @cute.jit
     def meet(self, ranks: sync.Ranks, tile: Int32, failed: Any) -> Int32:
@@ -265,7 +265,7 @@ class Publish(Kernel):
             near = is_near(ranks, source)
             if near or const_expr(self.route):
                 come = ranks.wait("route", index, source, tile)
-            if const_expr(self.told_bytes > 0):
+            if const_expr(self.published_bytes > 0):
                 if not near and come:
                     flag = ranks.at(ranks.own, "relayed_weights") + Int64(index) * 8
                     come = sync.await_word(ranks, flag, source, tile) >= 0

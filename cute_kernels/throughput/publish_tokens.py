@@ -13,7 +13,7 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..launch import RankArgs
-from .placing_tokens import finish_copies, new_copy_tables, place_copies, place_copy_weights, place_of_token
+from .placing_tokens import finish_copies, new_copy_tables, offset_of_token, place_copies, place_copy_weights
 from .publish import THREADS, Publish
 from .route import Counters, publish_tile
 
@@ -50,15 +50,15 @@ class PublishTokens(Publish):
     Args: ClassVar[Any] = PublishTokensArgs
 
     @property
-    def told_bytes(self) -> int:
+    def published_bytes(self) -> int:
         return self.problem.token_bytes
 
     @cute.jit
-    def tell_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
+    def publish_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
         """And the id."""
         p = self.problem
         token = j // p.top_k
-        place = ranks.at(ranks.own, "weights") + place_of_token(p, token, j - token * p.top_k)
+        place = ranks.at(ranks.own, "weights") + offset_of_token(p, token, j - token * p.top_k)
         if const_expr(self.weights):
             ptx.st_f32(place, ptx.ld_f32(args.topk_weights + Int64(j) * 4))
         ptx.st_i32(place + p.weights_each * 4, ptx.ld_i32(args.topk_idx + Int64(j) * 4))
@@ -76,8 +76,8 @@ class PublishTokens(Publish):
             counters = Counters(table, smem.allocate_tensor(Int32, cute.make_layout(p.counters)))
             tables = new_copy_tables(p, smem)
             publish_tile(ranks, counters, THREADS, tile, args, True)
-        self.tell_weights(ranks, tile, args)
-        self.send_told(ranks, counters, tile, args)
+        self.publish_weights(ranks, tile, args)
+        self.put_tile(ranks, counters, tile, args)
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
             place_copies(ranks, THREADS, ok, tile, tables, args)

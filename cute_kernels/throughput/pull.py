@@ -31,7 +31,7 @@ from ..swizzled import Begins
 from .pipeline import deal_out, run
 from .ring import MAX_PIECE, Ring, RingShape, init_ring_barriers
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
-from .surplus import Parts, Share, count_parts, takes_part
+from .surplus import BlockBudget, Parts, count_parts, takes_part
 
 
 class PullArgs(NamedTuple):
@@ -140,9 +140,9 @@ class Pull(Kernel):
         if const_expr(self.joins):
             number += args.dealt
         most = args.dealt + args.joining - always
-        share = Share(always, args.expected, most)
+        share = BlockBudget(always, args.expected, most)
         if lost[0] != 0:
-            share = Share(always, args.expected, Int32(0))
+            share = BlockBudget(always, args.expected, Int32(0))
         parts = Parts(ranks, args.arrivals, args.num_rows, always, share, found)
         if takes_part(parts, number, 1.0):
             self.take_part(parts, (ring_memory, places, sources, known, lost), number, args)

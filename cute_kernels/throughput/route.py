@@ -17,9 +17,9 @@ from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
+from ..domains import is_near
 from ..experts import first_expert, holder_of
-from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SLOTS, TOLD_INTS, Problem
-from ..places import is_near
+from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SETTINGS_INTS, SLOTS, Problem
 from ..sync import BAD_EXPERT, Ranks, refuse
 
 STEPS = 2
@@ -40,38 +40,38 @@ def tile_of(problem: Problem, tile: Int32, max_tokens: Int32, tokens: Int32) -> 
     return tile * each, cutlass.min((tile + 1) * each, tokens)
 
 
-def place_of_entries(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
+def address_of_entries(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
     """Where the entries of a source rank's tile lie in a rank's heap."""
-    return place_of_told(ranks, heap, source, tile) + ranks.heap.problem.told_ints * 4
+    return address_of_message(ranks, heap, source, tile) + ranks.heap.problem.header_ints * 4
 
 
-def place_of_told(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
+def address_of_message(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
     """Where its counts lie, and what is told behind them."""
-    return heap + offset_of_told(ranks, "told", source, tile)
+    return heap + offset_of_message(ranks, "messages", source, tile)
 
 
-def offset_of_told(ranks: Ranks, name: str, rank: Int32, tile: Int32) -> Int64:
+def offset_of_message(ranks: Ranks, name: str, rank: Int32, tile: Int32) -> Int64:
     """Of a section that has room for what each tile tells, by rank."""
-    return ranks.at(Int64(0), name) + Int64(rank * ranks.heap.problem.tiles + tile) * ranks.heap.told_bytes
+    return ranks.at(Int64(0), name) + Int64(rank * ranks.heap.problem.tiles + tile) * ranks.heap.message_bytes
 
 
 @cute.jit
-def place_to_tell(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
+def address_of_outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
     """Where this rank writes what a tile tells another one: there, or, for a rank of another NVLink domain, here, from
-    where it is put on the wire (`send_tile`)."""
+    where it is put on the wire (`put_messages`)."""
     place = Int64(0)
     if const_expr(not ranks.heap.problem.domains):
-        place = place_of_told(ranks, ranks.peer(rank), ranks.rank, tile)
+        place = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
     else:
         if is_near(ranks, rank):
-            place = place_of_told(ranks, ranks.peer(rank), ranks.rank, tile)
+            place = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
         else:
-            place = ranks.own + offset_of_told(ranks, "told_out", rank, tile)
+            place = ranks.own + offset_of_message(ranks, "messages_out", rank, tile)
     return place
 
 
 @cute.jit
-def may_tell(ranks: Ranks, rank: Int32) -> Boolean:
+def may_write(ranks: Ranks, rank: Int32) -> Boolean:
     """A rank that has given up leaves alone what its puts may still read: they would bring it behind a good word."""
     may = Boolean(True)
     if const_expr(ranks.heap.problem.num_domains > 1):
@@ -80,7 +80,7 @@ def may_tell(ranks: Ranks, rank: Int32) -> Boolean:
 
 
 @cute.jit
-def send_tile(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int], tile: Int32) -> None:
+def put_messages(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int], tile: Int32) -> None:
     """By one block, behind a barrier: what its tile tells ranks of other domains. A put for each, whose word is the
     route flag."""
     p = ranks.heap.problem
@@ -89,9 +89,12 @@ def send_tile(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int], t
     while rank < p.world_size and ranks.mark >= 0:
         if not is_near(ranks, rank):
             entries = Int32(counters.total[p.num_experts + rank])
-            there, here = offset_of_told(ranks, "told", ranks.rank, tile), offset_of_told(ranks, "told_out", rank, tile)
+            there, here = (
+                offset_of_message(ranks, "messages", ranks.rank, tile),
+                offset_of_message(ranks, "messages_out", rank, tile),
+            )
             word = ranks.at(Int64(0), "route") + Int64(ranks.rank * p.tiles + tile) * 8
-            p.wire.put_signal(ranks, rank, there, here, p.told_ints * 4 + entries * ENTRY_BYTES, word, ranks.mark)
+            p.wire.put_signal(ranks, rank, there, here, p.header_ints * 4 + entries * ENTRY_BYTES, word, ranks.mark)
         rank += warps
 
 
@@ -207,8 +210,8 @@ def publish_tile(
                     index = in_list[r] + table[mine + experts_all + holder]
                     copy = in_copies[r] + table[mine + experts_all + world_size + holder]
                     local = expert - first_expert(p, holder)
-                    place = place_to_tell(ranks, holder, tile) + p.told_ints * 4 + Int64(index) * ENTRY_BYTES
-                    if may_tell(ranks, holder):
+                    place = address_of_outgoing(ranks, holder, tile) + p.header_ints * 4 + Int64(index) * ENTRY_BYTES
+                    if may_write(ranks, holder):
                         ptx.st_v4(place, (entries[r], local | (numbers[r] << 16), position, copy * 2 + opens[r]))
                     if const_expr(token_major):
                         position = Int32(-1)
@@ -221,9 +224,9 @@ def publish_tile(
     arch.sync_threads()
 
     i = Int32(tid)
-    while i < world_size * p.told_ints:
-        j = i % p.told_ints
-        peer = (ranks.rank + i // p.told_ints) % world_size
+    while i < world_size * p.header_ints:
+        j = i % p.header_ints
+        peer = (ranks.rank + i // p.header_ints) % world_size
         value = Int32(0)
         if j < experts_all:
             value = running[j]
@@ -233,7 +236,7 @@ def publish_tile(
                     value = Int32(0)
                     if j == first_expert(p, holder):
                         value = running[experts_all + world_size + holder]
-        what = j - (p.told_ints - TOLD_INTS)
+        what = j - (p.header_ints - SETTINGS_INTS)
         if what == CAPACITY:
             value = args.capacity
         if what == ALIGNMENT:
@@ -242,8 +245,8 @@ def publish_tile(
             value = args.slots
         if what == COPIES:
             value = running[experts_all + world_size + peer]
-        if may_tell(ranks, peer):
-            ptx.st_i32(place_to_tell(ranks, peer, tile) + Int64(j) * 4, value)
+        if may_write(ranks, peer):
+            ptx.st_i32(address_of_outgoing(ranks, peer, tile) + Int64(j) * 4, value)
         i += threads
 
 

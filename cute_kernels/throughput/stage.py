@@ -15,8 +15,8 @@ from cutlass import Int32, Int64, Uint8
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..domains import neighbour
 from ..heap import CHUNK_BYTES, Problem
-from ..places import neighbour
 from .ring import Ring, RingShape, init_ring_barriers
 
 MOST_WARPS = 16

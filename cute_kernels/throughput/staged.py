@@ -9,10 +9,10 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..delivery import Arrived, Delivery
+from ..domains import is_near, slot_of, stager_of
 from ..experts import local_experts
 from ..heap import Problem
-from ..internode.sending import place_in, row_in
-from ..places import is_near, slot_of, stager_of
+from ..internode.sending import offset_of_batch, row_in
 
 
 @cute.jit
@@ -88,7 +88,7 @@ def source_row(
         if slot > 0:
             batch = token // ranks.heap.problem.batch_tokens
             row = row_in(ready >> 1, token - batch * ranks.heap.problem.batch_tokens)
-            at = ranks.peer(stager_of(ranks, source)) + place_in(ranks, "rows_in", slot, batch)
+            at = ranks.peer(stager_of(ranks, source)) + offset_of_batch(ranks, "rows_in", slot, batch)
             at += Int64(row) * delivery.travelling_bytes
     return at
 

@@ -17,7 +17,7 @@ from ..arrivals import lists
 from ..sync import Ranks
 
 
-class Share(NamedTuple):
+class BlockBudget(NamedTuple):
     """Of a kernel's blocks."""
 
     blocks: Int32  # that take part in any case
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
     arrivals: Int64
     num_rows: Int32
     always: Int32  # how many in any case
-    share: Share
+    share: BlockBudget
     found: Any  # [1] in shared memory
 
 

@@ -20,7 +20,7 @@ from simulator.shape import Operation, Shape
 
 import ep_ops
 from cute_kernels import heap
-from cute_kernels.latency.heap import LatencyHeap
+from cute_kernels.latency.sizes import LatencyHeap
 from ep_ops.bench import model, model_memory, model_report, model_stated, model_times, model_traffic
 from ep_ops.bench.model_memory import Layout
 
@@ -233,7 +233,7 @@ def test_places_of_few_tokens_are_the_protocols(layout: Layout) -> None:
 
 SECTIONS = {
     "rows": ("rows_in",), "rows to be sent": ("rows_out",), "pushed sums": ("rows",),
-    "routes": ("told", "told_out", "kept"), "scalars": ("weights", "weights_in", "scalars", "scalars_in"),
+    "routes": ("messages", "messages_out", "kept"), "scalars": ("weights", "weights_in", "scalars", "scalars_in"),
     "wanted": ("wanted_in", "wanted_out"),
 }  # fmt: skip
 

@@ -35,11 +35,11 @@ def combine(draw: random.Random, shape: Shape, times: int = 3) -> None:
 
     from cute_kernels import marks
     from cute_kernels.heap import Problem
-    from cute_kernels.latency.combine import Combine
+    from cute_kernels.latency.combine import LatencyCombine
 
     world_size, made = len(shape.experts), wire_of(shape)
     problem = Problem(world_size, shape.experts, shape.top_k, HIDDEN, "bf16", shape.max_tokens, shape.domains, made)
-    kernels = [Combine(problem, shape.max_tokens, weighted) for weighted in (True, False)]
+    kernels = [LatencyCombine(problem, shape.max_tokens, weighted) for weighted in (True, False)]
     heap = kernels[0].heap
     depth = made.depth if shape.wire == "adversary" else 0
     ranks = Ranks(heap, draw, mapped=shape.wire != "nvshmem", depth=depth)
@@ -61,7 +61,7 @@ def combine(draw: random.Random, shape: Shape, times: int = 3) -> None:
         wants = expected_combine(case, plans, y, weights if kernel.weighted else None, None, shape.domains)
         put = ranks.memory.put
         for rank, (plan, want) in enumerate(zip(plans, wants, strict=True)):
-            args = ranks.args(rank, marks.pack("combine", case.max_tokens, few=True))
+            args = ranks.args(rank, marks.pack("combine", case.max_tokens, latency=True))
             out = ranks.blank(want.numel() // 2, "out")
             wanted.append((f"sums of rank {rank}, step {number}", out, want))
             launch(

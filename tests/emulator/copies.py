@@ -214,8 +214,8 @@ def across(shape: Shape, draw: random.Random) -> None:
 def few(shape: Shape, draw: random.Random) -> None:
     """The latency kernels' combine, whole and split, along the route of a token-major dispatch."""
     from cute_kernels import marks
-    from cute_kernels.latency.combine import Combine
-    from cute_kernels.latency.heap import LatencyHeap
+    from cute_kernels.latency.combine import LatencyCombine
+    from cute_kernels.latency.sizes import LatencyHeap
 
     on = Steps(shape, draw)
     heap = LatencyHeap(on.problem, on.problem.max_tokens)
@@ -228,13 +228,13 @@ def few(shape: Shape, draw: random.Random) -> None:
             for rank, at in enumerate(on.at):
                 case = on.truth.case
                 values: dict[str, Any] = {
-                    **at, "ranks": on.ranks.args(rank, marks.pack("combine", case.max_tokens, few=True)),
+                    **at, "ranks": on.ranks.args(rank, marks.pack("combine", case.max_tokens, latency=True)),
                     "tokens": case.topk_idx[rank].shape[0], "max_tokens": case.max_tokens, "recv_weights": 0,
                     "num_rows": case.capacity[rank], "senders": 1, "first_receiver": 1 if part == (True, True) else 0,
                     "blocks": 1 if part == (True, False) else 3,
                 }  # fmt: skip
-                args = numbered(Combine.Args, **{name: values[name] for name in Combine.Args._fields})
-                launches.append(Launch(Combine(on.problem, heap.tokens, False, *part), args))
+                args = numbered(LatencyCombine.Args, **{name: values[name] for name in LatencyCombine.Args._fields})
+                launches.append(Launch(LatencyCombine(on.problem, heap.tokens, False, *part), args))
             on.ranks.run(launches, ends=part[1])
         on.check_sums(on.of("out"))
 

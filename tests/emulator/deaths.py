@@ -114,7 +114,7 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
     sync.POLLS_PER_CHECK, ranks.timeout_ns = usual, 1 << 40
     for rank in living:
         reason, peer = ranks.reported(rank)[0]
-        assert reason == sync.TOLD or (reason == sync.TIMEOUT and peer == victim), (
+        assert reason == sync.PEER_FAILED or (reason == sync.TIMEOUT and peer == victim), (
             f"rank {rank} reports reason {reason}, peer {peer}; rank {victim} died; in the operation: {told}"
         )
 

@@ -86,7 +86,7 @@ def make_small() -> None:
     which the announcing of chunks takes for granted."""
     import cute_kernels
     import cute_kernels.heap as heap
-    import cute_kernels.latency.heap as latency
+    import cute_kernels.latency.sizes as latency
 
     cute_kernels.ptx = ptx
     heap.COUNTING_BYTES = 1 << 14

@@ -30,7 +30,7 @@ class Pair:
 
     def __init__(self, shape: Shape, draw: random.Random, dispatch: Blocks, combine: Blocks) -> None:
         from cute_kernels.heap import Problem
-        from cute_kernels.latency.heap import LatencyHeap
+        from cute_kernels.latency.sizes import LatencyHeap
 
         self.shape, self.draw = shape, draw
         self.dispatch_blocks, self.combine_blocks = dispatch, combine
@@ -60,14 +60,16 @@ class Pair:
     def launches(self, kind: str, weighted: bool, parts: tuple[bool, bool]) -> list[Launch]:
         """Of "dispatch" or "combine"; `parts`: whether it sends, whether it receives."""
         from cute_kernels import marks
-        from cute_kernels.latency.combine import Combine, CombineArgs
-        from cute_kernels.latency.dispatch import Dispatch, DispatchArgs
+        from cute_kernels.latency.combine import LatencyCombine, LatencyCombineArgs
+        from cute_kernels.latency.dispatch import LatencyDispatch, LatencyDispatchArgs
 
         case = self.truth.case
         senders, first, blocks = self.dispatch_blocks if kind == "dispatch" else self.combine_blocks
         if parts != (True, True):
             first, blocks = 0, (max(senders, 1) if parts[0] else blocks)
-        kernel, args = (Dispatch, DispatchArgs) if kind == "dispatch" else (Combine, CombineArgs)
+        kernel, args = (
+            (LatencyDispatch, LatencyDispatchArgs) if kind == "dispatch" else (LatencyCombine, LatencyCombineArgs)
+        )
         variant: tuple[Any, ...] = ()
         named = kind
         if kind == "dispatch":
@@ -75,7 +77,7 @@ class Pair:
             named = "dispatch_tokens" if self.token_major else kind
         made = []
         for rank, at in enumerate(self.at):
-            terms = marks.pack(named, case.max_tokens, weighted and kind == "dispatch", few=True)
+            terms = marks.pack(named, case.max_tokens, weighted and kind == "dispatch", latency=True)
             values: dict[str, Any] = {
                 "ranks": self.ranks.args(rank, terms), "tokens": case.topk_idx[rank].shape[0],
                 "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],

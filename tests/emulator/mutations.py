@@ -51,7 +51,8 @@ MUTATIONS = {
         '                ptx.st_release_sys(ranks.own + 17 * 8',
     ),
     "sent": Mutation(
-        "latency_across_refused", OPERATION, 'expected += await_said(ranks, "sent", rank)', "expected += Int64(0) "
+        "latency_across_refused", OPERATION,
+        'expected += await_word_of(ranks, "put_counts", rank)', "expected += Int64(0) "
     ),
     "come": Mutation(
         "latency_across_refused", OPERATION, "while come < expected and not stop", "while Int64(1) < 0"

@@ -107,7 +107,7 @@ def red_max(addr: Any, value: Any) -> None:
     memory().store_long(addr, max(int(memory().load_long(addr)), int(value)))
 
 
-def atom_told_so(addr: Any) -> None:
+def atom_fail_by_peer(addr: Any) -> None:
     if memory().load_long(addr) == 0:
         memory().store_long(addr, 3)
 

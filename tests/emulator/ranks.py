@@ -45,12 +45,12 @@ class Ranks:
         """What a rank knows of where others are."""
         from courier import mailbox_bytes
 
-        from cute_kernels.places import place_words
+        from cute_kernels.domains import position_words
 
         domains = self.heap.problem.domains or (range(self.world_size),)
         near = next(members for members in domains if rank in members) if self.heap.problem.domains else [rank]
         known = [heap if mapped or peer in near else 0 for peer, heap in enumerate(self.heaps)]
-        words = [*known, *place_words(domains), self.memory.take(mailbox_bytes(depth), "mailbox", 0) if depth else 0]
+        words = [*known, *position_words(domains), self.memory.take(mailbox_bytes(depth), "mailbox", 0) if depth else 0]
         table = self.memory.take(8 * len(words), "table of heaps")
         for number, word in enumerate(words):
             self.memory.store_long(table + 8 * number, word)

@@ -336,11 +336,11 @@ def refused(shape: Shape, draw: random.Random) -> None:
 
 def disagreeing(shape: Shape, draw: random.Random) -> None:
     """A rank that calls another operator: all are told so, by what they see or by one that has seen it."""
-    from cute_kernels.sync import MISMATCH, TOLD
+    from cute_kernels.sync import MISMATCH, PEER_FAILED
 
     on = begun(shape, draw, known=True)
     told = on.disagreeing(1)
-    assert all(said[0][0] in (MISMATCH, TOLD) and said[1] == (0, 0) for said in told), told
+    assert all(said[0][0] in (MISMATCH, PEER_FAILED) and said[1] == (0, 0) for said in told), told
     assert any(said[0][0] == MISMATCH for said in told), told
 
 
@@ -348,17 +348,17 @@ def absent(shape: Shape, draw: random.Random, warned: bool, known: bool) -> None
     """A rank comes when all others have given up: they say whom they waited for, and so does it in the end, which takes
     nothing from them for good. What it has not been warned of is right."""
     from cute_kernels.marks import unpack_alarm
-    from cute_kernels.sync import TIMEOUT, TOLD
+    from cute_kernels.sync import PEER_FAILED, TIMEOUT
 
     on = begun(shape, draw, known)
     told = on.without(1, refuses=False, known=known)
     for rank, said in enumerate(told):
-        assert rank == 1 or said[0][0] in (TIMEOUT, TOLD), told
+        assert rank == 1 or said[0][0] in (TIMEOUT, PEER_FAILED), told
     first = next(said[0] for said in told if said[0][0] == TIMEOUT)
     assert first[1] == 1, told
     late = on.late(1, warned, known)
-    assert late[0][0] == (TOLD if warned else 0), late
+    assert late[0][0] == (PEER_FAILED if warned else 0), late
     behind = on.garbage(1)[0][0]
-    assert behind == 0 if warned else behind in (TIMEOUT, TOLD), behind  # what is told is told once
+    assert behind == 0 if warned else behind in (TIMEOUT, PEER_FAILED), behind  # what is told is told once
     who = unpack_alarm(on.ranks.memory.load_long(on.ranks.heaps[1] + on.ranks.heap.offset["alarm"]))
     assert who.reason == TIMEOUT and (not warned or (who.rank != 1 and who.peer == 1)), who

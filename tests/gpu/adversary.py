@@ -23,7 +23,7 @@ import torch.distributed as dist
 from courier import HEADER_WORDS, LATEST, RECORD_WORDS, Adversary, Courier, Gate, mailbox_bytes
 
 from cute_kernels import jit
-from cute_kernels.alarm import Alarm
+from cute_kernels.alarm import RaiseAlarm
 from cute_kernels.heap import BEGUN, EPOCH, MET, NOTE_WORDS, NOTES, STATE_BYTES, Heap
 from cute_kernels.marks import SHIFT
 from cute_kernels.throughput.pull import Pull
@@ -192,7 +192,7 @@ class Launcher(launcher.Launcher):
         def launched(terms: int, **given: Any) -> None:
             with torch.cuda.device(self.device):
                 stream = self.stream_of(self._stream(self.device.index))
-                if kernel is Alarm:  # no operation: what it has put is delivered behind it
+                if kernel is RaiseAlarm:  # no operation: what it has put is delivered behind it
                     launch(terms, **given)
                     mail.stream.wait_stream(stream)
                     self.send(0)

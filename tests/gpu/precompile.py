@@ -37,7 +37,7 @@ class Wanted:
         import torch
 
         from cute_kernels.heap import Problem
-        from cute_kernels.latency.heap import most_tokens
+        from cute_kernels.latency.sizes import most_tokens
         from ep_ops.backends.cute import kernels_of, latency, sizing, throughput
         from ep_ops.backends.cute.row_format import row_format
         from ep_ops.config import even_experts

@@ -15,7 +15,7 @@ from operators import Call, compare, covered, make_comm, of_kernels, ranks, uneq
 from sharing import SHARING, few_processes, fewer
 
 import ep_ops
-from cute_kernels.latency.heap import most_tokens
+from cute_kernels.latency.sizes import most_tokens
 from ep_ops.backends.cute.sizing import problem_of
 
 BF16 = torch.bfloat16

@@ -110,15 +110,15 @@ class Wired:
         from courier import Courier, mailbox_bytes
 
         from cute_kernels import sync
+        from cute_kernels.domains import position_words
         from cute_kernels.heap import EPOCH, STATE_BYTES
-        from cute_kernels.places import place_words
 
         self.rank, self.world_size = ranks()
         self.memory = symmetric.allocate(heap.nbytes, dist.group.WORLD, device, over_domains=True)
         adversary = kind == "adversary"
         depth = heap.problem.wire.depth if adversary else 0
         self.mailbox = torch.zeros(mailbox_bytes(depth), dtype=torch.uint8, device=device)
-        words = [*self.memory.addresses, *place_words(heap.problem.domains), self.mailbox.data_ptr()]
+        words = [*self.memory.addresses, *position_words(heap.problem.domains), self.mailbox.data_ptr()]
         self.table = torch.tensor(words, dtype=torch.int64, device=device)
         self.served = torch.arange(1 + 2 * STEPS, dtype=torch.int64, device=device)
         if kind != "nvshmem" and 0 in self.memory.addresses:
@@ -253,8 +253,8 @@ class Few(Wired):
     def __init__(self, kind: str, device: torch.device, domain_size: int, tokens: int, top_k: int) -> None:
         from cute_kernels import marks
         from cute_kernels.heap import Problem
-        from cute_kernels.latency.combine import Combine
-        from cute_kernels.latency.dispatch import Dispatch
+        from cute_kernels.latency.combine import LatencyCombine
+        from cute_kernels.latency.dispatch import LatencyDispatch
 
         world_size = ranks()[1]
         problem = Problem(
@@ -262,9 +262,9 @@ class Few(Wired):
             consecutive_domains(world_size, domain_size), wire_of(kind, 4 * world_size),
         )  # fmt: skip
         self.tokens, self.rows = tokens, world_size * tokens * top_k
-        self.kernels = Dispatch(problem, tokens, True), Combine(problem, tokens, True)
+        self.kernels = LatencyDispatch(problem, tokens, True), LatencyCombine(problem, tokens, True)
         self.terms = [
-            marks.pack("dispatch", tokens, scalars=True, few=True), marks.pack("combine", tokens, few=True)
+            marks.pack("dispatch", tokens, scalars=True, latency=True), marks.pack("combine", tokens, latency=True)
         ]  # fmt: skip
         super().__init__(kind, device, self.kernels[0].heap, self.kernels)
 

@@ -66,7 +66,7 @@ def test_no_spills(name: str, tmp_path: Path) -> None:
 @needs_library
 @pytest.mark.parametrize(
     ("kind", "problem", "variant", "arch"),
-    [(Pull, LARGE, (True, False, True), "sm_100a"), (latency_combine.Combine, FEW, (128, True), "sm_90a")],
+    [(Pull, LARGE, (True, False, True), "sm_100a"), (latency_combine.LatencyCombine, FEW, (128, True), "sm_90a")],
     ids=["pull", "few"],
 )
 def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> None:
@@ -80,16 +80,17 @@ def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> N
 @pytest.mark.parametrize(
     ("kernel", "arch"),
     [
-        (latency_dispatch.Dispatch(FEW, 128, True), "sm_90a"), (latency_combine.Combine(FEW, 128, True), "sm_100a"),
-        (latency_dispatch.Dispatch(BUNDLED, 128, True), "sm_100a"),
-        (latency_combine.Combine(BUNDLED, 128, True), "sm_90a"),
+        (latency_dispatch.LatencyDispatch(FEW, 128, True), "sm_90a"),
+        (latency_combine.LatencyCombine(FEW, 128, True), "sm_100a"),
+        (latency_dispatch.LatencyDispatch(BUNDLED, 128, True), "sm_100a"),
+        (latency_combine.LatencyCombine(BUNDLED, 128, True), "sm_90a"),
     ],
     ids=["dispatch", "combine", "dispatch bundled", "combine bundled"],
 )  # fmt: skip
 def test_few_tokens(kernel: Any, arch: str, tmp_path: Path) -> None:
     """Lines are stored at peers of the domain and in the send area. Two blocks fit on a multiprocessor."""
     ptx = compiled_ptx(kernel, arch)
-    routes = 2 * isinstance(kernel, latency_dispatch.Dispatch)
+    routes = 2 * isinstance(kernel, latency_dispatch.LatencyDispatch)
     assert count(ptx, "st.volatile.global.v4.b32") >= 2 + routes
     assert "fma.rn.f32" not in ptx, "products and sums are rounded one by one"
     made = assembled(ptx, arch, tmp_path)

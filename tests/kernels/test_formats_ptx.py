@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.heap import Problem
-from cute_kernels.latency.dispatch import Dispatch
+from cute_kernels.latency.dispatch import LatencyDispatch
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.stage_quantised import TEAM
@@ -36,7 +36,7 @@ def pulling(problem: Problem, form: str, layout: str) -> Any:
 
 
 def few(problem: Problem, form: str, layout: str, given: bool = False, part: tuple[bool, bool] = (True, True)) -> Any:
-    return Dispatch(problem, 64, True, *part, form, layout, given)
+    return LatencyDispatch(problem, 64, True, *part, form, layout, given)
 
 
 ENCODES, DECODES = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2"

@@ -34,7 +34,7 @@ def guarded(problem: Problem) -> list[Any]:
         Combine(problem, False, False, True),
         Combine(problem, True, False, True, False, True),
         Gather(problem),
-        latency_combine.Combine(problem, 16, True),
+        latency_combine.LatencyCombine(problem, 16, True),
     ]
 
 
@@ -62,7 +62,7 @@ def test_only_given_routes_are_looked_at() -> None:
 def test_latency_dispatch_places_rows_for_every_rank(world_size: int) -> None:
     """A warp for each destination: with more of them than warps they take turns, and no rank is left out."""
     problem = Problem(world_size, (2,) * world_size, 4, 512, "bf16", 64)
-    ptx = compiled_ptx(latency_dispatch.Dispatch(problem, 16, False), "sm_90a")
+    ptx = compiled_ptx(latency_dispatch.LatencyDispatch(problem, 16, False), "sm_90a")
     # The prefix sum over a rank's experts: five steps, in a loop over 32 experts at a time, that one in a loop over
     # destinations (however often the compiler unrolls them).
     steps = [found.start() for found in re.finditer(r"shfl\.sync\.up\.b32", ptx)]

@@ -11,7 +11,7 @@ import torch
 
 from cute_kernels import marks
 from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS
-from cute_kernels.sync import TOLD_SO
+from cute_kernels.sync import FAILED_BY_PEER
 from ep_ops.backends.cute import history
 from ep_ops.backends.cute.failures import Failures
 
@@ -21,7 +21,7 @@ def noted(*operations: tuple[int, str, int, int, int]) -> bytes:
     words = [0] * NOTES * NOTE_WORDS
     for number, kind, begun, met, gave_up in operations:
         at = number % NOTES * NOTE_WORDS
-        words[at] = number << marks.SHIFT | marks.pack(kind, 64, scalars=kind == "dispatch", few=True)
+        words[at] = number << marks.SHIFT | marks.pack(kind, 64, scalars=kind == "dispatch", latency=True)
         words[at + BEGUN], words[at + MET], words[at + GAVE_UP] = begun, met, gave_up
     return struct.pack(f"<{len(words)}q", *words)
 
@@ -108,9 +108,9 @@ def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
 @pytest.mark.parametrize(
     ("across", "failed", "alarm", "tells"),
     [
-        (False, TOLD_SO, 5, True),
+        (False, FAILED_BY_PEER, 5, True),
         (False, 0, 0, False),
-        (True, TOLD_SO, 5, True),
+        (True, FAILED_BY_PEER, 5, True),
         (True, 0, 5, True),
         (True, 0, 0, False),
     ],

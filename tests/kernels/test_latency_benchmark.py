@@ -43,7 +43,7 @@ def test_flags_go_there_and_back(arch: str, world_size: int) -> None:
 
 def test_kernels_of_both_communicators_are_known_beforehand() -> None:
     pytest.importorskip("cutlass")
-    from cute_kernels.latency.dispatch import Dispatch
+    from cute_kernels.latency.dispatch import LatencyDispatch
     from ep_ops.backends.cute import all_kernels, kernels_of
 
     def kernels(latency_max_tokens: int | None) -> list:
@@ -55,7 +55,7 @@ def test_kernels_of_both_communicators_are_known_beforehand() -> None:
 
     fast, slow = kernels(None), kernels(0)
     assert set(kernels_of(slow[0].problem)) < set(slow)
-    assert set(slow) < set(fast) and any(isinstance(kernel, Dispatch) for kernel in set(fast) - set(slow))
+    assert set(slow) < set(fast) and any(isinstance(kernel, LatencyDispatch) for kernel in set(fast) - set(slow))
 
 
 # ---------------------------------------------------------------------- figures

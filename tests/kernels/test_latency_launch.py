@@ -15,9 +15,9 @@ from launches import Recorder, allocate_on_cpu
 from cute_kernels import marks
 from cute_kernels.heap import Problem
 from cute_kernels.internode.wire import Nvlink
-from cute_kernels.latency.combine import Combine
-from cute_kernels.latency.dispatch import Dispatch
-from cute_kernels.latency.heap import WARPS, packets
+from cute_kernels.latency.combine import LatencyCombine
+from cute_kernels.latency.dispatch import LatencyDispatch
+from cute_kernels.latency.sizes import WARPS, packets
 from ep_ops.backends.cute import latency
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
@@ -61,11 +61,18 @@ def test_launches(path, recorder, max_tokens: int, weighted: bool) -> None:
 
     kernels = [kernel for kernel, _, _ in recorder.launched]
     assert set(kernels) <= set(latency.kernels_of(recorder.problem, 256))
-    assert [type(k) for k in kernels] == [Dispatch, Combine, Dispatch, Dispatch, Combine, Combine]
+    assert [type(k) for k in kernels] == [
+        LatencyDispatch,
+        LatencyCombine,
+        LatencyDispatch,
+        LatencyDispatch,
+        LatencyCombine,
+        LatencyCombine,
+    ]
     for kernel, terms, given in recorder.launched:
         agreed = marks.unpack(terms)[1]
-        assert agreed.kind == ("dispatch" if isinstance(kernel, Dispatch) else "combine") and agreed.few
-        assert given["capacity" if isinstance(kernel, Dispatch) else "num_rows"] == 32
+        assert agreed.kind == ("dispatch" if isinstance(kernel, LatencyDispatch) else "combine") and agreed.latency
+        assert given["capacity" if isinstance(kernel, LatencyDispatch) else "num_rows"] == 32
         assert 0 <= given["senders"] <= given["blocks"] and 1 <= given["blocks"] <= SMS
         assert not kernel.send or alone or given["senders"] > 0
         if kernel.receive:  # one block of a dispatch writes the route, at least one stores rows
@@ -104,7 +111,7 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
         compiled = set(latency.kernels_of_format(problem, 256, row_format(delivery)))
     for kernel, terms, _ in recorder.launched:
         agreed = marks.unpack(terms)[1]
-        assert kernel in compiled and agreed.kind == "dispatch_tokens" and agreed.few
+        assert kernel in compiled and agreed.kind == "dispatch_tokens" and agreed.latency
 
 
 def test_formats_that_token_major_rows_do_not_have() -> None:

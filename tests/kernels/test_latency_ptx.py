@@ -11,9 +11,10 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels.heap import Heap, Problem
-from cute_kernels.latency.combine import Combine
-from cute_kernels.latency.dispatch import Dispatch
-from cute_kernels.latency.heap import (
+from cute_kernels.latency.combine import LatencyCombine
+from cute_kernels.latency.dispatch import LatencyDispatch
+from cute_kernels.latency.reach import words_of
+from cute_kernels.latency.sizes import (
     MOST_BLOCK_BYTES,
     PACKET_BYTES,
     PAYLOAD_BYTES,
@@ -22,7 +23,6 @@ from cute_kernels.latency.heap import (
     most_tokens,
     packets,
 )
-from cute_kernels.latency.reach import words_of
 
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
 WIDEST = Problem(8, (32,) * 8, 8, 7168, "bf16", 4096)
@@ -44,12 +44,16 @@ def assert_two_blocks_fit(kernel, arch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_registers_and_spills(name: str, arch: str, tmp_path: Path) -> None:
     problem, tokens = PROBLEMS[name]
-    for kernel in (Dispatch(problem, tokens, True), Combine(problem, tokens, False), Combine(problem, tokens, True)):
+    for kernel in (
+        LatencyDispatch(problem, tokens, True),
+        LatencyCombine(problem, tokens, False),
+        LatencyCombine(problem, tokens, True),
+    ):
         assert_two_blocks_fit(kernel, arch, tmp_path)
 
 
 @needs_assembler
-@pytest.mark.parametrize("kernel", [Dispatch, Combine])
+@pytest.mark.parametrize("kernel", [LatencyDispatch, LatencyCombine])
 def test_registers_and_spills_of_split_operations(kernel, tmp_path: Path) -> None:
     for sends, receives in ((True, False), (False, True)):
         assert_two_blocks_fit(kernel(LARGE, 256, True, sends, receives), "sm_90a", tmp_path)
@@ -58,7 +62,7 @@ def test_registers_and_spills_of_split_operations(kernel, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_dispatch(name: str, arch: str) -> None:
     problem, tokens = PROBLEMS[name]
-    ptx = compiled_ptx(Dispatch(problem, tokens, True), arch)
+    ptx = compiled_ptx(LatencyDispatch(problem, tokens, True), arch)
     # The route to each peer in turn, and a row to each of a set of ranks, whose words are gone through one after the
     # other: whole lines, and nothing that waits for them to arrive.
     assert count(ptx, "st.volatile.global.v4.b32") == (problem.world_size > 1) * (1 + words_of(problem))
@@ -76,9 +80,9 @@ def test_dispatch(name: str, arch: str) -> None:
 def test_token_major(name: str, arch: str, tmp_path: Path) -> None:
     """What sends is as ever; what receives stores each row once, and a row's ids and weights beside it."""
     problem, tokens = {**PROBLEMS, "most": (MOST, 28)}[name]
-    whole = Dispatch(problem, tokens, True, token_major=True)
+    whole = LatencyDispatch(problem, tokens, True, token_major=True)
     assert_two_blocks_fit(whole, arch, tmp_path)
-    ptx = compiled_ptx(Dispatch(problem, tokens, True, False, True, token_major=True), arch)
+    ptx = compiled_ptx(LatencyDispatch(problem, tokens, True, False, True, token_major=True), arch)
     assert "st.volatile.global.v4.b32" not in ptx and count(ptx, "atom.relaxed.gpu.global.add.u32") == 1
     assert "fence.acq_rel" not in ptx and "membar" not in ptx and ".local" not in ptx
     assert count(ptx, "red.relaxed.cta.shared.add.u32") == 2  # (row, k) of each expert, and dropped ones
@@ -88,7 +92,7 @@ def test_token_major(name: str, arch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
 def test_combine(name: str, weighted: bool, arch: str) -> None:
     problem, tokens = PROBLEMS[name]
-    ptx = compiled_ptx(Combine(problem, tokens, weighted), arch)
+    ptx = compiled_ptx(LatencyCombine(problem, tokens, weighted), arch)
     assert count(ptx, "st.volatile.global.v4.b32") == (problem.world_size > 1)
     assert count(ptx, "griddepcontrol.wait") == 1
     assert count(ptx, "griddepcontrol.launch_dependents") == 0
@@ -98,7 +102,7 @@ def test_combine(name: str, weighted: bool, arch: str) -> None:
     assert "fence.acq_rel" not in ptx and "membar" not in ptx
 
 
-@pytest.mark.parametrize("kernel", [Dispatch, Combine])
+@pytest.mark.parametrize("kernel", [LatencyDispatch, LatencyCombine])
 def test_split_operations(kernel) -> None:
     """What only sends waits for nobody and leaves the epoch alone; what only receives sends nothing."""
     start = compiled_ptx(kernel(LARGE, 256, True, True, False), "sm_90a")

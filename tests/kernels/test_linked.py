@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cute_kernels import jit, linked
-from cute_kernels.alarm import Alarm
+from cute_kernels.alarm import RaiseAlarm
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
 
@@ -31,13 +31,13 @@ def problem(library: str) -> Problem:
 def test_kept_and_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Up to the CUDA library, which takes a driver: the machine code is in the file."""
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
-    kernel = Alarm(problem(str(LIBRARY)))
+    kernel = RaiseAlarm(problem(str(LIBRARY)))
     jit.prepare(kernel, ARCH)
     (path,) = tmp_path.glob("*.o")
     assert path.stem == jit.object_name(kernel, ARCH)
     assert b"nvshmemi_device_state_d" in path.read_bytes() and b"ep_alarm" in path.read_bytes()
     monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
-    with pytest.raises(ValueError, match="Alarm is linked with .*, which has to be told of it"):
+    with pytest.raises(ValueError, match="RaiseAlarm is linked with .*, which has to be told of it"):
         jit.get(kernel, ARCH, lambda: False)
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(jit, "LinkedFunction", lambda *given: made.append(given) or made)
@@ -53,10 +53,10 @@ def test_the_librarys_bytes_have_a_part_in_the_name(tmp_path: Path) -> None:
         path = tmp_path / "library.bc"
         path.write_bytes(content)
         linked.digest_of.cache_clear()
-        names.add(jit.object_name(Alarm(problem(str(path))), ARCH))
+        names.add(jit.object_name(RaiseAlarm(problem(str(path))), ARCH))
     linked.digest_of.cache_clear()
     assert len(names) == 2
-    assert Alarm(Problem(4, (2,) * 4, 2, 64, "bf16", 10)).linked == ""
+    assert RaiseAlarm(Problem(4, (2,) * 4, 2, 64, "bf16", 10)).linked == ""
 
 
 def test_calls() -> None:

@@ -17,7 +17,7 @@ from cute_kernels import jit
 from cute_kernels.heap import MOST_RANKS, Problem
 from cute_kernels.latency import combine as latency_combine
 from cute_kernels.latency import dispatch as latency_dispatch
-from cute_kernels.latency.heap import block_bytes, most_tokens
+from cute_kernels.latency.sizes import block_bytes, most_tokens
 from cute_kernels.launch import Kernel
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
@@ -29,7 +29,7 @@ from ep_ops.backends.cute import kernels_of, latency
 from ep_ops.config import even_experts
 from ep_ops.group.topology import NEEDED_SHARED_BYTES
 
-LATENCY = (latency_dispatch.Dispatch, latency_combine.Combine)
+LATENCY = (latency_dispatch.LatencyDispatch, latency_combine.LatencyCombine)
 TWO_BLOCKS = 113 * 1024
 """The most bytes of shared memory of a block of which a multiprocessor holds two: it has 228 KiB, of which the system
 takes one for each block."""
@@ -111,5 +111,5 @@ def test_what_a_launch_asks_for_is_what_was_planned_with(world_size: int) -> Non
     plan = Publish(made, True, False, False, True)
     assert made.placing_bytes - 2048 < built(plan, "sm_90a").shared_bytes <= made.placing_bytes
     for tokens in {min(256, most_tokens(made)), most_tokens(made)}:
-        dispatch = latency_dispatch.Dispatch(made, tokens, False, False, True)
+        dispatch = latency_dispatch.LatencyDispatch(made, tokens, False, False, True)
         assert 0 <= built(dispatch, "sm_90a").shared_bytes - block_bytes(made, tokens) < 1024

@@ -57,7 +57,7 @@ def report(reason: int, own: int, seen: int) -> str:
             mark(7, "dispatch", 64, format="e4m3/32/mx"),
             "met rank 1, whose rows travel in format 'e4m3/32/mx', not '': all ranks must pass the same",
         ),
-        (mark(7, "dispatch", 64, few=True), "disagree on whether a residual is given"),
+        (mark(7, "dispatch", 64, latency=True), "disagree on whether a residual is given"),
     ],
 )
 def test_mismatch(other, said):
@@ -81,7 +81,7 @@ def test_told():
     assert marks.unpack_alarm(word) == parts and shift < 64
     made = object.__new__(Report)
     made._timeout, made._heard = 2.0, lambda epoch: (word, ())
-    made._words = [1, sync.TOLD, 0, 0, 0, 0, mark(7, "combine", 64) | -(1 << 63), 0] + [0] * 56
+    made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, mark(7, "combine", 64) | -(1 << 63), 0] + [0] * 56
     assert made.told()
     assert made.failed() == (
         "rank 0, in ep::combine (operation 7 of this communicator), was told that rank 1023 waited 2 s for rank 3"
@@ -110,7 +110,7 @@ def test_told_of_ranks_that_disagree():
     alike = [mark(6, "combine", 64)] * 3
     for at, marked in ((7, begun), (6, alike)):  # in the operation in which this rank is told, or in the next one
         made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 7 + marks.RANK_BITS, begun if epoch == 7 else alike)
-        made._words = [1, sync.TOLD, 0, 0, 0, 0, marked[0], 0] + [0] * 56
+        made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, marked[0], 0] + [0] * 56
         assert str(made.failed()).endswith(
             "was told that rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
         ), at

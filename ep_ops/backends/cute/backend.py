@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels import marks
-from cute_kernels.alarm import Alarm
+from cute_kernels.alarm import RaiseAlarm
 from cute_kernels.heap import REASON_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.throughput.ring import Slices
@@ -48,7 +48,7 @@ def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
         found += throughput.kernels_of_format(problem, how)
         if tokens and how.latency:
             found += latency.kernels_of_format(problem, tokens, how)
-    return [*dict.fromkeys(found), Refuse(problem, tokens if problem.domains else 0), Alarm(problem)]
+    return [*dict.fromkeys(found), Refuse(problem, tokens if problem.domains else 0), RaiseAlarm(problem)]
 
 
 class CuteBackend:
@@ -92,7 +92,7 @@ class CuteBackend:
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = Order(config.name)
         launcher = self._launcher
-        failures.watch(lambda: launcher.get(Alarm)(0, blocks=1))
+        failures.watch(lambda: launcher.get(RaiseAlarm)(0, blocks=1))
 
     # ------------------------------------------------------------------ operators
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
-from cute_kernels.sync import TOLD_SO
+from cute_kernels.sync import FAILED_BY_PEER
 
 from ...config import Config
 from ...records import Operation
@@ -40,7 +40,7 @@ class Failures:
         if self.report.pending() or torch.cuda.is_current_stream_capturing():
             return
         epoch, failed = struct.unpack("<2q", self._read(EPOCH * 8, 16))
-        if failed == TOLD_SO or (self._across and self._heard(epoch)[0] != 0):
+        if failed == FAILED_BY_PEER or (self._across and self._heard(epoch)[0] != 0):
             self.report.tell(self._rank, epoch)
 
     def check(self) -> None:

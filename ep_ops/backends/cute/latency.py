@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cute_kernels import marks
 from cute_kernels.heap import Problem
-from cute_kernels.latency.combine import Combine
-from cute_kernels.latency.dispatch import Dispatch
-from cute_kernels.latency.heap import WARPS, packets
+from cute_kernels.latency.combine import LatencyCombine
+from cute_kernels.latency.dispatch import LatencyDispatch
+from cute_kernels.latency.sizes import WARPS, packets
 
 from ...formats import OF_TOKENS
 from ...records import Delivery, Route, Sizes
@@ -38,9 +38,9 @@ def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     """Every latency kernel that the operators of such a communicator launch."""
     found: list[Any] = []
     for weights, parts in itertools.product((False, True), PARTS):
-        found += [Dispatch(problem, tokens, weights, *parts), Combine(problem, tokens, weights, *parts)]
+        found += [LatencyDispatch(problem, tokens, weights, *parts), LatencyCombine(problem, tokens, weights, *parts)]
         if parts[1]:
-            found.append(Dispatch(problem, tokens, weights, *parts, token_major=True))
+            found.append(LatencyDispatch(problem, tokens, weights, *parts, token_major=True))
     return found
 
 
@@ -51,7 +51,9 @@ def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any
     for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
         layout = how.layout if receive else ""
         token_major = (False, True) if receive and how.layout in ("", *OF_TOKENS) else (False,)
-        found += [Dispatch(problem, tokens, weights, send, receive, how.format, layout, g, t) for t in token_major]
+        found += [
+            LatencyDispatch(problem, tokens, weights, send, receive, how.format, layout, g, t) for t in token_major
+        ]
     return found
 
 
@@ -147,8 +149,8 @@ class LatencyPath:
         kind = "dispatch_tokens" if token_major else "dispatch"
         # Where rows only leave it is all the same how they arrive.
         layout, by_token = (how.layout, token_major) if part[1] else ("", False)
-        self._kernel(Dispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)(
-            marks.pack(kind, max_tokens, weighted, few=True, format=how.format),
+        self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)(
+            marks.pack(kind, max_tokens, weighted, latency=True, format=how.format),
             x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx,
             send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
             recv_weights=recv_weights, recv_idx=recv_idx, tokens=topk_idx.shape[0], max_tokens=max_tokens,
@@ -171,8 +173,8 @@ class LatencyPath:
     ) -> None:
         max_tokens = route.max_tokens
         senders, first_receiver, blocks = self._combine_deal(max_tokens, *part)
-        self._kernel(Combine, self.tokens, recv_weights is not None, *part)(
-            marks.pack("combine", max_tokens, few=True),
+        self._kernel(LatencyCombine, self.tokens, recv_weights is not None, *part)(
+            marks.pack("combine", max_tokens, latency=True),
             y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
             arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,
             num_rows=route.num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cute_kernels import jit
+from cute_kernels.domains import position_words
 from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, names
-from cute_kernels.places import place_words
 
 from ...symmetric import SymmetricBuffer, nvshmem
 
@@ -36,7 +36,7 @@ class Launcher:
         self._arch = f"sm_{properties.major}{properties.minor}a"
         self._table = heap.table
         if problem.domains:
-            words = [*heap.addresses, *place_words(problem.domains)]
+            words = [*heap.addresses, *position_words(problem.domains)]
             self._table = torch.tensor(words, dtype=torch.int64, device=device)
         self._ranks = (self._table.data_ptr(), heap.addresses[rest[0]], *rest)
         self._launches: dict[Any, Launch] = {}

@@ -50,9 +50,9 @@ class Report:
         _, reason, flag, rank, peer, detail, expected, seen = self._record(_FAILED)
         epoch, own = marks.unpack(expected)
         doing = f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator)"
-        if reason == sync.TOLD and flag == _NOT_BEGUN:
+        if reason == sync.PEER_FAILED and flag == _NOT_BEGUN:
             doing = f"rank {rank}, which has not begun operation {epoch} of this communicator"
-        if reason == sync.TOLD:
+        if reason == sync.PEER_FAILED:
             return f"{doing}, was told that {self._told_of(epoch)}"
         if reason == sync.MISMATCH:
             return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen)[1])}"
@@ -68,7 +68,7 @@ class Report:
     def concerned(self) -> tuple[int, ...]:
         """Who waited for whom, where a wait has failed."""
         _, reason, _, rank, peer, _, expected, _ = self._record(_FAILED)
-        if reason == sync.TOLD:
+        if reason == sync.PEER_FAILED:
             alarm = marks.unpack_alarm(self._heard(marks.unpack(expected)[0])[0])
             return tuple(dict.fromkeys((rank, alarm.rank, alarm.peer)))
         return tuple(dict.fromkeys((rank, peer)))
@@ -93,12 +93,12 @@ class Report:
 
     def tell(self, rank: int, epoch: int) -> None:
         """Writes what a kernel would: that another rank has told this one, which has not begun operation `epoch`."""
-        self._words[_FAILED + 1 : _FAILED + 8] = [sync.TOLD, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0]
+        self._words[_FAILED + 1 : _FAILED + 8] = [sync.PEER_FAILED, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0]
         self._words[_FAILED] = 1
 
     def told(self) -> bool:
         """Whether the wait failed because another rank had given up, who has told all."""
-        return self._words[_FAILED + 1] == sync.TOLD
+        return self._words[_FAILED + 1] == sync.PEER_FAILED
 
     def waiting(self) -> str | None:
         """Text of a wait that lasts long, once for each operation."""

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from cute_kernels.heap import MOST_RANKS, MOST_RANKS_ACROSS, SHARED_BYTES, Heap, Problem
-from cute_kernels.latency.heap import LatencyHeap, most_tokens
+from cute_kernels.latency.sizes import LatencyHeap, most_tokens
 
 from ...config import Config
 

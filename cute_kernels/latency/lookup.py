@@ -41,7 +41,7 @@ def look_up(
     p = ranks.heap.problem
     at = lists(args.arrivals, args.num_rows)
     total = ptx.ld_i32(at.sources + p.world_size * 4)
-    index = place_of(p, ranks.rank, args.max_tokens, item // each)
+    index = index_of_item(p, ranks.rank, args.max_tokens, item // each)
     copy = Copy(Int32(0), Int32(0), Int32(0), Int32(0))
     listed = item < args.max_tokens * (p.world_size * each) and index < args.num_rows
     if listed:
@@ -91,7 +91,7 @@ def rows_of_copies(problem: Problem, copies: int) -> int:
 
 
 @cute.jit
-def place_of(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: Int32, number: Int32) -> Int32:
+def index_of_item(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: Int32, number: Int32) -> Int32:
     """Where the `number`-th copy lies in the list of at most W x max_tokens. Sources have about as many copies each, in
     their order: numbers take turns among the others, so that all links are busy, and come to this rank's own last."""
     others = max(problem.world_size - 1, 1)

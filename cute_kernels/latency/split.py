@@ -1,13 +1,13 @@
-"""What both kernels of few tokens have in common: each is a whole operation, or one half of a split one."""
+"""What both latency kernels have in common: each is a whole operation, or one half of a split one."""
 
 from typing import Any, ClassVar
 
 from ..heap import Problem
-from .heap import LatencyHeap
 from .packets import THREADS
+from .sizes import LatencyHeap
 
 
-class Halves:
+class SplitOperation:
     """`tokens`: most tokens of a rank.
 
     `send` and `receive`: both for a whole operation. Of a split one the start only sends, and the wait only receives

@@ -18,7 +18,7 @@ from . import ptx
 INDEX_BITS = 32
 
 
-def place_words(domains: Sequence[Sequence[int]]) -> list[int]:
+def position_words(domains: Sequence[Sequence[int]]) -> list[int]:
     """What stands behind the addresses, for the ranks of each domain."""
     places = [0] * sum(map(len, domains))
     for domain, members in enumerate(domains):
@@ -27,7 +27,7 @@ def place_words(domains: Sequence[Sequence[int]]) -> list[int]:
     return places + [rank for members in domains for rank in members]
 
 
-def place_of(ranks: Any, rank: Int32) -> tuple[Int32, Int32]:
+def position_of(ranks: Any, rank: Int32) -> tuple[Int32, Int32]:
     """A rank's domain and its index there."""
     word = ptx.ld_constant(ranks.peers + Int64(ranks.world_size + rank) * 8)
     return Int32(word >> INDEX_BITS), Int32(word & ((1 << INDEX_BITS) - 1))
@@ -44,7 +44,7 @@ def index_of(ranks: Any, rank: Int32) -> Int32:
     """A rank's index in its domain."""
     index = Int32(rank)
     if const_expr(ranks.heap.problem.num_domains > 1):
-        _, index = place_of(ranks, rank)
+        _, index = position_of(ranks, rank)
     return index
 
 
@@ -53,7 +53,7 @@ def near_rank(ranks: Any, index: Int32) -> Int32:
     """The rank of this one's domain with an index."""
     rank = Int32(index)
     if const_expr(ranks.heap.problem.num_domains > 1):
-        domain, _ = place_of(ranks, ranks.rank)
+        domain, _ = position_of(ranks, ranks.rank)
         rank = rank_at(ranks, domain, index)
     return rank
 
@@ -65,8 +65,8 @@ def is_near(ranks: Any, rank: Int32) -> Boolean:
     if const_expr(ranks.heap.problem.num_domains > 1 and ranks.heap.problem.domain_ranks == 1):
         near = rank == ranks.rank
     elif const_expr(ranks.heap.problem.num_domains > 1):
-        theirs, _ = place_of(ranks, rank)
-        mine, _ = place_of(ranks, ranks.rank)
+        theirs, _ = position_of(ranks, rank)
+        mine, _ = position_of(ranks, ranks.rank)
         near = theirs == mine
     return near
 
@@ -88,8 +88,8 @@ def slot_of(ranks: Any, rank: Int32) -> Int32:
     """The slot of a rank's domain here, and at all ranks of this domain."""
     slot = Int32(0)
     if const_expr(ranks.heap.problem.num_domains > 1):
-        theirs, _ = place_of(ranks, rank)
-        mine, _ = place_of(ranks, ranks.rank)
+        theirs, _ = position_of(ranks, rank)
+        mine, _ = position_of(ranks, ranks.rank)
         slot = theirs - mine
         if slot < 0:
             slot += ranks.heap.problem.num_domains
@@ -99,7 +99,7 @@ def slot_of(ranks: Any, rank: Int32) -> Int32:
 @cute.jit
 def on_rail(ranks: Any, slot: Int32) -> Int32:
     """The rank of this one's rail whose domain has that slot here."""
-    domain, index = place_of(ranks, ranks.rank)
+    domain, index = position_of(ranks, ranks.rank)
     domain += slot
     if domain >= ranks.heap.problem.num_domains:
         domain -= ranks.heap.problem.num_domains

@@ -50,8 +50,8 @@ def placed(p: Problem) -> int:
 
 
 def table_ints(p: Problem, tokens: int) -> dict[str, int]:
-    """How long each of a dispatch block's tables is (`place.Tables`), in int32. `earlier` counts with 16 bits, which
-    suffice since `rows` would not fit otherwise. `order`, likewise, is there across NVLink domains."""
+    """How long each of a dispatch block's tables is (`place.RouteTables`), in int32. `earlier` counts with 16 bits,
+    which suffice since `rows` would not fit otherwise. `order`, likewise, is there across NVLink domains."""
     w, e = p.world_size, placed(p)
     return {
         **({"order": -(-w * tokens // 2)} if p.num_domains > 1 else {}),
@@ -85,7 +85,7 @@ class LatencyHeap(Heap):
     [bank][copy of the token][token], which is no more: in each operation a place has one writer at most. Where rows are
     bundled (bundled.py) it is [bank][source rank][number] in both.
 
-    Across NVLink domains each such place has a word (`told_routes`, `told_lines`), and what goes to other domains is
+    Across NVLink domains each such place has a word (`routes_words`, `lines_words`), and what goes to other domains is
     put together in a send area (far.py): a route by [bank][rank that it goes to], a row by [bank][rank that it goes
     to][its owner's token, or its number].
     """
@@ -105,6 +105,6 @@ class LatencyHeap(Heap):
         if p.num_domains > 1:
             self.take(
                 **{f"{name}_out": size for name, size in lines.items()},
-                told_routes=8 * p.world_size,
-                told_lines=8 * p.world_size * tokens,
+                routes_words=8 * p.world_size,
+                lines_words=8 * p.world_size * tokens,
             )
