@@ -75,8 +75,8 @@ class Session(Run):
             made = {
                 name: stack.enter_context(
                     MoECommunicator(
-                        MoECommunicatorConfig(**sizes, **options),  # type: ignore[arg-type]
-                        device=self.device, backend=args.backend, timeout=TIMEOUT,
+                        MoECommunicatorConfig(**sizes, **options, backend=args.backend, timeout=TIMEOUT),
+                        device=self.device,
                     )
                 )
                 for name, options in more.items()

@@ -10,11 +10,12 @@ from typing import Any
 
 from . import operators  # noqa: F401  registers torch.ops.ep.*
 from .communicator import Communicator
+from .config import Config
 from .memory import memory_plan
 from .records import Dispatched, DispatchedTokens, Route
 from .version import __version__
 
-__all__ = ["Communicator", "Dispatched", "DispatchedTokens", "Route", "__version__", "memory_plan"]
+__all__ = ["Communicator", "Config", "Dispatched", "DispatchedTokens", "Route", "__version__", "memory_plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,28 +41,6 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def checking() -> str:
-    """Whether operations are to be compared with the reference backend, "1", or not, "0", as the environment says."""
-    return os.environ.get("EP_OPS_CHECK") or "0"
-
-
-def wire() -> str:
-    """What kernels are to reach other NVLink domains by, as the environment says."""
-    return os.environ.get("EP_OPS_WIRE") or "auto"
-
-
-def bundle() -> str:
-    """Whether rows of few tokens for one rank of another NVLink domain go in one put, "1", or in one each, "0", as the
-    environment says. Where it says nothing they go in one put if NVSHMEM uses libfabric, where a put is dear."""
-    dear = os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "libfabric"
-    return os.environ.get("EP_OPS_BUNDLE") or str(int(dear))
-
-
-def hashable(value: Any) -> Any:
-    """An argument as a part of a key: a list as a tuple."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 def next_name(group: dist.ProcessGroup | None) -> str:
     """The name of a communicator that is given none: "ep0", "ep1", ... in order of creation, with the group's name
     behind it unless that is the default group. Each group is counted by itself, so that its ranks agree."""

@@ -1,4 +1,4 @@
-"""The communicator: sizes, backend and lifetime of everything that the operators of a process group share."""
+"""`Communicator`: configuration, backend and lifetime of what the operators of a process group share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backends, checks, inputs, registry
-from .arguments import bundle, checking, device_of, group_of, hashable, large_rows, next_name, wire
+from .arguments import device_of, group_of, large_rows, next_name
 from .backends.base import Backend
-from .config import Config, even_experts
-from .formats import format_of, layout_of
+from .config import Config, configured
+from .formats import exact_dtype, format_of, layout_of
 from .group import leaving
 from .group.agreement import agree
 from .group.exchange import Exchange
@@ -26,168 +26,131 @@ from .group.survivors import ExpertIds
 from .group.topology import gpu_problem, multiprocessors, rails_of
 from .memory import MemoryPlan, plan_of
 from .methods import Methods
-from .overflow import POLICIES, Overflow
+from .overflow import Overflow
 from .records import Operation
 from .token_major import TokenMajor
-from .version import __version__
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
 
 
 class Communicator(Methods, TokenMajor):
-    """Sizes, backend and symmetric memory that the ``ep`` operators of one process group use.
+    """Expert-parallel dispatch and combine over the ranks of one process group.
 
-    Collective: all ranks of ``group`` create it with equal arguments (ValueError on every rank otherwise, naming the
-    field, its values and the ranks), call its operators in the same order, and destroy it together. It lives until
-    :meth:`destroy` or the end of a ``with`` block; several may live at once. What one rank refuses (a wrong dtype,
-    shape or value) is raised there at once and ends that operation on all ranks: the others raise the same reason, on
-    the cute backend at their next call, and the communicator can be used as before.
+    A communicator holds the configuration, the symmetric memory and the kernels that its operators use. It lives until
+    :meth:`destroy` is called or its ``with`` block ends. Several may live at once; one serves any number of layers.
 
-    With ``EP_OPS_CHECK=1`` in the environment of all ranks when it is made, every operation also runs on the reference
-    backend over the same group, and a RuntimeError on all ranks names the first number that differs: the operator, how
-    many operations there have been, the output and the index in it, both values and the rank. Every operator then waits
-    for the device, and CUDA graphs cannot be captured (docs/failures.md).
+    Creating and destroying a communicator and calling its operators are collective: every rank of the group does so in
+    the same order. If one rank passes an argument with a wrong dtype, shape or value, every rank raises the same reason
+    (on the cute backend the other ranks raise it at their next call) and the communicator stays usable.
 
     Args:
-        group: process group, or a DeviceMesh of one dimension. None: the default group, or this process alone if
-            torch.distributed is not initialised.
-        num_experts: experts of all ranks together (cute: spread evenly, at most 8188 on 2 ranks, 8070 on 72).
-        hidden_size: elements of a row; its bytes must be a multiple of 16.
-        top_k: experts that a token names, at most 32.
-        max_tokens_per_rank: the most tokens that any rank passes in one call.
-        dtype: of the rows: bfloat16, float16, float32, or (reference only) float64.
-        experts_per_rank: experts of each rank, in contiguous blocks. None: as even as possible, first ranks more.
-        alignment: default for the rows that each expert's segment is padded to a multiple of, 1..1024.
-        device: None: the current CUDA device if there is one, else the CPU.
-        backend: "reference" (any device), "cute" (NVIDIA GPUs: at most 72 of one NVLink domain, which is a host, or
-            hosts that an NVLink fabric joins; at most 1024 of several, see docs/domains.md for what they need), or
-            "auto": cute where it can run.
-        timeout: seconds that a kernel waits for a peer before it gives up and reports; then all ranks give up, and all
-            raise who waited for whom. Whoever waits for a tenth of it, or for a minute, is warned of the peer that is
-            late. torch.distributed calls of the reference backend follow their process group's timeout instead.
-        dispatch_sms, combine_sms: multiprocessors that the kernels may take, as far as the GPU has them (a dispatch
-            leaves some to the blocks that work beside it); None: what a model of the bytes says, and more where more
-            rows come than to an average rank (``ep_ops.backends.cute.sm_model``). :meth:`sm_budget` changes them for a
-            while.
-        latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels (same results to
-            the bit; cute backend); 0: never; None: the backend's choice.
-        symmetric_rows: the most rows of a :meth:`combine_gathered`, and that :meth:`empty_rows` hands out; their memory
-            is held (cute backend).
-        strict: the reference backend shows what a GPU would: rows that are undefined hold NaN, and
-            :meth:`combine_gathered` needs ``symmetric_rows``. False: zeros, any rows, and starts and
-            waits in any order, for tools that compare or copy what is undefined (``torch.library.opcheck``,
-            ``torch.export``). The cute backend is always strict.
-        domain_size: ranks of each NVLink domain, where domains are to be smaller than what is found: so many
-            consecutive ranks of a found one. None: as they are found (GPUs: a host, or hosts that an NVLink fabric
-            joins; CPUs: one domain). All domains must have as many ranks. Sums are defined by the domains
-            (``ep_ops.backends.reference``).
-        staging_bytes: the most bytes of symmetric memory that the kernels may hold (cute backend; ``symmetric_rows``
-            are besides), in one NVLink domain as in several. Calls of more tokens than such memory moves at a time go
-            in several rounds, at most 64: rows, order and results are the same, to the bit. The latency kernels take no
-            more tokens than a round has. None: as many bytes as all of ``max_tokens_per_rank`` take in one round
-            (:func:`ep_ops.memory_plan` says how many).
-        overflow: what becomes of rows that find no place within ``capacity`` or ``slots``. "count": they are counted
-            (``Dispatched.dropped``) and left out. "raise": besides, the next :meth:`check_errors` says how many, and of
-            which experts; it then waits for the device.
-        name: how operators find this communicator; None: "ep0", "ep1", ... in order of creation.
+        group: process group or one-dimensional DeviceMesh. None: the default group, or this process alone if
+            torch.distributed is not initialized.
+        config: the options, which must be equal on all ranks. They can also be passed as keyword arguments:
+            ``Communicator(group, num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)``. Given both,
+            keyword arguments replace fields of ``config``. :class:`ep_ops.Config` describes every option.
+        device: device of this rank. None: the current CUDA device if there is one, else the CPU.
+
+    Attributes:
+        config (Config): the options, with what the ranks agreed on: backend, NVLink domains, experts of each rank.
+        name (str): name by which operators find this communicator.
+        group: the process group; None for this process alone, and once destroyed.
+        rank (int): rank of this process in the group.
+        world_size (int): number of ranks.
+        device (torch.device): device of this rank.
+        num_experts (int): number of experts of all ranks.
+        experts_per_rank (tuple[int, ...]): number of experts of each rank.
+        num_local_experts (int): number of experts of this rank.
+        first_local_expert (int): global id of this rank's first expert. Its others follow.
+        hidden_size (int): elements of a row.
+        top_k (int): number of experts that a token names.
+        max_tokens_per_rank (int): the largest number of tokens that a rank passes in one call.
+        dtype (torch.dtype): dtype of the rows.
+        weights_dtype (torch.dtype): dtype of routing weights: float32, or float64 if ``dtype`` is float64.
+        alignment (int): default for the number of rows that each expert's segment is padded to a multiple of.
+        domains (tuple[tuple[int, ...], ...]): ranks of each NVLink domain.
+        rails (tuple[tuple[int, ...], ...]): ranks with the same index in each NVLink domain.
+        backend: what runs the operators; ``backend.name`` is "cute" or "reference".
+        destroyed (bool): whether :meth:`destroy` has been called.
+
+    Raises:
+        TypeError: options are unknown or missing, or ``group`` or ``config`` has another type.
+        ValueError: a value is not allowed on some rank, options differ between ranks, or backend "cute" cannot run.
+            Every rank raises the same text, which names the option, its values and the ranks.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
+        config: Config | None = None,
         *,
-        num_experts: int,
-        hidden_size: int,
-        top_k: int,
-        max_tokens_per_rank: int,
-        dtype: torch.dtype = torch.bfloat16,
-        experts_per_rank: Sequence[int] | None = None,
-        alignment: int = 16,
         device: torch.device | str | int | None = None,
-        backend: str = "auto",
-        timeout: float = 900.0,
-        dispatch_sms: int | None = None,
-        combine_sms: int | None = None,
-        latency_max_tokens: int | None = None,
-        symmetric_rows: int = 0,
-        strict: bool = True,
-        domain_size: int | None = None,
-        staging_bytes: int | None = None,
-        overflow: str = "count",
-        name: str | None = None,
+        **options: Any,
     ) -> None:
-        self.group = group = group_of(group)
+        given = configured("Communicator", config, options)
+        self.group = group_of(group)
         self.device, unusable = device_of(device)
         self.multiprocessors = multiprocessors(self.device)  # before torch changes contexts
-        exchange = Exchange(group, self.device)
-        self.rank, self.world_size = exchange.rank, exchange.world_size
-        if experts_per_rank is None:
-            experts_per_rank = even_experts(num_experts, self.world_size) if isinstance(num_experts, int) else ()
-        self.name = next_name(group) if name is None else name
-        sequence = isinstance(experts_per_rank, Sequence)
-        own = Config(
-            name=self.name, world_size=self.world_size, num_experts=num_experts, hidden_size=hidden_size, top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank, dtype=dtype,
-            experts_per_rank=tuple(experts_per_rank) if sequence else (), alignment=alignment, backend=backend,
-            device_type=self.device.type, timeout=timeout, dispatch_sms=dispatch_sms, combine_sms=combine_sms,
-            latency_max_tokens=latency_max_tokens, symmetric_rows=symmetric_rows, strict=bool(strict),
-            version=__version__, check=checking(), domain_size=domain_size, wire=wire(), staging_bytes=staging_bytes,
-            bundle=bundle(),
-        )  # fmt: skip
-        if sequence:
-            problem = unusable or _problem_of(own, self.device, self.multiprocessors, overflow)
-        else:
-            problem = (
-                f"experts_per_rank is {experts_per_rank!r}; it must hold one int for each rank, as [4] * world_size"
-            )
+        self._exchange = Exchange(self.group, self.device)
+        self.rank, self.world_size = self._exchange.rank, self._exchange.world_size
+        own = given.on(self.world_size, device_type=self.device.type, name=given.name or next_name(self.group))
+        self.config = self._agree(own, unusable)
+        self._set_sizes()
+        self.destroyed = False
+        self.members = (0,) if self.group is None else tuple(dist.get_process_group_ranks(self.group))  # global ranks
+        self.expert_ids: ExpertIds | None = None
+        self.warned_rows = large_rows(self.device, self.hidden_size * self.dtype.itemsize)
+        self.overflowed: Overflow | None = None
+        if self.config.overflow == "raise":
+            self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
+        self._leaving = leaving.agreed_number(self._exchange)
+        self.backend: Backend = backends.make(self.config.backend, self)
+        registry.add(self)
+
+    def _agree(self, own: Config, unusable: str | None) -> Config:
+        """Compare configurations with the other ranks and return what was agreed on (``ep_ops.group.agreement``)."""
+        problem = unusable or _problem_of(own, self.device, self.multiprocessors)
         unfit = _unfit(own, self.device, self.multiprocessors) if problem is None else None
         lack = functools.partial(backends.lack, multiprocessors=self.multiprocessors)
-        resolved = agree(exchange, own, problem, unfit, lack)
+        return agree(self._exchange, own, problem, unfit, lack)
 
-        self.num_experts = num_experts
-        self.experts_per_rank = own.experts_per_rank
+    def _set_sizes(self) -> None:
+        """Copy what calls read to attributes of this object, where they are found fastest."""
+        config = self.config
+        self.name = config.name
+        self.num_experts, self.experts_per_rank = config.num_experts, config.experts_per_rank
         self.first_expert = tuple(itertools.accumulate((0, *self.experts_per_rank)))[:-1]  # of each rank
         self.num_local_experts = self.experts_per_rank[self.rank]
         self.first_local_expert = self.first_expert[self.rank]
-        self.hidden_size = hidden_size
-        self.top_k = top_k
-        self.max_tokens_per_rank = max_tokens_per_rank
-        self.dtype = dtype
-        self.weights_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.alignment = alignment
-        self.timeout = float(timeout)
-        self.dispatch_sms = dispatch_sms
-        self.combine_sms = combine_sms
-        self.symmetric_rows = symmetric_rows
-        self.staging_bytes = staging_bytes
-        self.strict = bool(strict)
-        self.domains = resolved.domains  # the ranks of each NVLink domain
-        self.rails = rails_of(resolved.domains)  # the ranks with the same index in each
+        self.hidden_size, self.top_k = config.hidden_size, config.top_k
+        self.max_tokens_per_rank, self.alignment = config.max_tokens_per_rank, config.alignment
+        self.dtype, self.weights_dtype = config.dtype, exact_dtype(config.dtype)
+        self.symmetric_rows, self.strict = config.symmetric_rows, config.strict
+        self.domains, self.rails = config.domains, rails_of(config.domains)
         self.place = self.num_local_experts, self.world_size, self.name  # what operators that plan are told
         self.accepted: set[tuple[int, ...]] = set()
-        self.config = resolved
-        self.destroyed = False
-        self.members = (0,) if group is None else tuple(dist.get_process_group_ranks(group))  # as global ranks
-        self.expert_ids: ExpertIds | None = None
-        self.warned_rows = large_rows(self.device, hidden_size * dtype.itemsize)
-        self.overflow = overflow
-        self.overflowed: Overflow | None = None
-        if overflow == "raise":
-            self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
-        self._exchange = exchange
-        self._leaving = leaving.agreed_number(exchange)
-        self.backend: Backend = backends.make(resolved.backend, self)
-        registry.add(self)
 
     @classmethod
-    def shared(cls, group: dist.ProcessGroup | None = None, **sizes: Any) -> Communicator:
-        """The living communicator that was made by this method with the same arguments, or a new one, which lives until
-        it is destroyed. For models of many layers: they need one communicator, not one a layer (each has memory, and
-        compiled functions are made anew for each)."""
-        key = (group_of(group), *sorted((name, hashable(value)) for name, value in sizes.items()))
+    def shared(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        config: Config | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        **options: Any,
+    ) -> Communicator:
+        """Return the living communicator that this method made with equal arguments, or a new one.
+
+        For models of many layers, which should share one communicator: each holds memory, and functions are compiled
+        anew for each. It lives until it is destroyed.
+
+        Args:
+            group, config, device, options: as for :class:`Communicator`.
+        """
+        key = group_of(group), configured("Communicator.shared", config, options), device
         found = _shared.get(key)
         if found is None or found.destroyed:
-            found = _shared[key] = cls(group, **sizes)
+            found = _shared[key] = cls(group, key[1], device=device)
         return found
 
     def __copy__(self) -> Communicator:
@@ -313,15 +276,12 @@ class Communicator(Methods, TokenMajor):
                 f" of {self.world_size} ranks; allowed: a group of ranks of one domain"
             )
         self._destroy(meet=False)
-        left = Communicator(
-            group, num_experts=sum(held), experts_per_rank=held, hidden_size=self.hidden_size, top_k=self.top_k,
-            max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, alignment=self.alignment,
-            device=self.device, backend=config.backend, timeout=self.timeout, dispatch_sms=self.dispatch_sms,
-            combine_sms=self.combine_sms, latency_max_tokens=config.latency_max_tokens,
-            symmetric_rows=self.symmetric_rows, strict=self.strict, domain_size=domain_size,
-            staging_bytes=self.staging_bytes, overflow=self.overflow,
+        config = dataclasses.replace(
+            config, num_experts=sum(held), experts_per_rank=tuple(held), domain_size=domain_size,
+            lost_experts=config.lost_experts + self.num_experts - sum(held),
             name=f"{self.name} of {len(ranks)}" if name is None else name,
         )  # fmt: skip
+        left = Communicator(group, config, device=self.device)
         left.expert_ids = ExpertIds.kept(self.experts_per_rank, ranks, self.expert_ids, self.device)
         return left
 
@@ -371,8 +331,8 @@ class Communicator(Methods, TokenMajor):
             self.group = self._exchange.group = None
         if missing:
             unsaid = (
-                f"communicator {self.name!r}: rank {self.rank} destroyed it, and waited {self.timeout:g} s for ranks"
-                f" {missing}, which did not come"
+                f"communicator {self.name!r}: rank {self.rank} destroyed it, and waited {self.config.timeout:g} s for"
+                f" ranks {missing}, which did not come"
             )
         if unsaid is not None:
             raise RuntimeError(unsaid)
@@ -381,7 +341,7 @@ class Communicator(Methods, TokenMajor):
         """Ranks that do not come, of those that there still is a way to hear of."""
         if self.world_size == 1 or not dist.is_initialized():
             return []
-        return leaving.meet(self.group, self.name, self._leaving, self.timeout)
+        return leaving.meet(self.group, self.name, self._leaving, self.config.timeout)
 
     def __enter__(self) -> Communicator:
         return self
@@ -394,13 +354,11 @@ class Communicator(Methods, TokenMajor):
         return f"<ep_ops.Communicator {self.name!r} rank {self.rank}/{self.world_size} {state} on {self.device}>"
 
 
-def _problem_of(own: Config, device: torch.device, multiprocessors: int, overflow: str) -> str | None:
+def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str | None:
     """What is wrong with what this rank was given for a communicator; None: nothing."""
     problem = own.problem() or backends.problem(own)
     if problem is None and own.backend == "cute":
         problem = gpu_problem(device) or backends.too_small(own, multiprocessors)
-    if problem is None and overflow not in POLICIES:
-        problem = f"overflow is {overflow!r}; it must be one of {', '.join(map(repr, POLICIES))}"
     if problem is None and registry.taken(own.name):
         problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
     return problem

@@ -1,19 +1,33 @@
-"""What all ranks of a communicator have to agree on."""
+"""`Config`: every option of a communicator, with its default and the values that it may have.
+
+This is the only list of options. Validation, the comparison between ranks, the arguments of `Communicator` and
+`memory_plan`, and the options of `ep-ops compile` are derived from the fields of the dataclass. To add an option, add a
+field here, describe it in the docstring, and read it where it takes effect.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Any, Protocol
 
 import torch
 
 from .records import INT32_LIMIT, MAX_ALIGNMENT
+from .version import __version__
 
 MAX_TOP_K = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BACKENDS = ("auto", "reference", "cute")
 WIRES = ("auto", "nvlink", "nvshmem")
+
+Rule = dict[str, Any]
+"""Metadata of a field. ``holds``: whether a value is allowed, ``words``: what is allowed, ``parse``: from the text of a
+command line option, ``variable``: the environment variable that gives the default, ``hint``: what to do where ranks
+disagree. A field without metadata is no option: a communicator fills it in."""
 
 
 def is_int(value: object) -> bool:
@@ -21,120 +35,268 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def even_experts(num_experts: int, world_size: int) -> tuple[int, ...]:
-    """Experts of each rank, as even as possible: the first ``num_experts % world_size`` ranks hold one more."""
-    each, more = divmod(num_experts, world_size)
-    return tuple(each + (rank < more) for rank in range(world_size))
+# ---------------------------------------------------------------------- rules of fields
 
 
-def consecutive_domains(world_size: int, domain_size: int | None) -> tuple[tuple[int, ...], ...]:
-    """NVLink domains of so many ranks (None: one domain), if ranks are numbered domain by domain."""
-    size = domain_size or world_size
-    return tuple(tuple(range(first, first + size)) for first in range(0, world_size, size))
+def _int(least: int, most: int | None = None, optional: bool = False) -> Rule:
+    """An int of at least ``least`` and at most ``most``, or None if ``optional``."""
+    bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def holds(value: Any) -> bool:
+        if value is None:
+            return optional
+        return is_int(value) and least <= value <= (value if most is None else most)
+
+    return {"holds": holds, "words": f"{'None or ' * optional}an int {bound}", "parse": int}
 
 
-def worst_case_rows(world_size: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:
-    """Rows that hold whatever the ranks may route here, padding included, rounded up to ``alignment``.
+def _one_of(*values: Any, **more: Any) -> Rule:
+    """One of some values."""
+    words = ", ".join(repr(value) if isinstance(value, str) else str(value) for value in values)
+    return {"holds": lambda value: value in values, "words": f"one of {words}", **more}
 
-    Assumes that a token names an expert at most once; naming one twice takes a row each time.
-    """
-    rows = world_size * max_tokens * min(top_k, num_local_experts) + num_local_experts * (alignment - 1)
-    return (rows + alignment - 1) // alignment * alignment
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _dtype(text: str) -> Any:
+    return getattr(torch, text, text)
+
+
+_SECONDS: Rule = {
+    "holds": lambda value: isinstance(value, (int, float)) and 0 < value < math.inf,
+    "words": "a positive number of seconds",
+    "parse": float,
+}
+_WIRE: Rule = {
+    "holds": lambda value: value in WIRES,
+    "words": f"one of {', '.join(map(repr, WIRES))}",
+    "parse": str,
+    "variable": "EP_OPS_WIRE",
+    "hint": "set EP_OPS_WIRE alike in the environment of all ranks",
+}
+_CHECK = _one_of(
+    "0", "1", variable="EP_OPS_CHECK", hint="set EP_OPS_CHECK in the environment of all ranks or of none"
+)  # fmt: skip
+_BUNDLE = _one_of(
+    "0", "1", variable="EP_OPS_BUNDLE",
+    hint="set EP_OPS_BUNDLE and NVSHMEM_REMOTE_TRANSPORT alike in the environment of all ranks",
+)  # fmt: skip
+_NAME: Rule = {
+    "holds": lambda value: isinstance(value, str),
+    "words": "a str",
+    "hint": "pass name= where ranks have made different numbers of communicators",
+}
+
+
+def _bundle() -> str:
+    """EP_OPS_BUNDLE. The default is "1" over libfabric, where a put costs much."""
+    costly = os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "libfabric"
+    return os.environ.get("EP_OPS_BUNDLE") or str(int(costly))
+
+
+# ---------------------------------------------------------------------- the options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The fields of a communicator that must be equal on all ranks (see :class:`ep_ops.Communicator`)."""
+    """The options of a :class:`ep_ops.Communicator`. They must be equal on all ranks.
 
-    name: str
-    world_size: int
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    max_tokens_per_rank: int
-    dtype: torch.dtype
-    experts_per_rank: tuple[int, ...]
-    alignment: int
-    backend: str
-    device_type: str
-    timeout: float
-    dispatch_sms: int | None = None
-    combine_sms: int | None = None
-    latency_max_tokens: int | None = None
-    symmetric_rows: int = 0
-    strict: bool = True
-    version: str = ""  # of ep_ops
-    check: str = "0"  # EP_OPS_CHECK
-    domain_size: int | None = None  # ranks of an NVLink domain; None: as they are found
-    wire: str = "auto"  # EP_OPS_WIRE: by what kernels reach other NVLink domains; resolved where there are several
-    staging_bytes: int | None = None  # the most bytes of symmetric memory; None: no bound
-    domains: tuple[tuple[int, ...], ...] = ()  # ranks of each NVLink domain, once they are known (topology.Domains)
-    bundle: str = "0"  # EP_OPS_BUNDLE: whether rows of few tokens for one rank of another domain go in one put
+    ``Communicator(group, num_experts=64, ...)`` is short for ``Communicator(group, Config(num_experts=64, ...))``.
+    ``dataclasses.replace(comm.config, ...)`` derives the configuration of another communicator.
+
+    Args:
+        num_experts: number of experts on all ranks together, at least 1. The cute backend needs the same number on
+            each rank for the largest numbers (8188 on 2 ranks, 8070 on 72).
+        hidden_size: elements of a row, at least 1. A row's size in bytes must be a multiple of 16.
+        top_k: number of experts that a token names, 1..32 and at most ``num_experts``.
+        max_tokens_per_rank: the largest number of tokens that any rank passes in one call, at least 1.
+        dtype: dtype of the rows: bfloat16, float16, float32, or float64 (reference backend only).
+        experts_per_rank: number of experts on each rank, one int for each rank. Ranks hold contiguous blocks of
+            experts. Empty: as even as possible, the first ranks hold one more.
+        alignment: default for the number of rows that each expert's segment is padded to a multiple of, 1..1024.
+        backend: "reference" (any device), "cute" (NVIDIA GPUs of capability 9.0 or newer; at most 72 ranks of one
+            NVLink domain, at most 1024 of several), or "auto" (cute where it can run, else reference).
+        timeout: seconds that a kernel waits for a peer, more than 0. Then all ranks give up and raise an error that
+            says which rank waited for which. A peer that is late by a tenth of it, or by a minute, is named in a
+            warning. The torch.distributed calls of the reference backend follow their process group's timeout.
+        dispatch_sms: multiprocessors (SMs) that a dispatch may take, at least 1. None: chosen by a model of the bytes
+            moved, and more on ranks that receive more rows. :meth:`Communicator.sm_budget` changes it temporarily.
+        combine_sms: multiprocessors (SMs) that a combine may take, as ``dispatch_sms``.
+        latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels of the cute backend,
+            with bit-identical results, at least 0. 0: never. None: 256, as far as the sizes allow.
+        symmetric_rows: the largest number of rows that :meth:`Communicator.empty_rows` returns and
+            :meth:`Communicator.combine_gathered` takes, at least 0. The cute backend allocates memory for them.
+        strict: True: the reference backend behaves as a GPU would. Undefined rows hold NaN, ``combine_gathered`` needs
+            ``symmetric_rows``, and waits must follow their starts. False: for tools that compare or copy undefined
+            values (``torch.library.opcheck``, ``torch.export``). The cute backend is always strict.
+        domain_size: ranks of each NVLink domain, a divisor of the number of ranks, to declare domains that are smaller
+            than those found (consecutive ranks of a found one). None: as found. All domains must have the same number
+            of ranks. The order of summation depends on the domains (``ep_ops.backends.reference``).
+        staging_bytes: the most bytes of symmetric memory that the kernels may allocate, at least 1, not counting
+            ``symmetric_rows`` (cute backend). Larger calls run in up to 64 rounds, with bit-identical results. None:
+            enough for ``max_tokens_per_rank`` in one round (:func:`ep_ops.memory_plan` prints how much).
+        overflow: what happens when rows exceed ``capacity`` or ``slots``. "count": they are dropped and counted
+            (``Dispatched.dropped``). "raise": the next :meth:`Communicator.check_errors` raises as well; it then waits
+            for the device.
+        name: name by which operators find the communicator. Empty: "ep0", "ep1", ... in order of creation.
+        check: "1" compares every operation with the reference backend (docs/failures.md), "0" does not. Default:
+            ``EP_OPS_CHECK`` in the environment.
+        wire: transport between NVLink domains: "nvlink", "nvshmem" or "auto". Default: ``EP_OPS_WIRE``.
+        bundle: "1" sends the latency kernels' rows for one rank of another domain in one put, "0" in one put each.
+            Default: ``EP_OPS_BUNDLE``.
+
+    Fields that a communicator fills in: ``world_size``, ``device_type``, ``domains`` (the ranks of each NVLink domain),
+    ``lost_experts`` (how many experts :meth:`Communicator.shrink` has removed) and ``version`` (of ep_ops).
+    """
+
+    num_experts: int = field(metadata=_int(1))
+    hidden_size: int = field(metadata=_int(1))
+    top_k: int = field(metadata=_int(1, MAX_TOP_K))
+    max_tokens_per_rank: int = field(metadata=_int(1))
+    dtype: torch.dtype = field(default=torch.bfloat16, metadata=_one_of(*DTYPES, parse=_dtype))
+    experts_per_rank: tuple[int, ...] = field(default=(), metadata={"parse": _ints})
+    alignment: int = field(default=16, metadata=_int(1, MAX_ALIGNMENT))
+    backend: str = field(default="auto", metadata=_one_of(*BACKENDS))
+    timeout: float = field(default=900.0, metadata=_SECONDS)
+    dispatch_sms: int | None = field(default=None, metadata=_int(1, optional=True))
+    combine_sms: int | None = field(default=None, metadata=_int(1, optional=True))
+    latency_max_tokens: int | None = field(default=None, metadata=_int(0, optional=True))
+    symmetric_rows: int = field(default=0, metadata=_int(0, INT32_LIMIT - 1))
+    strict: bool = field(default=True, metadata=_one_of(True, False))
+    domain_size: int | None = field(default=None, metadata=_int(1, optional=True))
+    staging_bytes: int | None = field(default=None, metadata=_int(1, optional=True))
+    overflow: str = field(default="count", metadata=_one_of("count", "raise"))
+    name: str = field(default="", metadata=_NAME)
+    check: str = field(default_factory=lambda: os.environ.get("EP_OPS_CHECK") or "0", metadata=_CHECK)
+    wire: str = field(default_factory=lambda: os.environ.get("EP_OPS_WIRE") or "auto", metadata=_WIRE)
+    bundle: str = field(default_factory=_bundle, metadata=_BUNDLE)
+    world_size: int = 0
+    device_type: str = ""
+    domains: tuple[tuple[int, ...], ...] = ()
+    lost_experts: int = 0
+    version: str = __version__
+
+    def __post_init__(self) -> None:
+        held = self.experts_per_rank
+        if held is None or (isinstance(held, Sequence) and not isinstance(held, str)):
+            object.__setattr__(self, "experts_per_rank", tuple(held or ()))  # hashable, as the other options are
+        if self.name is None:
+            object.__setattr__(self, "name", "")
+
+    def on(self, world_size: int, **found: Any) -> Config:
+        """Return this configuration for a group of ``world_size`` ranks, with the fields that have been ``found``."""
+        held = self.experts_per_rank
+        if held == () and is_int(self.num_experts):
+            held = even_experts(self.num_experts, world_size)
+        return dataclasses.replace(self, world_size=world_size, experts_per_rank=held, domains=(), **found)
 
     def problem(self) -> str | None:
-        """What is wrong with these values, or None."""
-        for field in ("num_experts", "hidden_size", "top_k", "max_tokens_per_rank", "alignment"):
-            value = getattr(self, field)
-            if not is_int(value) or value < 1:
-                return f"{field} is {value!r}; it must be an int of at least 1"
-        if not isinstance(self.name, str) or not self.name:
-            return f"name is {self.name!r}; it must be a non-empty str"
-        if self.dtype not in DTYPES:
-            return f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}"
+        """Return what is wrong with the values for ``world_size`` ranks, or None."""
+        for option in dataclasses.fields(Config):
+            value = getattr(self, option.name)
+            if "holds" in option.metadata and not option.metadata["holds"](value):
+                variable = option.metadata.get("variable")
+                source = f" (default: {variable} in the environment)" if variable else ""
+                return f"{option.name} is {value!r}; it must be {option.metadata['words']}{source}"
+        return self._sizes_problem() or self._experts_problem()
+
+    def _sizes_problem(self) -> str | None:
         row_bytes = self.hidden_size * self.dtype.itemsize
         if row_bytes % 16:
             return (
                 f"hidden_size {self.hidden_size} of {self.dtype} makes rows of {row_bytes} bytes; need a multiple of 16"
             )
-        if self.top_k > MAX_TOP_K:
-            return f"top_k is {self.top_k}; at most {MAX_TOP_K} is supported"
-        if self.alignment > MAX_ALIGNMENT:
-            return f"alignment is {self.alignment}; at most {MAX_ALIGNMENT} is supported"
-        return self._experts_problem() or self._resources_problem()
+        if self.domain_size is not None and self.world_size % self.domain_size:
+            return f"domain_size is {self.domain_size}; it must be a divisor of the {self.world_size} ranks"
+        if self.backend == "cute" and self.device_type != "cuda":
+            return f"backend 'cute' runs on CUDA devices; the device is {self.device_type!r}"
+        return None
 
     def _experts_problem(self) -> str | None:
-        given = self.experts_per_rank
-        if len(given) != self.world_size or not all(is_int(n) and n >= 0 for n in given):
-            return f"experts_per_rank is {given}; it must hold one int >= 0 for each of {self.world_size} ranks"
-        if sum(given) != self.num_experts:
-            return f"experts_per_rank {given} adds up to {sum(given)}, but num_experts is {self.num_experts}"
-        routed = self.world_size * self.max_tokens_per_rank * self.top_k + max(given) * (self.alignment - 1)
-        if routed + self.alignment >= INT32_LIMIT:
+        held = self.experts_per_rank
+        whole = isinstance(held, tuple) and len(held) == self.world_size
+        if not whole or not all(is_int(n) and n >= 0 for n in held):
+            return f"experts_per_rank is {held!r}; it must hold one int >= 0 for each of {self.world_size} ranks"
+        if sum(held) != self.num_experts:
+            return f"experts_per_rank {held} adds up to {sum(held)}, but num_experts is {self.num_experts}"
+        if self.top_k > self.num_experts + self.lost_experts:
+            return f"top_k is {self.top_k}; it must be at most num_experts, which is {self.num_experts}"
+        sizes = self.world_size, self.max_tokens_per_rank, self.top_k, max(held), self.alignment
+        if most_rows(*sizes, repeats=True) + self.alignment >= INT32_LIMIT:
             return (
                 f"world_size {self.world_size} x max_tokens_per_rank {self.max_tokens_per_rank} x top_k {self.top_k}"
                 " exceeds the 2**31 rows that an int32 can number"
             )
         return None
 
-    def _resources_problem(self) -> str | None:
-        if self.backend not in BACKENDS:
-            return f"backend is {self.backend!r}; it must be one of {', '.join(map(repr, BACKENDS))}"
-        if self.backend == "cute" and self.device_type != "cuda":
-            return f"backend 'cute' runs on CUDA devices; the device is {self.device_type!r}"
-        if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < math.inf:
-            return f"timeout is {self.timeout!r}; it must be a positive number of seconds"
-        for field in ("dispatch_sms", "combine_sms"):
-            value = getattr(self, field)
-            if value is not None and (not is_int(value) or value < 1):
-                return f"{field} is {value!r}; it must be None or an int of at least 1"
-        value = self.latency_max_tokens
-        if value is not None and (not is_int(value) or value < 0):
-            return f"latency_max_tokens is {value!r}; it must be None or an int of at least 0"
-        if not is_int(self.symmetric_rows) or not 0 <= self.symmetric_rows < INT32_LIMIT:
-            return f"symmetric_rows is {self.symmetric_rows!r}; it must be an int from 0 to 2**31 - 1"
-        value = self.domain_size
-        if value is not None and (not is_int(value) or value < 1 or self.world_size % value):
-            return f"domain_size is {value!r}; it must be None or an int that divides the {self.world_size} ranks"
-        value = self.staging_bytes
-        if value is not None and (not is_int(value) or value < 1):
-            return f"staging_bytes is {value!r}; it must be None or an int of at least 1"
-        if self.check not in ("0", "1"):
-            return f"EP_OPS_CHECK is {self.check!r} in the environment; it must be 0 or 1"
-        if self.wire not in WIRES:
-            return f"EP_OPS_WIRE is {self.wire!r} in the environment; it must be one of {', '.join(WIRES)}"
-        if self.bundle not in ("0", "1"):
-            return f"EP_OPS_BUNDLE is {self.bundle!r} in the environment; it must be 0 or 1"
-        return None
+
+def options() -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of :class:`Config` that users give, by name."""
+    return {option.name: option for option in dataclasses.fields(Config) if option.metadata}
+
+
+def configured(who: str, config: Config | None, given: Mapping[str, Any]) -> Config:
+    """Return the configuration that a function was given.
+
+    Args:
+        who: name of the function, for error messages.
+        config: the configuration, or None.
+        given: keyword arguments, which replace fields of ``config``, or are all there is.
+
+    Raises:
+        TypeError: ``config`` has another type, or keyword arguments are unknown or missing.
+    """
+    known = options()
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"{who} got unknown arguments {', '.join(unknown)}; allowed: {', '.join(known)}")
+    if config is None:
+        required = {name for name, option in known.items() if option.default is option.default_factory}
+        if missing := [name for name in known if name in required and name not in given]:
+            raise TypeError(f"{who} needs {', '.join(missing)}, or an ep_ops.Config")
+        return Config(**given)
+    if not isinstance(config, Config):
+        raise TypeError(f"{who}: config is {config!r}; expected an ep_ops.Config, or options by name")
+    return dataclasses.replace(config, **given)
+
+
+# ---------------------------------------------------------------------- what follows from options
+
+
+def even_experts(num_experts: int, world_size: int) -> tuple[int, ...]:
+    """Return the number of experts on each rank, as even as possible. The first ranks hold one more."""
+    each, more = divmod(num_experts, world_size)
+    return tuple(each + (rank < more) for rank in range(world_size))
+
+
+def consecutive_domains(world_size: int, domain_size: int | None) -> tuple[tuple[int, ...], ...]:
+    """Return NVLink domains of ``domain_size`` consecutive ranks each (None: one domain)."""
+    size = domain_size or world_size
+    return tuple(tuple(range(first, first + size)) for first in range(0, world_size, size))
+
+
+def most_rows(
+    world_size: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int, *, repeats: bool = False
+) -> int:
+    """Return the most rows that can arrive at a rank, grouped by expert, padding included.
+
+    Args:
+        repeats: whether a token may name one expert several times; each time takes a row.
+    """
+    each = top_k if repeats else min(top_k, num_local_experts)
+    return world_size * max_tokens * each + num_local_experts * (alignment - 1)
+
+
+def most_token_rows(world_size: int, max_tokens: int) -> int:
+    """Return the most token-major rows that can arrive at a rank: one for each token of each rank."""
+    return world_size * max_tokens
+
+
+def worst_case_rows(world_size: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:
+    """Return :func:`most_rows` (without repeats), rounded up to ``alignment``: the default ``capacity``."""
+    rows = most_rows(world_size, max_tokens, top_k, num_local_experts, alignment)
+    return (rows + alignment - 1) // alignment * alignment
 
 
 class Member(Protocol):

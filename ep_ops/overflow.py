@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-POLICIES = ("count", "raise")
-"""See ``overflow`` of :class:`ep_ops.Communicator`."""
-
 
 def recomputing() -> bool:
     """Return whether activation checkpointing is running a forward pass a second time, during backward.

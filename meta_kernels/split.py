@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .rows import exact_dtype
+
 Gradients = tuple[Tensor, Tensor]
 
 
@@ -41,7 +43,7 @@ def combine_backward_wait(a: Any) -> Gradients:
 
 
 def _gradients(a: Any, rows: tuple[Any, Any], scalars: tuple[Any, ...]) -> Gradients:
-    exact = torch.float64 if a.dtype == torch.float64 else torch.float32
+    exact = exact_dtype(a.dtype)
     grad_rows = a.ticket.new_empty(rows, dtype=a.dtype) if rows[1] else a.ticket.new_empty(0, dtype=exact)
     return grad_rows, a.ticket.new_empty(scalars, dtype=exact)
 

@@ -113,6 +113,7 @@ def route_cases(world_size: int, seed: int) -> dict[str, RouteCase]:
     total = 4 * world_size
     even = [4] * world_size
     uneven = [int(n) for n in ints(1, 6, (world_size,))]
+    uneven[0] += 2  # no token names more experts than there are
     some = [int(n) for n in ints(1, 20, (world_size,))]
     hole = [0 if rank == world_size - 1 else n for rank, n in enumerate(some)]
     last = total - 4  # first expert of the last rank
@@ -125,12 +126,12 @@ def route_cases(world_size: int, seed: int) -> dict[str, RouteCase]:
         case("all_to_one_expert", even, some, 2, to=(last + 1, last + 2), alignment=5),
         case("all_to_one_rank", even, some, 3, to=(last, total)),
         case("nothing_to_last_rank", even, some, 3, to=(0, max(last, 1))),
-        case("repeated_experts", [2] * world_size, some, 6, alignment=2),
+        case("repeated_experts", [max(2, -(-6 // world_size))] * world_size, some, 6, alignment=2),
         case("no_tokens_on_last_rank", even, hole, 3),
         case("no_tokens_anywhere", even, [0] * world_size, 3),
         case("no_tokens_allowed", even, [0] * world_size, 3, max_tokens=0),
         case("only_none", even, some, 3, none=1.1),
-        case("one_expert", [1] + [0] * (world_size - 1), some, 2),
+        case("one_expert", [1] + [0] * (world_size - 1), some, 1),
         case("over_capacity", even, some, 3, share=0.12),
         case("no_capacity", even, some, 3, share=0.0),
         case("padded", even, some, 3, slots=[_up(3 * sum(some), 4)] * world_size),

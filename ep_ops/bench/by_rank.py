@@ -6,6 +6,8 @@ the ranks that hold them push them from an ordinary tensor.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -20,21 +22,11 @@ ROW_OPERATORS = ("combine_gathered", "combine_pushed")
 def by_rank(given: Communicator) -> Communicator:
     """A communicator like `given` in which an expert stands for a rank. Collective."""
     ranks = given.world_size
-    return Communicator(
-        given.group,
-        num_experts=ranks,
-        hidden_size=given.hidden_size,
-        top_k=ranks,
-        max_tokens_per_rank=given.max_tokens_per_rank,
-        alignment=1,
-        dtype=given.dtype,
-        device=given.device,
-        backend=given.backend.name,
-        timeout=given.timeout,
-        latency_max_tokens=0,
+    config = dataclasses.replace(
+        given.config, name="", num_experts=ranks, experts_per_rank=(), top_k=ranks, alignment=1, latency_max_tokens=0,
         symmetric_rows=ranks * given.max_tokens_per_rank,
-        domain_size=given.config.domain_size,
-    )
+    )  # fmt: skip
+    return Communicator(given.group, config, device=given.device)
 
 
 class RankCalls:

@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    from ep_ops.commands.compile import add_options
+
     top = argparse.ArgumentParser(
         prog="ep-ops", description="Expert-parallel dispatch and combine as PyTorch operators."
     )
@@ -55,22 +57,11 @@ def parser() -> argparse.ArgumentParser:
         description="Compiles what an ep_ops.Communicator of these arguments launches into EP_OPS_CACHE_DIR.",
     )
     ahead.add_argument("--ranks", type=positive, required=True, help="of the communicator's group")
-    ahead.add_argument("--num-experts", type=positive, required=True, help="of all ranks together")
-    ahead.add_argument("--experts-per-rank", type=numbers, help="as 3,3,2 (default: as even as possible)")
-    ahead.add_argument("--hidden-size", type=positive, required=True)
-    ahead.add_argument("--top-k", type=positive, required=True)
-    ahead.add_argument("--max-tokens-per-rank", type=positive, required=True)
-    ahead.add_argument("--latency-max-tokens", type=int, help="as the communicator's (default: the backend's choice)")
-    ahead.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add_options(ahead)
     ahead.add_argument(
         "--format", action="append", default=[], metavar="NAME=LAYOUT",
         help="rows in a format as well, as e4m3/128/pow2=columns (repeatable; without =LAYOUT its first one)",
     )  # fmt: skip
-    ahead.add_argument("--staging-bytes", type=positive, help="of the communicator (default: whatever one round takes)")
-    ahead.add_argument("--domain-size", type=positive, help="ranks of each NVLink domain (default: all are in one)")
-    ahead.add_argument(
-        "--wire", choices=("nvlink", "nvshmem"), default="nvshmem", help="between NVLink domains (default: %(default)s)"
-    )
     ahead.add_argument("--arch", type=arch, help="as sm_90a, sm_100a (default: this host's GPU's)")
     ahead.set_defaults(run=run_compile)
 
@@ -95,10 +86,6 @@ def arch(text: str) -> str:
     if re.fullmatch(r"sm_(9\d|1\d\d)a", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is none of sm_90a, sm_100a and newer ones")
     return text
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def hidden_size(text: str) -> int:
@@ -166,8 +153,6 @@ class Terminated(KeyboardInterrupt):
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    import torch
-
     from ep_ops.commands import compile as ahead
 
     arch = args.arch or ahead.arch_here()
@@ -175,11 +160,7 @@ def run_compile(args: argparse.Namespace) -> int:
         print("ep-ops compile: torch sees no GPU here; say --arch sm_90a, or another", file=sys.stderr)
         return 2
     try:
-        config = ahead.config_of(
-            args.ranks, args.num_experts, args.hidden_size, args.top_k, args.max_tokens_per_rank,
-            getattr(torch, args.dtype), args.experts_per_rank, args.latency_max_tokens,
-            domain_size=args.domain_size, wire=args.wire, staging_bytes=args.staging_bytes,
-        )  # fmt: skip
+        config = ahead.checked_config(ahead.config_of(args), args.ranks)
         formats = ahead.formats_of(args.format, args.hidden_size)
         count = ahead.compile_communicator(config, arch, formats)
     except (ValueError, RuntimeError) as refused:

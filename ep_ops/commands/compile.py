@@ -6,46 +6,54 @@ in `Communicator.warmup`.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
-import dataclasses
+import inspect
 import multiprocessing
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ep_ops.arguments import bundle
 from ep_ops.backends import no_device_library
-from ep_ops.backends.cute.sizing import across, problem_with
-from ep_ops.config import Config, consecutive_domains, even_experts
+from ep_ops.backends.cute.sizing import across
+from ep_ops.config import Config, options
 from ep_ops.formats import format_of, layout_of
 from ep_ops.formats.quantise import refuse_hidden
+from ep_ops.memory import planned
 
 
-def config_of(
-    ranks: int, num_experts: int, hidden_size: int, top_k: int, max_tokens: int, dtype: torch.dtype,
-    experts_per_rank: Sequence[int] | None = None, latency_max_tokens: int | None = None,
-    *, domain_size: int | None = None, wire: str = "nvshmem", staging_bytes: int | None = None,
-) -> Config:  # fmt: skip
-    """The configuration of a communicator, as far as its kernels depend on it. `domain_size`: ranks of each NVLink
-    domain, which follow each other (None: all are in one); `wire`: what kernels reach other domains by; the environment
-    says whether rows are bundled there. ValueError, in the communicator's words, for what it would refuse."""
-    experts = even_experts(num_experts, ranks) if experts_per_rank is None else tuple(experts_per_rank)
-    config = Config(
-        name="ahead", world_size=ranks, num_experts=num_experts, hidden_size=hidden_size, top_k=top_k,
-        max_tokens_per_rank=max_tokens, dtype=dtype, experts_per_rank=experts, alignment=16, backend="cute",
-        device_type="cuda", timeout=1.0, latency_max_tokens=latency_max_tokens, domain_size=domain_size, wire=wire,
-        staging_bytes=staging_bytes, bundle=bundle(),
-    )  # fmt: skip
-    problem = config.problem()
-    if problem is None:
-        config = dataclasses.replace(config, domains=consecutive_domains(ranks, domain_size))
-        problem = problem_with(config)
-        if problem is None and across(config) and wire == "nvshmem":
-            problem = no_device_library()
-    if problem is not None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add a command line option for each field of :class:`Config` that can be read from text."""
+    about = _first_sentences()
+    for name, field in options().items():
+        if "parse" in field.metadata:
+            parser.add_argument(
+                "--" + name.replace("_", "-"), type=field.metadata["parse"], metavar=name.upper(),
+                required=field.default is field.default_factory, default=argparse.SUPPRESS, help=about[name],
+            )  # fmt: skip
+
+
+def _first_sentences() -> dict[str, str]:
+    """Return what the docstring of :class:`Config` says first about each option."""
+    entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(Config) or "", re.MULTILINE)
+    return {name: re.split(r"\.\s", text)[0].replace("\n", " ").rstrip(".") for name, text in entries}
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """Return the configuration that command line options describe."""
+    given = {name: getattr(args, name) for name in options() if hasattr(args, name)}
+    return Config(backend="cute", **given)
+
+
+def checked_config(config: Config, world_size: int) -> Config:
+    """Return what the ranks would agree on. ValueError for values that no communicator accepts, and where kernels for
+    several NVLink domains cannot be compiled on this host."""
+    config = planned(config, world_size)
+    if across(config) and config.wire == "nvshmem" and (problem := no_device_library()):
         raise ValueError(problem)
     return config
 

@@ -7,6 +7,7 @@ docs/formats.md says all of it in one page.
 from __future__ import annotations
 
 from meta_kernels.formats import FORMATS, LAYOUTS, OF_TOKENS, Format, Grid, format_of, layout_of, per_row, scales_shape
+from meta_kernels.rows import exact_dtype
 
 from .groups import Segments
 from .layouts import ScaleLayout, view
@@ -21,6 +22,7 @@ __all__ = [
     "ScaleLayout",
     "Segments",
     "dequantise",
+    "exact_dtype",
     "format_of",
     "layout_of",
     "per_row",

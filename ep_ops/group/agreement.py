@@ -15,13 +15,6 @@ from ..config import Config
 from .exchange import Exchange
 from .topology import GpuFacts, choose_backend, choose_wire, divide, gpu_facts, told
 
-_HINTS = {
-    "name": "; pass name= where ranks have made different numbers of them",
-    "check": "; set EP_OPS_CHECK in the environment of all ranks or of none",
-    "wire": "; set EP_OPS_WIRE alike in the environment of all ranks",
-    "bundle": "; set EP_OPS_BUNDLE and NVSHMEM_REMOTE_TRANSPORT alike in the environment of all ranks",
-}
-
 Lack = Callable[[Config], "str | None"]
 """What a rank lacks for the kernels of a communicator whose NVLink domains are known; None: nothing."""
 
@@ -92,5 +85,6 @@ def disagreement(configs: Sequence[Config]) -> str | None:
             ranks_by_value.setdefault(getattr(config, field.name), []).append(rank)
         if len(ranks_by_value) > 1:
             given = "; ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_by_value.items())
-            return f"ranks disagree on {field.name}: {given}{_HINTS.get(field.name, '')}"
+            hint = field.metadata.get("hint")
+            return f"ranks disagree on {field.name}: {given}{f'; {hint}' if hint else ''}"
     return None

@@ -45,9 +45,8 @@ class MoECommunicator:
     ValueError on all ranks for a configuration that cannot be, and where placements differ between ranks.
 
     Args:
-        config: what it does.
-        communicator: further arguments of :class:`ep_ops.Communicator`: device, backend, timeout, name,
-            experts_per_rank (of physical experts) and so on.
+        config: the options.
+        device: device of this rank. None: the current CUDA device if there is one, else the CPU.
 
     Attributes:
         comm: the communicator beneath. Its other operators may be called, too; they take physical ids.
@@ -55,29 +54,16 @@ class MoECommunicator:
         placement: the current one, None if there is none.
     """
 
-    def __init__(self, config: MoECommunicatorConfig, **communicator: Any) -> None:
-        exchange = Exchange(group_of(config.group), device_of(communicator.get("device"))[0])
-        placements.agree(exchange, config.placement, config.problem())
-        few = {"latency": config.max_tokens_per_rank, "throughput": 0, "auto": config.latency_max_tokens}[config.mode]
-        comm = Communicator(
-            config.group,
-            num_experts=config.num_experts if config.placement is None else len(config.placement),
-            hidden_size=config.hidden_size,
-            top_k=config.top_k,
-            max_tokens_per_rank=config.max_tokens_per_rank,
-            dtype=config.dtype,
-            alignment=config.alignment,
-            dispatch_sms=config.dispatch_sms,
-            combine_sms=config.combine_sms,
-            latency_max_tokens=few,
-            **communicator,
-        )
+    def __init__(self, config: MoECommunicatorConfig, *, device: torch.device | str | int | None = None) -> None:
+        exchange = Exchange(group_of(config.group), device_of(device)[0])
+        placements.agree(exchange, config.placement, config.problem_of_layer())
+        comm = Communicator(config.group, config.of_communicator(), device=device)
         if config.mode == "latency" and (most := backends.latency_tokens(comm.config)) < config.max_tokens_per_rank:
             comm.destroy()
             config_of_kernels = dataclasses.replace(comm.config, backend="cute", staging_bytes=None)
             if why := backends.problem(config_of_kernels):
                 raise ValueError(f"mode 'latency' has no kernels for this: {why}; allowed: mode 'auto'")
-            bound = "" if comm.staging_bytes is None else f" within staging_bytes {comm.staging_bytes}"
+            bound = "" if config.staging_bytes is None else f" within staging_bytes {config.staging_bytes}"
             raise ValueError(
                 f"max_tokens_per_rank is {config.max_tokens_per_rank}; mode 'latency' takes at most {most} of"
                 f" {comm.world_size} ranks, {comm.num_experts} experts and top_k {config.top_k}{bound}; allowed: that,"

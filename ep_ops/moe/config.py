@@ -1,4 +1,4 @@
-"""What a MoECommunicator is told once, and what of that it cannot take."""
+"""Options of a MoECommunicator, and which of their values are not allowed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ep_ops.config import is_int
+from ep_ops.config import Config, is_int
 from ep_ops.formats import format_of, layout_of
 
 from .placement import problem_of
@@ -27,57 +26,56 @@ class Quant(NamedTuple):
     scales: Tensor | None = None  # of an input that is quantised already: of dispatches, not of a configuration
 
 
-@dataclasses.dataclass(frozen=True)
-class MoECommunicatorConfig:
-    """What a :class:`MoECommunicator` is made of; the same on all ranks, but for ``capacity`` as a number and for
-    ``statistics``.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoECommunicatorConfig(Config):
+    """Options of a :class:`MoECommunicator`: those of :class:`ep_ops.Config`, and the following.
+
+    They must be equal on all ranks, except ``capacity`` as a number and ``statistics``.
 
     Args:
-        num_experts: E, the logical experts: those whose ids a router gives.
-        hidden_size, top_k, max_tokens_per_rank, dtype, alignment: as of :class:`ep_ops.Communicator`.
-        group: the process group; None: the default group.
-        placement: for each physical expert the logical one whose weights lie there, at first (:meth:`place` changes
-            it). Physical experts are room for P experts' weights, spread over the ranks in contiguous blocks; a logical
-            expert that is named several times has so many replicas. None: the experts of the router are those of the
-            ranks, and there is no map.
-        mode: which kernels dispatches and combines run on (their gradients have throughput kernels alone). "latency":
-            those for few tokens; "throughput": those for many; "auto": the first for calls whose ``max_tokens`` is at
-            most ``latency_max_tokens``, the second for all others. Results are the same to the bit, and so are those of
-            the reference backend, which has no such kernels.
-        layout: where rows lie. "grouped": [R, H], segments of local experts one behind the other; "padded":
-            [local experts, slots, H]; "token_major": [R, H], a row for each token and rank.
-        capacity: room for rows. None: the worst case, nothing is dropped. A number: R, or of "padded" the slots of each
-            local expert, 1 at least; what does not fit is dropped and counted. "exact": as many rows as come, for which
-            every dispatch waits for the device (not "padded").
-        quant: of dispatches that name none.
-        dispatch_sms, combine_sms: multiprocessors that throughput kernels may take; None: a model's choice.
-        latency_max_tokens: the bound of "auto"; None: the backend's choice.
-        overlap: what of the ``_async`` forms runs before their wait. True: they are split operations, whose transfer
-            runs beside what stands between, as far as ``Communicator.dispatch_start`` says. False: everything.
-        statistics: whether rows, drops and bytes are counted, on the device, for :meth:`MoECommunicator.stats`: a few
-            additions of small tensors for each call.
+        num_experts: number of logical experts E, which a router's ids name.
+        experts_per_rank: number of physical experts on each rank.
+        latency_max_tokens: bound for mode "auto", which must be None in other modes.
+        group: process group; None: the default group.
+        placement: initial map of experts (:meth:`MoECommunicator.place` changes it): for each physical expert, the
+            logical expert whose weights it holds. Physical experts are the places for P experts' weights, in contiguous
+            blocks on the ranks. A logical expert that is named several times has that many replicas. None: no map,
+            logical and physical experts are the same.
+        mode: kernels for dispatch and combine; gradients always use throughput kernels. "latency", "throughput", or
+            "auto": latency kernels for calls whose ``max_tokens`` is at most ``latency_max_tokens``. Results are
+            bit-identical. The reference backend ignores it.
+        layout: order of received rows. "grouped": [R, H], contiguous segments by local expert; "padded":
+            [local experts, slots, H]; "token_major": [R, H], one row for each (token, rank).
+        capacity: size of the receive buffer. None: the worst case, without drops. An int: R rows, or for "padded" the
+            slots of each local expert (at least 1); rows that do not fit are dropped and counted. "exact": as many rows
+            as arrive, for which each dispatch synchronizes with the device (not with "padded").
+        quant: quantization of dispatches that do not pass their own.
+        overlap: True: the ``_async`` methods start split operations, which run concurrently with what follows, as far
+            as ``Communicator.dispatch_start`` says. False: they run the whole operation.
+        statistics: count rows, drops and bytes on the device for :meth:`MoECommunicator.stats`. Adds a few small tensor
+            operations to each call.
     """
 
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    max_tokens_per_rank: int
     group: Any = None
-    dtype: torch.dtype = torch.bfloat16
-    alignment: int = 16
     placement: Sequence[int] | None = None
     mode: str = "auto"
     layout: str = "grouped"
     capacity: int | str | None = None
     quant: Quant = Quant()
-    dispatch_sms: int | None = None
-    combine_sms: int | None = None
-    latency_max_tokens: int | None = None
     overlap: bool = False
     statistics: bool = False
 
-    def problem(self) -> str | None:
-        """What is wrong with what a Communicator does not look at itself, or None."""
+    def of_communicator(self) -> Config:
+        """Return the configuration of the communicator, whose experts are the physical ones."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(Config)}
+        if self.placement is not None:
+            options["num_experts"] = len(self.placement)
+        if self.mode != "auto":
+            options["latency_max_tokens"] = self.max_tokens_per_rank if self.mode == "latency" else 0
+        return Config(**options)
+
+    def problem_of_layer(self) -> str | None:
+        """Return what is wrong with the options that :class:`ep_ops.Config` does not have, or None."""
         if self.mode not in MODES:
             return f"mode is {self.mode!r}; it must be one of {', '.join(map(repr, MODES))}"
         if self.layout not in LAYOUTS:

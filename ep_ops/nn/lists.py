@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ep_ops.formats import exact_dtype
 from ep_ops.nn import list_operators as operators
-from ep_ops.nn.sums import exact, of_index, sum_rows
+from ep_ops.nn.sums import of_index, sum_rows
 
 
 class ExpertLists(NamedTuple):
@@ -138,9 +139,9 @@ class _Reduce(torch.autograd.Function):
             grad_y = _Gather.apply(grad, rows, flat, places)
             if weights is not None:
                 each = torch.nn.functional.pad(weights.flatten(), (0, 1))[flat]
-                grad_y = (grad_y.to(exact(y)) * each.to(exact(y))[:, None]).to(y.dtype)
+                grad_y = (grad_y.to(exact_dtype(y.dtype)) * each.to(exact_dtype(y.dtype))[:, None]).to(y.dtype)
         if ctx.needs_input_grad[1]:
-            wide = grad.to(exact(y))
+            wide = grad.to(exact_dtype(y.dtype))
             dots = [(wide * of_index(y, places[:, k])).sum(1) for k in range(places.shape[1])]
             grad_weights = torch.stack(dots, 1).to(weights.dtype)
         return grad_y, grad_weights, None, None, None

@@ -65,6 +65,8 @@ class MoELayer(nn.Module):
         format: str = "",
         seed: int = 0,
     ) -> None:
+        if not isinstance(comm, Communicator):
+            raise TypeError(f"comm is {comm!r}; expected an ep_ops.Communicator, which has the numbers and sizes")
         super().__init__()
         if format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_ops.formats import exact_dtype
 from ep_ops.nn.live_rows import kernels_of
 from ep_ops.operators.eager import call
 from ep_ops.operators.library import LIBRARY, define
@@ -25,12 +26,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     are copied, of any dtype. Differentiable functions are made of it; its own gradient, which would have to know who
     names each row, raises NotImplementedError.
     """
-    return call("sum_rows", x, index, None if weights is None else weights.to(exact(x)))
-
-
-def exact(x: Tensor) -> torch.dtype:
-    """The dtype in which rows like x are summed."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return call("sum_rows", x, index, None if weights is None else weights.to(exact_dtype(x.dtype)))
 
 
 def _fake(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
@@ -46,7 +42,7 @@ def _sum_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
     elif index.shape[1] == 1 and weights is None:
         out.copy_(torch.where(index >= 0, x[index[:, 0].clamp(min=0)], 0))
     else:
-        total = x.new_zeros(out.shape, dtype=exact(x))
+        total = x.new_zeros(out.shape, dtype=exact_dtype(x.dtype))
         for k in range(index.shape[1]):
             own = of_index(x, index[:, k])
             total = total + (own if weights is None else own * weights[:, k, None])
@@ -56,7 +52,7 @@ def _sum_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 def of_index(x: Tensor, index: Tensor) -> Tensor:
     """[B, H] of the sums' dtype: the rows that ``index`` [B] names, zeros where it is below 0."""
-    return torch.where((index >= 0)[:, None], x[index.clamp(min=0)].to(exact(x)), 0)
+    return torch.where((index >= 0)[:, None], x[index.clamp(min=0)].to(exact_dtype(x.dtype)), 0)
 
 
 def _no_gradient(ctx: Any, grad: Tensor) -> None:

@@ -534,7 +534,7 @@ def test_on(monkeypatch):
 
 def test_other_values_are_refused(monkeypatch):
     monkeypatch.setenv("EP_OPS_CHECK", "yes")
-    with pytest.raises(ValueError, match="EP_OPS_CHECK is 'yes' in the environment; it must be 0 or 1"):
+    with pytest.raises(ValueError, match="check is 'yes'; it must be one of '0', '1' .default: EP_OPS_CHECK in"):
         toy.communicator()
 
 

@@ -207,9 +207,10 @@ def test_what_layers_are_made_of_is_refused_by_name() -> None:
 
 def _placed() -> None:
     config = MoECommunicatorConfig(
-        num_experts=2, hidden_size=16, top_k=1, max_tokens_per_rank=8, placement=[0, 1], dtype=torch.float32
+        num_experts=2, hidden_size=16, top_k=1, max_tokens_per_rank=8, placement=[0, 1], dtype=torch.float32,
+        backend="reference",
     )  # fmt: skip
-    with MoECommunicator(config, backend="reference") as moe:
+    with MoECommunicator(config) as moe:
         x, ids = torch.randn(4, 16), torch.zeros(4, 1, dtype=torch.int32)
         rank = torch.distributed.get_rank()
         with pytest.raises(ValueError, match=r"topk_idx has shape \(4,\); allowed: \[T, 1\]"):
@@ -247,7 +248,7 @@ def test_lists_of_other_rows() -> None:
     ("given", "text"),
     [
         ({"world_size": 0}, "world_size is 0"), ({"rank": 5}, r"rank is 5; allowed: 0\.\.1"),
-        ({"rank": -1}, "rank is -1"), ({"capacity": -5}, "capacity is -5"), ({"backend": "auto"}, "backend is 'auto'"),
+        ({"rank": -1}, "rank is -1"), ({"capacity": -5}, "capacity is -5"), ({"backend": "gpu"}, "backend is 'gpu'"),
         ({"experts_per_rank": 3}, "experts_per_rank is 3"), ({"num_experts": "4"}, "num_experts is '4'"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ ROOMS = {
     "ep_ops.arrivals": (),
     "ep_ops.formats": ("meta_kernels",),
     "ep_ops.records": ("ep_ops.arrivals", "ep_ops.formats"),
-    "ep_ops.config": ("ep_ops.records",),
+    "ep_ops.config": ("ep_ops.records", "ep_ops.version"),
     "ep_ops.group": ("ep_ops.config",),
     "ep_ops.arguments": (),
     "ep_ops.inputs": ("ep_ops.group",),
@@ -29,7 +29,7 @@ ROOMS = {
         "ep_ops.arrivals", "ep_ops.formats", "ep_ops.records", "ep_ops.config", "ep_ops.group", "ep_ops.symmetric",
         "cute_kernels",
     ),
-    "ep_ops.memory": ("ep_ops.arrivals", "ep_ops.config", "ep_ops.backends"),
+    "ep_ops.memory": ("ep_ops.arrivals", "ep_ops.config", "ep_ops.formats", "ep_ops.backends"),
     "ep_ops.registry": ("ep_ops.config", "ep_ops.backends"),
     "ep_ops.operators": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.backends", "ep_ops.registry", "meta_kernels",
@@ -39,7 +39,7 @@ ROOMS = {
     "ep_ops.token_major": ("ep_ops.records", "ep_ops.operators", "ep_ops.inputs", "ep_ops.calls"),
     "ep_ops.communicator": (
         "ep_ops.records", "ep_ops.config", "ep_ops.checks", "ep_ops.group", "ep_ops.memory", "ep_ops.registry",
-        "ep_ops.backends", "ep_ops.version", "ep_ops.arguments", "ep_ops.inputs", "ep_ops.formats", "ep_ops.methods",
+        "ep_ops.backends", "ep_ops.arguments", "ep_ops.inputs", "ep_ops.formats", "ep_ops.methods",
         "ep_ops.overflow", "ep_ops.token_major",
     ),
     "ep_ops.nn": (
@@ -53,9 +53,11 @@ ROOMS = {
     "ep_ops.integrations": (
         "ep_ops.records", "ep_ops.communicator", "ep_ops.group", "ep_ops.nn", "ep_ops.operators", "ep_ops.registry",
     ),
-    "ep_ops": ("ep_ops.version", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator"),
+    "ep_ops": (
+        "ep_ops.version", "ep_ops.config", "ep_ops.records", "ep_ops.memory", "ep_ops.operators", "ep_ops.communicator",
+    ),
     "ep_ops.commands": (
-        "ep_ops", "ep_ops.config", "ep_ops.arguments", "ep_ops.group", "ep_ops.symmetric", "ep_ops.formats",
+        "ep_ops", "ep_ops.config", "ep_ops.memory", "ep_ops.group", "ep_ops.symmetric", "ep_ops.formats",
         "ep_ops.backends", "ep_ops.nn", "cute_kernels",
     ),
     "ep_ops.bench": (

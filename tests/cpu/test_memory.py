@@ -10,8 +10,7 @@ from test_communicator import SIZES, make
 
 import ep_ops
 from ep_ops.backends.cute.sizing import sizes_of, token_bound
-from ep_ops.commands import compile as ahead
-from ep_ops.memory import MemoryPlan
+from ep_ops.memory import MemoryPlan, planned
 
 
 def test_memory_plan() -> None:
@@ -77,8 +76,8 @@ def test_bounded_staging() -> None:
     sizes["latency_max_tokens"] = 128  # their memory is within the bound, and no call of theirs goes in rounds
     most = held(None) // 4
     assert held(most) <= most
-    given = {name: sizes[name] for name in ("num_experts", "hidden_size", "top_k")}
-    small = ahead.config_of(16, *given.values(), 1000, torch.bfloat16, None, 128, staging_bytes=most)
+    given = {name: value for name, value in sizes.items() if name != "world_size"}
+    small = planned(ep_ops.Config(**given, staging_bytes=most), 16)
     assert 0 < token_bound(small, sizes_of(small)) <= sizes_of(small).max_tokens < 1000
 
 

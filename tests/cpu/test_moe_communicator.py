@@ -55,7 +55,7 @@ def ways() -> list[dict[str, Any]]:
     either = itertools.cycle([{}, {"overlap": True}, {"placement": REPLICAS}, {"placement": REPLICAS, "overlap": True}])
     for mode, rows, form in itertools.product(MODES, ROWS, ("", *FORMATS)):
         way = dict(mode=mode, layout=rows, quant=Quant(form))
-        if (mode == "auto" or not form) and config(**way).problem() is None:
+        if (mode == "auto" or not form) and config(**way).problem_of_layer() is None:
             found.append({**way, **next(either)})
     found += [dict(layout=rows, capacity="exact", placement=REPLICAS) for rows in ("grouped", "token_major")]
     return found
@@ -65,7 +65,7 @@ def test_what_goes_together() -> None:
     """All but scales of whole rows with latency kernels."""
     for mode, rows, form in itertools.product(MODES, ROWS, ("", *FORMATS)):
         apart = mode == "latency" and "row" in form
-        assert (config(mode=mode, layout=rows, quant=Quant(form)).problem() is None) == (not apart)
+        assert (config(mode=mode, layout=rows, quant=Quant(form)).problem_of_layer() is None) == (not apart)
 
 
 def errors(seed: int, tokens: list[int]) -> list[tuple[dict[str, Any], float]]:
@@ -307,7 +307,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(placement=(0, 1, 2, 4, 4)), "placement leaves out logical expert 3"),
     (dict(placement=(0,), num_experts=0), "num_experts is 0; it must be a positive int"),
     (dict(placement=(), num_experts=-1), "num_experts is -1; it must be a positive int"),
-    (dict(top_k=0), "top_k is 0; it must be an int of at least 1"),
+    (dict(top_k=0), "top_k is 0; it must be an int from 1 to 32"),
 )  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def refused() -> list[str]:
 def test_latency_kernels_within_bounded_memory() -> None:
     """They take no more tokens than a round has."""
     with pytest.raises(ValueError, match="mode 'latency' takes at most 0 of .* within staging_bytes 1000; allowed"):
-        MoECommunicator(config(mode="latency"), device="cpu", staging_bytes=1000)
+        MoECommunicator(config(mode="latency", staging_bytes=1000), device="cpu")
 
 
 def test_what_is_refused_is_refused_on_all_ranks() -> None:

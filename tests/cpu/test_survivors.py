@@ -116,7 +116,7 @@ def test_ids() -> None:
 
 
 def other_groups() -> None:
-    with ep_ops.Communicator(**SIZES | {"num_experts": 2, "experts_per_rank": (2, 0)}) as comm:
+    with ep_ops.Communicator(**SIZES | {"num_experts": 3, "experts_per_rank": (3, 0)}) as comm:
         outside = dist.new_group([1])
         if comm.rank == 1:
             with pytest.raises(ValueError, match="no experts are left: ranks \\[1\\] hold none"):

@@ -123,7 +123,7 @@ def compared(
     layer, context = layer_of(EpOpsTokenDispatcher.Config(**FILLED | fields), backend, experts)
     dispatcher = layer.routed_experts.token_dispatcher
     (comm,) = ep_ops.registry.living.values()
-    assert comm.timeout == 60.0
+    assert comm.config.timeout == 60.0
     with comm:
         with context(), torch.no_grad():
             x, _ = inputs(DTYPES[experts])

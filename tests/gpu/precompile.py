@@ -137,33 +137,31 @@ def of_domains(world_size: int, seed: int) -> list[Any]:
     """What test_domains*.py launch on so many ranks; the longest to compile first."""
     import adversary
     import domains
-    import torch
 
     from ep_ops.backends import no_device_library
-    from ep_ops.commands import compile as ahead
+    from ep_ops.config import Config
+    from ep_ops.memory import planned
 
     adversary.install(setattr)
     lacking = no_device_library()
-    given = domains.config(world_size)
-    sizes = (given["num_experts"], given["hidden_size"], given["top_k"], given["max_tokens_per_rank"])
+    given = Config(**domains.config(world_size) | {"latency_max_tokens": 0})
     found: list[Any] = []
+
+    def add(formats: Any = (), **more: Any) -> None:
+        kernels = adversary.kernels_of(planned(dataclasses.replace(given, **more), world_size), formats)
+        found.extend(k for k in kernels if not formats or getattr(k, "format", ""))
+
     for size, wire in domains.overs(world_size):
         if wire != "nvshmem" or lacking is None:
-            more = (torch.bfloat16, None, domains.TOKENS)
-            made = ahead.config_of(world_size, *sizes, *more, domain_size=size, wire=wire)
-            found += adversary.kernels_of(made)
-            found += adversary.kernels_of(dataclasses.replace(made, bundle="1"))
+            over: dict[str, Any] = {"domain_size": size, "wire": wire}
             half = {"staging_bytes": domains.half_of_the_memory(world_size, size)}
-            without = (torch.bfloat16, None, 0)
-            made = ahead.config_of(world_size, *sizes, *without, domain_size=size, wire=wire, **half)
-            found += adversary.kernels_of(made)
-            sizes_of_format = (sizes[0], domains.FORMAT_HIDDEN, *sizes[2:])
-            made = ahead.config_of(world_size, *sizes_of_format, *more, domain_size=size, wire=wire)
-            found += [k for k in adversary.kernels_of(made, domains.FORMATS) if getattr(k, "format", "")]
-            made = ahead.config_of(world_size, *sizes_of_format, *without, domain_size=size, wire=wire, **half)
-            found += [k for k in adversary.kernels_of(made, domains.FORMATS) if getattr(k, "format", "")]
-    half = {"staging_bytes": domains.half_of_the_memory(world_size, None)}
-    found += adversary.kernels_of(ahead.config_of(world_size, *sizes, torch.bfloat16, None, 0, **half))
+            short = {"hidden_size": domains.FORMAT_HIDDEN}
+            add(**over, latency_max_tokens=domains.TOKENS)
+            add(**over, latency_max_tokens=domains.TOKENS, bundle="1")
+            add(**over, **half)
+            add(domains.FORMATS, **over, **short, latency_max_tokens=domains.TOKENS)
+            add(domains.FORMATS, **over, **short, **half)
+    add(staging_bytes=domains.half_of_the_memory(world_size, None))
     return sorted(found, key=lambda kernel: not kernel.linked)
 
 

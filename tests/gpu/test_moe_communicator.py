@@ -61,8 +61,8 @@ def made(world_size: int, mode: str = "auto", layout: str = "grouped", **more: A
     given = {**sizes(world_size), "num_experts": logical(world_size), "placement": placements(world_size)[0], **more}
     if mode == "auto":
         given.setdefault("latency_max_tokens", BOUND)
-    config = MoECommunicatorConfig(mode=mode, layout=layout, **given)
-    return MoECommunicator(config, backend="cute", device="cuda", timeout=10.0 * SHARING)
+    config = MoECommunicatorConfig(mode=mode, layout=layout, backend="cute", timeout=10.0 * SHARING, **given)
+    return MoECommunicator(config, device="cuda")
 
 
 def drawn(seed: int, rank: int, world_size: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

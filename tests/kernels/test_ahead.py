@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from cute_kernels.internode.wire import BUNDLE, Nvlink
 from ep_ops.backends.cute import all_kernels
 from ep_ops.commands import compile as ahead
 from ep_ops.commands.cli import main
+from ep_ops.config import Config
+from ep_ops.memory import planned
 
+CONFIG = Config(num_experts=4, hidden_size=64, top_k=2, max_tokens_per_rank=64)
 SIZES = ["--ranks", "2", "--num-experts", "4", "--hidden-size", "64", "--top-k", "2", "--max-tokens-per-rank", "64"]
 
 
@@ -25,14 +29,14 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     asked: list[tuple[Any, str]] = []
     monkeypatch.setattr(ahead, "compile_all", lambda wanted, arch: asked.extend((kernel, arch) for kernel in wanted))
     assert main(["compile", *SIZES, "--arch", "sm_100a", "--latency-max-tokens", "16"]) == 0
-    config = ahead.config_of(2, 4, 64, 2, 64, torch.bfloat16, None, 16)
+    config = planned(dataclasses.replace(CONFIG, latency_max_tokens=16), 2)
     assert asked == [(kernel, "sm_100a") for kernel in all_kernels(config)]
     assert f"{len(asked)} kernels for sm_100a are in {tmp_path}" in capsys.readouterr().out
 
     plain = list(asked)
     asked.clear()
     assert main(["compile", *SIZES, "--arch", "sm_90a", "--domain-size", "1", "--wire", "nvlink"]) == 0
-    across = ahead.config_of(2, 4, 64, 2, 64, torch.bfloat16, domain_size=1, wire="nvlink")
+    across = planned(dataclasses.replace(CONFIG, domain_size=1, wire="nvlink"), 2)
     assert asked == [(kernel, "sm_90a") for kernel in all_kernels(across)]
     for kernel, _ in asked:
         assert kernel.problem.domains == ((0,), (1,)) and kernel.problem.wire == Nvlink() and not kernel.linked
@@ -53,7 +57,7 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
 def test_they_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Compiled by other processes, loaded by this one without compiling anything."""
     monkeypatch.setenv("EP_OPS_CACHE_DIR", str(tmp_path))
-    wanted = all_kernels(ahead.config_of(2, 4, 64, 2, 64, torch.bfloat16))[-2:]
+    wanted = all_kernels(planned(CONFIG, 2))[-2:]
     ahead.compile_all(wanted, "sm_90a")
     monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
     for kernel in wanted:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import arrivals
+from ...formats import exact_dtype
 from ...group.exchange import Exchange
 from ...records import Delivery, Route
 from . import quantised, tree
@@ -75,7 +76,7 @@ class Transfer:
     ) -> tuple[Tensor, Tensor | None]:
         """Of rows ``grad_y`` dispatched along the route: they times the rows' weights (in place), and their dot
         products with ``y`` if that is given."""
-        exact = _exact(grad_y)
+        exact = exact_dtype(grad_y.dtype)
         row, _ = self.received(route)
         g = grad_y[row].to(exact)
         grad_y[row] = (g * recv_weights[row].to(exact)[:, None]).to(grad_y.dtype)
@@ -90,7 +91,7 @@ class Transfer:
     def to_tokens(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         """Rows added up at their tokens' owners, with the residual last."""
         ranks, topk_idx, table = self.ranks, route.topk_idx, self._table(route)
-        exact = _exact(y)
+        exact = exact_dtype(y.dtype)
 
         came = (table >= 0).any(2)  # [W, max_tokens]: tokens with a row here
         rows = table[came].long()  # [tokens, K], in the order of (source rank, token)
@@ -113,11 +114,6 @@ class Transfer:
         if residual is not None:
             out += residual.to(exact)
         return out.to(y.dtype)
-
-
-def _exact(y: Tensor) -> torch.dtype:
-    """What sums are made in."""
-    return torch.float64 if y.dtype == torch.float64 else torch.float32
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, route: Route, unused: float, zeros: bool = True) -> Tensor:
