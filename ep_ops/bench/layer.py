@@ -59,7 +59,7 @@ class AllRows(MoELayer):
         return grouped_mm(swiglu(y), self.w_out, received.route.offs)
 
 
-class TokenMajor(MoELayer):
+class TokenMajorLayer(MoELayer):
     """One row for each token and rank; an expert's rows are copied for the first product."""
 
     gather_mm = staticmethod(gather_mm)
@@ -76,13 +76,13 @@ class TokenMajor(MoELayer):
         return self.comm.combine(y, places, weights_of_places(received.weights, lists))
 
 
-class ByQuack(TokenMajor):
+class ByQuack(TokenMajorLayer):
     """The first product gathers them."""
 
     gather_mm = staticmethod(quack.gather_mm)
 
 
-KINDS: dict[str, type[MoELayer]] = {"all_rows": AllRows, "token_major": TokenMajor, "quack": ByQuack}
+KINDS: dict[str, type[MoELayer]] = {"all_rows": AllRows, "token_major": TokenMajorLayer, "quack": ByQuack}
 
 
 def parser() -> argparse.ArgumentParser:

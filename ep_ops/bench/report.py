@@ -175,52 +175,22 @@ def centre_of(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def plot(run: dict[str, Any], stem: Path) -> list[Path]:
-    """Writes what the run has data for: `stem`-tokens.svg, `stem`-sms.svg and `stem`-shapes.svg."""
-    plt = pyplot()
+    """Write a figure for each kind of data that the run has: `stem`-tokens.svg, `stem`-sms.svg, `stem`-shapes.svg."""
     swept = [result for result in run["results"] if result["op"] in SWEPT]
     if not swept:
         return []
     centre = centre_of(swept)
-    written = []
-
-    def save(figure: Any, name: str) -> None:
-        written.append(save_figure(figure, run, swept[0]["dtype"], stem, name))
-
     defaults = [result for result in swept if result["given_sms"] is None]
+    figures: dict[str, Any] = {}
+
     sizes = {key: centre[key] for key in ("hidden", "top_k")}
     routings = [r for r in ("balanced", "skewed") if varied(defaults, "tokens", routing=r, **sizes)]
     if routings:
-        figure, axes = plt.subplots(1, len(routings), figsize=(5.5 * len(routings), 4.2), sharey=True, squeeze=False)
-        for axis, routing in zip(axes[0], routings, strict=True):
-            lines = varied(defaults, "tokens", routing=routing, **sizes)
-            for op, points in lines.items():
-                xs, ys = [x for x, _ in points], [taken(r) for _, r in points]
-                axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
-            points = [(x, r["limit_us"]) for x, r in next(iter(lines.values())) if "limit_us" in r]
-            if points:
-                axis.plot(*zip(*points, strict=True), "k--", label="the link", linewidth=1)
-            axis.set_title(f"{routing} routing")
-            over_tokens(axis, [x for x, _ in next(iter(lines.values()))])
-        axes[0][0].set_ylabel("µs, whole call in steady state")
-        axes[0][0].legend()
-        save(figure, "tokens")
+        figures["tokens"] = _over_tokens({r: varied(defaults, "tokens", routing=r, **sizes) for r in routings})
 
     budgets = varied([r for r in swept if r["given_sms"]], "given_sms", routing="balanced", **centre)
     if budgets and best_link(run):
-        figure, axis = plt.subplots(figsize=(7, 4.4))
-        for op, points in budgets.items():
-            ys = [r["ratio"] for _, r in points]
-            axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
-        row_bytes = max(r["row_bytes"] for _, r in next(iter(budgets.values())))
-        for direction in ("push", "pull"):
-            speeds = sorted(
-                (e["sms"], e["gbs"]) for e in run["link"] if (e["direction"], e["row_bytes"]) == (direction, row_bytes)
-            )
-            ys = [speed / best_link(run) for _, speed in speeds]  # type: ignore[operator]
-            axis.plot([n for n, _ in speeds], ys, "--", color=COLOURS[direction], label=f"bare {direction}", lw=1)
-        axis.set(xlabel="multiprocessors", ylabel="ratio to the link's best speed", ylim=(0, 1.05))
-        axis.legend()
-        save(figure, "sms")
+        figures["sms"] = _over_sms(run, budgets)
 
     shapes = [(key, label) for key, label in (("hidden", "hidden size"), ("top_k", "top-k"))]
     found = [
@@ -229,16 +199,58 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
     ]
     found = [(label, lines) for label, lines in found if lines and best_link(run)]
     if found:
-        figure, axes = plt.subplots(1, len(found), figsize=(5.5 * len(found), 4.2), sharey=True, squeeze=False)
-        for axis, (label, lines) in zip(axes[0], found, strict=True):
-            for op, points in lines.items():
-                ys = [r["ratio"] for _, r in points]
-                axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
-            axis.set(xlabel=label, ylim=(0, 1.05))
-        axes[0][0].set_ylabel("ratio to the link's best speed")
-        axes[0][0].legend()
-        save(figure, "shapes")
-    return written
+        figures["shapes"] = _over_shapes(found)
+    return [save_figure(figure, run, swept[0]["dtype"], stem, name) for name, figure in figures.items()]
+
+
+def _over_tokens(by_routing: dict[str, Any]) -> Any:
+    """Times by number of tokens, one diagram for each routing."""
+    figure, axes = pyplot().subplots(
+        1, len(by_routing), figsize=(5.5 * len(by_routing), 4.2), sharey=True, squeeze=False
+    )
+    for axis, (routing, lines) in zip(axes[0], by_routing.items(), strict=True):
+        for op, points in lines.items():
+            xs, ys = [x for x, _ in points], [taken(r) for _, r in points]
+            axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+        points = [(x, r["limit_us"]) for x, r in next(iter(lines.values())) if "limit_us" in r]
+        if points:
+            axis.plot(*zip(*points, strict=True), "k--", label="the link", linewidth=1)
+        axis.set_title(f"{routing} routing")
+        over_tokens(axis, [x for x, _ in next(iter(lines.values()))])
+    axes[0][0].set_ylabel("µs, whole call in steady state")
+    axes[0][0].legend()
+    return figure
+
+
+def _over_sms(run: dict[str, Any], budgets: dict[str, Any]) -> Any:
+    """Speeds by number of multiprocessors, as parts of the link's, and those of bare copies."""
+    figure, axis = pyplot().subplots(figsize=(7, 4.4))
+    for op, points in budgets.items():
+        ys = [r["ratio"] for _, r in points]
+        axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+    row_bytes = max(r["row_bytes"] for _, r in next(iter(budgets.values())))
+    for direction in ("push", "pull"):
+        speeds = sorted(
+            (e["sms"], e["gbs"]) for e in run["link"] if (e["direction"], e["row_bytes"]) == (direction, row_bytes)
+        )
+        ys = [speed / best_link(run) for _, speed in speeds]  # type: ignore[operator]
+        axis.plot([n for n, _ in speeds], ys, "--", color=COLOURS[direction], label=f"bare {direction}", lw=1)
+    axis.set(xlabel="multiprocessors", ylabel="ratio to the link's best speed", ylim=(0, 1.05))
+    axis.legend()
+    return figure
+
+
+def _over_shapes(found: list[tuple[str, Any]]) -> Any:
+    """Speeds by size of rows and by top-k, as parts of the link's."""
+    figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.2), sharey=True, squeeze=False)
+    for axis, (label, lines) in zip(axes[0], found, strict=True):
+        for op, points in lines.items():
+            ys = [r["ratio"] for _, r in points]
+            axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+        axis.set(xlabel=label, ylim=(0, 1.05))
+    axes[0][0].set_ylabel("ratio to the link's best speed")
+    axes[0][0].legend()
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:

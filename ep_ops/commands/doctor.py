@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -9,6 +10,8 @@ import subprocess
 from collections.abc import Callable
 
 import torch
+
+from ep_ops.config import Config
 
 DISTRIBUTIONS = ("numpy", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings")
 
@@ -21,6 +24,7 @@ def report() -> str:
         "NVLink domain": nvlink_domain,
         "symmetric memory": symmetric_memory,
         "backend": backend,
+        "environment": environment,
         "caches": caches,
     }
     lines: list[str] = []
@@ -160,6 +164,16 @@ def backend() -> list[str]:
         return [f"cute: {count} GPU(s) of capability 9.0 or newer, each of which maps the memory of all others"]
     lacks = dict.fromkeys(fact.lack for fact in facts if fact is not None and fact.lack)
     return ["reference, because:", *(f"- {lack}" for lack in lacks or (why,))]
+
+
+def environment() -> list[str]:
+    """Variables that give the defaults of options: their values, the options, and what is allowed."""
+    lines = []
+    for option in dataclasses.fields(Config):
+        if variable := option.metadata.get("variable"):
+            value = os.environ.get(variable)
+            lines.append(f"{variable:<15} {value or 'not set'}  ({option.name}: {option.metadata['words']})")
+    return lines
 
 
 def caches() -> list[str]:

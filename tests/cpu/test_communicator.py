@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import inspect
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,7 +20,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import ep_ops
+from ep_ops import config as config_file
 from ep_ops import registry, symmetric
+from ep_ops.commands import compile as ahead
+from ep_ops.commands import doctor
+from ep_ops.group import agreement
 
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 8, "top_k": 2, "max_tokens_per_rank": 4, "device": "cpu"}
 
@@ -103,6 +111,61 @@ def test_refused_values(changed: dict[str, Any], text: str) -> None:
 def test_the_least_and_the_most_are_taken(changed: dict[str, Any]) -> None:
     with make(**changed) as comm:
         assert all(getattr(comm.config, field) == value for field, value in changed.items())
+
+
+def test_options_by_name_or_in_a_config() -> None:
+    """Keyword arguments are fields of a Config, and replace those of one that is given."""
+    sizes = {name: value for name, value in SIZES.items() if name != "device"}
+    config = ep_ops.Config(**sizes, alignment=8)
+    with (
+        ep_ops.Communicator(config=config, device="cpu") as comm,
+        ep_ops.Communicator(config=comm.config, device="cpu", name="other", top_k=1) as other,
+    ):
+        assert (comm.alignment, comm.top_k, comm.config.experts_per_rank) == (8, 2, (6,))
+        assert (other.alignment, other.top_k, other.name) == (8, 1, "other")
+        assert other.config == dataclasses.replace(comm.config, name="other", top_k=1)
+
+
+@pytest.mark.parametrize(("given", "text"), [
+    ({**SIZES, "top_kk": 2}, "Communicator got unknown arguments top_kk; allowed: num_experts, hidden_size, top_k,"),
+    ({**SIZES, "world_size": 2}, "Communicator got unknown arguments world_size; allowed: "),
+    ({"top_k": 2}, "Communicator needs num_experts, hidden_size, max_tokens_per_rank, or an ep_ops.Config"),
+    ({"config": 64}, "Communicator: config is 64; expected an ep_ops.Config"),
+])  # fmt: skip
+def test_options_that_there_are_none_of(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        ep_ops.Communicator(**given)
+    assert text in str(raised.value)
+
+
+def test_an_option_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that lists options has one that is added to Config: validation, agreement, doctor, the commands."""
+    assert set(config_file.options()) <= set(re.findall(r"^    (\w+): ", inspect.getdoc(ep_ops.Config) or "", re.M))
+    kept = inspect.getdoc(ep_ops.Config)
+    rule = {**ep_ops.Config.__dataclass_fields__["alignment"].metadata, "variable": "EP_OPS_SPEED"}
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(ep_ops.Config):
+        speed: int = dataclasses.field(default=3, metadata=rule)
+
+    Config.__doc__ = f"{kept}\n\n    speed: of light. And more."
+    for module in (config_file, agreement, ahead, doctor):
+        monkeypatch.setattr(module, "Config", Config)
+    sizes = {name: value for name, value in SIZES.items() if name != "device"}
+    with make(speed=5) as comm:
+        assert comm.config.speed == 5 and "speed=5" in repr(comm.config)
+    with pytest.raises(ValueError, match=r"speed is 0; it must be an int from 1 to 1024 .default: EP_OPS_SPEED in"):
+        make(speed=0)
+    assert agreement.disagreement([Config(**sizes), Config(**sizes, speed=4)]) == (
+        "ranks disagree on speed: 3 on ranks [0]; 4 on ranks [1]"
+    )
+    with pytest.raises(ValueError, match="speed is 0"):
+        ep_ops.memory_plan(world_size=2, speed=0, **sizes)
+    parser = argparse.ArgumentParser()
+    ahead.add_options(parser)
+    words = "--num-experts 6 --hidden-size 8 --top-k 2 --max-tokens-per-rank 4 --speed 7".split()
+    assert ahead.config_of(parser.parse_args(words)).speed == 7 and "of light\n" in parser.format_help()
+    assert any(line.startswith("EP_OPS_SPEED") for line in doctor.environment())
 
 
 def test_rows_that_an_int32_can_number() -> None:

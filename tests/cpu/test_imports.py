@@ -180,6 +180,8 @@ def test_nobody_reaches_into_another_files_private_names():
 
 FOREIGN = "ep_ops.integrations.deep_ep"
 """Its functions take what another library's do."""
+LONG = 60
+"""Lines that a function of ep_ops may have."""
 
 
 def test_no_function_takes_a_long_list():
@@ -191,3 +193,27 @@ def test_no_function_takes_a_long_list():
                 if module.startswith(FOREIGN):
                     continue
                 assert len(names) <= 8, f"{module}.{node.name} takes {', '.join(names)}"
+
+
+def test_no_function_is_long():
+    for module, path in FILES.items():
+        if module.startswith("ep_ops") and not module.startswith(FOREIGN):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    lines = (node.end_lineno or 0) - node.lineno + 1
+                    assert lines <= LONG, f"{module}.{node.name} has {lines} lines"
+
+
+CLIENTS = {"Config"}
+"""Names of classes that other libraries fix: torchtitan's nested configurations, DeepEP's."""
+
+
+def test_class_names_are_used_once():
+    found: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        if module.startswith("ep_ops"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name not in CLIENTS:
+                    found.setdefault(node.name, []).append(module)
+    twice = {name: modules for name, modules in found.items() if len(modules) > 1}
+    assert not twice
