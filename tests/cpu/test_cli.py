@@ -154,7 +154,16 @@ def test_doctor() -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}", done.stdout, re.M)
     titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
-    assert titles == ["versions", "GPUs", "peer access", "NVLink domain", "symmetric memory", "backend", "caches"]
+    assert titles == [
+        "versions",
+        "GPUs",
+        "peer access",
+        "NVLink domain",
+        "symmetric memory",
+        "backend",
+        "environment",
+        "caches",
+    ]
     assert "could not tell" not in done.stdout
     if not torch.cuda.is_available():
         assert "reference, because torch sees no GPU" in done.stdout
