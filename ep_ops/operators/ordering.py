@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import gathered, table
+from . import gathered, partition, table
 
 TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
 
@@ -74,6 +74,8 @@ def _install() -> None:
     from torch._inductor import config, decomposition, lowering
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.virtualized import V
+
+    partition.install()
 
     class Pass(CustomGraphPass):
         """``run``, after the passes that are there already (``earlier``)."""

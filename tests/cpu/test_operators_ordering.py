@@ -12,6 +12,7 @@ import torch._inductor.decomposition
 import torch._inductor.lowering
 import toy
 from ranks import run_ranks
+from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
@@ -115,6 +116,7 @@ def test_what_nothing_uses_still_runs():
 def not_installed(monkeypatch):
     """As in a fresh process."""
     monkeypatch.setattr(ordering, "_installed", False)
+    monkeypatch.setattr(partitioners, "force_save_effectful_ops", partitioners.force_save_effectful_ops)  # put back
     lowerings = {op: torch._inductor.lowering.lowerings.pop(op, None) for op in ordering.OPERATORS}
     cat = torch._inductor.decomposition.decompositions[torch.ops.aten.cat.default]
     with torch._inductor.config.patch(joint_custom_pre_pass=None):

@@ -1,0 +1,133 @@
+"""Keep AOT autograd from removing, merging or repeating ep operators.
+
+Every operator is a collective, so all ranks must run the same ones. To AOT autograd they are functions without side
+effects: it removes those whose results are unused, merges those with identical arguments, and lets its partitioner run
+some of them again in the backward pass, depending on the sizes of this rank's tensors. A rank that compiled for other
+sizes, or that runs eagerly, would then run other operators. Here the operators are declared to have side effects, and
+before a joint graph is divided they are marked:
+
+- An operator of the forward pass runs in the forward graph only, and its results are saved for backward.
+- Exceptions are operators that activation checkpointing is to run again, and all operators if
+  ``activation_memory_budget`` is 0. They run again if the backward pass needs their results. This must not depend on
+  sizes, so a tensor that is computed from a repeated operator is saved where the partitioner is free to choose.
+
+None of these interfaces of PyTorch is public; ordering.py decides for which releases they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .table import OPERATORS
+
+_OPERATORS = frozenset(op.overload for op in OPERATORS)
+
+
+def install() -> None:
+    """Declare the operators' side effects, and mark them in every joint graph that is partitioned.
+
+    Raises:
+        AttributeError, ImportError: this PyTorch has not what is needed. Nothing has been changed then.
+    """
+    from torch._functorch import compile_utils, partitioners
+    from torch.fx.node import has_side_effect
+
+    never_merged, force_save = compile_utils.rand_ops, partitioners.force_save_effectful_ops
+    never_merged.extend(op.overloadpacket for op in _OPERATORS)
+    for op in _OPERATORS:
+        has_side_effect(op)
+
+    @functools.wraps(force_save)
+    def force_save_and_mark(joint_module: torch.fx.GraphModule) -> None:
+        force_save(joint_module)
+        mark(joint_module.graph)
+
+    partitioners.force_save_effectful_ops = force_save_and_mark
+
+
+def mark(graph: Graph) -> None:
+    """Decide for each operator of a joint graph whether backward runs it again, from the program alone."""
+    if not any(node.target in _OPERATORS for node in graph.nodes):
+        return
+    from torch.utils.checkpoint import CheckpointPolicy as Policy
+
+    backward: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "output" and (_starts_backward(node) or not backward.isdisjoint(node.all_input_nodes)):
+            backward.add(node)
+    forward = [node for node in graph.nodes if node.op != "output" and node not in backward]
+
+    everything = _memory_budget(graph) == 0
+    repeated = {
+        node
+        for node in forward
+        if everything or _maker(node).meta.get("recompute") in (Policy.MUST_RECOMPUTE, Policy.PREFER_RECOMPUTE)
+    }
+
+    def save(node: Node) -> None:
+        """Save a repeated node instead. Of an operator with several results, each is a node of its own."""
+        for result in (node, *(user for user in node.users if _maker(user) is node)):
+            result.meta["recompute"] = Policy.MUST_SAVE
+            repeated.discard(result)
+
+    if not everything:
+        for node in _exposed(forward, repeated, Policy.MUST_SAVE):
+            save(node)
+    needed: set[Node] = set()
+    for node in reversed(forward):
+        if any(user in backward or user in repeated and user in needed for user in node.users):
+            needed.add(node)
+    for node in graph.nodes:
+        if node.target not in _OPERATORS:
+            continue
+        if node in backward:
+            node.meta["partitioner_tag"] = "must_be_in_backward"
+        elif node not in repeated or node not in needed:
+            node.meta["partitioner_tag"] = "must_be_in_forward"
+            save(node)
+
+
+def _starts_backward(node: Node) -> bool:
+    is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+    return is_tangent or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def _maker(node: Node) -> Node:
+    """The node itself, or the operator whose result it takes out of a tuple."""
+    while node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _exposed(forward: list[Node], repeated: set[Node], saved: Any) -> set[Node]:
+    """Repeated nodes that are computed from a repeated ep operator and read by nodes that may be saved or recomputed,
+    which the partitioner decides by their sizes. A view is not saved; what it is a view of is exposed instead."""
+    computed: set[Node] = set()
+    for node in forward:
+        if node in repeated and (node.target in _OPERATORS or not computed.isdisjoint(node.all_input_nodes)):
+            computed.add(node)
+    free = {node for node in forward if node not in repeated and node.meta.get("recompute") != saved}
+    exposed: set[Node] = set()
+    for node in reversed(forward):
+        if node in computed and (node in exposed or not free.isdisjoint(node.users)):
+            exposed.discard(node)
+            exposed.add(node.all_input_nodes[0] if _is_view(node) else _maker(node))
+    return exposed & computed
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and bool(getattr(node.target, "is_view", False))
+
+
+def _memory_budget(graph: Graph) -> float:
+    """As the partitioner determines it: of a region, of the model, or in general."""
+    from torch._functorch import config, partitioners
+
+    of_region = getattr(partitioners, "_get_memory_budget_annotation", lambda node: None)
+    budgets = [of_region(node) for node in graph.nodes] + [node.meta.get("memory_budget") for node in graph.nodes]
+    return next((budget for budget in budgets if budget is not None), config.activation_memory_budget)
