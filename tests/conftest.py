@@ -3,6 +3,8 @@
 import os
 import random
 import secrets
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,24 @@ LONG = ("test_ptx.py", "test_many_ranks.py", "test_emulated.py", "test_formats_p
 
 DRAWN = 1 / 3
 """Which part of the cases is run of tests that are marked `drawn`."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Inductor keeps compiled graphs in a folder of this run: it would bring back those of an earlier ep_ops.
+
+    Processes of pytest-xdist, and workers of tests, inherit the folder from the process that starts them. Ranks under
+    torchrun have one in common.
+    """
+    if hasattr(config, "workerinput"):
+        return
+    folder = Path(tempfile.gettempdir())
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        folder /= f"ep_ops_inductor_{os.environ['TORCHELASTIC_RUN_ID']}_{os.getppid()}"
+    else:
+        folder = Path(tempfile.mkdtemp(prefix="ep_ops_inductor_"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -16,15 +16,20 @@ Inductor has no public interface for that. On a torch that this was not tried on
 from __future__ import annotations
 
 import bisect
+import functools
+import hashlib
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
+
+import meta_kernels
 
 from . import gathered, partition, table
 
@@ -33,6 +38,9 @@ TRIED = ("2.11", "2.16")  # first torch release that this works with, and the fi
 OPERATORS = tuple(op.overload for op in table.OPERATORS)
 SPLIT = {op.overload: getattr(torch.ops.ep, op.starts).default for op in table.OPERATORS if op.starts is not None}
 """The wait of each split operation -> its start. What the program does between them stays between them."""
+
+SOURCES = (Path(__file__).parents[1], Path(meta_kernels.__file__).parent)
+"""The folders whose Python files decide what is compiled: of ep_ops and of its fakes."""
 
 _CAT = torch.ops.aten.cat.default
 _POSITION = "ep_position"  # in the meta of a graph's node: place in the program
@@ -70,6 +78,17 @@ def _warn(why: str) -> None:
     )
 
 
+@functools.cache
+def digest_of(folders: tuple[Path, ...]) -> str:
+    """SHA-256 of all Python files in these folders, names included."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            source = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)} {len(source)} ".encode() + source)
+    return digest.hexdigest()
+
+
 def _install() -> None:
     from torch._inductor import config, decomposition, lowering
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -90,9 +109,12 @@ def _install() -> None:
             self.run(graph)
 
         def uuid(self) -> Any:
-            """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none."""
+            """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none.
+
+            What is cached depends on this pass, on lowerings, gradients and fakes, so the key follows from all sources.
+            """
             others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
-            return None if None in others else (f"ep_ops.{self.run.__name__} 6", *others)
+            return None if None in others else (f"ep_ops.{self.run.__name__} {digest_of(SOURCES)}", *others)
 
     for op in OPERATORS:
         default = lowering.fallback_handler(op)

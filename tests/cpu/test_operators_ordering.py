@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +163,27 @@ def test_another_custom_pass_is_kept(not_installed):
         ours = torch._inductor.config.joint_custom_pre_pass
         ours(torch.fx.Graph())
         assert mine.seen == 1 and "mine" in ours.uuid()
+
+
+def test_keys_of_compiled_graphs_follow_from_the_sources(not_installed, tmp_path, monkeypatch):
+    """With a number in the place of the sources, caches bring back graphs of an ep_ops that has changed since."""
+    root = Path(ordering.__file__).parents[2]
+    assert ordering.SOURCES == (root / "ep_ops", root / "meta_kernels")
+    shutil.copytree(root / "ep_ops" / "operators", tmp_path / "operators")
+    (tmp_path / "fakes.py").write_text("")
+
+    def key():
+        ordering.digest_of.cache_clear()
+        config = torch._inductor.config
+        return config.joint_custom_pre_pass.uuid(), config.post_grad_custom_pre_pass.uuid()
+
+    ordering.install()
+    keys = [key()]
+    assert keys[0] == key()
+    monkeypatch.setattr(ordering, "SOURCES", (tmp_path,))
+    keys.append(key())
+    for changed in ("operators/gradients.py", "operators/ordering.py", "fakes.py"):
+        with open(tmp_path / changed, "a") as file:
+            file.write("\n")
+        keys.append(key())
+    assert len(set(keys)) == 5 and all(one != other for one, other in zip(*keys[:2], strict=True))
