@@ -7,10 +7,13 @@ and experts, each on one rank of the communicator, whose gradients hold the toke
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -54,8 +57,29 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
             p.requires_grad_().register_hook(lambda grad: grad / ranks)
             p.requires_grad_(asks)
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *apart])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*known, *apart])
     return model
+
+
+def _raise_for_ddp(wrapper: nn.Module, name: str, model: Any) -> None:
+    """Raise ValueError if DistributedDataParallel is about to take over experts of a model that is not prepared for it.
+
+    Called whenever a module is assigned to an attribute of another one, which DDP does before it sends anything.
+    """
+    if name != "module" or not isinstance(wrapper, DistributedDataParallel):
+        return
+    layers = [layer for _, layer in expert_layers(model)]
+    spread = [layer for layer in layers if getattr(getattr(layer, "comm", None), "world_size", 2) > 1]
+    experts = {id(p) for layer in spread for p in layer.expert_parameters()}  # type: ignore[operator]
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    if taken := [name for name, p in model.named_parameters() if id(p) in experts and name not in ignored]:
+        raise ValueError(
+            f"DistributedDataParallel would replace the experts of all ranks by those of rank 0: {', '.join(taken)};"
+            " call ep_ops.nn.keep_experts_apart(model, ranks=...) with the model before"
+        )
+
+
+register_module_module_registration_hook(_raise_for_ddp)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:

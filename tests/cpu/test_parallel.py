@@ -114,3 +114,37 @@ def test_dropped_rows_are_counted_once_under_checkpointing() -> None:
         x = torch.randn(32, H, requires_grad=True)
         checkpoint(layer, x, use_reentrant=False).sum().backward()
         assert int(layer.dropped.sum()) == 64 - 30
+
+
+def _ddp_without_preparation():
+    """What DDP raises for a model as it is, and whether the experts are the rank's own afterwards."""
+    rank = torch.distributed.get_rank()
+    sizes: dict[str, Any] = dict(num_experts=4, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
+    with ep_ops.Communicator(**sizes, device="cpu") as comm:
+        model = Model(MoELayer(comm, 8))
+        with torch.no_grad():
+            model.moe.w_in.fill_(rank)
+        with pytest.raises(ValueError) as raised:
+            DistributedDataParallel(model)
+        kept = bool((model.moe.w_in == rank).all())
+        DistributedDataParallel(keep_experts_apart(model, comm.world_size))
+    return str(raised.value), kept and bool((model.moe.w_in == rank).all())
+
+
+def test_ddp_of_a_model_that_is_not_prepared():
+    """It would make the experts of rank 0 everybody's."""
+    for text, kept in run_ranks(2, _ddp_without_preparation):
+        assert kept
+        assert "those of rank 0: moe.w_in, moe.w_out;" in text and "keep_experts_apart(model, ranks=...)" in text
+
+
+def _ddp_of_whole_experts():
+    """Experts that every rank holds all of are parameters like others."""
+    sizes: dict[str, Any] = dict(num_experts=4, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
+    alone = [torch.distributed.new_group([rank]) for rank in range(torch.distributed.get_world_size())]
+    with ep_ops.Communicator(alone[torch.distributed.get_rank()], **sizes, device="cpu") as comm:
+        DistributedDataParallel(Model(MoELayer(comm, 8)))
+
+
+def test_ddp_of_experts_that_each_rank_holds():
+    run_ranks(2, _ddp_of_whole_experts)
