@@ -255,8 +255,12 @@ def test_device(comm: ep_ops.Communicator, name: str, argument: str) -> None:
 @pytest.mark.parametrize(("name", "argument"), every("x", "y", "grad_out", "residual", "grad_recv_x"))
 def test_rows_begin_at_multiples_of_16_bytes(comm: ep_ops.Communicator, name: str, argument: str) -> None:
     given = good(name)[argument]
-    shifted = torch.zeros(given.numel() + 1, dtype=given.dtype)[1:].view(given.shape)
-    refused(comm, name, ValueError, f"{argument} begins at address", "multiples of 16 bytes", **{argument: shifted})
+    size = given.element_size()
+    for off in sorted({size, 8}):  # a multiple of 8 is not enough
+        whole = torch.zeros(given.numel() + off // size, dtype=given.dtype)
+        shifted = whole[off // size :].view(given.shape)
+        assert whole.data_ptr() % 16 == 0
+        refused(comm, name, ValueError, f"{argument} begins at address", "multiples of 16 bytes", **{argument: shifted})
 
 
 @pytest.mark.parametrize("name", those_with("topk_idx"))

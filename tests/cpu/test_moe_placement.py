@@ -37,6 +37,7 @@ from ep_ops.moe import (
     plot_begun,
     plot_waits,
 )
+from ep_ops.moe.placement import _swap
 from ep_ops.moe.statistics import last
 from ep_ops.records import Operation
 
@@ -99,6 +100,20 @@ def test_balanced() -> None:
 
 
 # ---------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(
+    ("there", "swapped"),
+    [
+        # Rank 0 would do well to take expert 0 for its 1, or to give its 0 for the other's 2: it would have 0 twice,
+        # or the other one.
+        ([[0, 1], [0, 2]], [[0, 1], [0, 2]]),
+        ([[3, 1], [0, 2]], [[2, 1], [0, 3]]),
+    ],
+)
+def test_a_swap_leaves_no_rank_with_an_expert_twice(there: list[list[int]], swapped: list[list[int]]) -> None:
+    _swap(there, share=[1.0, 5.0, 0.0, 1.0])
+    assert there == swapped
 
 
 def counts(seed: int, rows: str) -> tuple[Stats, list[Tensor], list[int]]:

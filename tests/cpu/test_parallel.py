@@ -148,3 +148,23 @@ def _ddp_of_whole_experts():
 
 def test_ddp_of_experts_that_each_rank_holds():
     run_ranks(2, _ddp_of_whole_experts)
+
+
+def _clipped_alone():
+    """The norm of a model all of whose experts this rank holds, clipped over a group of its own, and torch's."""
+    sizes: dict[str, Any] = dict(num_experts=4, hidden_size=H, top_k=2, max_tokens_per_rank=12, dtype=torch.float32)
+    rank = torch.distributed.get_rank()
+    alone = [torch.distributed.new_group([one]) for one in range(torch.distributed.get_world_size())]
+    with ep_ops.Communicator(alone[rank], **sizes, device="cpu") as comm:
+        model = Model(MoELayer(comm, 8))
+        for p in model.parameters():
+            p.grad = torch.full_like(p, rank + 1.0)
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        return clip_grad_norm_(model, 1e9, group=alone[rank]), expected
+
+
+def test_norms_are_of_the_group():
+    norms = run_ranks(2, _clipped_alone)
+    for norm, expected in norms:
+        torch.testing.assert_close(norm, expected)
+    assert norms[0][0] != norms[1][0]

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import fake_torchtitan
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,6 +154,15 @@ def compared(
     }  # fmt: skip
 
 
+WRONG = [
+    (dict(non_blocking_capacity_factor=0), 2, r"non_blocking_capacity_factor is 0; it must be None or in \(0, 1\]"),
+    (dict(non_blocking_capacity_factor=1.5), 2, "non_blocking_capacity_factor is 1.5"),
+    (dict(dtype=torch.bfloat16), 2, "dtype is torch.bfloat16; it must be one of 'float16', 'float32', 'bfloat16'"),
+    (dict(), None, "ep_mesh is None; .* expert_parallel_degree > 1"),
+    (dict(), 3, "num_experts is 8; it must be a multiple of the EP mesh's size, 3"),
+    (dict(hidden_dim=None), 2, "hidden_dim is None; .*update_from_config"),
+    (dict(num_max_tokens_per_rank=None), 2, "num_max_tokens_per_rank is None; .*update_from_config"),
+]
 FORWARD, BACKWARD = ["dispatch", "combine"], ["combine_backward", "dispatch_backward"]
 DROPS = dict(non_blocking_capacity_factor=0.3)
 WAYS = [
@@ -303,15 +313,7 @@ def test_use_ep_ops() -> None:
 
 
 @needs_torchtitan
-@pytest.mark.parametrize(("fields", "size", "message"), [
-    (dict(non_blocking_capacity_factor=0), 2, r"non_blocking_capacity_factor is 0; it must be None or in \(0, 1\]"),
-    (dict(non_blocking_capacity_factor=1.5), 2, "non_blocking_capacity_factor is 1.5"),
-    (dict(dtype=torch.bfloat16), 2, "dtype is torch.bfloat16; it must be one of 'float16', 'float32', 'bfloat16'"),
-    (dict(), None, "ep_mesh is None; .* expert_parallel_degree > 1"),
-    (dict(), 3, "num_experts is 8; it must be a multiple of the EP mesh's size, 3"),
-    (dict(hidden_dim=None), 2, "hidden_dim is None; .*update_from_config"),
-    (dict(num_max_tokens_per_rank=None), 2, "num_max_tokens_per_rank is None; .*update_from_config"),
-])  # fmt: skip
+@pytest.mark.parametrize(("fields", "size", "message"), WRONG)
 def test_what_cannot_be_served(fields: dict[str, Any], size: int | None, message: str) -> None:
     from ep_ops.integrations.torchtitan import EpOpsTokenDispatcher
 
@@ -326,6 +328,83 @@ def test_dispatch_before_the_mesh_is_wired() -> None:
 
     with pytest.raises(RuntimeError, match="before wire_meshes"):
         EpOpsTokenDispatcher.Config(**FILLED).build().dispatch(*[torch.empty(4, DIM)] * 4)
+
+
+# ---------------------------------------------------------------------- on a stand-in for torchtitan
+
+
+def on_the_stand_in(fields: dict[str, Any]) -> dict[str, Any]:
+    """What the dispatcher makes of a rank's tokens, checkpointed; experts return their rows as they are."""
+    with fake_torchtitan.installed() as ours:
+        dispatcher = ours.EpOpsTokenDispatcher(ours.EpOpsTokenDispatcher.Config(**FILLED | fields))
+        dispatcher.wire_meshes(ep_mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        (comm,) = ep_ops.registry.living.values()
+        draw = torch.Generator().manual_seed(7 + dist.get_rank())
+        x = torch.randn(TOKENS, DIM, generator=draw).requires_grad_()
+        ids = torch.rand(TOKENS, EXPERTS, generator=draw).argsort(1)[:, :TOP_K]
+        scores = torch.rand(TOKENS, TOP_K, generator=draw)
+        seen: list[Any] = []
+
+        def layer(x: Tensor) -> Tensor:
+            rows, counts, sent = dispatcher.dispatch(x, scores, ids, torch.empty(0))
+            seen.append((rows.shape[0], counts, sent))
+            return dispatcher.combine(rows, sent, x).sin()
+
+        with comm:
+            out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            out.sum().backward()
+        (rows, counts, sent), _ = seen  # and again in backward
+        kept = sent.route.send_rows >= 0
+        lost = ids[~kept].bincount(minlength=EXPERTS)
+        dist.all_reduce(lost)
+        return {
+            "rows": rows, "counts": counts, "kept": sent.route.counts, "dropped": dispatcher.dropped, "out": out,
+            "expected": ((scores * kept).sum(1)[:, None] * x).sin(), "x.grad": x.grad, "alignment": comm.alignment,
+            "lost": lost.view(dist.get_world_size(), -1)[dist.get_rank()], "sizes": comm.config.max_tokens_per_rank,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [{}, DROPS, dict(pad_multiple=16), DROPS | dict(pad_multiple=16)])
+def test_dispatcher_on_the_stand_in(fields: dict[str, Any]) -> None:
+    """It runs where torchtitan is not installed: rows, counts, drops, results."""
+    align, most = fields.get("pad_multiple", 1), 2 * TOKENS * TOP_K
+    drops = "non_blocking_capacity_factor" in fields
+    for seen in run_ranks(2, on_the_stand_in, fields):
+        assert (seen["alignment"], seen["sizes"]) == (align, TOKENS)
+        padded = -(-(most + EXPERTS // 2 * (align - 1)) // align) * align
+        assert seen["rows"] == (-(-math.ceil(0.3 * padded) // align) * align if drops else padded)
+        assert seen["counts"].dtype == torch.int32
+        assert torch.equal(seen["counts"], (seen["kept"] + align - 1) // align * align)
+        assert torch.equal(seen["dropped"], seen["lost"]) and bool(seen["dropped"].any()) == drops
+        torch.testing.assert_close(seen["out"], seen["expected"])
+        assert seen["x.grad"].isfinite().all() and seen["x.grad"].any()
+
+
+def test_use_ep_ops_on_the_stand_in() -> None:
+    from ep_ops.operators import SAVE_FOR_CHECKPOINT
+
+    fake = fake_torchtitan
+    with fake.installed() as ours:
+        experts = fake.RoutedExperts.Config(
+            inner_experts=SimpleNamespace(dim=DIM),
+            token_dispatcher=fake.HybridEPTokenDispatcher.Config(**SIZES, pad_multiple=32),
+        )
+        config = fake.Model({"experts": experts, "checkpointing": fake.SelectiveAC.Config()})
+        assert ours.use_ep_ops(config, capacity_factor=0.5, options={"timeout": 60.0}) == ["experts"]
+        assert experts.token_dispatcher == ours.EpOpsTokenDispatcher.Config(
+            **SIZES, pad_multiple=32, hidden_dim=DIM, non_blocking_capacity_factor=0.5, options={"timeout": 60.0}
+        )
+        assert type(config.parts["checkpointing"]) is ours.SaveDispatch.Config
+        assert ours.SaveDispatch().get_save_ops() == {torch.ops.aten.mm.default, *SAVE_FOR_CHECKPOINT}
+        with pytest.raises(ValueError, match="Model has no RoutedExperts.Config"):
+            ours.use_ep_ops(fake.Model({}))
+
+
+@pytest.mark.parametrize(("fields", "size", "message"), WRONG)
+def test_what_cannot_be_served_on_the_stand_in(fields: dict[str, Any], size: int | None, message: str) -> None:
+    with fake_torchtitan.installed() as ours, pytest.raises(ValueError, match=message):
+        dispatcher = ours.EpOpsTokenDispatcher(ours.EpOpsTokenDispatcher.Config(**FILLED | fields))
+        dispatcher.wire_meshes(ep_mesh=None if size is None else SimpleNamespace(size=lambda: size))
 
 
 def test_without_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
