@@ -21,6 +21,7 @@ def report() -> str:
         "versions": versions,
         "GPUs": gpus,
         "peer access": peer_access,
+        "NVLink": nvlink,
         "NVLink domain": nvlink_domain,
         "symmetric memory": symmetric_memory,
         "backend": backend,
@@ -95,6 +96,22 @@ def peer_access() -> list[str]:
         cells = ("-" if i == j else "yes" if torch.cuda.can_device_access_peer(i, j) else "no" for j in range(count))
         lines.append(f"{i:>7} " + " ".join(f"{cell:>3}" for cell in cells))
     return lines
+
+
+def nvlink() -> list[str]:
+    """Which of the visible GPUs NVLink joins: latency kernels run on no others."""
+    from ep_ops.group.topology import GpuFacts, no_nvlink, pair_without_nvlink
+
+    count = gpu_count()
+    if count < 2:
+        return ["needs two GPUs"]
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    facts = [GpuFacts("", uuid, None, None, no_nvlink(uuid)) for uuid in uuids]
+    if (pair := pair_without_nvlink(facts)) is not None:
+        return [f"none between GPUs {pair[0]} and {pair[1]}: latency kernels are off (latency_max_tokens is 0)"]
+    if any(fact.no_nvlink is None for fact in facts):
+        return ["NVML cannot tell; latency kernels are on"]
+    return ["between all GPUs; latency kernels are on"]
 
 
 def symmetric_memory() -> list[str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..config import Config
 from .exchange import Exchange
-from .topology import GpuFacts, choose_backend, choose_wire, divide, gpu_facts, told
+from .topology import GpuFacts, choose_backend, choose_wire, divide, gpu_facts, pair_without_nvlink, told
 
 Lack = Callable[[Config], "str | None"]
 """What a rank lacks for the kernels of a communicator whose NVLink domains are known; None: nothing."""
@@ -24,8 +24,8 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
 
     ``problem``: what is wrong with this rank's; ``unfit``: what of the values "cute" does not take where "auto" was
     asked for, as far as that is known before the domains are. ValueError on every rank if one has a problem, if they
-    differ, if domains have unequally many ranks, or if "cute" was asked for and is out of reach for some. A warning
-    where "auto" leaves GPUs to the reference backend.
+    differ, if domains have unequally many ranks, if "cute" was asked for and is out of reach for some, or if latency
+    kernels were asked for and some ranks lack NVLink. A warning where "auto" leaves GPUs to the reference backend.
     """
     words = _told_by_all(exchange, (own, problem, gpu_facts(exchange.device), unfit))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]
@@ -48,7 +48,32 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
         backend = "reference"
         if None not in facts and exchange.rank == 0:
             warnings.warn(f"backend 'auto' takes 'reference', which is slow: {why}", RuntimeWarning, stacklevel=3)
+    elif backend == "cute":
+        agreed = _with_latency_kernels(exchange, agreed, facts)
     return dataclasses.replace(agreed, backend=backend)
+
+
+def _with_latency_kernels(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | None]) -> Config:
+    """The configuration without latency kernels if ranks reach each other over PCIe: these kernels need 128-byte lines
+    that arrive whole, which only NVLink is known to do. ValueError if they were asked for."""
+    asked, pair = agreed.latency_max_tokens, pair_without_nvlink(facts)
+    if pair is not None:
+        if asked:
+            raise ValueError(
+                f"latency_max_tokens is {asked}, but there is no NVLink between the GPUs of ranks {pair[0]} and"
+                f" {pair[1]}, which latency kernels need; allowed: None, 0"
+            )
+        return dataclasses.replace(agreed, latency_max_tokens=0)
+    gpus = {(fact.host, fact.gpu) for fact in facts if fact is not None}
+    unknown = any(fact is not None and fact.no_nvlink is None for fact in facts)
+    if unknown and len(gpus) > 1 and asked != 0 and exchange.rank == 0:
+        warnings.warn(
+            "NVML cannot tell whether NVLink joins the GPUs of all ranks, which latency kernels need; pass"
+            " latency_max_tokens=0 if it does not",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return agreed
 
 
 def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | None], lack: Lack) -> tuple[Config, str]:

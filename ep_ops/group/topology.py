@@ -41,6 +41,7 @@ class GpuFacts(NamedTuple):
     gpu: str  # UUID
     fabric: Fabric | None  # None: memory can be mapped on this host alone
     lack: str | None  # why kernels cannot run there; None: they can
+    no_nvlink: frozenset[str] | None = frozenset()  # UUIDs of this host's GPUs without NVLink to it; None: unknown
 
     @property
     def domain(self) -> Fabric | str:
@@ -57,7 +58,7 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
         lack = f"GPU {device.index} cannot map the memory of GPUs {closed}"
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
     fabric = fabric_of(uuid, device.index or 0)
-    return GpuFacts(_host(), uuid, fabric if isinstance(fabric, Fabric) else None, lack)
+    return GpuFacts(_host(), uuid, fabric if isinstance(fabric, Fabric) else None, lack, no_nvlink(uuid))
 
 
 def lack_of_kernels(device: torch.device) -> str | None:
@@ -128,6 +129,18 @@ def choose_wire(facts: Sequence[GpuFacts | None], asked: str) -> tuple[str, str 
     if asked == "nvlink" and len(found) > 1:
         return "nvshmem", "EP_OPS_WIRE is nvlink, but not all ranks map each other's memory; allowed: auto, nvshmem"
     return ("nvlink" if len(found) == 1 else "nvshmem") if asked == "auto" else asked, None
+
+
+def pair_without_nvlink(facts: Sequence[GpuFacts | None]) -> tuple[int, int] | None:
+    """The first two ranks whose GPUs map each other's memory over something else than NVLink (PCIe). None: there are
+    none. Ranks that share a GPU, and those of several hosts on one fabric, need no link of this host."""
+    for second, fact in enumerate(facts):
+        for first, other in enumerate(facts[:second]):
+            if fact is None or other is None or fact.host != other.host:
+                continue
+            if _plain(other.gpu) in (fact.no_nvlink or ()) or _plain(fact.gpu) in (other.no_nvlink or ()):
+                return first, second
+    return None
 
 
 # ---------------------------------------------------------------------- domains
@@ -244,10 +257,15 @@ def _nvml() -> Iterator[Any]:
         nvml.nvmlShutdown()
 
 
-def _fabric_info(nvml: Any, uuid: str) -> _FabricInfo | None:
-    handle, info = ctypes.c_void_p(), _FabricInfo()
+def _handle(nvml: Any, uuid: str) -> ctypes.c_void_p | None:
+    handle = ctypes.c_void_p()
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+    return None if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) else handle
+
+
+def _fabric_info(nvml: Any, uuid: str) -> _FabricInfo | None:
+    handle, info = _handle(nvml, uuid), _FabricInfo()
+    if handle is None:
         return None
     if nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info)):
         return None
@@ -279,3 +297,46 @@ def _export(device: int) -> str | None:
         code, _ = driver.cuMemExportToShareableHandle(handle, kind, 0)
         driver.cuMemRelease(handle)
     return None if code == driver.CUresult.CUDA_SUCCESS else f"{code.name} (is there an IMEX channel?)"
+
+
+# ---------------------------------------------------------------------- NVLink
+
+NVML_P2P_CAPS_INDEX_NVLINK = 2
+NVML_P2P_STATUS_OK = 0
+_UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+def no_nvlink(uuid: str) -> frozenset[str] | None:
+    """The UUIDs, without `GPU-` in front, of the GPUs of this host that a GPU does not reach over NVLink (NVSwitch
+    included), whether or not this process sees them. None if NVML cannot tell."""
+    try:
+        with _nvml() as nvml:
+            return _no_nvlink(nvml, uuid)
+    except (OSError, AttributeError):
+        return None
+
+
+def _no_nvlink(nvml: Any, uuid: str) -> frozenset[str] | None:
+    own, count = _handle(nvml, uuid), ctypes.c_uint()
+    if own is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    missing = set()
+    for index in range(count.value):
+        other, name, status = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES), ctypes.c_int()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(other)):
+            continue  # a GPU that this process may not use
+        if nvml.nvmlDeviceGetUUID(other, name, _UUID_BYTES):
+            return None
+        found = _plain(name.value.decode())
+        if found == _plain(uuid):
+            continue
+        if nvml.nvmlDeviceGetP2PStatus(own, other, NVML_P2P_CAPS_INDEX_NVLINK, ctypes.byref(status)):
+            return None
+        if status.value != NVML_P2P_STATUS_OK:
+            missing.add(found)
+    return frozenset(missing)
+
+
+def _plain(uuid: str) -> str:
+    """As some releases of torch write it."""
+    return uuid.removeprefix("GPU-")

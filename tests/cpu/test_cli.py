@@ -158,6 +158,7 @@ def test_doctor() -> None:
         "versions",
         "GPUs",
         "peer access",
+        "NVLink",
         "NVLink domain",
         "symmetric memory",
         "backend",
@@ -219,7 +220,11 @@ def test_doctor_on_gpus(
     pytest.importorskip("cutlass")
     pretend_gpus(monkeypatch, capabilities, closed)
     monkeypatch.setattr(topology, "fabric_of", lambda uuid, device: topology.Fabric("ab", 7))
+    apart = frozenset(str(second) for _, second in closed)
+    monkeypatch.setattr(topology, "no_nvlink", lambda uuid: apart)
     text = doctor.report()
+    joined = "none between GPUs 0 and 1: latency kernels are off" if closed else "between all GPUs"
+    assert joined in text
     assert "could not tell" not in text
     assert "1: fabric cluster ab, clique 7" in text
     together = f"0..{len(capabilities) - 1} (fabric cluster ab, clique 7)"
@@ -229,6 +234,12 @@ def test_doctor_on_gpus(
         assert words in text
     row = next(line for line in text.splitlines() if line.split()[:2] == ["0", "-"])
     assert row.split()[2] == ("no" if closed else "yes")
+
+
+def test_doctor_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, [(9, 0)] * 2, set())
+    monkeypatch.setattr(topology, "no_nvlink", lambda uuid: None)
+    assert doctor.nvlink() == ["NVML cannot tell; latency kernels are on"]
 
 
 def test_doctor_on_unequal_domains(monkeypatch: pytest.MonkeyPatch) -> None:

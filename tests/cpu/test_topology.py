@@ -25,6 +25,8 @@ from ep_ops.group.topology import (
     divide,
     fabric_of,
     gpu_facts,
+    no_nvlink,
+    pair_without_nvlink,
     rails_of,
     told,
 )  # fmt: skip
@@ -186,6 +188,105 @@ def test_fabric(uuid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("CUDA_ERROR_NOT_PERMITTED") == "its memory cannot be exported to other hosts: CUDA_ERROR_NOT_PERMITTED"
 
 
+class Links:
+    """NVML on a host of three GPUs, of which 0 and 1 are joined by NVLink; it numbers them as it likes."""
+
+    ORDER = (b"GPU-c", b"GPU-a", b"GPU-b")
+
+    def __init__(self, status_code: int = 0) -> None:
+        self.status_code = status_code
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
+        handle._obj.value = 1 + self.ORDER.index(name)
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 3
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        handle._obj.value = 1 + index
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle: Any, name: Any, size: int) -> int:
+        name.value = self.ORDER[handle.value - 1]
+        assert len(name.value) < size
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, one: Any, other: Any, index: int, status: Any) -> int:
+        assert index == 2  # NVLink; 0 is reading over anything
+        joined = {self.ORDER[one.value - 1], self.ORDER[other.value - 1]} == {b"GPU-a", b"GPU-b"}
+        status._obj.value = 0 if joined else 5
+        return self.status_code
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-"])
+def test_nvlink_by_uuid(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "_nvml", lambda: contextlib.nullcontext(Links()))
+    assert [no_nvlink(prefix + gpu) for gpu in "abc"] == [{"c"}, {"c"}, {"a", "b"}]
+    monkeypatch.setattr(topology, "_nvml", lambda: contextlib.nullcontext(Links(status_code=3)))
+    assert no_nvlink("a") is None
+
+
+def linked(*gpus: tuple[str, str, Fabric | None, str | None]) -> list[GpuFacts | None]:
+    """Ranks by host, GPU, fabric and the GPUs without NVLink to theirs (None: unknown)."""
+    return [GpuFacts(h, gpu, f, None, None if no is None else frozenset(no)) for h, gpu, f, no in gpus]
+
+
+@pytest.mark.parametrize(
+    ("given", "pair"),
+    [
+        (linked(("h", "a", None, ""), ("h", "b", None, "")), None),
+        (linked(("h", "a", None, "c"), ("h", "b", None, "c"), ("h", "c", None, "ab")), (0, 2)),
+        (linked(("h", "a", None, "c"), ("h", "b", None, "c")), None),  # no rank has the other GPU
+        (linked(("h", "a", None, None), ("h", "b", None, "a")), (0, 1)),  # one of the two can tell
+        (linked(("h", "a", None, None), ("h", "b", None, None)), None),
+        (linked(("h", "a", None, "b"), ("h", "a", None, "b")), None),  # they share a GPU
+        (linked(("h", "a", RACK, "b"), ("i", "b", RACK, "a")), None),  # another host's, on the fabric
+        ([None, None], None),
+    ],
+)
+def test_pairs_without_nvlink(given: list[GpuFacts | None], pair: tuple[int, int] | None) -> None:
+    assert pair_without_nvlink(given) == pair
+
+
+@pytest.mark.parametrize(
+    ("missing", "asked", "latency", "warned"),
+    [("", None, None, False), ("b", None, 0, False), ("b", 0, 0, False), (None, None, None, True), (None, 0, 0, False)],
+)
+def test_latency_kernels_need_nvlink(missing: str | None, asked: int | None, latency: int | None, warned: bool) -> None:
+    given = linked(("h", "a", None, missing), ("h", "b", None, missing and "a"))
+    config = dataclasses.replace(CONFIG, latency_max_tokens=asked)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = agreement._with_latency_kernels(Exchange(None, torch.device("cpu")), config, given)
+    assert found == dataclasses.replace(config, latency_max_tokens=latency)
+    assert [str(warning.message)[:16] for warning in caught] == ["NVML cannot tell"] * warned
+
+
+def test_latency_kernels_that_were_asked_for() -> None:
+    given = linked(("h", "a", None, "b"), ("h", "b", None, "a"))
+    with pytest.raises(ValueError, match="latency_max_tokens is 64, .* between the GPUs of ranks 0 and 1, .* None, 0"):
+        agreement._with_latency_kernels(
+            Exchange(None, torch.device("cpu")), dataclasses.replace(CONFIG, latency_max_tokens=64), given
+        )
+
+
+def test_ranks_without_nvlink_agree_on_no_latency_kernels() -> None:
+    assert run_ranks(2, agreed_latency) == [0, 0]
+
+
+def agreed_latency() -> int | None:
+    rank, true_facts = dist.get_rank(), agreement.gpu_facts
+    agreement.gpu_facts = lambda device: GpuFacts("h", "ab"[rank], None, None, frozenset({"ba"[rank]}))
+    try:
+        own = dataclasses.replace(CONFIG, backend="cute")
+        exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
+        return agreement.agree(exchange, own, None, None, lambda config: None).latency_max_tokens
+    finally:
+        agreement.gpu_facts = true_facts
+
+
 def test_without_a_driver() -> None:
     """Nothing is raised: a communicator is being made."""
     if not torch.cuda.is_available():
@@ -197,6 +298,7 @@ def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert no_nvlink("12") is None
     assert fabric_of("12", 0) == "NVML cannot tell (libnvidia-ml.so.1: cannot open shared object file)"
 
 
