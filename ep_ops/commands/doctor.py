@@ -26,6 +26,7 @@ def report() -> str:
         "symmetric memory": symmetric_memory,
         "backend": backend,
         "environment": environment,
+        "module loading": module_loading,
         "caches": caches,
     }
     lines: list[str] = []
@@ -191,6 +192,13 @@ def environment() -> list[str]:
             value = os.environ.get(variable)
             lines.append(f"{variable:<15} {value or 'not set'}  ({option.name}: {option.metadata['words']})")
     return lines
+
+
+def module_loading() -> list[str]:
+    """When CUDA loads kernels (docs/progress.md)."""
+    if os.environ.get("CUDA_MODULE_LOADING") == "EAGER":
+        return ["EAGER: with the libraries that they are in"]
+    return ["LAZY: at their first launch, which may block the host while a kernel waits (CUDA_MODULE_LOADING=EAGER)"]
 
 
 def caches() -> list[str]:

@@ -163,6 +163,7 @@ def test_doctor() -> None:
         "symmetric memory",
         "backend",
         "environment",
+        "module loading",
         "caches",
     ]
     assert "could not tell" not in done.stdout
@@ -240,6 +241,15 @@ def test_doctor_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, [(9, 0)] * 2, set())
     monkeypatch.setattr(topology, "no_nvlink", lambda uuid: None)
     assert doctor.nvlink() == ["NVML cannot tell; latency kernels are on"]
+
+
+@pytest.mark.parametrize(("given", "said"), [(None, "LAZY"), ("LAZY", "LAZY"), ("EAGER", "EAGER: with")])
+def test_doctor_on_module_loading(given: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_MODULE_LOADING", given)
+    (line,) = doctor.module_loading()
+    assert line.startswith(said) and ("may block" in line) == (said == "LAZY")
 
 
 def test_doctor_on_unequal_domains(monkeypatch: pytest.MonkeyPatch) -> None:

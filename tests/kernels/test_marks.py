@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ def mark(epoch: int, *args, **kwargs) -> int:
 @pytest.mark.parametrize("kind", marks.KINDS[1:])
 @pytest.mark.parametrize("flags", [(False, True, False), (True, False, True)])
 @pytest.mark.parametrize("tokens", [0, 1, 4096, 2**17 - 1])
-@pytest.mark.parametrize("name", FORMATS[::3])
+@pytest.mark.parametrize("name", FORMATS)
 def test_round_trip(kind, flags, tokens, name):
     terms = marks.Terms(kind, *flags, tokens, name)
     packed = marks.pack(kind, tokens, *flags, format=name)
@@ -36,6 +37,27 @@ def test_numbers_in_the_place_of_terms():
         epoch, terms = marks.unpack(5 << marks.SHIFT | number)
         assert epoch == 5 and terms.kind in marks.KINDS and terms.format in FORMATS
         assert "waited 2 s for rank 1" in report(sync.TIMEOUT, mark(7, "dispatch", 64), 5 << marks.SHIFT | number)
+
+
+def test_what_a_failure_says_of_lazy_loading(monkeypatch):
+    """Only where a wait has reached its deadline, and a kernel may still have to be loaded."""
+    from ep_ops.backends.cute.failures import Failures
+
+    def text(reason: int) -> str:
+        made = object.__new__(Failures)
+        made._config, made._noted = SimpleNamespace(name="ep0"), lambda: ""
+        made.report = object.__new__(Report)
+        made.report._timeout, made.report._num_experts = 2.0, 8
+        own, seen = mark(7, "dispatch", 64), mark(7, "plan", 64)
+        made.report._words = [1, reason, sync.FLAGS.index("route"), 0, 1, 0, own, seen] + [0] * 24
+        return made._failed()
+
+    for given, told in ((None, True), ("LAZY", True), ("EAGER", False)):
+        monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_MODULE_LOADING", given)
+        assert ("set CUDA_MODULE_LOADING=EAGER" in text(sync.TIMEOUT)) == told
+        assert "CUDA_MODULE_LOADING" not in text(sync.MISMATCH)
 
 
 def report(reason: int, own: int, seen: int) -> str:

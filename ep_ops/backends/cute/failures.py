@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,16 @@ from ...symmetric import SymmetricBuffer
 from . import history, watch
 from .report import Report
 from .sizing import across, heap_of
+
+
+def loading_hint() -> str:
+    """What to try when a peer did not come in time because its host was blocked (docs/progress.md)."""
+    if os.environ.get("CUDA_MODULE_LOADING") == "EAGER":
+        return ""
+    return (
+        ". If several communicators run concurrently, CUDA may have blocked the host of the late rank to load a kernel:"
+        " set CUDA_MODULE_LOADING=EAGER on all ranks"
+    )
 
 
 class Failures:
@@ -128,7 +139,10 @@ class Failures:
         failed = self.report.failed()
         if failed is None:
             return None
-        return f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one{self._noted()}"
+        hint = loading_hint() if self.report.timed_out() else ""
+        return (
+            f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one{hint}{self._noted()}"
+        )
 
     def _noted(self) -> str:
         """Lines on what the ranks concerned did last, as far as that can be read."""

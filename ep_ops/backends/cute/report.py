@@ -65,6 +65,10 @@ class Report:
             f"seen {seen}, that is {last})"
         )
 
+    def timed_out(self) -> bool:
+        """Whether a wait of this rank has reached its deadline."""
+        return self._words[_FAILED] != 0 and self._words[_FAILED + 1] == sync.TIMEOUT
+
     def concerned(self) -> tuple[int, ...]:
         """Who waited for whom, where a wait has failed."""
         _, reason, _, rank, peer, _, expected, _ = self._record(_FAILED)
