@@ -5,7 +5,7 @@ that a rank that waits finds out why what it waits for never comes. Only equalit
 what a rank sends that has given up: nobody waits for such a mark, so nobody takes what comes from it for good.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .formats import FORMATS
 
@@ -22,6 +22,8 @@ SHIFT = 27
 """The lowest bit of the epoch in a mark: how many bits the terms have."""
 GIVEN_UP = 63
 """The bit of a mark whose rank has given up."""
+KIND_BITS = 4
+"""Bits of the kind's index, the lowest ones of a mark."""
 FORMAT = 7
 """The lowest bit of the format's index in a mark."""
 TOKENS = 10
@@ -31,6 +33,26 @@ MOST_TOKENS = 1 << SHIFT - TOKENS
 RANK_BITS = 10
 """Bits of a rank, wherever it is told."""
 _INDEX = {name: index for index, name in enumerate(KINDS)}
+
+
+def same_operation(word: Any, mark: Any) -> Any:
+    """Whether two words carry the same epoch, whatever their terms."""
+    return (word >> SHIFT) == (mark >> SHIFT)
+
+
+def with_number(mark: Any, number: Any) -> Any:
+    """The word of the mark's operation that carries a number in place of terms."""
+    return ((mark >> SHIFT) << SHIFT) | number
+
+
+def number_in(word: Any) -> Any:
+    """The number that a word carries in place of terms."""
+    return word & ((1 << SHIFT) - 1)
+
+
+def kind_in(mark: Any) -> Any:
+    """The index of the mark's kind of operation."""
+    return mark & ((1 << KIND_BITS) - 1)
 
 
 class Terms(NamedTuple):
@@ -68,7 +90,7 @@ def unpack(mark: int) -> tuple[int, Terms]:
     carries a number in the place of terms, counts as none."""
     mark &= (1 << GIVEN_UP) - 1
     scalars, rows, latency = (bool(mark >> i & 1) for i in (4, 5, 6))
-    kind, form = mark & 15, mark >> FORMAT & 7
+    kind, form = kind_in(mark), mark >> FORMAT & 7
     kind, form = kind if kind < len(KINDS) else 0, form if form < len(FORMATS) else 0
     return mark >> SHIFT, Terms(KINDS[kind], scalars, rows, latency, mark >> TOKENS & MOST_TOKENS - 1, FORMATS[form])
 

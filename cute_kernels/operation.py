@@ -18,7 +18,7 @@ from .heap import (
     WORDS_OF_RAIL,
     WORDS_OF_RANKS,
 )
-from .marks import SHIFT
+from .marks import number_in, same_operation, with_number
 from .sync import Ranks, await_word_of, meet_all, note_of, set_flag, too_late
 
 
@@ -101,7 +101,7 @@ def end_refused(ranks: Ranks) -> None:
     has put, which must arrive before the places there are used again."""
     if const_expr(ranks.heap.problem.wire.late):
         refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
-        if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
+        if same_operation(refusal, ranks.mark):
             settle(ranks)
 
 
@@ -116,14 +116,14 @@ def settle(ranks: Ranks) -> None:
             if not is_near(ranks, rank):
                 count = ptx.ld_relaxed_sys(ranks.at(ranks.own, "puts") + Int64(rank) * 8)
                 word = ranks.at(Int64(0), "put_counts") + Int64(ranks.rank) * 8
-                said = ((ranks.mark >> SHIFT) << SHIFT) | count
+                said = with_number(ranks.mark, count)
                 ranks.heap.problem.wire.put_value(ranks, rank, word, said)
             rank += 1
         expected = Int64(0)
         rank = Int32(0)
         while rank < ranks.world_size:
             if not is_near(ranks, rank):
-                expected += await_word_of(ranks, "put_counts", rank) & ((1 << SHIFT) - 1)
+                expected += number_in(await_word_of(ranks, "put_counts", rank))
             rank += 1
         start, stop, come = Int64(arch.globaltimer()), Boolean(False), Int64(0)
         while come < expected and not stop:
@@ -154,7 +154,7 @@ def words_set(ranks: Ranks, name: cutlass.Constexpr[str], first: Int32, words: I
     count = Int32(0)
     i = Int32(first)
     while i < first + words:
-        if (ptx.ld_acquire_sys(ranks.at(ranks.own, name) + Int64(i) * 8) >> SHIFT) == (ranks.mark >> SHIFT):
+        if same_operation(ptx.ld_acquire_sys(ranks.at(ranks.own, name) + Int64(i) * 8), ranks.mark):
             count += 1
         i += 1
     return count

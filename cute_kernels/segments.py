@@ -21,15 +21,15 @@ def inclusive_sum(value: Int32) -> Int32:
 
 
 @cute.jit
-def place_segments(tables: Any, experts: tuple[Int32, Int32], low: Int32 | int, told: tuple[Int32, ...]) -> None:
+def place_segments(tables: Any, experts: tuple[Int32, Int32], low: Int32 | int, settings: tuple[Int32, ...]) -> None:
     """By a warp: `tables.start` and `tables.limit` of one rank's experts from `tables.asked`: the first row of each
     segment, and the row behind the last one that fits.
 
     `experts` are the first of the rank, and the one behind its last; `low` is the expert that the tables begin with;
-    `told` are capacity, alignment and slots of the rank.
+    `settings` are capacity, alignment and slots of the rank.
     """
     first, end = experts
-    capacity, alignment, slots = told
+    capacity, alignment, slots = settings
     alignment = cutlass.max(alignment, 1)
     lane = arch.lane_idx()
     carry = Int32(0)

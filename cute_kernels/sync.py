@@ -62,7 +62,7 @@ from .heap import (
     Heap,
 )
 from .launch import RankArgs
-from .marks import ALARM_BITS, GIVEN_UP, KINDS, SHIFT
+from .marks import ALARM_BITS, GIVEN_UP, KINDS, SHIFT, kind_in, number_in, same_operation
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch", "put_counts")
 """Kinds of flag, by the name of their section of the heap; a record carries the index."""
@@ -202,10 +202,10 @@ def await_word(
     for another rank, and then names it."""
     seen = ptx.ld_acquire_sys(addr)
     start = Int64(arch.globaltimer())
-    waited = (seen >> SHIFT) != (ranks.mark >> SHIFT)
+    waited = not same_operation(seen, ranks.mark)
     polls = Int32(0)
     reason, instead = Int32(0), Int64(0)
-    while (seen >> SHIFT) != (ranks.mark >> SHIFT) and reason == 0:
+    while not same_operation(seen, ranks.mark) and reason == 0:
         seen = ptx.ld_acquire_sys(addr)
         polls += 1
         if polls == POLLS_PER_CHECK:
@@ -215,10 +215,10 @@ def await_word(
             if alarm != 0:
                 reason = Int32(PEER_FAILED)
                 instead = alarm
-    number = seen & ((1 << SHIFT) - 1)
+    number = number_in(seen)
     if waited:
         note_wait(ranks, peer, start)
-    if (seen >> SHIFT) != (ranks.mark >> SHIFT):
+    if not same_operation(seen, ranks.mark):
         number = Int64(-1)
         fail(ranks, reason, "batch", peer, detail, seen if reason == TIMEOUT else instead)
     return number
@@ -282,12 +282,12 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     heed_refusals(ranks)
     # A rank that refuses says so before it says hello: whoever sees its hello sees this.
     refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
-    if mark != ranks.mark and (mark >> SHIFT) == (ranks.mark >> SHIFT):
+    if mark != ranks.mark and same_operation(mark, ranks.mark):
         if const_expr(not ranks.heap.problem.domains):
             reason = Int32(MISMATCH)
-        elif (mark & 15) != REFUSED_KIND:  # a refusal may come later than the hello
+        elif kind_in(mark) != REFUSED_KIND:  # a refusal may come later than the hello
             reason = Int32(MISMATCH)
-    if (refusal >> SHIFT) == (ranks.mark >> SHIFT):
+    if same_operation(refusal, ranks.mark):
         reason = Int32(REFUSAL)
         mark = refusal
     return reason, mark
@@ -340,7 +340,7 @@ def heed_refusals(ranks: Ranks) -> None:
         rank = Int32(0)
         while rank < ranks.world_size:
             word = ranks.at(ranks.own, "refused") + Int64(rank) * 8
-            if (ptx.ld_relaxed_sys(word) >> SHIFT) == (ranks.mark >> SHIFT):
+            if same_operation(ptx.ld_relaxed_sys(word), ranks.mark):
                 ptx.st_release_sys(ranks.at(ranks.own, "refusal"), ptx.ld_acquire_sys(word))
             rank += 1
 
@@ -380,7 +380,7 @@ def await_word_of(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32) -> In
     seen = ptx.ld_acquire_sys(address)
     start = arch.globaltimer()
     stop = Boolean(False)
-    while (seen >> SHIFT) != (ranks.mark >> SHIFT) and not stop:
+    while not same_operation(seen, ranks.mark) and not stop:
         seen = ptx.ld_acquire_sys(address)
         stop = too_late(ranks, start, flag, peer, seen)
     if stop:

@@ -19,7 +19,7 @@ from .. import ptx, sync
 from ..copies import lowest
 from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
-from ..marks import SHIFT
+from ..marks import same_operation, with_number
 
 VECTORS = 4
 """How many vectors of a batch a thread loads before it stores them."""
@@ -27,7 +27,7 @@ VECTORS = 4
 
 def word_of(ranks: sync.Ranks, number: Any) -> Int64:
     """A word of this operation that carries a number."""
-    return ((ranks.mark >> SHIFT) << SHIFT) | Int64(number)
+    return with_number(ranks.mark, Int64(number))
 
 
 def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
@@ -212,7 +212,7 @@ def relay(
         if item < count:
             seen = ptx.ld_acquire_sys(ranks.own + word)
             polls += 1
-            came = (seen >> SHIFT) == (ranks.mark >> SHIFT)
+            came = same_operation(seen, ranks.mark)
         p.wire.arrived(ranks, word, came)
         if came:
             # What was acquired comes before the flags.

@@ -186,8 +186,8 @@ def place_entries(
         first, behind = local_experts(problem, destination)
         if first >= low and behind <= high:
             at = destination * tables.route_stride
-            told = tuple(Int32(tables.route[at + what]) for what in (CAPACITY, ALIGNMENT, SLOTS))
-            place_segments(tables, (first, behind), low, told)
+            settings = tuple(Int32(tables.route[at + what]) for what in (CAPACITY, ALIGNMENT, SLOTS))
+            place_segments(tables, (first, behind), low, settings)
         destination += WARPS
     arch.sync_threads()
 

@@ -9,17 +9,13 @@ of the grid. A lane reads one of the indices; those that name a row are gone thr
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
 from ..copies import lowest
-from ..launch import Launched
-from ..rows import Width
-
-WARPS = 8
+from .row_pieces import WARPS, RowPieces
 
 
 class SumRowsArgs(NamedTuple):
@@ -35,39 +31,14 @@ class SumRowsArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SumRows(Launched):
+class SumRows(RowPieces):
     """`alone`: K is 1 and nothing is weighted, so that bytes are copied as they are, NaN and -0 among them."""
 
-    hidden_size: int
-    dtype: str
     weighted: bool = False
     alone: bool = False
 
     NAME: ClassVar[str] = "ep_sum_rows"
     Args: ClassVar[Any] = SumRowsArgs
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"block": (WARPS * 32, 1, 1)}
-
-    @property
-    def width(self) -> Width:
-        return Width(self.hidden_size, self.dtype)
-
-    @property
-    def vectors(self) -> int:
-        """Of 16 bytes, in a row."""
-        return self.width.row_bytes // 16
-
-    @property
-    def pieces(self) -> int:
-        """Of a row. A lane holds up to 4 vectors of sums."""
-        return -(-self.vectors // (32 * 4))
-
-    @property
-    def ahead(self) -> int:
-        """Vectors of a row that a lane loads before it adds the first."""
-        return -(-self.vectors // (32 * self.pieces))
 
     @property
     def numbers(self) -> int:
@@ -94,8 +65,8 @@ class SumRows(Launched):
         words = self.nothing()
         index = ptx.ld_i32(args.indices + Int64(row) * 4)
         if index >= 0:
-            self.load(args, index, first, words)
-        self.store(args, row, first, words)
+            self.load(args.x + Int64(index) * self.width.row_bytes, first, words)
+        self.store(args.out + Int64(row) * self.width.row_bytes, first, words)
 
     @cute.jit
     def add_up(self, args: SumRowsArgs, row: Int32, first: Int32) -> None:
@@ -122,12 +93,12 @@ class SumRows(Launched):
         words = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
         for i in range_constexpr(4 * self.ahead):
             words[i] = packed[i]
-        self.store(args, row, first, words)
+        self.store(args.out + Int64(row) * self.width.row_bytes, first, words)
 
     @cute.jit
     def add(self, args: SumRowsArgs, index: Int32, weight: Float32, first: Int32, sums: Any) -> None:
         words = self.nothing()
-        self.load(args, index, first, words)
+        self.load(args.x + Int64(index) * self.width.row_bytes, first, words)
         values = ptx.unpack([words[i] for i in range(4 * self.ahead)], self.dtype)
         for i in range_constexpr(self.numbers):
             term = ptx.mul_rn(values[i], weight) if const_expr(self.weighted) else values[i]
@@ -139,21 +110,3 @@ class SumRows(Launched):
         for i in range_constexpr(4 * self.ahead):
             words[i] = Uint32(0)
         return words
-
-    @cute.jit
-    def load(self, args: SumRowsArgs, index: Int32, first: Int32, words: Any) -> None:
-        """A lane's vectors from the `first`; behind the end of the row the last one again."""
-        at = args.x + Int64(index) * self.width.row_bytes
-        for u in range_constexpr(self.ahead):
-            vector = cutlass.min(first + u * 32, self.vectors - 1)
-            got = ptx.ld_v4(at + Int64(vector) * 16)
-            for i in range_constexpr(4):
-                words[4 * u + i] = got[i]
-
-    @cute.jit
-    def store(self, args: SumRowsArgs, row: Int32, first: Int32, words: Any) -> None:
-        at = args.out + Int64(row) * self.width.row_bytes
-        for u in range_constexpr(self.ahead):
-            vector = first + u * 32
-            if vector < self.vectors:
-                ptx.st_v4(at + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])

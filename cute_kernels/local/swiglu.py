@@ -15,19 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
 from ..delivery import Arrived, Delivery
-from ..launch import Launched
 from ..quantise import encode, largest, numbers_of, of_group, scale_of, store_codes
-from ..rows import Width
 from ..segments import inclusive_sum
-
-WARPS = 8
+from .row_pieces import WARPS, RowPieces
 
 
 class SwiGLUArgs(NamedTuple):
@@ -47,11 +43,9 @@ class SwiGLUArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SwiGLU(Launched):
+class SwiGLU(RowPieces):
     """`hidden_size` is F. With a `format`, rows leave as codes and scales in `layout`."""
 
-    hidden_size: int
-    dtype: str
     backward: bool = False
     format: str = ""
     layout: str = ""
@@ -60,31 +54,13 @@ class SwiGLU(Launched):
     Args: ClassVar[Any] = SwiGLUArgs
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"block": (WARPS * 32, 1, 1)}
-
-    @property
     def delivery(self) -> Delivery:
         return Delivery(self.width, self.format, self.layout)
 
     @property
-    def width(self) -> Width:
-        return Width(self.hidden_size, self.dtype)
-
-    @property
-    def vectors(self) -> int:
-        """Of 16 bytes, in F numbers."""
-        return self.width.row_bytes // 16
-
-    @property
-    def pieces(self) -> int:
-        """Of a row. A lane holds up to 4 vectors of each operand, 2 of the three operands of backward."""
-        return -(-self.vectors // (32 * (2 if self.backward else 4)))
-
-    @property
-    def ahead(self) -> int:
-        """Vectors of each operand that a lane holds, all loaded before it looks at the first."""
-        return -(-self.vectors // (32 * self.pieces))
+    def most_vectors(self) -> int:
+        """Backward has three operands, of which registers hold fewer."""
+        return 2 if self.backward else 4
 
     @cute.kernel
     def kernel(self, args: SwiGLUArgs) -> None:
@@ -127,15 +103,6 @@ class SwiGLU(Launched):
                 self.quantise(to, row, first, self.made(args, row, kept, first))
             elif number == 0:
                 self.delivery.zero(to, row, row + 1, arch.lane_idx(), False)
-
-    @cute.jit
-    def load(self, at: Int64, first: Int32, words: Any, where: int) -> None:
-        """A lane's vectors from the `first`; behind the end of the row the last one again."""
-        for u in range_constexpr(self.ahead):
-            vector = cutlass.min(first + u * 32, self.vectors - 1)
-            got = ptx.ld_v4(at + Int64(vector) * 16)
-            for i in range_constexpr(4):
-                words[where + 4 * u + i] = got[i]
 
     @cute.jit
     def operands(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> Any:
@@ -190,13 +157,6 @@ class SwiGLU(Launched):
 
     def numbers(self, words: Any, vector: int) -> Sequence[Float32]:
         return ptx.unpack([words[4 * vector + i] for i in range(4)], self.dtype)
-
-    @cute.jit
-    def store(self, at: Int64, first: Int32, words: Any) -> None:
-        for u in range_constexpr(self.ahead):
-            vector = first + u * 32
-            if vector < self.vectors:
-                ptx.st_v4(at + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])
 
     @cute.jit
     def quantise(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:

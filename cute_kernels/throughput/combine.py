@@ -28,16 +28,14 @@ from ..copies import copies_of
 from ..domains import index_of, slot_of, stager_of
 from ..heap import SEND, Heap
 from ..internode.sums import ask, await_sums, in_two_parts, number_there, offset_of_copy_scalars, pass_sums
-from ..launch import Kernel, RankArgs
+from ..launch import RankArgs
 from ..rows import zero_row
 from .adder import Adding, Notes, RowBases, add_items
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
 from .placing import offset_of_weight
-from .ring import Ring, RingShape, Slices, init_ring_barriers
+from .ring import Ring, RingShape, SlicedKernel, Slices, init_ring_barriers
 from .surplus import BlockBudget, Parts, count_parts, takes_part
-
-WARPS = 15
 
 PASSING = 3 / 4
 """The share of the blocks that do not push which pass sums on, where there are several NVLink domains. An estimate, not
@@ -68,7 +66,7 @@ class CombineArgs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Combine(Kernel):
+class Combine(SlicedKernel):
     """`rows`: sum rows. `weighted`: times their routing weight. `scalars`: return one fp32 for each row to (token, k).
 
     Scalars carry the gradients of the routing weights in the backward of dispatch. `residual`: a row for each of this
@@ -76,21 +74,13 @@ class Combine(Kernel):
     token; of each (token, k) the owner takes that of the rank which holds the expert.
     """
 
-    NAME, Args = "ep_combine", CombineArgs
+    NAME, Args, WARPS = "ep_combine", CombineArgs, 15
 
     rows: bool
     weighted: bool
     scalars: bool
     residual: bool = False
     token_major: bool = False
-
-    @property
-    def slices(self) -> Slices:
-        return Slices(self.problem.row_bytes, self.problem.dtype)
-
-    @property
-    def ring(self) -> RingShape:
-        return RingShape.slices(self.slices, WARPS)
 
     @property
     def sum_slices(self) -> Slices:
@@ -101,11 +91,11 @@ class Combine(Kernel):
 
     @property
     def sum_ring(self) -> RingShape:
-        return RingShape.slices(self.sum_slices, WARPS)
+        return RingShape.slices(self.sum_slices, self.WARPS)
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"block": (32 * (WARPS + 1), 1, 1), **self.one_block}
+        return {"block": (32 * (self.WARPS + 1), 1, 1), **self.one_block}
 
     @cute.kernel
     def kernel(self, args: CombineArgs) -> None:
@@ -115,18 +105,18 @@ class Combine(Kernel):
         p, rings = self.problem, (self.ring, self.sum_ring)
         tid, _, _ = arch.thread_idx()
         if bid == 0:
-            operation.say_hello(ranks, tid, 32 * (WARPS + 1), True)
+            operation.say_hello(ranks, tid, 32 * (self.WARPS + 1), True)
         smem = cutlass.memory.SmemAllocator()
-        stages = WARPS * max(ring.stages for ring in rings)
+        stages = self.WARPS * max(ring.stages for ring in rings)
         barriers = smem.allocate_array(Int64, stages)
         notes = Notes(smem, stages)
-        ring_bytes = WARPS * max(ring.stages * ring.stride for ring in rings)
+        ring_bytes = self.WARPS * max(ring.stages * ring.stride for ring in rings)
         buffers = smem.allocate_array(Uint8, ring_bytes, byte_alignment=128)
         if tid < 32:
             init_ring_barriers(barriers, stages)
         sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
         found = smem.allocate_tensor(Int32, cute.make_layout(1))
-        outbox = new_outbox(smem, WARPS)
+        outbox = new_outbox(smem, self.WARPS)
         share = BlockBudget(args.pushers, args.expected, blocks - args.dealt)
         parts = Parts(ranks, args.arrivals, args.num_rows, args.dealt, share, found)
         if takes_part(parts, bid, SEND):
@@ -150,13 +140,13 @@ class Combine(Kernel):
             first = cutlass.min(pushers + passers, dealt - 1)
             if not pushes and bid < pushers + passers:
                 self.pass_on(ranks, bid - pushers, passers, args)
-        if warp == WARPS:
-            if tid == 32 * WARPS:
+        if warp == self.WARPS:
+            if tid == 32 * self.WARPS:
                 count_parts(parts, SEND)  # the warp that has time for it
             if pushes:
                 deliver(outbox, ranks, "token", p.num_domains * p.most_copies * p.max_tokens)
         elif pushes:
-            item, step = warp * pushers + bid, pushers * WARPS
+            item, step = warp * pushers + bid, pushers * self.WARPS
             walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
             total = walk.items
             if const_expr(p.num_domains > 1):
@@ -184,7 +174,7 @@ class Combine(Kernel):
             given_row(ranks, last[0], args.num_rows)
         elif bid >= first:
             summing = (ranks, args)
-            item, step = warp * (dealt - first) + bid - first, (dealt - first) * WARPS
+            item, step = warp * (dealt - first) + bid - first, (dealt - first) * self.WARPS
             if const_expr(self.rows):
                 ring = Ring(self.sum_ring, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
@@ -203,7 +193,7 @@ class Combine(Kernel):
     def pass_on(self, ranks: sync.Ranks, block: Int32, blocks: Int32, args: CombineArgs) -> None:
         """By `block` of so many that sum, all of its warps: what goes to and from other domains."""
         tid, _, _ = arch.thread_idx()
-        warps = WARPS + 1
+        warps = self.WARPS + 1
         first = Int32(arch.make_warp_uniform(tid // 32)) * blocks + block
         ids = self.token_major
         ask(ranks, ids, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)

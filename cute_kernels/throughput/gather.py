@@ -22,13 +22,9 @@ from .. import operation, ptx, sync
 from ..arrivals import given_row
 from ..experts import holder_of
 from ..heap import Heap
-from ..launch import Kernel, RankArgs
+from ..launch import RankArgs
 from .pipeline import deal_out, run
-from .ring import Ring, RingShape, Slices, init_ring_barriers
-
-WARPS = 12
-"""Warps of a block: few enough that a lane can hold two sums of a slice in registers, that of one rank's rows and that
-of all."""
+from .ring import Ring, SlicedKernel, init_ring_barriers
 
 OPENS, CLOSES, FIRST, LAST, END = 1, 2, 4, 8, 16
 """Bits that are noted of a stage: its row is the first or last one of its rank; of its item; its piece is the last one
@@ -59,22 +55,15 @@ class GatherJob(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gather(Kernel):
+class Gather(SlicedKernel):
     """Unweighted sums of rows."""
 
-    NAME, Args = "ep_gather", GatherArgs
-
-    @property
-    def slices(self) -> Slices:
-        return Slices(self.problem.row_bytes, self.problem.dtype)
-
-    @property
-    def ring(self) -> RingShape:
-        return RingShape.slices(self.slices, WARPS)
+    NAME, Args, WARPS = "ep_gather", GatherArgs, 12
+    # WARPS: few enough that a lane can hold two sums of a slice in registers, that of one rank's rows and that of all.
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"block": (32 * WARPS, 1, 1)}
+        return {"block": (32 * self.WARPS, 1, 1)}
 
     @cute.kernel
     def kernel(self, args: GatherArgs) -> None:
@@ -86,13 +75,13 @@ class Gather(Kernel):
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
         sync.fence_async()
         if bid == 0:
-            operation.say_hello(ranks, tid, 32 * WARPS, True)
+            operation.say_hello(ranks, tid, 32 * self.WARPS, True)
         warp = arch.make_warp_uniform(tid // 32)
         smem = cutlass.memory.SmemAllocator()
-        stages = WARPS * shape.stages
+        stages = self.WARPS * shape.stages
         barriers = smem.allocate_array(Int64, stages)
         places = smem.allocate_array(Int64, stages)
-        order = smem.allocate_array(Int64, WARPS * 32)
+        order = smem.allocate_array(Int64, self.WARPS * 32)
         marks = smem.allocate_array(Int32, stages)
         buffers = smem.allocate_array(Uint8, stages * shape.stride, byte_alignment=128)
         lost = smem.allocate_tensor(Int32, cute.make_layout(1))
@@ -105,7 +94,7 @@ class Gather(Kernel):
         while peer < p.world_size:
             if not ranks.wait("hello", peer, peer, 0):
                 lost[0] = 1
-            peer += 32 * WARPS
+            peer += 32 * self.WARPS
         # Hands the barriers, and what was acquired, to the whole block; then to its bulk copies.
         arch.sync_threads()
         sync.fence_async()
@@ -115,7 +104,7 @@ class Gather(Kernel):
             total = cute.make_rmem_tensor((self.slices.values,), Float32)
             partial = cute.make_rmem_tensor((self.slices.values,), Float32)
             count = args.tokens * shape.pieces
-            items = deal_out(ranks.own, warp * blocks + bid, blocks * WARPS, count, Boolean(True))
+            items = deal_out(ranks.own, warp * blocks + bid, blocks * self.WARPS, count, Boolean(True))
             run(self, Ring(shape, buffers, barriers, warp), items, (ranks, args, count), (notes, total, partial))
         operation.finish(ranks, blocks, fetched=True)
 

@@ -1,4 +1,4 @@
-"""From what all ranks have told to rows: where this rank's tokens go, and the lists of what arrives here.
+"""From all ranks' messages to rows: where this rank's tokens go, and the lists of what arrives here.
 
 A row's place follows from prefix sums alone: the start of its expert's segment, plus the rows of that expert from
 lower source ranks, plus those from earlier tiles of its own rank, plus its position within the tile. A place in the
@@ -21,7 +21,7 @@ from ..experts import local_experts
 from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SETTINGS_INTS, SLOTS, Problem
 from ..segments import inclusive_sum, place_segments
 from ..sync import Ranks
-from .route import address_of_entries, address_of_message, tile_of
+from .route import address_of_entries, address_of_message, sum_tiles, tile_of
 
 
 class PlacingTables(NamedTuple):
@@ -34,7 +34,7 @@ class PlacingTables(NamedTuple):
     mine: Any  # [E] row of the first entry of this rank's tile
     start: Any  # [E] first row of each segment
     limit: Any  # [E] the row behind the last one that fits
-    told: Any  # [3, W] capacity, alignment, slots of each rank
+    settings: Any  # [3, W] capacity, alignment, slots of each rank
     # Of each source rank: entries for experts here in all tiles, in earlier tiles, in this one. Then the second holds
     # where this tile's begin in the list of rows.
     entries: Any  # [3, W]
@@ -60,7 +60,7 @@ def place_tile(
 ) -> None:
     """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
 
-    Reads what all ranks have told (their route flags are acquired; `ok` says whether all came). `args` are those of the
+    Reads all ranks' messages (their route flags are acquired; `ok` says whether all came). `args` are those of the
     publish kernel. Where not all came, or another block's counts did not (`tables.drops` is -1), the lists are not
     complete, and nobody may be told that the route is placed.
     """
@@ -71,8 +71,8 @@ def place_tile(
     arch.sync_threads()
     destination = Int32(tid // 32)
     while destination < p.world_size:
-        told = tuple(tables.told[what * p.world_size + destination] for what in (CAPACITY, ALIGNMENT, SLOTS))
-        place_segments(tables, local_experts(p, destination), 0, told)
+        settings = tuple(tables.settings[what * p.world_size + destination] for what in (CAPACITY, ALIGNMENT, SLOTS))
+        place_segments(tables, local_experts(p, destination), 0, settings)
         destination += threads // 32
     arch.sync_threads()
     finish_segments(ranks, threads, tile, tables, args)
@@ -115,7 +115,7 @@ def finish_tile(
 
 @cute.jit
 def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: PlacingTables) -> None:
-    """Sums of what all tiles of all ranks have told; nothing where `ok` is 0."""
+    """By one block: the sums of the counts in all ranks' messages; zeros where `ok` is 0."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     world_size, num_experts, local = p.world_size, p.num_experts, p.local_experts
@@ -139,17 +139,7 @@ def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: I
         expert = i - source * num_experts
         total, before, now = Int32(0), Int32(0), Int32(0)
         if ok != 0:
-            at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(expert) * 4
-            # All loads first: they are in flight together.
-            found = cute.make_rmem_tensor((p.tiles,), Int32)
-            for t in range_constexpr(p.tiles):
-                found[t] = ptx.ld_i32(at + t * ranks.heap.message_bytes)
-            for t in range_constexpr(p.tiles):
-                total += found[t]
-                if t < tile:
-                    before += found[t]
-                if t == tile:
-                    now = found[t]
+            total, before, now = sum_tiles(ranks, source, expert, tile)
         if total != 0:
             ptx.add_shared(tables.asked.iterator + expert, total)
         ahead = Int32(0)
@@ -168,23 +158,28 @@ def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: I
                 ptx.add_shared(tables.entries.iterator + (world_size + source), before)
                 ptx.add_shared(tables.entries.iterator + (2 * world_size + source), now)
         i += threads
-    i = Int32(tid)
-    while i < world_size:
+    read_settings(ranks, threads, ok, tile, tables)
+
+
+@cute.jit
+def read_settings(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: PlacingTables) -> None:
+    """By one block: capacity, alignment and slots of each rank, and how many copies come from it."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    source = Int32(tid)
+    while source < p.world_size:
         total, before = Int32(0), Int32(0)
-        told = (Int32(0), Int32(1), Int32(0))
+        settings = (Int32(0), Int32(1), Int32(0))
         if ok != 0:
-            at = address_of_message(ranks, ranks.own, i, Int32(0)) + (p.header_ints - SETTINGS_INTS) * 4
-            told = (ptx.ld_i32(at + CAPACITY * 4), ptx.ld_i32(at + ALIGNMENT * 4), ptx.ld_i32(at + SLOTS * 4))
-            for t in range_constexpr(p.tiles):
-                n = ptx.ld_i32(at + (t * ranks.heap.message_bytes + COPIES * 4))
-                total += n
-                if t < tile:
-                    before += n
+            column = p.header_ints - SETTINGS_INTS
+            at = address_of_message(ranks, ranks.own, source, Int32(0)) + column * 4
+            settings = (ptx.ld_i32(at + CAPACITY * 4), ptx.ld_i32(at + ALIGNMENT * 4), ptx.ld_i32(at + SLOTS * 4))
+            total, before, _ = sum_tiles(ranks, source, Int32(column + COPIES), tile)
         for what in range_constexpr(3):
-            tables.told[what * world_size + i] = told[what]
-        tables.copies[i] = total
-        tables.copies[world_size + i] = before
-        i += threads
+            tables.settings[what * p.world_size + source] = settings[what]
+        tables.copies[source] = total
+        tables.copies[p.world_size + source] = before
+        source += threads
 
 
 @cute.jit
@@ -253,7 +248,7 @@ def number_sources(problem: cutlass.Constexpr[Problem], tables: PlacingTables, t
 
 
 class Entry(NamedTuple):
-    """What a source rank has told of one of its (token, k)."""
+    """What a source rank's message says of one of its (token, k)."""
 
     asker: Int32  # token × K + k
     local: Int32  # the expert's index here
@@ -377,12 +372,12 @@ def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, ta
             tables.drops[0] = -1
     # Hands what was acquired to the whole block.
     arch.sync_threads()
-    told = tables.drops[0] > 0
+    known = tables.drops[0] > 0
     source = Int32(tid)
     while source < p.world_size:
         entries, entries_before, copies, copies_before = Int32(0), Int32(0), Int32(0), Int32(0)
         for t in range_constexpr(p.tiles):
-            if told:
+            if known:
                 n, m = ptx.ld_pair(ranks.at(ranks.own, "kept") + Int64(t * p.world_size + source) * 8)
                 entries += n
                 copies += m

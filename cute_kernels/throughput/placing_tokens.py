@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx
@@ -20,7 +20,7 @@ from ..segments import inclusive_sum
 from ..sync import Ranks
 from ..token_major import clear_choices, write_counts
 from .placing import weights_of
-from .route import address_of_entries, address_of_message, tile_of
+from .route import address_of_entries, address_of_message, sum_tiles, tile_of
 
 
 class CopyTables(NamedTuple):
@@ -129,25 +129,6 @@ def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
     elif rank == ranks.rank:
         column = Int32(p.header_ints - SETTINGS_INTS + COPIES)
     return column
-
-
-@cute.jit
-def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
-    """What a source rank has told in a column: in all tiles, in those before `tile`, and in this one."""
-    p = ranks.heap.problem
-    at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
-    # All loads first: they are in flight together.
-    found = cute.make_rmem_tensor((p.tiles,), Int32)
-    for t in range_constexpr(p.tiles):
-        found[t] = ptx.ld_i32(at + t * ranks.heap.message_bytes)
-    total, before, now = Int32(0), Int32(0), Int32(0)
-    for t in range_constexpr(p.tiles):
-        total += found[t]
-        if t < tile:
-            before += found[t]
-        if t == tile:
-            now = found[t]
-    return total, before, now
 
 
 @cute.jit

@@ -18,13 +18,12 @@ from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..delivery import Arrived, Delivery
 from ..heap import Heap
-from ..launch import Kernel, RankArgs
+from ..launch import RankArgs
 from .adder import Notes
 from .pipeline import deal_out, run
-from .ring import Ring, RingShape, Slices, init_ring_barriers
+from .ring import Ring, SlicedKernel, init_ring_barriers
 from .staged import Segments, await_rows, clear_padding, new_known, source_row
 
-WARPS = 15
 GRADIENT = 32
 """What is noted of a stage that holds a slice of g; of other stages it is their row's number in the copy."""
 
@@ -57,24 +56,16 @@ class Products(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PullScaled(Kernel):
+class PullScaled(SlicedKernel):
     """`begins_operation`: no publish kernel goes before (a single rank)."""
 
-    NAME, Args = "ep_pull_scaled", PullScaledArgs
+    NAME, Args, WARPS = "ep_pull_scaled", PullScaledArgs, 15
 
     begins_operation: bool
 
     @property
-    def slices(self) -> Slices:
-        return Slices(self.problem.row_bytes, self.problem.dtype)
-
-    @property
-    def ring(self) -> RingShape:
-        return RingShape.slices(self.slices, WARPS)
-
-    @property
     def options(self) -> dict[str, Any]:
-        return {"block": (32 * (WARPS + 1), 1, 1), "use_pdl": not self.begins_operation}
+        return {"block": (32 * (self.WARPS + 1), 1, 1), "use_pdl": not self.begins_operation}
 
     @cute.kernel
     def kernel(self, args: PullScaledArgs) -> None:
@@ -86,20 +77,20 @@ class PullScaled(Kernel):
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         if const_expr(self.begins_operation):
             if bid == 0:
-                operation.say_hello(ranks, tid, 32 * (WARPS + 1), True)
+                operation.say_hello(ranks, tid, 32 * (self.WARPS + 1), True)
         smem = cutlass.memory.SmemAllocator()
-        barriers = smem.allocate_array(Int64, WARPS * shape.stages)
-        notes = Notes(smem, WARPS * shape.stages)
-        buffers = smem.allocate_array(Uint8, WARPS * shape.stages * shape.stride, byte_alignment=128)
-        known = new_known(self.problem, smem, WARPS)
+        barriers = smem.allocate_array(Int64, self.WARPS * shape.stages)
+        notes = Notes(smem, self.WARPS * shape.stages)
+        buffers = smem.allocate_array(Uint8, self.WARPS * shape.stages * shape.stride, byte_alignment=128)
+        known = new_known(self.problem, smem, self.WARPS)
         sources = smem.allocate_tensor(Int32, cute.make_layout(self.problem.world_size + 1))
         warp = arch.make_warp_uniform(tid // 32)
         if tid < 32:
-            init_ring_barriers(barriers, WARPS * shape.stages)
+            init_ring_barriers(barriers, self.WARPS * shape.stages)
         blocks, _, _ = arch.grid_dim()
         # Hands the barriers to the whole block.
         arch.sync_threads()
-        if warp < WARPS:
+        if warp < self.WARPS:
             ring = Ring(shape, buffers, barriers, warp)
             world_size = self.problem.world_size
             mine = cute.make_tensor(known.iterator + warp * world_size, cute.make_layout(world_size))
@@ -120,7 +111,7 @@ class PullScaled(Kernel):
         bid, _, _ = arch.block_idx()
         blocks, _, _ = arch.grid_dim()
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
-        items = deal_out(ranks.own, warp * blocks + bid, blocks * WARPS, walk.items, Boolean(True))
+        items = deal_out(ranks.own, warp * blocks + bid, blocks * self.WARPS, walk.items, Boolean(True))
         g = cute.make_rmem_tensor((4 * self.slices.vectors,), Uint32)  # a lane's part of a slice of the gradient
         dot = cute.make_rmem_tensor((1,), Float32)  # lane k's: of the k-th row, over the slices so far
         run(self, ring, items, (ranks, walk, args), (known, notes, warp * ring.shape.stages, g, dot, args))

@@ -5,7 +5,7 @@ that no register and no lane is busy while bytes are in flight. Sums go through 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -15,6 +15,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..carried import Carried
 from ..heap import SHARED_BYTES
+from ..launch import Kernel
 
 MAX_PIECE = 16 * 1024
 """The most bytes of a piece, which is what a stage of a ring holds."""
@@ -142,3 +143,19 @@ class Slices:
     def values(self) -> int:
         """Numbers a lane holds in one slice."""
         return self.vectors * (16 // (4 if self.dtype == "fp32" else 2))
+
+
+@dataclass(frozen=True)
+class SlicedKernel(Kernel):
+    """A kernel whose warps add up rows in registers: a stage of the ring holds a slice of a row."""
+
+    WARPS: ClassVar[int]
+    """How many warps of a block have a ring."""
+
+    @property
+    def slices(self) -> Slices:
+        return Slices(self.problem.row_bytes, self.problem.dtype)
+
+    @property
+    def ring(self) -> RingShape:
+        return RingShape.slices(self.slices, self.WARPS)

@@ -98,144 +98,187 @@ def put_messages(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int]
         rank += warps
 
 
+class Asked(NamedTuple):
+    """A lane's (token, k) in one of its warp's steps."""
+
+    asker: Int32  # token × K + k; -1 if the lane has none
+    expert: Int32  # its expert, which may be out of range; -1 for none
+
+
+class Counted(NamedTuple):
+    """An entry, and how many entries of its warp in this round come before it."""
+
+    asker: Int32  # token × K + k; -1 if the lane has none
+    expert: Int32  # -1: no entry
+    holder: Int32  # the rank that holds the expert
+    number: Int32  # of the token's copy at the holder
+    opens: Int32  # 1 if it is the token's first entry for the holder
+    of_expert: Int32  # earlier entries of the expert
+    of_holder: Int32  # earlier entries for the holder
+    copies: Int32  # earlier copies for the holder
+
+
 @cute.jit
 def publish_tile(
     ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[int], tile: Int32, args: Any,
     token_major: cutlass.Constexpr[bool] = False,
 ) -> None:  # fmt: skip
-    """One block: tells all ranks what they need of this rank's tile. `args` are those of the publish kernel; what is
-    told is not yet released.
+    """By one block: write this rank's message about a tile to every rank. `args` are those of the publish kernel.
 
-    Each warp takes consecutive tokens, so that the order of warps, rounds and lanes is the order of entries.
-    `send_rows` holds, until the rows are known, how many entries of the tile name the same expert before.
+    The messages are not released here. Each warp takes consecutive tokens, so that the order of rounds, warps, steps
+    and lanes is the order of entries. `send_rows` holds, until the rows are known, how many entries of the tile name
+    the same expert before.
 
-    `token_major`: rows are copies. A rank is told of the entries of its own experts only; of every other rank it is
-    told how many copies go there, in the place of that rank's first expert. `send_rows` holds the copy's number within
+    `token_major`: rows are copies. A message has the counts of the receiver's own experts only; for every other rank it
+    says how many copies go there, in the column of that rank's first expert. `send_rows` holds the copy's number within
     the tile where an entry opens a copy, and -1 elsewhere.
     """
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
-    lane = arch.lane_idx()
-    warp = tid // 32
-    experts_all, world_size, top_k, columns = p.num_experts, p.world_size, p.top_k, p.counters
-    warps = p.counting_warps
-    tokens_each = 32 // top_k  # of a warp's step
     first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-    table, running = counters.warps, counters.total
-    group = lane // top_k * top_k  # the lane of this token's first entry
-    of_token = Int32(-1) if top_k == 32 else Int32((1 << top_k) - 1) << group
-    below = arch.lanemask_lt()
-    mine = warp * columns
-
-    i = Int32(tid)
-    while i < columns:
-        running[i] = 0
-        i += threads
+    clear_counters(counters.total, p.counters, threads)
     while first < end:
+        clear_counters(counters.warps, p.counting_warps * p.counters, threads)
+        # All loads first: they are in flight together.
+        asked = [load_asked(p, args, first, end, r) for r in range(STEPS)]
+        arch.sync_threads()
+        counted = [count_entry(ranks, counters, asked[r]) for r in range(STEPS)]
+        arch.sync_threads()
         i = Int32(tid)
-        while i < warps * columns:
-            table[i] = 0
+        while i < p.counters:
+            sum_warps(counters.warps, counters.total, p.counting_warps, p.counters, i)
             i += threads
-        entries = cute.make_rmem_tensor((STEPS,), Int32)
-        experts = cute.make_rmem_tensor((STEPS,), Int32)
-        holders = cute.make_rmem_tensor((STEPS,), Int32)
-        in_expert = cute.make_rmem_tensor((STEPS,), Int32)
-        in_list = cute.make_rmem_tensor((STEPS,), Int32)
-        in_copies = cute.make_rmem_tensor((STEPS,), Int32)
-        numbers = cute.make_rmem_tensor((STEPS,), Int32)
-        opens = cute.make_rmem_tensor((STEPS,), Int32)
+        arch.sync_threads()
         for r in range_constexpr(STEPS):
-            token = first + (warp * STEPS + r) * tokens_each + lane // top_k
-            entries[r] = Int32(-1)
-            experts[r] = Int32(-1)
-            holders[r] = Int32(-1)
-            if warp < warps and lane < tokens_each * top_k and token < end:
-                entries[r] = token * top_k + lane - group
-                experts[r] = ptx.ld_i32(args.topk_idx + Int64(entries[r]) * 4)
+            write_entry(ranks, counters, tile, counted[r], args, token_major)
         arch.sync_threads()
-        if warp < warps:
-            for r in range_constexpr(STEPS):
-                expert = experts[r]
-                if expert < -1 or expert >= experts_all:
-                    refuse(ranks, BAD_EXPERT, entries[r], expert)
-                    expert = Int32(-1)
-                holder = Int32(-1)
-                if expert >= 0:
-                    holder = holder_of(p, expert)
-                experts[r] = expert
-                holders[r] = holder
-                same_expert = arch.match_sync(0xFFFFFFFF, expert)
-                same_holder = arch.match_sync(0xFFFFFFFF, holder)
-                opening = Int32(holder >= 0 and (same_holder & of_token & below) == 0)
-                opening_lanes = arch.vote_ballot_sync(opening != 0)
-                opens[r] = opening
-                number = Int32(0)
-                for k in range_constexpr(top_k):
-                    other = (group + k) & 31
-                    theirs = arch.shuffle_sync(holder, other)
-                    if (opening_lanes >> other) & 1 != 0 and theirs < holder:
-                        number += 1
-                numbers[r] = number
-                before_expert, before_list, before_copies = Int32(0), Int32(0), Int32(0)
-                if expert >= 0:
-                    before_expert = table[mine + expert]
-                    before_list = table[mine + experts_all + holder]
-                    before_copies = table[mine + experts_all + world_size + holder]
-                # The leaders' updates come after every lane's reads.
-                arch.sync_warp()
-                if expert >= 0:
-                    if (same_expert & below) == 0:
-                        table[mine + expert] = before_expert + Int32(arch.popc(same_expert))
-                    if (same_holder & below) == 0:
-                        table[mine + experts_all + holder] = before_list + Int32(arch.popc(same_holder))
-                        copies = before_copies + Int32(arch.popc(same_holder & opening_lanes))
-                        table[mine + experts_all + world_size + holder] = copies
-                arch.sync_warp()
-                in_expert[r] = before_expert + Int32(arch.popc(same_expert & below))
-                in_list[r] = before_list + Int32(arch.popc(same_holder & below))
-                # A token's later entries count its first one.
-                in_copies[r] = before_copies + Int32(arch.popc(same_holder & opening_lanes & below)) + opening - 1
-        arch.sync_threads()
-        i = Int32(tid)
-        while i < columns:
-            sum_warps(table, running, warps, columns, i)
-            i += threads
-        arch.sync_threads()
-        if warp < warps:
-            for r in range_constexpr(STEPS):
-                expert, holder = experts[r], holders[r]
-                position = Int32(-1)
-                if expert >= 0:
-                    position = in_expert[r] + table[mine + expert]
-                    index = in_list[r] + table[mine + experts_all + holder]
-                    copy = in_copies[r] + table[mine + experts_all + world_size + holder]
-                    local = expert - first_expert(p, holder)
-                    place = address_of_outgoing(ranks, holder, tile) + p.header_ints * 4 + Int64(index) * ENTRY_BYTES
-                    if may_write(ranks, holder):
-                        ptx.st_v4(place, (entries[r], local | (numbers[r] << 16), position, copy * 2 + opens[r]))
-                    if const_expr(token_major):
-                        position = Int32(-1)
-                        if opens[r] != 0:
-                            position = copy
-                if entries[r] >= 0:
-                    ptx.st_i32(args.send_rows + Int64(entries[r]) * 4, position)
-        arch.sync_threads()
-        first += warps * STEPS * tokens_each
+        first += p.counting_warps * STEPS * (32 // p.top_k)
     arch.sync_threads()
+    write_headers(ranks, counters, threads, tile, args, token_major)
 
+
+@cute.jit
+def clear_counters(counters: Any, length: cutlass.Constexpr[int], threads: cutlass.Constexpr[int]) -> None:
+    """By one block."""
+    tid, _, _ = arch.thread_idx()
     i = Int32(tid)
-    while i < world_size * p.header_ints:
+    while i < length:
+        counters[i] = 0
+        i += threads
+
+
+@cute.jit
+def load_asked(
+    problem: cutlass.Constexpr[Problem], args: Any, first: Int32, end: Int32, step: cutlass.Constexpr[int]
+) -> Asked:
+    """By a warp: a lane's (token, k) in a step of the round that begins with token `first`. Lanes of a token are
+    neighbours. Warps beyond those that count have none."""
+    top_k = problem.top_k
+    tokens_each = 32 // top_k  # of a warp's step
+    tid, _, _ = arch.thread_idx()
+    lane, warp = arch.lane_idx(), tid // 32
+    token = first + (warp * STEPS + step) * tokens_each + lane // top_k
+    index, expert = Int32(-1), Int32(-1)
+    if warp < problem.counting_warps and lane < tokens_each * top_k and token < end:
+        index = token * top_k + lane % top_k
+        expert = ptx.ld_i32(args.topk_idx + Int64(index) * 4)
+    return Asked(index, expert)
+
+
+@cute.jit
+def count_entry(ranks: Ranks, counters: Counters, asked: Asked) -> Counted:
+    """By a warp: adds the entries of its lanes to its own counters. An expert out of range is reported, and is none."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    lane, below = arch.lane_idx(), arch.lanemask_lt()
+    table, mine = counters.warps, tid // 32 * p.counters
+    group = lane // p.top_k * p.top_k  # the lane of this token's first entry
+    of_token = Int32(-1) if p.top_k == 32 else Int32((1 << p.top_k) - 1) << group
+    expert, holder = Int32(asked.expert), Int32(-1)
+    if expert < -1 or expert >= p.num_experts:
+        refuse(ranks, BAD_EXPERT, asked.asker, expert)
+        expert = Int32(-1)
+    if expert >= 0:
+        holder = holder_of(p, expert)
+    same_expert = arch.match_sync(0xFFFFFFFF, expert)
+    same_holder = arch.match_sync(0xFFFFFFFF, holder)
+    opens = Int32(holder >= 0 and (same_holder & of_token & below) == 0)
+    opening = arch.vote_ballot_sync(opens != 0)
+    number = Int32(0)
+    for k in range_constexpr(p.top_k):
+        other = (group + k) & 31
+        theirs = arch.shuffle_sync(holder, other)
+        if (opening >> other) & 1 != 0 and theirs < holder:
+            number += 1
+    of_expert, of_holder, copies = Int32(0), Int32(0), Int32(0)
+    if expert >= 0:
+        of_expert = table[mine + expert]
+        of_holder = table[mine + p.num_experts + holder]
+        copies = table[mine + p.num_experts + p.world_size + holder]
+    # The leaders' updates come after every lane's reads.
+    arch.sync_warp()
+    if expert >= 0:
+        if (same_expert & below) == 0:
+            table[mine + expert] = of_expert + Int32(arch.popc(same_expert))
+        if (same_holder & below) == 0:
+            table[mine + p.num_experts + holder] = of_holder + Int32(arch.popc(same_holder))
+            more = copies + Int32(arch.popc(same_holder & opening))
+            table[mine + p.num_experts + p.world_size + holder] = more
+    arch.sync_warp()
+    of_expert += Int32(arch.popc(same_expert & below))
+    of_holder += Int32(arch.popc(same_holder & below))
+    # A token's later entries count its first one.
+    copies += Int32(arch.popc(same_holder & opening & below)) + opens - 1
+    return Counted(asked.asker, expert, holder, number, opens, of_expert, of_holder, copies)
+
+
+@cute.jit
+def write_entry(
+    ranks: Ranks, counters: Counters, tile: Int32, entry: Counted, args: Any, token_major: cutlass.Constexpr[bool]
+) -> None:
+    """By a warp, behind the sums over warps: an entry of each lane, into the message to its expert's holder."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    table, mine = counters.warps, tid // 32 * p.counters
+    position = Int32(-1)
+    if entry.expert >= 0:
+        position = entry.of_expert + table[mine + entry.expert]
+        index = entry.of_holder + table[mine + p.num_experts + entry.holder]
+        copy = entry.copies + table[mine + p.num_experts + p.world_size + entry.holder]
+        local = entry.expert - first_expert(p, entry.holder)
+        at = address_of_outgoing(ranks, entry.holder, tile) + p.header_ints * 4 + Int64(index) * ENTRY_BYTES
+        if may_write(ranks, entry.holder):
+            ptx.st_v4(at, (entry.asker, local | (entry.number << 16), position, copy * 2 + entry.opens))
+        if const_expr(token_major):
+            position = Int32(-1)
+            if entry.opens != 0:
+                position = copy
+    if entry.asker >= 0:
+        ptx.st_i32(args.send_rows + Int64(entry.asker) * 4, position)
+
+
+@cute.jit
+def write_headers(
+    ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[int], tile: Int32, args: Any,
+    token_major: cutlass.Constexpr[bool],
+) -> None:  # fmt: skip
+    """By one block that has counted its tile: what stands before the entries in the message to each rank."""
+    p = ranks.heap.problem
+    tid, _, _ = arch.thread_idx()
+    total, copies = counters.total, p.num_experts + p.world_size  # the first column of copies
+    i = Int32(tid)
+    while i < p.world_size * p.header_ints:
         j = i % p.header_ints
-        peer = (ranks.rank + i // p.header_ints) % world_size
+        peer = (ranks.rank + i // p.header_ints) % p.world_size
         value = Int32(0)
-        if j < experts_all:
-            value = running[j]
+        if j < p.num_experts:
+            value = total[j]
             if const_expr(token_major):
                 holder = holder_of(p, j)
                 if holder != peer:
                     value = Int32(0)
                     if j == first_expert(p, holder):
-                        value = running[experts_all + world_size + holder]
+                        value = total[copies + holder]
         what = j - (p.header_ints - SETTINGS_INTS)
         if what == CAPACITY:
             value = args.capacity
@@ -244,7 +287,7 @@ def publish_tile(
         if what == SLOTS:
             value = args.slots
         if what == COPIES:
-            value = running[experts_all + world_size + peer]
+            value = total[copies + peer]
         if may_write(ranks, peer):
             ptx.st_i32(address_of_outgoing(ranks, peer, tile) + Int64(j) * 4, value)
         i += threads
@@ -261,3 +304,22 @@ def sum_warps(
         table[w * columns + column] = total
         total += n
     running[column] = total
+
+
+@cute.jit
+def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
+    """What a source rank has told in a column: in all tiles, in those before `tile`, and in this one."""
+    p = ranks.heap.problem
+    at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
+    # All loads first: they are in flight together.
+    found = cute.make_rmem_tensor((p.tiles,), Int32)
+    for t in range_constexpr(p.tiles):
+        found[t] = ptx.ld_i32(at + t * ranks.heap.message_bytes)
+    total, before, now = Int32(0), Int32(0), Int32(0)
+    for t in range_constexpr(p.tiles):
+        total += found[t]
+        if t < tile:
+            before += found[t]
+        if t == tile:
+            now = found[t]
+    return total, before, now

@@ -93,15 +93,16 @@ def make_small() -> None:
     heap.RING_BYTES = 6 * (128 + 200)
     heap.Problem.tiles = property(lambda problem: TILES)
     latency.WARPS = 4
+    import cute_kernels.local.row_pieces as row_pieces
+
+    row_pieces.WARPS = 2
     import cute_kernels.local.expert_lists as expert_lists
     import cute_kernels.local.places_route as places_route
-    import cute_kernels.local.sum_rows as sum_rows
-    import cute_kernels.local.swiglu as swiglu
     import cute_kernels.throughput.combine as combine
     import cute_kernels.throughput.gather as gather
     import cute_kernels.throughput.pull_scaled as pull_scaled
     import cute_kernels.throughput.stage as stage
 
-    combine.WARPS = pull_scaled.WARPS = gather.WARPS = swiglu.WARPS = sum_rows.WARPS = 2
+    combine.Combine.WARPS = pull_scaled.PullScaled.WARPS = gather.Gather.WARPS = 2
     expert_lists.WARPS = places_route.WARPS = 2
     stage.MOST_WARPS = 3

@@ -19,7 +19,7 @@ from test_ptx import (
 )
 
 from cute_kernels.heap import Problem
-from cute_kernels.throughput.gather import WARPS, Gather
+from cute_kernels.throughput.gather import Gather
 
 LARGEST_SHARED = 227 * 1024  # of a block, on both architectures
 PROBLEMS = (LARGE, ALONE, Problem(4, (1,) * 4, 4, 7168, "bf16", 4096))
@@ -56,4 +56,4 @@ def test_shared_memory():
             kernel = Gather(Problem(4, (1,) * 4, 4, row_bytes // itemsize, dtype, 16))
             shape = kernel.ring
             assert shape.stages >= 2 and shape.pieces * shape.piece_bytes >= row_bytes
-            assert WARPS * (shape.stages * (shape.stride + 20) + 32 * 8) + 256 <= LARGEST_SHARED
+            assert Gather.WARPS * (shape.stages * (shape.stride + 20) + 32 * 8) + 256 <= LARGEST_SHARED

@@ -12,8 +12,9 @@ from torch import Tensor
 from cute_kernels import jit
 from cute_kernels.local.expert_lists import ExpertLists
 from cute_kernels.local.places_route import PlacesRoute
+from cute_kernels.local.row_pieces import WARPS
 from cute_kernels.local.sum_rows import SumRows
-from cute_kernels.local.swiglu import WARPS, SwiGLU
+from cute_kernels.local.swiglu import SwiGLU
 
 from ...formats import Segments
 from .sizing import DTYPES
