@@ -1,13 +1,7 @@
-"""Compiles what a run will launch, before it does: all ranks load it from the disk cache afterwards.
-
-python -m ep_ops.bench.kernels --preset full 4 2      # beforehand, with all cores: for runs of 4 and of 2 ranks
-"""
+"""Compile what a run will launch before it starts: one process of each host compiles, all ranks load from the cache."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +17,7 @@ from ep_ops.commands.compile import compile_all
 from ep_ops.config import even_experts
 
 from .link import Barrier, LinkCopy, arch_of
-from .options import positive
-from .presets import PRESETS, Preset
+from .presets import Preset
 
 
 def kernels(preset: Preset, world_size: int) -> list[Any]:
@@ -56,19 +49,3 @@ def compile_together(wanted: list[Any], device: torch.device) -> int:
         compile_all(wanted, arch_of(device))
     dist.barrier()
     return len(wanted)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(prog="python -m ep_ops.bench.kernels", description=__doc__)
-    options.add_argument("ranks", nargs="+", type=positive, help="numbers of ranks")
-    options.add_argument("--preset", choices=PRESETS, default="full")
-    options.add_argument("--arch", help="such as sm_90a (default: this machine's GPU's)")
-    args = options.parse_args(argv)
-    wanted = [kernel for ranks in args.ranks for kernel in kernels(PRESETS[args.preset](), ranks)]
-    compile_all(wanted, args.arch or arch_of(torch.device("cuda", 0)))
-    print(f"{len(wanted)} kernels are compiled")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
 torchrun --nproc-per-node 4 -m ep_ops bench latency --out results.json
-python -m ep_ops.bench.report results.json                     # the table as Markdown, and the plots
 ep-ops bench latency --tokens 64 --only work,work_pair,work_split      # beside matrix products
 ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all
 ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself

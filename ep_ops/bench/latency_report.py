@@ -1,11 +1,10 @@
-"""What a run of the latency benchmark found, as a table, as Markdown and as a plot."""
+"""What a run of the latency benchmark found, as a table."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from .figures import machine_line, markdown_table, over_tokens, pyplot, save, text_table
+from .figures import machine_line, text_table
 
 NAMES = {
     "pair": "dispatch + combine",
@@ -33,23 +32,6 @@ NAMES = {
     "host": "host time of an eager call",
 }
 """What is measured -> its name in the table, in that order. The last two do not depend on the number of tokens."""
-
-PANELS = {
-    "dispatch + combine": {
-        "pair": "#1b6ca8",
-        "pair_padded": "#57a0d3",
-        "pair_throughput": "#c0392b",
-        "pair_eager": "#7d3c98",
-        "pair_nccl": "#777777",
-    },
-    "one way": {
-        "dispatch": "#1b6ca8",
-        "dispatch_wait": "#57a0d3",
-        "combine": "#c0392b",
-        "combine_wait": "#e08e79",
-        "dispatch_nccl": "#777777",
-    },
-}
 
 
 def lines_of(run: dict[str, Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
@@ -95,32 +77,3 @@ def setting(run: dict[str, Any]) -> str:
 def table(run: dict[str, Any]) -> str:
     """For a terminal."""
     return "\n".join([machine_line(run), setting(run), *text_table(rows_of(run)), *remarks(run)])
-
-
-def markdown(run: dict[str, Any]) -> str:
-    lines = [machine_line(run) + ".", setting(run) + ".", "", *markdown_table(rows_of(run)), ""]
-    return "\n".join([*lines, *(f"- {remark}" for remark in remarks(run))])
-
-
-def plot(run: dict[str, Any], stem: Path) -> list[Path]:
-    """Writes `stem`-tokens.svg: means as lines, up to the 99th percentile shaded."""
-    lines = {op: sorted(points.items()) for (op, deal), points in lines_of(run).items() if not deal and len(points) > 1}
-    panels = {title: {op: c for op, c in ops.items() if op in lines} for title, ops in PANELS.items()}
-    panels = {title: ops for title, ops in panels.items() if ops}
-    if not panels:
-        return []
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 5), sharey=True, squeeze=False)
-    for axis, (title, ops) in zip(axes[0], panels.items(), strict=True):
-        for op, colour in ops.items():
-            tokens = [t for t, _ in lines[op]]
-            mean, p99 = ([result[key] for _, result in lines[op]] for key in ("us", "us_p99"))
-            axis.plot(tokens, mean, "o-", color=colour, label=NAMES[op], markersize=4)
-            axis.fill_between(tokens, mean, p99, color=colour, alpha=0.2, linewidth=0)
-        over_tokens(axis, [t for t, _ in lines[next(iter(ops))]])
-        if run["flag"]:
-            axis.axhline(run["flag"]["us"], color="k", linestyle="--", linewidth=1, label=NAMES["flag"])
-        axis.set_title(title)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
-    axes[0][0].set_ylabel("µs, mean and 99th percentile")
-    return [save(figure, run, run["dtype"], stem, "tokens")]

@@ -1,7 +1,7 @@
-"""A model of larger systems than were measured: `ep-ops bench model`. Needs no GPU.
+"""Predict time, traffic and memory of dispatch and combine on up to 576 ranks: `ep-ops bench model`. Needs no GPU.
 
-From recorded runs it takes speeds and constants, from others figures of networks. It says how long dispatch and combine
-would take on 2 to 576 ranks, what they move, and how far it is off wherever something was measured or published.
+Speeds of NVLink and constants of the operations are those measured on 4 x H200; figures of networks are published ones.
+`benchmarks/scale_model.py` derives the constants from recorded runs and compares the model with measurements.
 """
 
 from __future__ import annotations
@@ -12,37 +12,87 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ep_ops.backends.cute.sm_model import TokenTraffic
 
-from . import model_report
-from .model_memory import Layout, in_rounds, many_bytes, staging
-from .model_stated import PAIRS_ON_2, PUBLISHED, WIRES, Published, gb200
-from .model_times import (
-    FEW,
-    MANY,
+from .figures import text_table
+from .model_formulas import (
+    MEMORY,
     Gpu,
+    Layout,
     Wire,
+    combine_bytes,
+    dispatch_bytes,
+    few_bytes,
     few_us,
-    layout_of,
+    in_rounds,
+    many_bytes,
     many_us,
-    measured_gpu,
-    recorded_us,
     sizes,
+    staging,
 )
-from .model_traffic import combine_bytes, dispatch_bytes, expected, few_bytes, reached_domains
+from .options import a_file, positive
 
-RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+Found = dict[str, Any]
+
 GIB = 2**30
 H200_SMS = 132
 DOMAIN_SIZES = {8: (16, 32, 64, 128, 256, 512), 72: (144, 288, 576)}
 ONE_DOMAIN = (2, 4, 8, 16, 32, 64, 72)
 
+H200 = Gpu(
+    "NVIDIA H200",
+    pull=328.9e9,
+    push=352.91e9,
+    memory=MEMORY,
+    flag=0.7366880018264055,
+    constants={
+        "dispatch": 26.184195804195767,
+        "dispatch_planned": 13.189195804195819,
+        "combine": 30.947018078263582,
+        "combine_gathered": 4.8041958041957855,
+        "few dispatch": 5.374938718330725,
+        "few combine": 3.616245971982428,
+    },
+    told="measured on 4 x NVIDIA H200: fetching 329 GB/s, storing 353 GB/s over NVLink, memory 3.7 TB/s, a flag"
+    " 0.74 µs",
+)
+"""What `measured_gpu` of benchmarks/scale_model.py derives from the recorded runs."""
 
-RUNS = ("throughput-4", "throughput-2", "throughput-4-skew", "latency-4")
-"""Recorded runs that it reads: constants are from the first and the last."""
+INFINIBAND = Wire(
+    "InfiniBand, GPU-initiated",
+    rate=45e9,
+    latency=8.35,
+    put=0.02,
+    told="one 400 Gb/s NIC a GPU: 45 of its 50 GB/s (assumed; DeepEP V2's 90 and 61 GB/s on 2 and 4 hosts, own tokens"
+    " included, are 45 across); put and signal 16.7 µs there and back (NCCL GIN on H100, arXiv 2511.15076);"
+    " 50 million puts a second (assumed)",
+)
+EFA = Wire(
+    "EFA, proxies",
+    rate=43.5e9,
+    latency=20.0,
+    put=0.4,
+    rows=32,
+    told="rails of two p5 hosts, all to all: 43.5 GB/s in puts of 1 MB, 13.8 in puts of 8 KB (UCCL), which is 0.4 µs a"
+    " put; 20 µs from put to signal (assumed: no figure was found); up to 32 rows of few tokens for a rank in a put,"
+    " which a block puts together at 50 GB/s (assumed)",
+)
+WIRES = (INFINIBAND, EFA)
+
+
+def model(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> Found:
+    """Return the predictions and what they rest on. `limit`: bytes of staging for the throughput kernels."""
+    return {
+        "version": 1,
+        "tokens": many_tokens,
+        "few_tokens": few_tokens,
+        "staging_limit": limit,
+        "gpu": dataclasses.asdict(gpu),
+        "wires": [dataclasses.asdict(wire) for wire in WIRES],
+        "predictions": predictions(gpu, many_tokens, few_tokens, limit),
+    }
 
 
 def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list[dict[str, Any]]:
@@ -83,99 +133,87 @@ def sms(layout: Layout) -> list[int] | None:
     return [budget.dispatch_sms(H200_SMS), budget.combine_sms(H200_SMS)]
 
 
-def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each recorded result of an operation that the model has, with the backend's own budgets, and what the model says:
-    of many tokens with the rows that were counted. `used`: its constant is from there."""
-    found = []
-    for run in many_runs:
-        for result in run["results"]:
-            if result["op"] in MANY and result["given_sms"] is None and "graph_us" in result:
-                what = {key: result[key] for key in ("op", "tokens", "hidden", "top_k", "routing")}
-                used = run is many_runs[0] and result["tokens"] >= 512 and result["hidden"] == 7168
-                used = used and result["top_k"] == 8 and result["routing"] == "balanced"
-                us = recorded_us(gpu, result, run["world_size"])
-                found.append(what | {"ranks": run["world_size"], "us": result["graph_us"], "model": us, "used": used})
-    timed = [
-        (result["op"], few["world_size"], result["tokens"], result["us"])
-        for result in few["results"]
-        if result["op"] in ("dispatch", "combine", "pair") and result["deal"] is None
+def as_json(found: Found) -> str:
+    """One line for each entry; five digits."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.5g}")
+        if isinstance(value, dict):
+            return {key: short(held) for key, held in value.items()}
+        return [short(held) for held in value] if isinstance(value, list) else value
+
+    def line(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    parts = []
+    for key, value in short(found).items():
+        if isinstance(value, list):
+            value = "[\n  " + ",\n  ".join(map(line, value)) + "\n ]"
+        else:
+            value = line(value)
+        parts.append(f' "{key}": {value}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def where(entry: Found) -> str:
+    if entry["domains"] == 1:
+        return f"one of {entry['domain_ranks']}"
+    return f"{entry['domains']} x {entry['domain_ranks']}, {(entry['wire'] or '').split(',')[0]}"
+
+
+def gib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**30:.1f}"
+
+
+def prediction_rows(found: Found) -> list[list[str]]:
+    heading = [
+        "domains", "dispatch µs", "combine µs", "SMs", "rounds", "NVLink MB", "network MB", "beside rows",
+        "staging GiB", "few: dispatch µs", "combine µs", "network MB", "staging GiB",
+    ]  # fmt: skip
+    rows = [heading]
+    for p in found["predictions"]:
+        moved = p["near_bytes"] + p["far_bytes"]
+        other = (p["near_other_bytes"] + p["far_other_bytes"]) / moved if moved else 0.0
+        rows.append(
+            [
+                where(p), f"{p['dispatch_us']:.0f}", f"{p['combine_us']:.0f}",
+                ", ".join(map(str, p["sms"] or ())), str(p["rounds"]),
+                f"{p['near_bytes'] / 1e6:.0f}", f"{p['far_bytes'] / 1e6:.0f}", f"{100 * other:.1f} %",
+                gib(p["staging_bytes"]), f"{p['few_dispatch_us']:.0f}", f"{p['few_combine_us']:.0f}",
+                f"{p['few_far_bytes'] / 1e6:.1f}", gib(p["few_staging_bytes"]),
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def assumptions(found: Found) -> list[str]:
+    constants = ", ".join(f"{op} {us:.1f}" for op, us in found["gpu"]["constants"].items())
+    return [
+        "Even routing, hidden 7168, bf16, top-8, experts: the multiple of the ranks from 256 on; many:"
+        f" {found['tokens']} tokens a rank, few: {found['few_tokens']}; staging of many tokens at most"
+        f" {found['staging_limit'] / 2**30:g} GiB",
+        f"GPU: {found['gpu']['told']}; constants in µs: {constants}",
+        *(f"{wire['name']}: {wire['told']}" for wire in found["wires"]),
     ]
-    for op, ranks, tokens, took in [*timed, *(("pair", 2, tokens, took) for tokens, took in PAIRS_ON_2.items())]:
-        layout = layout_of(few | {"world_size": ranks}, tokens)
-        us = sum(
-            few_us(gpu, layout, kind == "combine") for kind in (("dispatch", "combine") if op == "pair" else (op,))
-        )
-        what = {"op": "few " + op, "tokens": tokens, "hidden": layout.hidden, "top_k": layout.top_k}
-        what |= {"routing": "balanced", "ranks": ranks, "us": took, "model": us}
-        found.append(what | {"used": op in FEW and tokens == 1})
-    return found
-
-
-def beside(gpu: Gpu, entry: Published, limit: int) -> dict[str, Any]:
-    """A published figure, and the model's in the same unit."""
-    on = gb200(gpu) if entry.gpu == "GB200" else gpu
-    layout = entry.layout
-    few = entry.kind.startswith("few ")
-    if few:
-        us = few_us(on, layout, entry.kind == "few combine", entry.wire)
-    else:
-        us = many_us(on, entry.wire, in_rounds(layout, limit), entry.kind)
-    reached = expected(layout).copies / layout.tokens if entry.unit == "GB/s of ranks" else reached_domains(layout)
-    value = us if entry.unit == "µs" else layout.tokens * reached * layout.row_bytes / us / 1e3
-    return {
-        "who": entry.who, "kind": entry.kind, "domains": layout.domains, "domain_ranks": layout.domain_ranks,
-        "tokens": layout.tokens, "wire": entry.wire.name if entry.wire else None, "unit": entry.unit,
-        "published": entry.value, "model": value,
-    }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="ep-ops bench model", description=__doc__)
-    options.add_argument("--runs", type=Path, default=RECORDED, help="folder of recorded runs (%(default)s)")
-    options.add_argument("--tokens", type=int, default=4096, help="of a rank, many (%(default)s)")
-    options.add_argument("--few-tokens", type=int, default=128, help="of a rank, few (%(default)s)")
-    options.add_argument("--staging", type=float, default=4.0, help="GiB for many tokens' staging (%(default)s)")
-    options.add_argument("--out", type=Path, metavar="FILE", help="write what was found (JSON), and plots beside it")
+    options.add_argument("--tokens", type=positive, default=4096, help="tokens a rank, training (%(default)s)")
+    options.add_argument("--few-tokens", type=positive, default=128, help="tokens a rank, decode (%(default)s)")
+    options.add_argument("--staging", type=float, default=4.0, help="most GiB of staging, training (%(default)s)")
+    options.add_argument("--out", type=a_file, metavar="FILE", help="write the predictions as JSON")
     args = options.parse_args(argv)
-
+    if not 0 < args.staging < math.inf:
+        options.error(f"--staging is {args.staging:g}; it must be a positive number of GiB")
     try:
-        *many, few = [json.loads((args.runs / f"{name}.json").read_text()) for name in RUNS]
-    except (FileNotFoundError, NotADirectoryError) as missing:
-        print(f"ep-ops bench model: there is no {missing.filename}; --runs names the folder", file=sys.stderr)
-        return 2
-    if args.tokens < 1 or args.few_tokens < 1 or not 0 < args.staging < math.inf:
-        print("ep-ops bench model: --tokens, --few-tokens and --staging must be positive", file=sys.stderr)
-        return 2
-    gpu, limit = measured_gpu(many[0], few), int(args.staging * GIB)
-    try:
-        predicted = predictions(gpu, args.tokens, args.few_tokens, limit)
+        found = model(H200, args.tokens, args.few_tokens, int(args.staging * GIB))
     except ValueError as too_little:
-        print(f"ep-ops bench model: --staging is {args.staging:g}; {too_little}", file=sys.stderr)
-        return 2
-    found = {
-        "version": 1,
-        "tokens": args.tokens,
-        "few_tokens": args.few_tokens,
-        "staging_limit": limit,
-        "gpu": dataclasses.asdict(gpu),
-        "gb200": gb200(gpu).told,
-        "wires": [dataclasses.asdict(wire) for wire in WIRES],
-        "predictions": predicted,
-        "measured": measured_errors(gpu, many, few),
-        "published": [beside(gpu, entry, limit) for entry in PUBLISHED],
-    }
-    print(model_report.text(found))
+        options.error(f"--staging is {args.staging:g}; {too_little}")
+    print(*assumptions(found), "", *text_table(prediction_rows(found)), sep="\n")
     if args.out:
-        try:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(model_report.as_json(found))
-        except OSError as error:
-            print(f"ep-ops bench model: --out {args.out} cannot be written: {error.strerror}", file=sys.stderr)
-            return 2
-        try:
-            print(f"written: {args.out}, {model_report.plot(found, args.out.with_suffix('.svg'))}")
-        except ImportError as error:
-            print(f"written: {args.out}; no plot: {error}")
+        args.out.write_text(as_json(found))
     return 0
 
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 
-from . import sweeps
 from .options import add_domain_options, add_options, gpus, names_of, numbers, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import on_every_rank
@@ -88,7 +87,7 @@ def _measure(device: torch.device, args: argparse.Namespace) -> None:
             found = complete(session.found)
             print(table(found))
             if len(found["results"]) > SHORT:
-                print("\nin short:", table(summary(found)), *sweeps.lines(found), sep="\n")
+                print("\nin short:", table(summary(found)), sep="\n")
             sys.stdout.flush()
     session.close()
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import ep_ops
+from benchmarks import report as recorded
 from ep_ops import Communicator, arrivals
-from ep_ops.bench import ranks, report, sweeps, workloads
+from ep_ops.bench import ranks, report, workloads
 from ep_ops.bench.by_rank import ROW_OPERATORS, RankCalls, by_rank
 from ep_ops.bench.operators import Calls
 from ep_ops.bench.presets import FORMATS, MEASURABLE, OPERATORS, PRESETS, Case
@@ -293,7 +294,7 @@ def test_report_compares_with_the_link() -> None:
     text = report.table(run)
     assert "link push, rows of 14336 bytes, GB/s (SMs): 120 (8), 360 (24), 400 (64)" in text
     assert "80 %" in text and "50 %" in text
-    assert report.markdown(run).count("\n|") == len(run["results"]) + 2
+    assert recorded.markdown(run).count("\n|") == len(run["results"]) + 2
 
 
 def test_results_are_written_one_a_line(tmp_path: Path) -> None:
@@ -309,25 +310,26 @@ def test_results_are_written_one_a_line(tmp_path: Path) -> None:
 
 def test_report_command_prints_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks.write(made_up_run(), tmp_path / "run.json")
-    assert report.main(["--no-plots", str(tmp_path / "run.json")]) == 0
+    assert recorded.main(["--no-plots", str(tmp_path / "run.json")]) == 0
     line = "| dispatch, reused route | 4096 | 7168 | 8 | balanced |  | 596.9 | 547.2 | 497.4 | 320 | 80 % |"
     assert line in capsys.readouterr().out
-    assert report.main(["--no-plots", "--summary", str(tmp_path / "run.json")]) == 0
+    assert recorded.main(["--no-plots", "--summary", str(tmp_path / "run.json")]) == 0
     short = capsys.readouterr().out
     assert line in short and short.count("\n|") == len(report.SWEPT) + 2
 
 
 def test_report_plots_every_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    written = report.plot(report.complete(made_up_run()), tmp_path / "full")
+    written = recorded.plot(report.complete(made_up_run()), tmp_path / "full")
     assert [path.name for path in written] == ["full-tokens.svg", "full-sms.svg", "full-shapes.svg"]
     assert all(10_000 < path.stat().st_size < 300_000 for path in written)
 
 
 def test_sweeps_show_whether_time_follows_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     path = tmp_path / "run.json"
     ranks.write(made_up_run(), path)
-    assert sweeps.main([str(path)]) == 0
+    assert recorded.main([str(path), "--ratio", str(tmp_path / "ratio.svg")]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "4 ranks"
     # Budgets balanced only; tokens, hidden size and top-k for both routings.
@@ -343,5 +345,5 @@ def test_sweeps_plot_runs_side_by_side(tmp_path: Path) -> None:
     for name in ("one.json", "two.json"):
         ranks.write(made_up_run(), tmp_path / name)
     plot = tmp_path / "ratio.svg"
-    assert sweeps.main([str(tmp_path / "one.json"), str(tmp_path / "two.json"), "--plot", str(plot)]) == 0
+    assert recorded.main([str(tmp_path / "one.json"), str(tmp_path / "two.json"), "--ratio", str(plot)]) == 0
     assert 10_000 < plot.stat().st_size < 300_000

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import ep_ops
+from benchmarks import report
 from ep_ops import Communicator
-from ep_ops.bench import latency, latency_report, report
+from ep_ops.bench import latency, latency_report
 from ep_ops.bench.timing import Timing
 
 ROOT = Path(ep_ops.__file__).parent.parent
@@ -145,6 +146,6 @@ def test_table_has_a_row_for_each_measurement() -> None:
 
 def test_report_plots_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (written,) = latency_report.plot(made_up_run(), tmp_path / "latency-4")
+    (written,) = report.latency_plot(made_up_run(), tmp_path / "latency-4")
     assert written.name == "latency-4-tokens.svg" and 10_000 < written.stat().st_size < 300_000
-    assert latency_report.plot(made_up_run() | {"results": []}, tmp_path / "none") == []
+    assert report.latency_plot(made_up_run() | {"results": []}, tmp_path / "none") == []

@@ -1,0 +1,275 @@
+"""Tables (Markdown) and plots of recorded runs of `ep-ops bench throughput` and `latency`.
+
+python benchmarks/report.py results.json ...                      # a table and plots for each run
+python benchmarks/report.py --ratio ratio.svg run-4.json run-2.json   # does time follow the bytes?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ep_ops.bench import latency_report
+from ep_ops.bench.figures import machine_line, markdown_table, over_tokens, pyplot, save
+from ep_ops.bench.report import (
+    BUDGETS,
+    COLUMNS,
+    NAMES,
+    SWEPT,
+    Result,
+    best_link,
+    cells,
+    centre_of,
+    complete,
+    link_lines,
+    summary,
+    taken,
+)
+
+
+def markdown(run: dict[str, Any]) -> str:
+    lines = [machine_line(run) + ".", "", *(line + "." for line in link_lines(run)), ""]
+    return "\n".join([*lines, *markdown_table([list(COLUMNS), *map(cells, run["results"])])])
+
+
+def latency_markdown(run: dict[str, Any]) -> str:
+    lines = [
+        machine_line(run) + ".",
+        latency_report.setting(run) + ".",
+        "",
+        *markdown_table(latency_report.rows_of(run)),
+        "",
+    ]
+    return "\n".join([*lines, *(f"- {remark}" for remark in latency_report.remarks(run))])
+
+
+COLOURS = {
+    "dispatch": "#1b6ca8",
+    "dispatch_planned": "#57a0d3",
+    "combine": "#c0392b",
+    "combine_unweighted": "#e08e79",
+    "combine_gathered": "#7d3c98",
+    "combine_pushed": "#c39bd3",
+    "push": "#777777",
+    "pull": "#333333",
+}
+PANELS = {
+    "dispatch + combine": {
+        "pair": "#1b6ca8",
+        "pair_padded": "#57a0d3",
+        "pair_throughput": "#c0392b",
+        "pair_eager": "#7d3c98",
+        "pair_nccl": "#777777",
+    },
+    "one way": {
+        "dispatch": "#1b6ca8",
+        "dispatch_wait": "#57a0d3",
+        "combine": "#c0392b",
+        "combine_wait": "#e08e79",
+        "dispatch_nccl": "#777777",
+    },
+}
+
+
+def varied(
+    results: Iterable[Result], axis: str, ops: Sequence[str] = SWEPT, **fixed: Any
+) -> dict[str, list[tuple[Any, Result]]]:
+    """By operator: results that agree with `fixed`, sorted by `axis`, one for each of its values."""
+    lines: dict[str, dict[Any, Result]] = {}
+    for result in results:
+        if result["op"] in ops and all(result[key] == value for key, value in fixed.items()):
+            lines.setdefault(result["op"], {})[result[axis]] = result
+    return {op: sorted(points.items()) for op, points in lines.items() if len(points) > 1}
+
+
+def plot(run: dict[str, Any], stem: Path) -> list[Path]:
+    """Write a figure for each kind of data that the run has: `stem`-tokens.svg, `stem`-sms.svg, `stem`-shapes.svg."""
+    swept = [result for result in run["results"] if result["op"] in SWEPT]
+    if not swept:
+        return []
+    centre = centre_of(swept)
+    defaults = [result for result in swept if result["given_sms"] is None]
+    figures: dict[str, Any] = {}
+
+    sizes = {key: centre[key] for key in ("hidden", "top_k")}
+    routings = [r for r in ("balanced", "skewed") if varied(defaults, "tokens", routing=r, **sizes)]
+    if routings:
+        figures["tokens"] = _over_tokens({r: varied(defaults, "tokens", routing=r, **sizes) for r in routings})
+
+    budgets = varied([r for r in swept if r["given_sms"]], "given_sms", routing="balanced", **centre)
+    if budgets and best_link(run):
+        figures["sms"] = _over_sms(run, budgets)
+
+    shapes = [(key, label) for key, label in (("hidden", "hidden size"), ("top_k", "top-k"))]
+    found = [
+        (label, varied(defaults, key, routing="balanced", **{k: v for k, v in centre.items() if k != key}))
+        for key, label in shapes
+    ]
+    found = [(label, lines) for label, lines in found if lines and best_link(run)]
+    if found:
+        figures["shapes"] = _over_shapes(found)
+    return [save(figure, run, swept[0]["dtype"], stem, name) for name, figure in figures.items()]
+
+
+def _over_tokens(by_routing: dict[str, Any]) -> Any:
+    """Times by number of tokens, one diagram for each routing."""
+    figure, axes = pyplot().subplots(
+        1, len(by_routing), figsize=(5.5 * len(by_routing), 4.2), sharey=True, squeeze=False
+    )
+    for axis, (routing, lines) in zip(axes[0], by_routing.items(), strict=True):
+        for op, points in lines.items():
+            xs, ys = [x for x, _ in points], [taken(r) for _, r in points]
+            axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+        points = [(x, r["limit_us"]) for x, r in next(iter(lines.values())) if "limit_us" in r]
+        if points:
+            axis.plot(*zip(*points, strict=True), "k--", label="the link", linewidth=1)
+        axis.set_title(f"{routing} routing")
+        over_tokens(axis, [x for x, _ in next(iter(lines.values()))])
+    axes[0][0].set_ylabel("µs, whole call in steady state")
+    axes[0][0].legend()
+    return figure
+
+
+def _over_sms(run: dict[str, Any], budgets: dict[str, Any]) -> Any:
+    """Speeds by number of multiprocessors, as parts of the link's, and those of bare copies."""
+    figure, axis = pyplot().subplots(figsize=(7, 4.4))
+    for op, points in budgets.items():
+        ys = [r["ratio"] for _, r in points]
+        axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+    row_bytes = max(r["row_bytes"] for _, r in next(iter(budgets.values())))
+    for direction in ("push", "pull"):
+        speeds = sorted(
+            (e["sms"], e["gbs"]) for e in run["link"] if (e["direction"], e["row_bytes"]) == (direction, row_bytes)
+        )
+        ys = [speed / best_link(run) for _, speed in speeds]  # type: ignore[operator]
+        axis.plot([n for n, _ in speeds], ys, "--", color=COLOURS[direction], label=f"bare {direction}", lw=1)
+    axis.set(xlabel="multiprocessors", ylabel="ratio to the link's best speed", ylim=(0, 1.05))
+    axis.legend()
+    return figure
+
+
+def _over_shapes(found: list[tuple[str, Any]]) -> Any:
+    """Speeds by size of rows and by top-k, as parts of the link's."""
+    figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.2), sharey=True, squeeze=False)
+    for axis, (label, lines) in zip(axes[0], found, strict=True):
+        for op, points in lines.items():
+            ys = [r["ratio"] for _, r in points]
+            axis.plot([x for x, _ in points], ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+        axis.set(xlabel=label, ylim=(0, 1.05))
+    axes[0][0].set_ylabel("ratio to the link's best speed")
+    axes[0][0].legend()
+    return figure
+
+
+def latency_plot(run: dict[str, Any], stem: Path) -> list[Path]:
+    """Writes `stem`-tokens.svg: means as lines, up to the 99th percentile shaded."""
+    lines = {
+        op: sorted(points.items())
+        for (op, deal), points in latency_report.lines_of(run).items()
+        if not deal and len(points) > 1
+    }
+    panels = {title: {op: c for op, c in ops.items() if op in lines} for title, ops in PANELS.items()}
+    panels = {title: ops for title, ops in panels.items() if ops}
+    if not panels:
+        return []
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 5), sharey=True, squeeze=False)
+    for axis, (title, ops) in zip(axes[0], panels.items(), strict=True):
+        for op, colour in ops.items():
+            tokens = [t for t, _ in lines[op]]
+            mean, p99 = ([result[key] for _, result in lines[op]] for key in ("us", "us_p99"))
+            axis.plot(tokens, mean, "o-", color=colour, label=latency_report.NAMES[op], markersize=4)
+            axis.fill_between(tokens, mean, p99, color=colour, alpha=0.2, linewidth=0)
+        over_tokens(axis, [t for t, _ in lines[next(iter(ops))]])
+        if run["flag"]:
+            axis.axhline(run["flag"]["us"], color="k", linestyle="--", linewidth=1, label=latency_report.NAMES["flag"])
+        axis.set_title(title)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
+    axes[0][0].set_ylabel("µs, mean and 99th percentile")
+    return [save(figure, run, run["dtype"], stem, "tokens")]
+
+
+AXES = {"given_sms": "SMs", "tokens": "tokens", "hidden": "hidden size", "top_k": "top-k"}
+ROUTINGS = ("balanced", "skewed")
+
+
+def sweep(run: dict[str, Any], axis: str, routing: str) -> dict[str, list[tuple[int, Result]]]:
+    """By operator: what was measured along `axis` (of AXES) from the workload that sweeps start from, sorted."""
+    results = [r for r in run["results"] if r["op"] in BUDGETS]
+    if not results:
+        return {}
+    centre = {key: value for key, value in centre_of(results).items() if key != axis}
+    chosen = [r for r in results if (r["given_sms"] is not None) == (axis == "given_sms")]
+    return varied(chosen, axis, tuple(BUDGETS), routing=routing, **centre)
+
+
+def sweep_lines(run: dict[str, Any]) -> Iterator[str]:
+    """Each sweep of each operator: µs in steady state, and the ratio to the link."""
+    for axis, label in AXES.items():
+        for routing in ROUTINGS:
+            for op, points in sweep(run, axis, routing).items():
+                told = (f"{x}: {taken(r):.1f}" + (f" ({r['ratio']:.0%})" if "ratio" in r else "") for x, r in points)
+                yield f"{NAMES[op]}, {routing}, µs (of link) over {label}: {', '.join(told)}"
+
+
+def ratio_plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Ratio to the link over tokens; each run has its number of ranks. A level line: time in proportion to bytes."""
+    plt = pyplot()
+    shape = (len(ROUTINGS), len(runs))
+    figure, axes = plt.subplots(*shape, figsize=(5.5 * shape[1], 4 * shape[0]), sharex=True, sharey=True, squeeze=False)
+    for row, routing in zip(axes, ROUTINGS, strict=True):
+        for axis, run in zip(row, runs, strict=True):
+            axis.set(xscale="log", ylim=(0, 1.05), title=f"{run['world_size']} ranks, {routing} routing")
+            for op, points in sweep(run, "tokens", routing).items():
+                if op in COLOURS:
+                    xs, ys = [x for x, _ in points], [r["ratio"] for _, r in points]
+                    axis.plot(xs, ys, "o-", color=COLOURS[op], label=NAMES[op], markersize=4)
+                    axis.set_xticks(xs)
+            axis.xaxis.set_major_formatter("{x:.0f}")
+            axis.xaxis.minorticks_off()
+            axis.tick_params(labelbottom=True)
+        row[0].set_ylabel("ratio to the link's best speed")
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens a rank")
+    axes[0][0].legend(loc="lower right")
+    figure.suptitle(runs[0]["machine"]["device"])
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("results", nargs="+", type=Path, help="JSON files that `ep-ops bench ... --out` wrote")
+    options.add_argument("--plots", type=Path, help="folder for the plots (default: next to each file)")
+    options.add_argument("--no-plots", action="store_true")
+    options.add_argument("--summary", action="store_true", help="throughput: the central workload only, default SMs")
+    options.add_argument("--ratio", type=Path, metavar="FILE", help="throughput: print sweeps, plot ratios to the link")
+    args = options.parse_args(argv)
+    runs = [(path, json.loads(path.read_text())) for path in args.results]
+    if args.ratio:
+        found = [complete(run) for _, run in runs]
+        for run in found:
+            print(f"{run['world_size']} ranks", *sweep_lines(run), sep="\n")
+        ratio_plot([run for run in found if sweep(run, "tokens", "balanced") and run["link"]], args.ratio)
+        return 0
+    for path, run in runs:
+        stem = (args.plots or path.parent) / path.stem
+        if run.get("benchmark") == "latency":
+            print(latency_markdown(run), end="\n\n")
+            written = [] if args.no_plots else latency_plot(run, stem)
+        else:
+            complete(run)
+            print(markdown(summary(run) if args.summary else run), end="\n\n")
+            written = [] if args.no_plots else plot(run, stem)
+        if written:
+            print(f"plots: {', '.join(map(str, written))}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,402 @@
+"""Formulas of the scale model: symmetric memory, bytes moved, and time, for any number of ranks and NVLink domains.
+
+Memory is what docs/across-domains.md derives, and what cute_kernels/heap.py (many tokens) and
+cute_kernels/latency/heap.py (few tokens) lay out except for padding.
+
+Traffic assumes balanced routing: each token chooses `top_k` different experts, every set of them equally likely, and
+ranks have equally many experts. A token misses a group of m experts with probability C(E - m, K) / C(E, K).
+
+Time is a constant for each operation plus its bytes at the speed of the bottleneck. In one domain that is NVLink or the
+GPU's memory, whichever takes longer. With several domains it may also be the network. The network adds the latency of
+one put, and the time of the first batch, since a batch is received whole before its rows are passed on; each round adds
+this again. For few tokens each put also costs its sender some time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Ranks, and what an operation of them moves. `tokens` is of each rank."""
+
+    domains: int
+    domain_ranks: int
+    tokens: int = 4096
+    hidden: int = 7168
+    itemsize: int = 2  # bytes of a number of a row
+    experts: int = 256  # of all ranks
+    top_k: int = 8
+    round_tokens: int = 0  # tokens of a round; 0: one round
+    most_batch_tokens: int = 16  # of a put, many tokens
+    most_tiles: int = 16
+    few_tokens: int = 128  # the bound of the latency kernels
+
+    @property
+    def ranks(self) -> int:
+        return self.domains * self.domain_ranks
+
+    @property
+    def row_bytes(self) -> int:
+        """Of x alone."""
+        return self.hidden * self.itemsize
+
+    @property
+    def batch_tokens(self) -> int:
+        """Consecutive tokens whose rows are one put, many tokens."""
+        return max(1, min(self.most_batch_tokens, 2**16 // self.row_bytes))
+
+    @property
+    def batches(self) -> int:
+        """Of a round."""
+        return -(-self.of_round // self.batch_tokens)
+
+    @property
+    def chunks(self) -> int:
+        """Of rows that are announced together within a domain, in a round."""
+        return -(-self.of_round // max(2, min(8, 28 * 2**10 // self.row_bytes)))
+
+    @property
+    def tiles(self) -> int:
+        """Into which a rank cuts its route."""
+        return max(1, min(self.most_tiles, 2**17 // (self.ranks * self.experts)))
+
+    @property
+    def counts_bytes(self) -> int:
+        """What a tile tells every rank: counts of all experts, and eight numbers more."""
+        return 4 * (4 * -(-self.experts // 4) + 8)
+
+    @property
+    def told_bytes(self) -> int:
+        """The same with the tile's entries, at most."""
+        return self.counts_bytes + 16 * self.top_k * -(-self.tokens // self.tiles)
+
+    @property
+    def weights_bytes(self) -> int:
+        """The scalars of a token's K experts, or its ids."""
+        return 16 * -(-self.top_k // 4) if self.domains > 1 else 4 * self.top_k
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What is asked for a batch: a mask of copies for each token, and its ids."""
+        return 16 * -(-self.batch_tokens // 4) + self.batch_tokens * self.weights_bytes
+
+    @property
+    def few_row_bytes(self) -> int:
+        """A row of few tokens with its weights, in packets."""
+        return max(packet_bytes(self.row_bytes + 16 * -(-self.top_k // 4)), 512 * -(-self.top_k // 4))
+
+    def few_route_bytes(self, tokens: int) -> int:
+        """The ids of so many tokens, in packets."""
+        return packet_bytes(16 + 2 * tokens * self.top_k)
+
+    @property
+    def of_round(self) -> int:
+        return self.round_tokens or max(1, self.tokens)
+
+    @property
+    def rounds(self) -> int:
+        return max(1, -(-self.tokens // self.of_round))
+
+
+def packet_bytes(nbytes: int) -> int:
+    """Of packets that carry so many bytes: 480 in 512."""
+    return 512 * -(-nbytes // 480)
+
+
+def few_places(layout: Layout) -> dict[str, int]:
+    """Places (rows, routes, words) of few tokens, of one bank: most of what a rank may need at once."""
+    ranks, rows = layout.ranks, layout.ranks * layout.few_tokens
+    return {
+        "few rows": rows,
+        "few rows to be sent": rows,
+        "few routes": ranks,
+        "few routes to be sent": ranks,
+        "few words": rows + ranks,
+    }
+
+
+def words(layout: Layout) -> int:
+    """Flags of one bank, many tokens: those that there are in one domain, and those of puts and of what is relayed."""
+    ranks, others, tiles = layout.ranks, layout.domains - 1, layout.tiles
+    copies = layout.domains * min(layout.top_k, ranks) * layout.of_round
+    found = ranks * (3 + tiles + layout.chunks) + 2 * tiles + copies + 2
+    if layout.domains > 1:
+        found += others * (4 * layout.batches + tiles) + ranks * (layout.batches + tiles + 3)
+    return found
+
+
+def staging(layout: Layout) -> dict[str, int]:
+    """Bytes by purpose, both banks."""
+    d, ranks, tokens = layout.domains, layout.ranks, layout.of_round
+    of = few_places(layout)
+    few_rows, few_routes = (of[name] + of[f"{name} to be sent"] for name in ("few rows", "few routes"))
+    few = few_rows * layout.few_row_bytes + few_routes * layout.few_route_bytes(layout.few_tokens) + 8 * of["few words"]
+    batches = (d - 1) * layout.batches
+    told = ranks * layout.tiles * layout.told_bytes
+    one = {
+        "rows": batches * layout.batch_tokens * layout.row_bytes,
+        "rows to be sent": batches * layout.batch_tokens * layout.row_bytes,
+        "pushed sums": d * min(layout.top_k, ranks) * tokens * layout.row_bytes,
+        "routes": told * (2 if d > 1 else 1) + 8 * layout.tiles * ranks,
+        # Weights and ids, which are told as the route is; pushed scalars, and returned ones.
+        "scalars": (2 * d * max(1, layout.tokens) + (2 * d - 1) * tokens) * layout.weights_bytes,
+        "wanted": 2 * batches * layout.wanted_bytes,
+        "words": 8 * words(layout) + 512 * ranks + 512 + 128 * ranks,  # and the reasons of refusals, notes, waits
+        "few tokens": few if d > 1 else 0,
+    }
+    return {purpose: 2 * size for purpose, size in one.items()}
+
+
+def many_bytes(layout: Layout) -> int:
+    """Bytes for many tokens, both banks."""
+    return sum(size for purpose, size in staging(layout).items() if purpose != "few tokens")
+
+
+def in_rounds(layout: Layout, limit: int) -> Layout:
+    """The same in as few rounds (a power of two of them) as keep what many tokens take within `limit` bytes.
+
+    Raises ValueError where rounds of one token would not.
+    """
+    tokens = layout.tokens
+    while True:
+        found = dataclasses.replace(layout, round_tokens=tokens)
+        if many_bytes(found) <= limit:
+            return found
+        if tokens <= 1:
+            raise ValueError(f"limit is {limit} bytes; rounds of one token take {many_bytes(found)}")
+        tokens = -(-tokens // 2)
+
+
+# ---------------------------------------------------------------------- traffic
+
+ENTRY = 16
+"""Bytes of an entry that is told."""
+WORD = 8
+"""Bytes of a flag or of a batch's word."""
+LINE, PAYLOAD = 128, 120
+"""Bytes of a marked line, and of these what it carries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTraffic:
+    """Rows of one rank in one direction, on average. In a combine they run the other way."""
+
+    copies: float  # that come to a rank: one for each (token, rank), its own included
+    staged: float  # of them, those that it finds in its own memory, at its own stager's place
+    crossing: float  # rows that leave a rank for other domains, two hops: one for each (token, domain)
+    few_near: float  # few tokens: rows that leave for other ranks of the domain
+    few_far: float  # likewise, of other domains
+    expanded: float  # rows of a rank once each (token, expert) has its own
+
+    @property
+    def near(self) -> float:
+        """Rows that a rank fetches over NVLink."""
+        return self.copies - self.staged
+
+
+def missed(layout: Layout, experts: float) -> float:
+    """Probability that a token has none of so many experts."""
+    chosen = min(layout.top_k, layout.experts)
+    return math.comb(layout.experts - round(experts), chosen) / math.comb(layout.experts, chosen)
+
+
+def expected(layout: Layout) -> ModelTraffic:
+    """Of experts that all ranks have equally many of; ValueError where that does not come out even."""
+    if layout.experts % layout.ranks:
+        raise ValueError(f"experts is {layout.experts}; it must be a multiple of the {layout.ranks} ranks")
+    held = layout.experts // layout.ranks
+    reaches_rank = 1 - missed(layout, held)
+    reaches_domain = 1 - missed(layout, held * layout.domain_ranks)
+    return ModelTraffic(
+        copies=layout.tokens * layout.ranks * reaches_rank,
+        staged=layout.tokens * layout.domains * reaches_rank,
+        crossing=layout.tokens * (layout.domains - 1) * reaches_domain,
+        few_near=layout.tokens * (layout.domain_ranks - 1) * reaches_rank,
+        few_far=layout.tokens * (layout.ranks - layout.domain_ranks) * reaches_rank,
+        expanded=layout.tokens * min(layout.top_k, layout.experts),
+    )
+
+
+def reached_domains(layout: Layout) -> float:
+    """Of a token, its own included: by that others count their bytes."""
+    return layout.domains * (1 - missed(layout, layout.experts // layout.domains))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Of one rank in one operation, in one direction: rows, and all else (routes, headers, flags, words)."""
+
+    near_rows: float
+    near_other: float
+    far_rows: float
+    far_other: float
+    puts: float  # on the wire
+
+    @property
+    def near(self) -> float:
+        return self.near_rows + self.near_other
+
+    @property
+    def far(self) -> float:
+        return self.far_rows + self.far_other
+
+
+def dispatch_bytes(layout: Layout) -> Bytes:
+    """Many tokens, a fresh route, with weights. Every batch is put, of no rows a word."""
+    t = expected(layout)
+    others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
+    share = t.expanded / layout.ranks  # entries for one rank
+    counts = layout.tiles * layout.counts_bytes
+    puts = others * layout.rounds * layout.batches + (far + others) * layout.tiles + far * layout.rounds
+    relayed = others * (layout.rounds * layout.batches + layout.tiles)
+    return Bytes(
+        near_rows=t.near * layout.row_bytes,
+        near_other=near * (ENTRY * share + counts + 4 * layout.domains * share)  # weights are fetched one by one
+        + WORD * near * (layout.rounds * (1 + layout.chunks) + layout.tiles + relayed),
+        far_rows=t.crossing * layout.row_bytes,
+        far_other=far * (ENTRY * share + counts) + others * layout.tokens * layout.weights_bytes + WORD * puts,
+        puts=puts,
+    )
+
+
+def combine_bytes(layout: Layout) -> Bytes:
+    """Many tokens. What is asked goes out, sums come back: as much in each direction. Where nothing is asked of a batch
+    no sums are put."""
+    t = expected(layout)
+    others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
+    asked = others * layout.rounds * layout.batches
+    unasked = missed(layout, layout.experts // layout.domains) ** layout.batch_tokens  # as if all batches were full
+    puts = asked + asked * (1 - unasked) + far * layout.rounds
+    return Bytes(
+        near_rows=t.near * layout.row_bytes,
+        near_other=WORD * (t.near + near * layout.rounds),
+        far_rows=t.crossing * layout.row_bytes,
+        far_other=asked * layout.wanted_bytes + WORD * puts,
+        puts=puts,
+    )
+
+
+def bundled_puts(layout: Layout, rows: int) -> float:
+    """Few tokens: puts of rows for one rank of another domain, up to so many rows in each."""
+    tokens, reaches = layout.tokens, 1 - missed(layout, layout.experts // layout.ranks)
+    return sum(
+        math.comb(tokens, count) * reaches**count * (1 - reaches) ** (tokens - count) * -(-count // rows)
+        for count in range(1, tokens + 1)
+    )
+
+
+def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
+    """Few tokens: marked lines within the domain, outside the same packets, a route or up to so many rows a put."""
+    t = expected(layout)
+    near_row = layout.row_bytes + (0 if combine else 4 * layout.top_k)
+    near = t.few_near * near_row * LINE / PAYLOAD
+    route = 0.0 if combine else (layout.domain_ranks - 1) * 2 * layout.top_k * layout.tokens * LINE / PAYLOAD
+    others = layout.ranks - layout.domain_ranks
+    row = packet_bytes(layout.row_bytes) if combine else layout.few_row_bytes
+    routes = 0 if combine else others
+    of_rows = t.few_far if rows == 1 else others * bundled_puts(layout, rows)
+    puts = of_rows + routes + others  # hellos
+    return Bytes(
+        near_rows=t.few_near * layout.row_bytes,
+        near_other=near - t.few_near * layout.row_bytes + route,
+        far_rows=t.few_far * layout.row_bytes,
+        far_other=t.few_far * (row - layout.row_bytes) + routes * layout.few_route_bytes(layout.tokens) + WORD * puts,
+        puts=puts,
+    )
+
+
+# ---------------------------------------------------------------------- time
+
+MEMORY = 3.7e12
+"""Bytes a second that an H200 reads and writes in its memory (ep_ops/backends/cute/sm_model.py)."""
+BUNDLING = 50e9
+"""Bytes a second that a block puts together: assumed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Bytes a second, and constants in µs by operation."""
+
+    name: str
+    pull: float  # over NVLink, in one direction: fetched
+    push: float  # stored
+    memory: float
+    flag: float  # µs until a flag that was set at a peer is seen there
+    constants: dict[str, float]
+    told: str  # where that is from
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """A rank's network."""
+
+    name: str
+    rate: float  # bytes a second, in one direction
+    latency: float  # µs from a put to its signal being seen
+    put: float  # µs that each put takes its rank
+    told: str
+    rows: int = 1  # of few tokens for one rank, at most, in a put (cute_kernels/latency/bundled.py)
+
+
+def of_rows(gpu: Gpu, op: str, near: float, passing: float) -> float:
+    """µs for bytes over NVLink and through the memory."""
+    link = gpu.pull if op != "combine" else gpu.push
+    return 1e6 * max(near / link, passing / gpu.memory)
+
+
+def passing_rows(op: str, copies: float, reached: float, expanded: float, tokens: float) -> float:
+    """Rows that a rank reads and writes in its memory: `copies` come to it, `reached` of its tokens go out."""
+    if op == "combine":
+        return expanded + copies + reached + tokens
+    if op == "combine_gathered":
+        return reached + tokens
+    return 2 * tokens + copies + expanded
+
+
+def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
+    """µs of a dispatch or a combine of many tokens."""
+    t = expected(layout)
+    moved = combine_bytes(layout) if op == "combine" else dispatch_bytes(layout)
+    crossing = 3 * t.crossing  # packed, or added up and written; read by the wire; written where it arrives
+    passing = (passing_rows(op, t.copies, t.copies, t.expanded, layout.tokens) + crossing) * layout.row_bytes
+    alone = of_rows(gpu, op, moved.near, passing)
+    if wire is None or layout.domains == 1:
+        return gpu.constants[op] + alone
+    batch = 1e6 * layout.batch_tokens * layout.row_bytes / wire.rate
+    constant = gpu.constants[op] + wire.latency + gpu.flag + batch
+    return layout.rounds * constant + max(alone, far_us(wire, moved))
+
+
+def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) -> float:
+    """µs of a dispatch or a combine of few tokens."""
+    moved = few_bytes(layout, combine, 1 if wire is None else wire.rows)
+    near = 1e6 * moved.near / gpu.push
+    constant = gpu.constants.get("few combine" if combine else "few dispatch", 0.0)
+    if wire is None or layout.domains == 1:
+        return constant + near
+    return constant + max(near, bundling_us(layout, wire) + wire.latency + far_us(wire, moved))
+
+
+def bundling_us(layout: Layout, wire: Wire) -> float:
+    """µs before the first of several rows for a rank can be put: a block puts them together."""
+    rows = min(wire.rows, expected(layout).few_far / (layout.ranks - layout.domain_ranks))
+    return 0.0 if wire.rows == 1 else 1e6 * rows * layout.few_row_bytes / BUNDLING
+
+
+def far_us(wire: Wire, moved: Bytes) -> float:
+    return max(1e6 * moved.far / wire.rate, moved.puts * wire.put)
+
+
+def sizes(ranks: Sequence[int], domain_ranks: int, tokens: int) -> list[Layout]:
+    """Layouts of so many ranks, in domains of so many, or in one where there are fewer; experts as many as 256 or more
+    that are a multiple of the ranks, top-8, hidden 7168, bf16."""
+    found = []
+    for count in ranks:
+        domains = max(1, count // domain_ranks)
+        experts = count * -(-256 // count)
+        found.append(Layout(domains, count // domains, tokens, experts=experts, few_tokens=max(1, min(tokens, 256))))
+    return found
