@@ -143,9 +143,10 @@ def atom_inc(addr: Int64) -> Int32:
 
 
 def atom_claim(addr: Int64, value: Int64 | int = 1) -> Int64:
-    """Sets the word; returns what it held."""
+    """Sets the word; returns what it held. At system scope: peers update the word of a failure, too, and accesses of
+    one word at different scopes are not atomic to each other."""
     return arch.inline_ptx(
-        "atom.relaxed.gpu.global.exch.b64 {$w0}, [{$r0}], {$r1};",
+        "atom.relaxed.sys.global.exch.b64 {$w0}, [{$r0}], {$r1};",
         write_only_types=[Int64],
         read_only_args=[addr, Int64(value)],
     )

@@ -74,9 +74,10 @@ REPORT_WORDS = 16
 """Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
 the second for a value that was refused, the third for an operation that a peer refused, the fourth for a wait that
 lasts long."""
-TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, PEER_FAILED, WAITING, BAD_SCALE = 1, 2, 3, 4, 5, 6, 7, 8
+TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, PEER_FAILED, HALF, BAD_SCALE, WAITING = range(1, 10)
 """Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen. PEER_FAILED:
-another rank has given up, and has left its alarm here."""
+another rank has given up, and has left its alarm here. HALF: this rank's host has launched a part of an operation and
+cannot launch the rest. Alarms have room for reasons up to HALF."""
 FAILED_BY_PEER = 3
 """The state's word FAILED is 0, 1 when this rank has given up and reports it, or this: another rank has told it to."""
 LONG_NS = 60_000_000_000

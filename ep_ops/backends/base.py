@@ -126,6 +126,12 @@ class Backend(Protocol):
         not run it either (a wait whose start has run it, a start in a ``flight`` that is taken). ``max_tokens``: what
         the operator was called with, anything where it has none."""
 
+    def interrupted(
+        self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
+    ) -> None:
+        """Tell the other ranks, as far as they have to know, that ``operator``, which has passed its checks, raises
+        ``error`` on this rank. ``again``: runs it once more. ``flight``, ``max_tokens``: what it was called with."""
+
     # ------------------------------------------------------------------ the rest
 
     def empty_rows(self, num_rows: int) -> Tensor:

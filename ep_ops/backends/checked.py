@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class CheckedBackend:
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
         self._device = member.device
         self._operations = 0
+        self._unmet = False  # whether the operator that raises has not come to the reference backend's part
         self._given: dict[int, tuple[Any, ...]] = {}  # flight -> what its start was given
         if member.rank == 0:
             warnings.warn(
@@ -95,6 +97,7 @@ class CheckedBackend:
 
     def _run(self, operator: str, *args: Any) -> Any:
         whole, part = parts_of(operator)
+        self._unmet = False
         if _capturing(self._device):
             raise RuntimeError(
                 f"communicator {self._name!r}: ep::{operator} cannot be captured in a CUDA graph while EP_OPS_CHECK is"
@@ -111,8 +114,8 @@ class CheckedBackend:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             self._backend.check_errors()
-        except Exception as error:
-            self._leave(operator, str(error))
+        except Exception:
+            self._unmet = True
             raise
         self._operations += 1
         if part:
@@ -128,6 +131,23 @@ class CheckedBackend:
                 f" backend returns: {found[differing[0]]}{more}"
             )
         return got
+
+    def interrupted(
+        self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
+    ) -> None:
+        """Tell the others in both backends."""
+        runs = []
+
+        def compared() -> Any:
+            runs.append(operator)
+            return again()
+
+        if self._unmet:
+            try:
+                self._backend.interrupted(operator, error, compared, flight, max_tokens)
+            finally:
+                if not runs:
+                    self._leave(operator, str(error))
 
     def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """The others wait for this rank in both backends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from .table import OPERATORS, Operator
 
 
 def _implementation(op: Operator) -> Callable[..., Any]:
-    """Finds the communicator, checks, hands to its backend. What this rank refuses, its peers are told."""
+    """Return what finds the communicator, checks, and hands to its backend. Peers are told what this rank raises."""
     name, record, check, run = op.name, op.arguments, op.check, op.run
     whole, living = len(record._fields), registry.living
 
@@ -27,7 +28,14 @@ def _implementation(op: Operator) -> Callable[..., Any]:
             with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
                 comm.backend.refuse(name, str(error), getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
             raise
-        return run(comm.backend, a)
+        try:
+            return run(comm.backend, a)
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # nothing hides what this rank raises
+                again = functools.partial(run, comm.backend, a)
+                flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
+                comm.backend.interrupted(name, error, again, flight, max_tokens)
+            raise
 
     implementation.__name__ = name
     return implementation

@@ -16,6 +16,7 @@ from cute_kernels.launch import names
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import outputs
+from ep_ops.backends.cute.course import Course
 from ep_ops.backends.cute.sm_model import TokenTraffic
 from ep_ops.backends.cute.throughput import ThroughputPath
 
@@ -30,7 +31,7 @@ def across(wire: Wire) -> Problem:
 
 
 NO_FAILURES: Any = SimpleNamespace(
-    check=lambda: None, check_last=lambda: None, report=SimpleNamespace(failed=lambda: None)
+    check=lambda failures_alone=False: None, check_last=lambda: None, has_failed=lambda: False
 )
 """Stands for a `Failures` whose kernels have reported nothing."""
 
@@ -40,7 +41,7 @@ class Recorder:
 
     def __init__(self, problem: Problem, multiprocessors: int) -> None:
         self.problem, self.multiprocessors = problem, multiprocessors
-        self.device = torch.device("cpu")
+        self.device, self.course = torch.device("cpu"), Course()
         self.launched: list[tuple[Any, int, dict[str, Any]]] = []
 
     def get(self, kernel: Any, *variant: Any) -> Callable[..., None]:

@@ -84,7 +84,9 @@ def test_ranks_that_have_not_begun_are_named() -> None:
 def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
     made: Any = object.__new__(Failures)
     made._config = SimpleNamespace(name="x")
-    made.report = SimpleNamespace(failed=lambda: "waited 2 s for rank 1", concerned=lambda: (0, 1))
+    made.report = SimpleNamespace(
+        failed=lambda: "waited 2 s for rank 1", concerned=lambda: (0, 1), timed_out=lambda: False
+    )
     made.last_operations = lambda rank: history.operations(noted((rank + 5, "combine", 10**9, 0, 0)))
     first, *lines = made._failed().split("\n")
     assert first == "communicator 'x' failed: waited 2 s for rank 1; destroy it and make a new one"

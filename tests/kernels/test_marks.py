@@ -111,6 +111,20 @@ def test_told():
     )
 
 
+def test_told_of_a_rank_that_has_launched_a_part():
+    """It has left the reason in the bank of that operation."""
+    made = object.__new__(Report)
+    word = sync.HALF | 3 << 7 | 3 << 7 + marks.RANK_BITS | 9 << 7 + 2 * marks.RANK_BITS
+    made._timeout, made._heard = 2.0, lambda epoch: (word, ())
+    made._reason = lambda rank, epoch: f"no memory at rank {rank} in {epoch}"
+    made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, mark(10, "combine", 64), 0] + [0] * 56
+    said = "rank 0, in ep::combine (operation 10 of this communicator), was told that rank 3 gave up at operation 9: "
+    assert made.failed() == f"{said}no memory at rank 3 in 9"
+    made._reason = lambda rank, epoch: ""  # of another NVLink domain
+    assert made.failed() == f"{said}its host has given up"
+    assert sync.HALF < 1 << marks.ALARM_BITS.reason
+
+
 def test_told_before_anything_was_begun():
     """The host writes the record that no kernel has."""
     made = object.__new__(Report)
@@ -189,7 +203,7 @@ def test_refusal():
         record = [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal]
         made._words = [0] * 32 + record + [0] * 8
         assert made.pending()
-        assert made.refusal() == (3, epoch, f"ep::dispatch (operation {epoch})")
+        assert made.refusal() == (3, epoch, f"ep::dispatch (operation {epoch})", marks.unpack(own)[1])
         assert made.refusal() is None and not made.pending()
         made._words[32:40] = record
         assert made.refusal() is None and not made.pending()
@@ -205,5 +219,5 @@ def test_refusal_in_rounds():
             own = mark(epoch, "combine", 64)
             refusal = epoch << marks.SHIFT | marks.pack_refusal(most, epoch - first)
             made._words = [0] * 32 + [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal] + [0] * 8
-            told = (most, epoch, f"ep::combine (operation {epoch})")
+            told = (most, epoch, f"ep::combine (operation {epoch})", marks.unpack(own)[1])
             assert made.refusal() == (None if number else told)

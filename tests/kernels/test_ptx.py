@@ -147,7 +147,7 @@ def test_publish(arch: str) -> None:
     # Sums of counts, which come out the same in whatever order they are added; each rank's first report; and the
     # longest waits.
     atomics = re.findall(r"^\s*(?:@!?%p\d+ )?((?:red|atom)\.\S+)", ptx, re.MULTILINE)
-    assert set(atomics) == {"red.relaxed.cta.shared.add.u32", "atom.relaxed.gpu.global.exch.b64", LONGEST}
+    assert set(atomics) == {"red.relaxed.cta.shared.add.u32", "atom.relaxed.sys.global.exch.b64", LONGEST}
     assert atomics.count("red.relaxed.cta.shared.add.u32") == 5  # asked, mine; entries: all, earlier, of this tile
 
 
@@ -162,7 +162,7 @@ def test_publish_tokens(arch: str) -> None:
     signals = count(ptx, "st.release.sys.global")
     assert 3 <= signals < count(compiled_ptx(Publish(LARGE, True, True, True, False), arch), "st.release.sys.global")
     atomics = re.findall(r"^\s*(?:@!?%p\d+ )?((?:red|atom)\.\S+)", ptx, re.MULTILINE)
-    assert set(atomics) == {"red.relaxed.cta.shared.add.u32", "atom.relaxed.gpu.global.exch.b64", LONGEST}
+    assert set(atomics) == {"red.relaxed.cta.shared.add.u32", "atom.relaxed.sys.global.exch.b64", LONGEST}
     assert atomics.count("red.relaxed.cta.shared.add.u32") == 4  # rows ahead, entries of experts and tiles, dropped
 
 

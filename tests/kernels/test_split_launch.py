@@ -2,138 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from launches import NO_FAILURES, Recorder
-
-from cute_kernels.heap import Problem
-from cute_kernels.refusal import Refuse
-from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import CuteBackend, outputs, streams
-from ep_ops.backends.cute.latency import LatencyPath
-from ep_ops.backends.cute.outputs import Outputs
-from ep_ops.backends.cute.sm_model import TokenTraffic
-from ep_ops.backends.cute.throughput import ThroughputPath
-from ep_ops.backends.split import Order
-from ep_ops.records import Route, Sizes
-
-PROBLEM = Problem(2, (2, 2), 2, 64, "bf16", 512)
-MANY, FEW = Sizes(32, 16, 0, 400), Sizes(32, 16, 0, 8)
-IN_THREE = Sizes(32, 16, 0, 2 * 512 + 1)
-X, IDX, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
-
-
-class Device:
-    """Keeps a list of all that is done: (what, stream, which event or kernel)."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, str, Any]] = []
-        self.current = self.caller = self.stream("caller")
-        self.capturing = False
-        self.events = 0
-
-    def stream(self, name: str) -> Any:
-        return SimpleNamespace(
-            name=name, cuda_stream=name, wait_event=lambda event: self.done.append(("waits for", name, event.number))
-        )
-
-    def event(self) -> Any:
-        self.events += 1
-        event = SimpleNamespace(number=self.events)
-        event.record = lambda stream: self.done.append(("records", stream.name, event.number))
-        return event
-
-    @contextlib.contextmanager
-    def entered(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def take(self) -> list[tuple[str, str, Any]]:
-        done, self.done[:] = list(self.done), []
-        return done
-
-
-class Computes(TorchDispatchMode):
-    """Notes on which stream torch computes something, once for all that it does between two launches."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self.on = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        note = ("computes", self.on.current.name, None)
-        if not func.is_view and "empty" not in str(func) and self.on.done[-1:] != [note]:
-            self.on.done.append(note)
-        return func(*args, **(kwargs or {}))
-
-
-class Launches(Recorder):
-    """Notes launches on the current stream, or on that which a launcher is given."""
-
-    def __init__(self, device: Device, raw: Any = None) -> None:
-        super().__init__(PROBLEM, 132)
-        self.on, self.raw = device, raw
-
-    def get(self, kernel: Any, *variant: Any) -> Any:
-        if kernel is Refuse:
-            return lambda terms, **values: self.on.done.append(("launches", self.on.current.name, "Refuse"))
-        launch = super().get(kernel, *variant)
-
-        def noted(terms: int, **values: Any) -> None:
-            stream = self.raw(0) if self.raw else self.on.current.name
-            launch(terms, **values)
-            self.on.done.append(("launches", stream, kernel.__name__))
-
-        return noted
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.stream("side" if priority < 0 else "low"))
-    monkeypatch.setattr(torch.cuda, "Event", made.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
-    monkeypatch.setattr(torch.cuda, "stream", made.entered)
-
-    def used(tensors: Any, stream: Any) -> None:
-        made.done.append(("uses", stream.name, sum(t is not None for t in tensors)))
-
-    monkeypatch.setattr(streams, "_used", used)
-
-    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made.done.append(("allocates", made.current.name, None))
-        return torch.empty_strided(shape, strides, dtype=dtype)
-
-    monkeypatch.setattr(outputs, "allocator", lambda device: new)
-    return made
-
-
-@pytest.fixture
-def backend(device: Device) -> Any:
-    made: Any = object.__new__(CuteBackend)
-    made._flights = streams.Flights(torch.device("cpu"), 2)
-    made._config, made._order = SimpleNamespace(name="ep"), Order("ep")
-    made._failures = NO_FAILURES
-    made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
-    results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), TokenTraffic.of((2, 2), 2, 128, 1)
-    made._launcher = here = Launches(device)
-    made.side = side = Launches(device, made._flights.side.raw)
-    made.latency, made._latency_beside = (LatencyPath(launcher, results, 64) for launcher in (here, side))  # type: ignore
-    made.throughput = ThroughputPath(here, results, Budget(20, 30), traffic)  # type: ignore[arg-type]
-    made._beside = ThroughputPath(side, results, Budget(20, 30), traffic, made._flights.side)  # type: ignore[arg-type]
-    device.take()
-    return made
+from recorded import FEW, IDX, IN_THREE, MANY, PROBLEM, WEIGHTS, Computes, Device, X, route_of
 
 
 def on_the_side(done: list[tuple[str, str, Any]], event: int, *kernels: str) -> bool:
@@ -145,10 +20,6 @@ def on_the_side(done: list[tuple[str, str, Any]], event: int, *kernels: str) -> 
     return {what for what, *_ in before} <= {"allocates"} and rest == [
         ("waits for", "side", 1), *launched, ("records", "side", event)
     ]  # fmt: skip
-
-
-def route_of(placed: Any, max_tokens: int) -> Route:
-    return Route(IDX, *placed[:4], 16, 32, max_tokens)
 
 
 def test_many_tokens(backend: Any, device: Device) -> None:
@@ -215,8 +86,8 @@ def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
         device.take()
         tokens = IN_THREE._replace(alignment=1)
         backend.dispatch_tokens_start(0, X, given, IDX, tokens)
-        moving = ["cut", "PublishTokens" if weighted else "Publish", "Pull"] * 3
-        assert started(2) == launched("PublishTokens", *moving)
+        along = ["cut", "PublishTokens" if weighted else "Publish", "Pull"] * 3
+        assert started(2) == launched("PublishTokens", *along)
         backend.dispatch_tokens_wait(0)
     assert not backend._flights._under_way and not backend._order.started
 
@@ -245,15 +116,15 @@ def test_two_under_way(backend: Any, device: Device) -> None:
 def test_few_tokens(backend: Any, device: Device) -> None:
     """The start sends beside the caller's stream, the wait receives on it."""
     backend.dispatch_start(0, X, WEIGHTS, IDX, FEW)
-    assert on_the_side(device.take(), 2, "Dispatch")
+    assert on_the_side(device.take(), 2, "LatencyDispatch")
     recv_x, recv_weights, *placed = backend.dispatch_wait(0)
     done = [each for each in device.take() if each[0] != "allocates"]
-    assert done == [("waits for", "caller", 2), ("launches", "caller", "Dispatch")]
+    assert done == [("waits for", "caller", 2), ("launches", "caller", "LatencyDispatch")]
     send, receive = backend.side.launched[0], backend._launcher.launched[0]
     assert (send[0].send, send[0].receive) == (True, False) and receive[2]["recv_x"] is recv_x
     assert (receive[0].send, receive[0].receive) == (False, True)
     backend.combine_start(0, recv_x, recv_weights, route_of(placed, 8))
-    assert on_the_side(device.take(), 2, "Combine")
+    assert on_the_side(device.take(), 2, "LatencyCombine")
     assert backend.combine_wait(0) is backend._launcher.launched[-1][2]["out"]
 
 
@@ -264,7 +135,7 @@ def test_few_tokens_and_another_start(backend: Any, device: Device) -> None:
     backend.dispatch_start(1, X, None, IDX, MANY)
     done = device.take()
     second = done.index(("records", "side", 2)) + 1
-    assert on_the_side(done[:second], 2, "Dispatch") and on_the_side(done[second:], 3, "Publish", "Pull")
+    assert on_the_side(done[:second], 2, "LatencyDispatch") and on_the_side(done[second:], 3, "Publish", "Pull")
     assert backend.side.launched[1][0].receive and not backend.side.launched[1][0].send
     assert backend.dispatch_wait(0)[0] is backend.side.launched[1][2]["recv_x"]
     assert device.take() == [("waits for", "caller", 2)]
@@ -280,22 +151,76 @@ def test_another_stream_waits(backend: Any, device: Device) -> None:
     assert device.take() == [("waits for", "other", 2), ("uses", "side", 3), ("uses", "other", 7)]
 
 
+def test_another_start_on_another_stream(backend: Any, device: Device) -> None:
+    """It receives what the one under way is sent beside that stream; results that are allocated there are told of
+    wherever the wait is called, on the stream of the first start as well."""
+    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW)
+    caller, device.current = device.current, device.stream("other")
+    backend.dispatch_start(1, X, None, IDX, MANY)
+    device.current = caller
+    device.take()
+    assert len(backend.dispatch_wait(0)) == 7
+    assert device.take() == [("waits for", "caller", 2), ("uses", "side", 3), ("uses", "caller", 7)]
+
+
+def test_a_capture_that_failed(backend: Any, device: Device) -> None:
+    """Nothing of what was started in it runs, so nobody receives it, and its flight is free."""
+    for after in ("start", "whole", "refusal", "capture"):
+        device.capturing = 1
+        backend.dispatch_start(0, X, None, IDX, FEW)
+        device.capturing = 0
+        device.take()
+        if after == "start":
+            backend.dispatch_start(1, X, None, IDX, MANY)
+            assert on_the_side(device.take(), 3, "Publish", "Pull")
+            backend.dispatch_wait(1)
+        elif after == "whole":
+            backend.dispatch(X, None, IDX, MANY)
+            assert [kernel for what, _, kernel in device.take() if what == "launches"] == ["Publish", "Pull"]
+        elif after == "refusal":
+            backend.refuse("combine_start", "why", 1, 8)
+            assert device.take() == [("launches", "caller", "Refuse")]
+        else:
+            device.capturing = 2
+            with pytest.raises(RuntimeError, match="start was captured in a CUDA graph, its wait was captured in anot"):
+                backend.dispatch_wait(0)
+            backend.dispatch_start(0, X, None, IDX, FEW)
+            backend.dispatch_wait(0)
+            device.capturing = 0
+        assert not backend._order.started and not backend._flights._under_way, after
+
+
+def test_a_start_that_runs_and_one_that_is_captured(backend: Any, device: Device) -> None:
+    """What runs is received where it runs, not in the capture of another one; its wait finds that."""
+    backend.dispatch_start(0, X, None, IDX, FEW)
+    device.take()
+    device.capturing = 1
+    backend.dispatch_start(1, X, None, IDX, MANY)
+    assert on_the_side(device.take(), 3, "Publish", "Pull")
+    backend.dispatch_wait(1)
+    device.capturing = 0
+    device.take()
+    backend.dispatch_wait(0)
+    assert [done for done in device.take() if done[0] == "launches"] == [("launches", "caller", "LatencyDispatch")]
+    assert not backend._launcher.launched[-1][0].send
+
+
 def test_graphs(backend: Any, device: Device) -> None:
     """Start and wait are captured together, or neither is."""
-    device.capturing = True
+    device.capturing = 1
     backend.dispatch_start(0, X, None, IDX, MANY)
     assert on_the_side(device.take(), 2, "Publish", "Pull")
     backend.dispatch_wait(0)
-    device.capturing = False
+    device.capturing = 0
     backend.dispatch_start(0, X, None, IDX, MANY)
-    device.capturing = True
+    device.capturing = 1
     with pytest.raises(RuntimeError, match="'ep': ep::dispatch_wait: its wait is captured in a CUDA graph, its start"):
         backend.dispatch_wait(0)
-    device.capturing = False
+    device.capturing = 0
     backend.dispatch_wait(0)  # it is still under way
-    device.capturing = True
+    device.capturing = 1
     backend.dispatch_start(0, X, None, IDX, MANY)
-    device.capturing = False
+    device.capturing = 0
     with pytest.raises(RuntimeError, match="its start was captured in a CUDA graph, its wait was not"):
         backend.dispatch_wait(0)
     backend.dispatch_start(0, X, None, IDX, MANY)  # that one is forgotten
@@ -328,7 +253,7 @@ def test_refusals_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
     for operator, max_tokens, turns in (
         ("dispatch", 3 * most, 4), ("dispatch", most, 1), ("dispatch_planned", 3 * most, 3), ("combine", most + 1, 2),
         ("plan", 3 * most, 1), ("dispatch_start", 2 * most, 3), ("combine_backward", 2 * most, 2),
-        ("dispatch", "many", 1), ("dispatch_tokens_start", 2 * most, 3), ("combine_start", 2 * most, 2),
+        ("dispatch", "many", 4), ("dispatch_tokens_start", 2 * most, 3), ("combine_start", 2 * most, 2),
         ("dispatch_dynamic", 2 * most, 1), ("combine_gathered", 2 * most, 1),
     ):  # fmt: skip
         backend.refuse(operator, "why", 0, max_tokens)

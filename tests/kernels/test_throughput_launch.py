@@ -14,13 +14,14 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from launches import NO_FAILURES, PROBLEM, across, joins, throughput
 
 from cute_kernels import marks, sync
+from cute_kernels.heap import EPOCH, REASON_BYTES, Heap
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from ep_ops import arrivals, symmetric
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import CuteBackend
-from ep_ops.backends.cute.failures import Failures
+from ep_ops.backends.cute.failures import Failures, pack_reason
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.backends.split import Order
@@ -86,7 +87,7 @@ def test_dynamic_token_major(weighted: bool, monkeypatch: pytest.MonkeyPatch) ->
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     made = object.__new__(CuteBackend)
     made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
-    made._failures = NO_FAILURES
+    made._failures, made._course = NO_FAILURES, path._course
     ids = torch.arange(3 * 100 * 4, dtype=torch.int32).view(300, 4)
 
     def plan_tokens(topk_idx: torch.Tensor, sizes: Sizes) -> tuple[Placed, torch.Tensor]:
@@ -113,8 +114,17 @@ def test_a_dynamic_dispatch_that_is_refused(
     made: Any = object.__new__(CuteBackend)
     made._problem, made._local_experts, made.throughput, made._order = PROBLEM, 3, path, Order("name")
     made._failures = failures = object.__new__(Failures)
-    failures._config, failures._reason = SimpleNamespace(name="name"), lambda peer, epoch: "why"
-    failures._read = lambda first, nbytes: struct.pack("<q", 8)  # behind operation 7
+    made._course = path._course
+    failures._config, failures._rank, failures._heap = SimpleNamespace(name="name"), 1, Heap(PROBLEM)  # type: ignore
+    image = bytearray(failures._heap.nbytes)
+    image[EPOCH * 8 : EPOCH * 8 + 8] = struct.pack("<q", 8)  # behind operation 7
+    for bank, text in enumerate(("an older one", "why")):  # where operations 6 and 7 leave reasons
+        at = failures._heap.offset["reason"] + bank * failures._heap.distance["reason"] + 2 * REASON_BYTES
+        image[at : at + REASON_BYTES] = pack_reason(text, 1)
+    failures._memory = SimpleNamespace(  # type: ignore[assignment]
+        read=lambda rank, first, nbytes: bytes(image[first : first + nbytes])
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     failures.report = report = object.__new__(Report)
     report._told, report._words = 0, [0] * 64  # type: ignore[assignment]
     plan = Placed(idx, torch.zeros(4 * 336 + 6, dtype=torch.int32), *[idx.new_zeros(3)] * 3)
@@ -146,7 +156,7 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     made._problem, made._local_experts, made._order, made._rank = problem, 2, Order("name"), 1
     made._latency_tokens, made._across = -1, True
     made._config = SimpleNamespace(name="name", symmetric_rows=48)  # type: ignore[assignment]
-    made._failures = NO_FAILURES
+    made._failures, made._course = NO_FAILURES, recorder.course  # type: ignore[attr-defined]
     held = torch.zeros(48 * 64 * 2, dtype=torch.uint8)
     made._rows = symmetric.SymmetricBuffer(held, (held.data_ptr(),))  # it is of this rank alone
     x, idx, sizes = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), Sizes(48, 16, 0, 1)

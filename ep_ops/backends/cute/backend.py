@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from cute_kernels import marks
 from cute_kernels.alarm import RaiseAlarm
-from cute_kernels.heap import REASON_BYTES
 from cute_kernels.refusal import Refuse
 from cute_kernels.throughput.ring import Slices
 
@@ -20,7 +20,8 @@ from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
 from ..base import Blank, DispatchTensors, Formats, lies_elsewhere, not_gatherable
 from ..split import Order, parts_of, ticket
 from . import latency, throughput
-from .failures import Failures
+from .course import Course
+from .failures import Failures, pack_reason
 from .launcher import Launcher
 from .outputs import Outputs
 from .row_format import given_scales, row_format
@@ -58,6 +59,8 @@ class CuteBackend:
     """
 
     name = "cute"
+    _late = False
+    """Whether a call runs whose results nobody gets (`_run_late`)."""
 
     def __init__(self, member: Member) -> None:
         self._config = config = member.config
@@ -75,8 +78,9 @@ class CuteBackend:
         self._flights = Flights(member.device, FLIGHTS)
         place = problem, self.memory, member.multiprocessors
         rest = member.rank, failures.report.address, int(config.timeout * 1e9)
-        self._launcher = Launcher(*place, rest)
-        self._side_launcher = Launcher(*place, rest, self._flights.side.raw)
+        self._course = Course()
+        self._launcher = Launcher(*place, rest, course=self._course)
+        self._side_launcher = Launcher(*place, rest, self._flights.side.raw, self._course)
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
         traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices, self._across)
@@ -91,8 +95,8 @@ class CuteBackend:
         self._latency_beside = latency.LatencyPath(self._side_launcher, outputs, max(0, self._latency_tokens))
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = Order(config.name)
-        launcher = self._launcher
-        failures.watch(lambda: launcher.get(RaiseAlarm)(0, blocks=1))
+        failures.turns = self._turns
+        failures.watch(functools.partial(raise_alarm, self._launcher))
 
     # ------------------------------------------------------------------ operators
 
@@ -120,7 +124,7 @@ class CuteBackend:
         most = self._problem.world_size * max_tokens * self._problem.top_k + self._local_experts * (alignment - 1)
         placed = self.throughput.plan(topk_idx, Sizes(capacity, alignment, 0, max_tokens), most)
         num_rows = int(placed.offs[-1]) if self._local_experts else 0
-        self._failures.check_last()
+        self._check_last()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
         route = _route(topk_idx, placed, num_rows, Sizes(num_rows, alignment, 0, max_tokens))
         return (*self.throughput.along("dispatch_planned", x, topk_weights, route, delivery), *placed)
@@ -146,7 +150,7 @@ class CuteBackend:
         most = self._problem.world_size * max_tokens if self._local_experts else 0
         placed, recv_idx = self.throughput.plan_tokens(topk_idx, Sizes(most, 1, 0, max_tokens))
         num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
-        self._failures.check_last()
+        self._check_last()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
         route = _route(topk_idx, placed, num_rows, Sizes(num_rows, 1, 0, max_tokens))
         rows = self.throughput.along("dispatch_tokens_planned", x, topk_weights, route, delivery, token_major=True)
@@ -176,6 +180,7 @@ class CuteBackend:
         problem = not_gatherable(y, None if rows is None else rows.local, most, self._config.name)
         if problem is not None or rows is None:
             self.refuse("combine_gathered", str(problem), max_tokens=route.max_tokens)
+            self._course.agreed = True
             raise ValueError(problem)
         if self._across:
             return self.throughput.combine(y, None, route, None)
@@ -275,21 +280,90 @@ class CuteBackend:
     def _start(
         self, flight: int, operator: str, given: Given, run: Run, receive: tuple[Run, Run] | None = None
     ) -> None:
-        self._failures.check()
+        self._course.counts = False
+        self._failures.check(self._late)
+        self._forget_lost()
         self._order.free(flight)
+        self._course.begin()
+        self._flights.settle()
+        self._course.begin()  # what that has launched is of another call
         self._flights.start(flight, given, run, receive)
         self._order.start(flight, operator)  # it has not, where that raises
 
     def _wait(self, flight: int, operator: str) -> Any:
-        self._order.wait(flight, operator)
-        try:
-            results = self._flights.wait(flight)
-        except RuntimeError as error:
-            if flight in self._flights:
-                self._order.start(flight, operator)
-            raise RuntimeError(f"communicator {self._config.name!r}: ep::{operator}_wait: {error}") from error
-        self._failures.check()  # the operation has been ended in any case
+        self._course.counts = False
+        self._order.begun(flight, operator)
+        problem = self._flights.problem(flight)
+        if problem is not None:
+            if flight not in self._flights:
+                del self._order.started[flight]
+            raise RuntimeError(f"communicator {self._config.name!r}: ep::{operator}_wait: {problem}")
+        del self._order.started[flight]
+        self._course.begin()
+        results = self._flights.wait(flight)
+        self._course.agreed = True  # the operation has been ended in any case
+        self._failures.check()
         return results
+
+    # Exceptions.
+
+    def interrupted(
+        self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
+    ) -> None:
+        """Every call uses up its number of operations, on every rank, also one that raises. What an earlier operation
+        was refused for is raised by a call that runs all the same; before the first launch the operation is refused;
+        where it was launched in part the communicator fails."""
+        course, (whole, part) = self._course, parts_of(operator)
+        if torch.cuda.is_current_stream_capturing() or self._failures.has_failed():
+            return
+        if not course.counts:
+            if isinstance(error, ValueError):
+                self._run_late(operator, again, flight, max_tokens)
+            return
+        if course.agreed:
+            return
+        why = f"ep::{operator}: {type(error).__name__}: {error}".rstrip(": ")
+        stream = self._flights.side.stream if part == "start" else torch.cuda.current_stream(self._device)
+        if course.open or (part == "start" and self._flights.unreceived and course.ended):
+            with torch.cuda.stream(stream):
+                self._failures.give_up(f"launched a part of an operation, and cannot launch the rest: {why}")
+            return
+        first, turns = course.ended, self._turns(whole, max_tokens)
+        if first and "dynamic" in whole:  # the plan has ended, and what follows is along its route
+            first, turns = first - 1, self._turns("dispatch_planned", max_tokens)
+        if part == "wait":
+            turns = int(self._flights.unreceived)
+        try:
+            self._tell(why, first, turns)
+        except Exception as another:
+            with torch.cuda.stream(stream):
+                self._failures.give_up(f"could not tell that it does not run ep::{operator} ({another}): {why}")
+
+    def _run_late(self, operator: str, again: Callable[[], Any], flight: int, max_tokens: Any) -> None:
+        """Run a call whose results nobody gets, since it raises what an earlier operation was refused for."""
+        whole, part = parts_of(operator)
+        self._late = True
+        try:
+            again()
+            if part == "start":
+                self._wait(flight, whole)
+        except BaseException as error:
+            if not isinstance(error, ValueError) or self._course.counts:
+                self.interrupted(operator, error, again, flight, max_tokens)
+        finally:
+            self._late = False
+
+    def _forget_lost(self) -> None:
+        """Free the flights of what was started in a capture that has failed."""
+        if self._order.started:
+            for flight in self._flights.lost():
+                del self._order.started[flight]
+
+    def _check_last(self) -> None:
+        """Once the host has waited for the first operation of a call: raise what has ended that one on all ranks."""
+        self._course.agreed = True
+        self._failures.check_last()
+        self._course.agreed = False
 
     def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """The others are told by a kernel, in the place of those that the operator would have launched: where it takes
@@ -300,6 +374,7 @@ class CuteBackend:
         """
         if torch.cuda.is_current_stream_capturing() or self.has_failed():
             return
+        self._forget_lost()
         (whole, part), started = parts_of(operator), self._order.started
         if part == "wait":
             if started.get(flight) != whole:
@@ -309,17 +384,25 @@ class CuteBackend:
                 return  # it runs to its end, here as elsewhere
         elif started and (part == "" or flight in started):
             return  # nobody runs it
+        self._tell(reason, 0, self._turns(whole, max_tokens) if part != "wait" else 1)
+
+    def _tell(self, reason: str, first: int, turns: int) -> None:
+        """Refuse the operations `first` to `turns` - 1 of an operator."""
+        if first >= turns:
+            return
         self._flights.follow()
-        text = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
-        told = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        text = torch.frombuffer(bytearray(pack_reason(reason, turns)), dtype=torch.uint8).to(self._device)
         few = max(0, self._latency_tokens) if self._across else 0
-        for turn in range(self._turns(whole, max_tokens) if part != "wait" else 1):
-            self._launcher.get(Refuse, few)(marks.pack_refusal(self._rank, turn), text=told, blocks=1)
+        refuse = self._launcher.get(Refuse, few)
+        for turn in range(first, turns):
+            refuse(marks.pack_refusal(self._rank, turn), text=text, blocks=1)
 
     def _turns(self, operator: str, max_tokens: Any) -> int:
-        """How many operations of the kernels an operator takes. What is no number of tokens at all counts as a few: the
-        others, who passed another one, find out that they disagree."""
-        rounds = self.throughput.rounds(max_tokens) if isinstance(max_tokens, int) else 1
+        """How many operations of the kernels an operator takes. A `max_tokens` that no operator takes counts as the
+        communicator's, which others that pass none have; where they pass another one they find out that they
+        disagree."""
+        most = self._config.max_tokens_per_rank
+        rounds = self.throughput.rounds(max_tokens if isinstance(max_tokens, int) and 0 <= max_tokens <= most else most)
         whole = ("plan", "dispatch_dynamic", "dispatch_tokens_dynamic")  # the second ends where its plan does
         if rounds == 1 or operator in whole or (operator == "combine_gathered" and not self._across):
             return 1
@@ -335,8 +418,11 @@ class CuteBackend:
     def _begin(self) -> None:
         """By every operator that is neither start nor wait: what kernels reported is raised, split operations are not
         interrupted."""
-        self._failures.check()
+        self._course.counts = False
+        self._failures.check(self._late)
+        self._forget_lost()
         self._order.check()
+        self._course.begin()
 
     # ------------------------------------------------------------------ lifetime
 
@@ -408,7 +494,7 @@ class CuteBackend:
         self._failures.callbacks.append(callback)
 
     def has_failed(self) -> bool:
-        return self._failures.report.failed() is not None
+        return self._failures.has_failed()
 
     def unsaid(self) -> str | None:
         return self._failures.unsaid()
@@ -425,6 +511,14 @@ class CuteBackend:
         self.memory.free()
         if self._rows is not None:
             self._rows.free()
+
+
+def raise_alarm(launcher: Launcher, why: str) -> None:
+    """Launch what tells the other ranks that this one has given up; `why`, where no kernel has reported it."""
+    text = None
+    if why:
+        text = torch.frombuffer(bytearray(pack_reason(why)), dtype=torch.uint8).to(launcher.device)
+    launcher.get(RaiseAlarm)(0, text=text, blocks=1)
 
 
 def _combine_backward(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cute_kernels import marks
 from cute_kernels.heap import EPOCH, REASON_BYTES, REFUSED, STATE_BYTES
 from cute_kernels.sync import FAILED_BY_PEER
 
@@ -31,18 +32,30 @@ def loading_hint() -> str:
     )
 
 
+def pack_reason(reason: str, turns: int = 0) -> bytes:
+    """Return what a rank leaves with all others: why it refuses an operator, cut to what there is room for, and how
+    many operations of the kernels that takes."""
+    return reason.encode()[: REASON_BYTES - 1].ljust(REASON_BYTES - 1, b"\0") + bytes([turns])
+
+
 class Failures:
     """What has gone wrong in one communicator. Reads of symmetric memory do not wait for what runs on the device."""
+
+    broken: str | None = None
+    """Why this rank's host has given the communicator up (:meth:`give_up`)."""
+    turns: Callable[[str, int], int] | None = None
+    """Operator and its ``max_tokens`` -> how many operations of the kernels it takes; None: that is not known."""
 
     def __init__(self, config: Config, rank: int, device: torch.device, memory: SymmetricBuffer) -> None:
         self._config, self._rank, self._device, self._memory = config, rank, device, memory
         self._heap, self._across = heap_of(config), across(config)
         self._state = memory.local[:STATE_BYTES].view(torch.int64)
         self._state[EPOCH] = 1
+        self._resets = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
-        self.report = Report(config.num_experts, config.timeout, self._heard)
+        self.report = Report(config.num_experts, config.timeout, self._heard, lambda *of: self._reason(*of)[0])
         self.callbacks: list[Callable[[str], None]] = []
-        self._alarm: Callable[[], None] = lambda: None
+        self._alarm: Callable[[str], None] = lambda why: None
         self._once = threading.Lock()
         self._seen = self._raised = False
 
@@ -54,24 +67,51 @@ class Failures:
         if failed == FAILED_BY_PEER or (self._across and self._heard(epoch)[0] != 0):
             self.report.tell(self._rank, epoch)
 
-    def check(self) -> None:
-        """Raises what was reported: RuntimeError for a failure, ValueError for what was refused, here or elsewhere."""
-        if not self.report.pending():
+    def check(self, failures_alone: bool = False) -> None:
+        """Raises what was reported: RuntimeError for a failure, ValueError for what was refused, here or elsewhere.
+        While a CUDA graph is captured, when nothing can be read, what was refused elsewhere is left to a later call."""
+        if self.broken is None and not self.report.pending():
             return
         watch.look(self)  # whoever sees it first tells the others
         failed = self._failed()
         if failed is not None:
             self._raised = True
             raise RuntimeError(failed)
-        refusal = self.report.refusal()
+        if failures_alone:
+            return
+        refusal = None if torch.cuda.is_current_stream_capturing() else self.report.refusal()
         if refusal is not None:
-            peer, epoch, doing = refusal
-            why = f"{doing}: refused by rank {peer}: {self._reason(peer, epoch)}"
+            peer, epoch, doing, terms = refusal
+            reason, turns = self._reason(peer, epoch)
+            why = f"{doing}: refused by rank {peer}: {reason}"
+            expected = self._turns_of(terms)
+            if turns and expected and turns != expected:
+                # What comes next would be paired with another operation of that rank, without a word.
+                self.give_up(
+                    f"{why}; its max_tokens makes {turns} operations of the kernels of it, that of rank {self._rank}"
+                    f" {expected}: all ranks must pass the same max_tokens"
+                )
+                return self.check()
             raise ValueError(f"communicator {self._config.name!r}: {why}")
         refused = self.report.refused()
         if refused is not None:
-            self._state[REFUSED] = 0
+            # Not on the current stream: while that is captured nothing runs on it.
+            with torch.cuda.device(self._device), torch.cuda.stream(self._resets):
+                self._state[REFUSED] = 0
             raise ValueError(f"communicator {self._config.name!r}: {refused}")
+
+    def _turns_of(self, terms: marks.Terms) -> int:
+        """How many operations the operator takes that this rank has launched with these terms; 0: that is not known."""
+        if self.turns is None or self._config.max_tokens_per_rank >= marks.MOST_TOKENS:
+            return 0
+        return self.turns(terms.kind, terms.max_tokens)
+
+    def give_up(self, why: str) -> None:
+        """End the communicator on all ranks, which are told the reason, since this one cannot do what they expect. What
+        tells them is launched on the current stream, behind whatever has been launched of an operation."""
+        if self.broken is None:
+            self.broken = f"rank {self._rank}: {why}"
+            self._alarm(why)
 
     def check_last(self) -> None:
         """Raises, once the host has waited for an operation, what has ended it on all ranks; what it refused of this
@@ -79,12 +119,16 @@ class Failures:
         if not self.report.pending():
             return
         (epoch,) = struct.unpack("<q", self._read(EPOCH * 8, 8))
-        if self.report.failed() is not None or self.report.refused_in() == epoch - 1:
+        if self.has_failed() or self.report.refused_in() == epoch - 1:
             self.check()
+
+    def has_failed(self) -> bool:
+        """Return whether the communicator has failed, as far as is known here."""
+        return self.broken is not None or self.report.failed() is not None
 
     def unsaid(self) -> str | None:
         """What the communicator failed of, unless :meth:`check` has raised it."""
-        if not self.report.pending():
+        if self.broken is None and not self.report.pending():
             return None
         watch.look(self)
         return None if self._raised else self._failed()
@@ -103,9 +147,9 @@ class Failures:
 
     # ------------------------------------------------------------------ looked at by watch.py
 
-    def watch(self, alarm: Callable[[], None]) -> None:
+    def watch(self, alarm: Callable[[str], None]) -> None:
         """From now on another thread looks, too. `alarm` launches what tells the other ranks that this one has given
-        up, on the current stream."""
+        up, on the current stream; it takes the reason where no kernel has reported one, else ""."""
         self._alarm = alarm
         watch.watch(self)
 
@@ -129,14 +173,14 @@ class Failures:
         """Tells the other ranks, unless they have told this one, and calls back."""
         if not self.report.told():
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-                self._alarm()
+                self._alarm("")
         for callback in self.callbacks:
             callback(text)
 
     # ------------------------------------------------------------------ in words
 
     def _failed(self) -> str | None:
-        failed = self.report.failed()
+        failed = self.broken or self.report.failed()
         if failed is None:
             return None
         hint = loading_hint() if self.report.timed_out() else ""
@@ -149,16 +193,17 @@ class Failures:
         lines = ""
         ranks: Sequence[int] = ()
         with contextlib.suppress(RuntimeError):  # a graph is being captured, or the device is lost
-            ranks = self.report.concerned()
+            ranks = () if self.broken else self.report.concerned()
         for rank in ranks:
             with contextlib.suppress(RuntimeError):  # or that rank's memory is not mapped
                 lines += f"\n{history.told(rank, self.last_operations(rank))}"
         return lines
 
-    def _reason(self, peer: int, epoch: int) -> str:
-        """What a rank that refused has left here."""
+    def _reason(self, peer: int, epoch: int) -> tuple[str, int]:
+        """What a rank that refuses, or gives up, in an operation has left here: `pack_reason`."""
         first = self._heap.offset["reason"] + epoch % 2 * self._heap.distance["reason"] + peer * REASON_BYTES
-        return self._read(first, REASON_BYTES).rstrip(b"\0").decode(errors="ignore")
+        told = self._read(first, REASON_BYTES)
+        return told[:-1].rstrip(b"\0").decode(errors="ignore"), told[-1]
 
     def _heard(self, epoch: int) -> tuple[int, Sequence[int]]:
         """The alarm, and the marks with which ranks have begun an operation."""

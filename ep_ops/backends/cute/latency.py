@@ -65,7 +65,7 @@ class LatencyPath:
 
     def __init__(self, launcher: Launcher, outputs: Outputs, tokens: int) -> None:
         self.tokens = tokens
-        self._kernel, self._outputs = launcher.get, outputs
+        self._kernel, self._outputs, self._course = launcher.get, outputs, launcher.course
         self._multiprocessors = launcher.multiprocessors
         problem = launcher.problem
         self._alone = problem.world_size == 1
@@ -149,14 +149,18 @@ class LatencyPath:
         kind = "dispatch_tokens" if token_major else "dispatch"
         # Where rows only leave it is all the same how they arrive.
         layout, by_token = (how.layout, token_major) if part[1] else ("", False)
-        self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)(
-            marks.pack(kind, max_tokens, weighted, latency=True, format=how.format),
-            x=x, topk_weights=topk_weights, scales=given_scales(delivery), recv_scales=recv_scales, topk_idx=topk_idx,
-            send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
-            recv_weights=recv_weights, recv_idx=recv_idx, tokens=topk_idx.shape[0], max_tokens=max_tokens,
-            capacity=capacity, alignment=alignment, slots=slots, zeros=int(how.zeros),
-            senders=senders, first_receiver=first_receiver, blocks=blocks,
-        )  # fmt: skip
+        launch = self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)
+        terms = marks.pack(kind, max_tokens, weighted, latency=True, format=how.format)
+        scales, zeros = given_scales(delivery), int(how.zeros)
+        with self._course:
+            launch(
+                terms,
+                x=x, topk_weights=topk_weights, scales=scales, recv_scales=recv_scales, topk_idx=topk_idx,
+                send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
+                recv_weights=recv_weights, recv_idx=recv_idx, tokens=topk_idx.shape[0], max_tokens=max_tokens,
+                capacity=capacity, alignment=alignment, slots=slots, zeros=zeros,
+                senders=senders, first_receiver=first_receiver, blocks=blocks,
+            )  # fmt: skip
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, *, send: bool = True) -> Tensor:
         """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
@@ -173,9 +177,12 @@ class LatencyPath:
     ) -> None:
         max_tokens = route.max_tokens
         senders, first_receiver, blocks = self._combine_deal(max_tokens, *part)
-        self._kernel(LatencyCombine, self.tokens, recv_weights is not None, *part)(
-            marks.pack("combine", max_tokens, latency=True),
-            y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-            arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,
-            num_rows=route.num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
-        )  # fmt: skip
+        launch = self._kernel(LatencyCombine, self.tokens, recv_weights is not None, *part)
+        terms = marks.pack("combine", max_tokens, latency=True)
+        with self._course:
+            launch(
+                terms,
+                y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
+                arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,
+                num_rows=route.num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
+            )  # fmt: skip

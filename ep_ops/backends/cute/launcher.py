@@ -14,6 +14,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.launch import Kernel, names
 
 from ...symmetric import SymmetricBuffer, nvshmem
+from .course import Course
 
 Launch = Callable[..., None]
 """What launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) go by name: tensors, None or
@@ -25,10 +26,11 @@ class Launcher:
 
     def __init__(
         self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int],
-        stream: Callable[[int], int] | None = None,
+        stream: Callable[[int], int] | None = None, course: Course | None = None,
     ) -> None:  # fmt: skip
         """`heap`: this rank's; `rest`: this rank, the address of the report, the deadline of waits in ns. `stream`:
-        device index -> the stream to launch on; None: the current one."""
+        device index -> the stream to launch on; None: the current one. `course`: of the communicator's calls."""
+        self.course = course or Course()
         self.problem, self.device = problem, heap.local.device
         device = self.device
         properties = torch.cuda.get_device_properties(device)

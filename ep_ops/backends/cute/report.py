@@ -23,12 +23,16 @@ class Report:
     """Records in host memory that kernels write: a wait that failed, a value that was refused, an operation that a
     peer refused, and a wait that lasts long."""
 
-    def __init__(self, num_experts: int, timeout: float, heard: Callable[[int], tuple[int, Sequence[int]]]) -> None:
+    def __init__(
+        self, num_experts: int, timeout: float, heard: Callable[[int], tuple[int, Sequence[int]]],
+        reason: Callable[[int, int], str],
+    ) -> None:  # fmt: skip
         """`heard` reads what other ranks have left here: the word of one that has given up (marks.Alarm), and the marks
-        with which all ranks have begun the operation of the given epoch."""
+        with which all ranks have begun the operation of the given epoch. `reason` reads why a rank has given up in the
+        operation of an epoch, where its host has."""
         self._num_experts = num_experts
         self._timeout = timeout
-        self._heard = heard
+        self._heard, self._reason = heard, reason
         self._told = 0  # epoch of the last refusal, of its first turn
         self._memory = torch.zeros(_ALL, dtype=torch.int64, device="cpu", pin_memory=True)
         self.address = self._memory.data_ptr()
@@ -54,6 +58,8 @@ class Report:
             doing = f"rank {rank}, which has not begun operation {epoch} of this communicator"
         if reason == sync.PEER_FAILED:
             return f"{doing}, was told that {self._told_of(epoch)}"
+        if reason == sync.HALF:
+            return f"{doing}, has launched only a part of it"
         if reason == sync.MISMATCH:
             return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen)[1])}"
         awaited = sync.FLAGS[flag]
@@ -82,6 +88,9 @@ class Report:
         alarm = marks.unpack_alarm(word)
         if alarm.reason == sync.MISMATCH:
             return f"rank {alarm.rank} met rank {alarm.peer}{self._met(epoch, begun, alarm)}"
+        if alarm.reason == sync.HALF:
+            why = self._reason(alarm.rank, alarm.detail) or "its host has given up"
+            return f"rank {alarm.rank} gave up at operation {alarm.detail}: {why}"
         awaited = sync.FLAGS[alarm.flag]
         where = f", token {alarm.detail}" if awaited in ("chunk", "token") else ""
         return f"rank {alarm.rank} waited {self._timeout:g} s for rank {alarm.peer} ({awaited} flag{where})"
@@ -147,9 +156,9 @@ class Report:
         *_, own, _ = self._record(_REFUSAL)
         return marks.unpack(own)[0]
 
-    def refusal(self) -> tuple[int, int, str] | None:
-        """Of an operation that another rank refused since the last call, which is forgotten: that rank, the epoch, and
-        text that says what this rank was doing."""
+    def refusal(self) -> tuple[int, int, str, marks.Terms] | None:
+        """Of an operation that another rank refused since the last call, which is forgotten: that rank, the epoch,
+        text that says what this rank was doing, and with which terms."""
         if self._words[_REFUSAL] == 0:
             return None
         *_, own, refusal = self._record(_REFUSAL)
@@ -159,7 +168,7 @@ class Report:
         if epoch - turn == self._told:  # by another warp, or in a later turn, since the host looked
             return None
         self._told = epoch - turn
-        return rank, epoch, f"ep::{terms.kind} (operation {epoch})"
+        return rank, epoch, f"ep::{terms.kind} (operation {epoch})", terms
 
 
 def _disagreement(own: marks.Terms, other: marks.Terms) -> str:

@@ -67,7 +67,7 @@ class _UnderWay:
     receive: tuple[Run, Run] | None  # what is left to be done: beside the caller's stream, or on it
     given: Given
     began_on: torch.cuda.Stream
-    captured: bool
+    captured: int  # the capture of a CUDA graph that the start was part of; 0: it ran
 
 
 class Flights:
@@ -78,38 +78,56 @@ class Flights:
         self.side = Side(device)
         self._events = [torch.cuda.Event() for _ in range(number)]
         self._under_way: dict[int, _UnderWay] = {}
+        self.unreceived = False
+        """Whether the operation whose start or wait ran last has been sent, or was to be, and not yet received."""
 
     def start(self, flight: int, given: Given, run: Run, receive: tuple[Run, Run] | None = None) -> None:
-        """Has ``run`` launch beside the current stream. It returns the results, unless these come of ``receive``: how
-        to launch the rest beside the current stream, and on it."""
-        self.settle()
+        """Has ``run`` launch beside the current stream, when all others are settled. It returns the results, unless
+        these come of ``receive``: how to launch the rest beside the current stream, and on it."""
+        self.unreceived = receive is not None
         results = run()
         self.side.ended(self._events[flight])
         stream = torch.cuda.current_stream(self._device)
-        self._under_way[flight] = _UnderWay(results, receive, given, stream, torch.cuda.is_current_stream_capturing())
+        self._under_way[flight] = _UnderWay(results, receive, given, stream, capture_of(self._device))
+
+    def lost(self) -> list[int]:
+        """Forget operations that were started in a capture which is over, and return their flights: it has failed, for
+        nobody has waited in it, so nothing of them runs."""
+        if not any(one.captured for one in self._under_way.values()):
+            return []
+        capture = capture_of(self._device)
+        lost = [flight for flight, one in self._under_way.items() if one.captured not in (0, capture)]
+        for flight in lost:
+            del self._under_way[flight]
+        return lost
 
     def settle(self) -> None:
-        """Launches the rest of an operation that has only been sent, so that another may begin."""
+        """Launches the rest of an operation that has only been sent, so that another may begin. In a capture those
+        alone that belong to it: what runs goes on outside."""
         self.side.forked = False  # one that failed may have left it
         for flight, one in self._under_way.items():
-            if one.receive is not None:
+            if one.receive is not None and one.captured == capture_of(self._device):
                 beside, _ = one.receive
                 one.results, one.receive = beside(), None
                 self.side.ended(self._events[flight])
                 if torch.cuda.current_stream(self._device) != one.began_on:
                     one.began_on = self.side.stream  # on none that a wait is called on: all is told to the allocator
 
-    def wait(self, flight: int) -> Any:
-        """The results; the current stream follows the operation. RuntimeError if either start or wait was captured in a
-        CUDA graph, but not both."""
-        one = self._under_way[flight]
-        captured = torch.cuda.is_current_stream_capturing()
-        if captured != one.captured:
-            if one.captured:
-                del self._under_way[flight]  # the capture has failed: nothing runs
-            both = "its start was captured in a CUDA graph, its wait was not"
-            raise RuntimeError(both if one.captured else "its wait is captured in a CUDA graph, its start was not")
+    def problem(self, flight: int) -> str | None:
+        """Return why :meth:`wait` cannot be called now, or None: start and wait are captured in one CUDA graph, or
+        neither is. What was captured in another one is forgotten: that capture has failed, and nothing runs."""
+        captured, capture = self._under_way[flight].captured, capture_of(self._device)
+        if captured == capture:
+            return None
+        if not captured:
+            return "its wait is captured in a CUDA graph, its start was not"
         del self._under_way[flight]
+        return f"its start was captured in a CUDA graph, its wait was {'captured in another one' if capture else 'not'}"
+
+    def wait(self, flight: int) -> Any:
+        """The results; the current stream follows the operation."""
+        one = self._under_way.pop(flight)
+        self.unreceived = one.receive is not None
         stream = self._join(flight)
         if stream != one.began_on:
             _used(one.given, self.side.stream)
@@ -140,6 +158,18 @@ class Flights:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._events[flight])
         return stream
+
+
+def capture_of(device: torch.device) -> int:
+    """The number of the capture that the current stream is part of; 0: none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    error, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream(device).cuda_stream)
+    if int(error) != 0:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: {error}")
+    return int(number)
 
 
 def _used(tensors: Given, stream: torch.cuda.Stream) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -96,7 +97,7 @@ class ThroughputPath:
     ) -> None:
         """`side`: the stream that they run on, beside computation, to which they leave what they can do without: no
         blocks join, and few multiprocessors stage."""
-        self._kernel, self._side = launcher.get, side
+        self._kernel, self._side, self._course = launcher.get, side, launcher.course
         self._problem, self._all_blocks = launcher.problem, launcher.multiprocessors
         self._outputs, self._budget, self._traffic = outputs, budget, traffic
 
@@ -125,13 +126,15 @@ class ThroughputPath:
         if recv_idx is not None:
             ids = {"recv_idx": recv_idx}
             blocks += bool(self._problem.domains)  # they are relayed
-        self._kernel(Publish if recv_idx is None else PublishTokens, *variant)(
-            terms,
-            topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
-            counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
-            capacity=sizes.capacity, num_rows=num_rows, alignment=sizes.alignment, slots=sizes.slots, blocks=blocks,
-            **ids,
-        )  # fmt: skip
+        publish = self._kernel(Publish if recv_idx is None else PublishTokens, *variant)
+        with self._course:
+            publish(
+                terms,
+                topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
+                counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
+                capacity=sizes.capacity, num_rows=num_rows, alignment=sizes.alignment, slots=sizes.slots,
+                blocks=blocks, **ids,
+            )  # fmt: skip
 
     def rounds(self, max_tokens: int) -> int:
         """In how many the rows of so many tokens go."""
@@ -181,20 +184,26 @@ class ThroughputPath:
             self._along(terms, x, topk_weights, route, delivery, (recv_x, recv_weights, recv_scales))
             return with_scales(out, recv_scales, delivery)
         variant = (True, self._stages(how), weighted, False, how.format, how.given)
-        self._kernel(PublishTokens if token_major else Publish, *variant)(
-            terms,
-            x=x, scales=given_scales(delivery), topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
-            arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
-            tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment,
-            slots=slots, blocks=self._publish_blocks(variant, pulling), **ids,
-        )  # fmt: skip
+        publish = self._kernel(PublishTokens if token_major else Publish, *variant)
+        scales, staging = given_scales(delivery), self._publish_blocks(variant, pulling)
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         expected = traffic.expected(x.shape[0])
         zeros = int(how.zeros and not token_major)  # there is no padding
-        for joins, blocks in ((False, dealt), (True, joining)):
-            if blocks:
-                self._kernel(Pull, weighted, False, True, joins, how.format, how.layout)(
+        pulls = [
+            (self._kernel(Pull, weighted, False, True, joins, how.format, how.layout), blocks)
+            for joins, blocks in ((False, dealt), (True, joining)) if blocks
+        ]  # fmt: skip
+        with self._course:
+            publish(
+                terms,
+                x=x, scales=scales, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
+                arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
+                tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity, num_rows=capacity,
+                alignment=alignment, slots=slots, blocks=staging, **ids,
+            )  # fmt: skip
+            for pull, blocks in pulls:
+                pull(
                     terms,
                     x=x, arrivals=arrivals, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
                     recv_scales=recv_scales, max_tokens=max_tokens, alignment=alignment, num_rows=capacity,
@@ -268,7 +277,7 @@ class ThroughputPath:
         zeros = int(how.zeros and not route.token_major)
         for here, part in self._parts(route):
             of_x = _of(x, here)
-            published = self._publish_along(
+            publish = self._publishing(
                 terms,
                 pulling,
                 of_x,
@@ -279,14 +288,18 @@ class ThroughputPath:
                 _of(scales, here),
                 cleared=whole,
             )
-            self._kernel(Pull, weighted, not published, False, False, how.format, how.layout)(
-                terms,
-                x=of_x, arrivals=part.arrivals, offs=part.offs, counts=part.counts, recv_x=recv_x,
-                recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=part.max_tokens,
-                alignment=part.alignment, num_rows=part.num_rows, slots=part.slots, zeros=zeros, dealt=pulling,
-                expected=traffic.expected(of_x.shape[0]), joining=joining,
-                blocks=pulling + joining,
-            )  # fmt: skip
+            pull = self._kernel(Pull, weighted, publish is None, False, False, how.format, how.layout)
+            with self._course:
+                if publish is not None:
+                    publish()
+                pull(
+                    terms,
+                    x=of_x, arrivals=part.arrivals, offs=part.offs, counts=part.counts, recv_x=recv_x,
+                    recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=part.max_tokens,
+                    alignment=part.alignment, num_rows=part.num_rows, slots=part.slots, zeros=zeros, dealt=pulling,
+                    expected=traffic.expected(of_x.shape[0]), joining=joining,
+                    blocks=pulling + joining,
+                )  # fmt: skip
             zeros = 0  # padding is that of all rounds
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
@@ -295,24 +308,29 @@ class ThroughputPath:
         launch = self._kernel(Combine, True, recv_weights is not None, False, residual is not None)
         terms = marks.pack("combine", route.max_tokens)
         for here, part in self._parts(route):
-            tokens = part.topk_idx.shape[0]
-            launch(
-                terms,
-                y=y, recv_weights=recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
-                arrivals=part.arrivals, residual=_of(residual, here), out=_of(out, here), tokens=tokens,
-                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(traffic, tokens, True),
-            )  # fmt: skip
+            tokens, of_residual, of_out = part.topk_idx.shape[0], _of(residual, here), _of(out, here)
+            pushing = self._pushing(traffic, tokens, True)
+            with self._course:
+                launch(
+                    terms,
+                    y=y, recv_weights=recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
+                    arrivals=part.arrivals, residual=of_residual, out=of_out, tokens=tokens,
+                    max_tokens=part.max_tokens, num_rows=part.num_rows, **pushing,
+                )  # fmt: skip
         return out
 
     def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
         """`bases`: a table of the address of row 0 at each rank, of `num_rows` each."""
         tokens = route.topk_idx.shape[0]
         out = self._outputs.tokens(y, tokens)
-        self._kernel(Gather)(
-            marks.pack("combine_gathered", route.max_tokens),
-            topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, bases=bases, tokens=tokens, num_rows=num_rows,
-            blocks=self._budget.gather,
-        )  # fmt: skip
+        launch, blocks = self._kernel(Gather), self._budget.gather
+        terms = marks.pack("combine_gathered", route.max_tokens)
+        with self._course:
+            launch(
+                terms,
+                topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, bases=bases, tokens=tokens,
+                num_rows=num_rows, blocks=blocks,
+            )  # fmt: skip
         return out
 
     def dispatch_backward(
@@ -327,14 +345,16 @@ class ThroughputPath:
         launch = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
         terms = marks.pack(kind, route.max_tokens, scalars, rows)
         for here, part in self._parts(route):
-            tokens = part.topk_idx.shape[0]
-            launch(
-                terms,
-                y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
-                arrivals=part.arrivals, out=_of(grad_x, here) if rows else grad_x,
-                out_scalars=_of(grad_weights, here) if scalars else grad_weights, tokens=tokens,
-                max_tokens=part.max_tokens, num_rows=part.num_rows, **self._pushing(traffic, tokens, rows),
-            )  # fmt: skip
+            tokens, pushing = part.topk_idx.shape[0], self._pushing(traffic, part.topk_idx.shape[0], rows)
+            of_x = _of(grad_x, here) if rows else grad_x
+            of_weights = _of(grad_weights, here) if scalars else grad_weights
+            with self._course:
+                launch(
+                    terms,
+                    y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
+                    arrivals=part.arrivals, out=of_x, out_scalars=of_weights, tokens=tokens,
+                    max_tokens=part.max_tokens, num_rows=part.num_rows, **pushing,
+                )  # fmt: skip
         return grad_x, grad_weights
 
     def combine_backward(
@@ -346,14 +366,19 @@ class ThroughputPath:
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         for here, part in self._parts(route):
             of_out = _of(grad_out, here)
-            published = self._publish_along(terms, blocks, of_out, None, None, part)
-            # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
-            self._kernel(PullScaled, not published)(
-                terms,
-                grad_out=of_out, y=grad_y if y is None else y, recv_weights=recv_weights,
-                arrivals=part.arrivals, offs=part.offs, counts=part.counts, grad_y=grad_y, grad_weights=grad_weights,
-                max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, blocks=blocks,
-            )  # fmt: skip
+            publish = self._publishing(terms, blocks, of_out, None, None, part)
+            pull = self._kernel(PullScaled, publish is None)
+            with self._course:
+                if publish is not None:
+                    publish()
+                # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
+                pull(
+                    terms,
+                    grad_out=of_out, y=grad_y if y is None else y, recv_weights=recv_weights,
+                    arrivals=part.arrivals, offs=part.offs, counts=part.counts, grad_y=grad_y,
+                    grad_weights=grad_weights, max_tokens=part.max_tokens, alignment=part.alignment,
+                    num_rows=part.num_rows, blocks=blocks,
+                )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
     def _pushing(self, traffic: TokenTraffic, tokens: int, rows: bool) -> dict[str, int]:
@@ -366,7 +391,7 @@ class ThroughputPath:
             "blocks": max(blocks, self._beyond[1]) if rows else blocks,
         }
 
-    def _publish_along(
+    def _publishing(
         self,
         terms: int,
         pulling: int,
@@ -378,20 +403,20 @@ class ThroughputPath:
         scales: Tensor | None = None,
         *,
         cleared: bool = True,
-    ) -> bool:
-        """Launches the publish kernel of a known route, unless it has nothing to do: then False. `cleared`: the weights
-        of token-major rows behind the last copy are."""
+    ) -> Callable[[], None] | None:
+        """Return what launches the publish kernel of a known route, or None if it has nothing to do. `cleared`: the
+        weights of token-major rows behind the last copy are."""
         variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given)
         if not any(variant[:4]):
-            return False
-        self._kernel(PublishTokens if route.token_major and variant[2] else Publish, *variant)(
+            return None
+        return functools.partial(
+            self._kernel(PublishTokens if route.token_major and variant[2] else Publish, *variant),
             terms,
             x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
             arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],
             max_tokens=route.max_tokens, capacity=route.num_rows if cleared else 0, num_rows=route.num_rows,
             alignment=1, slots=0, blocks=self._publish_blocks(variant, pulling),
         )  # fmt: skip
-        return True
 
     def _publish_blocks(self, variant: tuple[Any, ...], pulling: int) -> int:
         """Of the publish kernel, which leaves `pulling` multiprocessors to the kernel that comes next and runs at the

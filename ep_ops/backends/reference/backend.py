@@ -42,6 +42,7 @@ class ReferenceBackend:
 
     def _begin(self) -> None:
         """By every operator that is neither start nor wait."""
+        self._meeting.met = False
         if self.strict and not self._in_start:
             self._order.check()
 
@@ -217,12 +218,14 @@ class ReferenceBackend:
         if not self.strict and flight not in self._order.started:
             grad_rows, grad_weights = blank()
             return grad_rows.zero_(), grad_weights.zero_()
+        self._meeting.met = True  # in the start
         self._order.wait(flight, operator)
         return self._ended.pop(flight)  # type: ignore[return-value]
 
     def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
         """Runs the whole operation; its wait returns what came of it. (Where waits may come without a start, in tools
         that try operators one by one, those that are given all arguments run it; of gradients they return zeros.)"""
+        self._meeting.met = False
         if self.strict:
             self._order.free(flight)
         elif "backward" not in operator:
@@ -238,6 +241,7 @@ class ReferenceBackend:
     def _wait(self, flight: int, operator: str, *args: Any) -> Any:
         if not self.strict:
             return getattr(self, operator)(*args)
+        self._meeting.met = True  # in the start
         self._order.wait(flight, operator)
         return self._ended.pop(flight)
 
@@ -293,6 +297,13 @@ class ReferenceBackend:
                 del started[flight], self._ended[flight]
         elif not started or (part == "start" and flight not in started):  # else the others refuse it as well
             self._meeting.gather(whole, reason)
+
+    def interrupted(
+        self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
+    ) -> None:
+        """Refuse the operation, if that has not met the others yet."""
+        if not self._meeting.met:
+            self.refuse(operator, f"{type(error).__name__}: {error}".rstrip(": "), flight, max_tokens)
 
     def compile(self, formats: Formats = ()) -> None:
         """Nothing to do."""

@@ -22,6 +22,9 @@ OPERATORS = (
 class Meeting:
     """Collective. Whatever does not fit raises on all ranks."""
 
+    met = True
+    """Whether the operation that runs now, or that ran last, has met the other ranks; its beginning clears it."""
+
     def __init__(self, rows: Transfer) -> None:
         self._rows, self._exchange = rows, rows.exchange
         self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
@@ -64,6 +67,7 @@ class Meeting:
         """``told`` of all ranks [W, at least len(told)], and the refusals of those that have a problem."""
         message = [OPERATORS.index(operator), int(problem is not None), *told]
         message += [0] * (8 + 2 * self._world_size - len(message))  # one length for all operators
+        self.met = True
         gathered = self._exchange.all_gather(torch.tensor(message, device="cpu")).cpu()
         operators = gathered[:, 0].tolist()
         if len(set(operators)) > 1:

@@ -1,0 +1,37 @@
+"""How far the call of an operator has come: what an exception in it means for the other ranks follows from that."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+
+class Course:
+    """Of the call that runs now, or that ran last, on one communicator.
+
+    A call takes one or more operations of the kernels, each of one or more launches. ``with course:`` stands around the
+    launches of one operation, from the first to the last, and around nothing else that can fail.
+    """
+
+    __slots__ = ("agreed", "counts", "ended", "open")
+
+    def __init__(self) -> None:
+        self.counts = False
+        """Whether the call takes part in what the peers do: nothing was found that forbids it."""
+        self.agreed = False
+        """Whether what it raises now is raised on all ranks, or concerns an operation that has ended on all."""
+        self.open = False
+        """Whether an operation may have been launched in part."""
+        self.ended = 0
+        """How many operations were launched whole."""
+
+    def begin(self) -> None:
+        """Note that the call is about to launch."""
+        self.counts, self.agreed, self.open, self.ended = True, False, False, 0
+
+    def __enter__(self) -> None:
+        self.open = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.open = False
+            self.ended += 1

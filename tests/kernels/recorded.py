@@ -1,0 +1,106 @@
+"""A device that keeps a list of what is done on its streams, for tests of what the cute backend launches where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from launches import Recorder
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_kernels import marks
+from cute_kernels.heap import REASON_BYTES, Problem
+from cute_kernels.refusal import Refuse
+from ep_ops.backends.cute.course import Course
+from ep_ops.records import Route, Sizes
+
+PROBLEM = Problem(2, (2, 2), 2, 64, "bf16", 512, route_tokens=3 * 512)
+MANY, FEW = Sizes(32, 16, 0, 400), Sizes(32, 16, 0, 8)
+IN_THREE = Sizes(32, 16, 0, 2 * 512 + 1)
+X, IDX, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
+
+
+class Device:
+    """Keeps a list of all that is done: (what, stream, which event or kernel)."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str, Any]] = []
+        self.current = self.caller = self.stream("caller")
+        self.capturing = 0  # the number of the capture
+        self.events = 0
+        self.course = Course()
+        self.refused: list[tuple[int, str, int]] = []  # turn, reason and number of turns of each refusal
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name, cuda_stream=name, wait_event=lambda event: self.done.append(("waits for", name, event.number))
+        )
+
+    def event(self) -> Any:
+        self.events += 1
+        event = SimpleNamespace(number=self.events)
+        event.record = lambda stream: self.done.append(("records", stream.name, event.number))
+        return event
+
+    @contextlib.contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def take(self) -> list[tuple[str, str, Any]]:
+        done, self.done[:] = list(self.done), []
+        return done
+
+
+def told(text: torch.Tensor) -> tuple[str, int]:
+    """What a rank tells the others: the reason, and of how many operations."""
+    said = bytes(text.tolist())
+    assert len(said) == REASON_BYTES
+    return said[:-1].rstrip(b"\0").decode(), said[-1]
+
+
+class Computes(TorchDispatchMode):
+    """Notes on which stream torch computes something, once for all that it does between two launches."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.on = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        note = ("computes", self.on.current.name, None)
+        if not func.is_view and "empty" not in str(func) and self.on.done[-1:] != [note]:
+            self.on.done.append(note)
+        return func(*args, **(kwargs or {}))
+
+
+class Launches(Recorder):
+    """Notes launches on the current stream, or on that which a launcher is given."""
+
+    def __init__(self, device: Device, raw: Any = None) -> None:
+        super().__init__(PROBLEM, 132)
+        self.on, self.raw, self.course = device, raw, device.course
+
+    def get(self, kernel: Any, *variant: Any) -> Any:
+        if kernel is Refuse:
+
+            def refuse(terms: int, **values: Any) -> None:
+                self.on.done.append(("launches", self.on.current.name, "Refuse"))
+                self.on.refused.append((marks.unpack_refusal(marks.unpack(terms)[1])[1], *told(values["text"])))
+
+            return refuse
+        launch = super().get(kernel, *variant)
+
+        def noted(terms: int, **values: Any) -> None:
+            stream = self.raw(0) if self.raw else self.on.current.name
+            launch(terms, **values)
+            self.on.done.append(("launches", stream, kernel.__name__))
+
+        return noted
+
+
+def route_of(placed: Any, max_tokens: int) -> Route:
+    return Route(IDX, *placed[:4], 16, 32, max_tokens)

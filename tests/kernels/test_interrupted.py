@@ -1,0 +1,288 @@
+"""What a rank's host tells the others when an operator raises there, and what it counts, without a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from recorded import FEW, IDX, IN_THREE, MANY, PROBLEM, Device, X, route_of, told
+
+from cute_kernels import marks, sync
+from cute_kernels.heap import REFUSED, STATE_BYTES
+from ep_ops import arrivals
+from ep_ops.backends.cute import watch
+from ep_ops.backends.cute.backend import raise_alarm
+from ep_ops.backends.cute.failures import Failures
+from ep_ops.backends.cute.report import Report
+
+MOST = PROBLEM.max_tokens
+OOM = torch.OutOfMemoryError("no room")
+
+
+def call(on: Any, operator: str, *args: Any, flight: int = 0, max_tokens: Any = 0) -> Any:
+    """As the operators' implementations do it."""
+    run = functools.partial(getattr(on, operator), *args)
+    try:
+        return run()
+    except BaseException as error:
+        on.interrupted(operator, error, run, flight, max_tokens)
+        raise
+
+
+def kernels(device: Device) -> list[str]:
+    return [kernel for what, _, kernel in device.take() if what == "launches"]
+
+
+@pytest.fixture
+def failures(backend: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> Failures:
+    """Of rank 0, whose kernels have reported nothing yet."""
+    made = object.__new__(Failures)
+    made._config = SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens)  # type: ignore[assignment]
+    made._rank, made._device, made._resets = 0, torch.device("cpu"), device.stream("resets")
+    made._state, made._raised, made._seen = torch.zeros(STATE_BYTES // 8, dtype=torch.int64), False, False
+    made.turns = backend._turns
+    made._alarm = functools.partial(raise_alarm, backend._launcher)
+    monkeypatch.setattr(watch, "look", lambda watched: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: device.entered(device.current))
+    made.report = report = object.__new__(Report)
+    report._words, report._told, report._num_experts, report._timeout = [0] * 64, 0, 4, 2.0  # type: ignore[assignment]
+    report._heard = lambda epoch: (0, ())
+    backend._failures = made
+    return made
+
+
+def refused_by_a_peer(failures: Failures, kind: str, max_tokens: int, turns: int, epoch: int = 7) -> None:
+    """As kernels report it."""
+    own = epoch << marks.SHIFT | marks.pack(kind, max_tokens)
+    words = [1, sync.REFUSAL, 0, 0, 1, 0, own, epoch << marks.SHIFT | marks.pack_refusal(1)]
+    failures.report._words[2 * sync.REPORT_WORDS : 2 * sync.REPORT_WORDS + 8] = words  # type: ignore[assignment]
+    failures._reason = lambda peer, epoch: ("why", turns)  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------- a refusal takes the number of the operation
+
+
+def test_max_tokens_beyond_the_most(backend: Any, device: Device) -> None:
+    """As many operations as the peers' call takes that passes none, not as many as the wrong value would take."""
+    most = PROBLEM.planned_tokens
+    for max_tokens in (most + 1, 1000 * most, -1, "many"):
+        backend.refuse("dispatch", "why", 0, max_tokens)
+        assert device.refused == [(turn, "why", 4) for turn in range(4)], max_tokens
+        device.refused.clear()
+    backend._config.max_tokens_per_rank = MOST  # all in one round
+    backend.refuse("dispatch", "why", 0, 1100)
+    assert device.refused == [(0, "why", 1)]
+
+
+@pytest.mark.parametrize(("turns", "agrees"), [(4, True), (1, False), (3, False)])
+def test_refusals_that_take_another_number(
+    turns: int, agrees: bool, backend: Any, failures: Failures, device: Device
+) -> None:  # fmt: skip
+    """Operations that follow would be paired with others: the communicator fails on all ranks, with both numbers."""
+    refused_by_a_peer(failures, "dispatch", IN_THREE.max_tokens, turns)
+    if agrees:
+        with pytest.raises(ValueError, match=r"^communicator 'ep': ep::dispatch \(operation 7\): refused by rank 1: w"):
+            failures.check()
+        assert kernels(device) == [] and not failures.has_failed()
+        return
+    text = rf"max_tokens makes {turns} operations of the kernels of it, that of rank 0 4: all ranks must pass the same"
+    with pytest.raises(RuntimeError, match=text):
+        failures.check()
+    assert kernels(device) == ["RaiseAlarm"] and failures.has_failed()
+    with pytest.raises(RuntimeError, match=text):
+        failures.check()
+    assert kernels(device) == [], "told once"
+
+
+# ---------------------------------------------------------------------- exceptions before the first launch, and after
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def raising(*args: Any, **values: Any) -> Any:
+        raise error
+
+    return raising
+
+
+def failing(path: Any, name: str, error: BaseException, launches: bool) -> None:
+    """Have that kernel not be loaded, or not be launched."""
+    get = path._kernel
+
+    def wrapped(kernel: Any, *variant: Any) -> Any:
+        if kernel.__name__ != name:
+            return get(kernel, *variant)
+        if not launches:
+            raise error
+        return raises(error)
+
+    path._kernel = wrapped
+
+
+@pytest.mark.parametrize("error", [OOM, KeyboardInterrupt()], ids=["oom", "interrupt"])
+def test_before_the_first_launch(error: BaseException, backend: Any, device: Device, failures: Failures) -> None:
+    """The operation ends on all ranks with the reason; the next one is as any other."""
+    get = backend.throughput._kernel
+    failing(backend.throughput, "Pull", error, launches=False)
+    with pytest.raises(type(error)):
+        call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+    said = f"ep::dispatch: {type(error).__name__}{': no room' if error is OOM else ''}"
+    assert device.refused == [(0, said, 1)] and kernels(device) == ["Refuse"], "the publish kernel was not launched"
+    backend.throughput._kernel = get
+    call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+    assert kernels(device) == ["Publish", "Pull"] and not failures.has_failed()
+
+
+@pytest.mark.parametrize("flight", [None, 1])
+@pytest.mark.parametrize("error", [OOM, KeyboardInterrupt()], ids=["oom", "interrupt"])
+def test_half_an_operation(
+    error: BaseException, flight: int | None, backend: Any, device: Device, failures: Failures
+) -> None:
+    """Its number is used by what runs, and the rest will not come: the communicator fails, and everybody is told, by
+    what is launched behind that part."""
+    path = backend.throughput if flight is None else backend._beside
+    failing(path, "Pull", error, launches=True)
+    start = () if flight is None else (flight,)
+    operator = "dispatch" if flight is None else "dispatch_start"
+    with pytest.raises(type(error)):
+        call(backend, operator, *start, X, None, IDX, MANY, flight=flight or 0, max_tokens=400)
+    stream = "caller" if flight is None else "side"
+    launched = [(stream, kernel) for what, stream, kernel in device.take() if what == "launches"]
+    assert launched == [(stream, "Publish"), (stream, "RaiseAlarm")] and not device.refused
+    reason, _ = told(backend._launcher.launched[-1][2]["text"])
+    assert f"cannot launch the rest: ep::{operator}: {type(error).__name__}" in reason
+    with pytest.raises(RuntimeError, match=f"'ep' failed: rank 0: launched a part of an operation.*ep::{operator}"):
+        call(backend, "combine", X, None, None)
+    assert kernels(device) == [] and backend.has_failed() and failures.unsaid() is None
+
+
+def test_between_rounds(backend: Any, device: Device, failures: Failures) -> None:
+    """Rounds are operations: those that are left are refused, in the places that they have."""
+    get, number = backend.throughput._kernel, []
+
+    def third(kernel: Any, *variant: Any) -> Any:
+        number.append(kernel)
+        if len(number) == 4:  # that of the route, Publish and Pull of the first round
+            raise OOM
+        return get(kernel, *variant)
+
+    backend.throughput._kernel = third
+    with pytest.raises(torch.OutOfMemoryError):
+        call(backend, "dispatch", X, None, IDX, IN_THREE, max_tokens=IN_THREE.max_tokens)
+    assert kernels(device) == ["Publish", "Publish", "Pull", "Refuse", "Refuse"]
+    assert [(turn, turns) for turn, _, turns in device.refused] == [(2, 4), (3, 4)]
+
+
+def test_between_the_halves_of_a_dynamic_dispatch(
+    backend: Any, device: Device, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The overloaded rank has no memory for its rows. What it refuses is the dispatch along the route of the plan."""
+    backend._problem, backend._local_experts = PROBLEM, 0
+    plan = backend.throughput.plan
+    monkeypatch.setattr(backend.throughput, "plan", lambda idx, sizes, most: plan(idx, sizes._replace(capacity=32), 32))
+    monkeypatch.setattr(arrivals, "cut", lambda lists, most, rows: lists)
+    monkeypatch.setattr(backend.throughput, "along", raises(OOM))
+    monkeypatch.setattr(failures, "check_last", lambda: None)
+    for bound, turns in ((MOST, 1), (2 * MOST, 2)):
+        with pytest.raises(torch.OutOfMemoryError):
+            call(backend, "dispatch_dynamic", X, None, IDX, 16, bound, max_tokens=bound)
+        assert kernels(device) == ["Publish"] + ["Refuse"] * turns
+        assert [(turn, turns) for turn, _, turns in device.refused] == [(turn, turns) for turn in range(turns)]
+        device.refused.clear()
+    # What all ranks raise nobody has to be told.
+    monkeypatch.setattr(failures, "check_last", raises(ValueError("refused by rank 1")))
+    with pytest.raises(ValueError, match="refused by rank 1"):
+        call(backend, "dispatch_dynamic", X, None, IDX, 16, MOST, max_tokens=MOST)
+    assert kernels(device) == ["Publish"] and not device.refused
+
+
+def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) -> None:
+    """Of few tokens the wait receives: in its place the operation is refused. The flight is free afterwards."""
+    backend.dispatch_start(0, X, None, IDX, FEW)
+    device.take()
+    backend.latency._kernel, get = raises(OOM), backend.latency._kernel
+    with pytest.raises(torch.OutOfMemoryError):
+        call(backend, "dispatch_wait", 0)
+    assert kernels(device) == ["Refuse"] and [turns for *_, turns in device.refused] == [1]
+    backend.latency._kernel = get
+    backend._latency_beside._kernel, get = raises(OOM), backend._latency_beside._kernel
+    with pytest.raises(torch.OutOfMemoryError):
+        call(backend, "dispatch_start", 0, X, None, IDX, FEW, max_tokens=8)
+    assert kernels(device) == ["Refuse"] and not backend._order.started
+    # Receiving what the flight under way is sent fails: that one's wait may still come, so nobody can be refused.
+    backend._latency_beside._kernel = get
+    backend.dispatch_start(0, X, None, IDX, FEW)
+    backend._latency_beside._kernel = raises(OOM)
+    device.take()
+    with pytest.raises(torch.OutOfMemoryError):
+        call(backend, "dispatch_start", 1, X, None, IDX, MANY, flight=1, max_tokens=400)
+    assert kernels(device) == ["RaiseAlarm"] and failures.has_failed()
+
+
+def test_while_a_graph_is_captured(backend: Any, device: Device, failures: Failures) -> None:
+    """Nothing of it runs, so nobody is told."""
+    device.capturing = 1
+    failing(backend.throughput, "Pull", OOM, launches=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+    assert kernels(device) == ["Publish"] and not failures.has_failed() and not device.refused
+
+
+# ---------------------------------------------------------------------- what another rank has refused
+
+
+def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, failures: Failures) -> None:
+    """Ranks stay in step: whatever a rank's host has launched before it hears of a refusal, the call that raises it is
+    an operation of all ranks, whose results nobody gets here."""
+    refused_by_a_peer(failures, "dispatch", 400, 1)
+    with pytest.raises(ValueError, match="refused by rank 1: why"):
+        call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+    assert kernels(device) == ["Publish", "Pull"]
+    refused_by_a_peer(failures, "dispatch", 400, 1, epoch=9)
+    with pytest.raises(ValueError, match="refused by rank 1: why"):
+        call(backend, "dispatch_start", 1, X, None, IDX, FEW, flight=1, max_tokens=8)
+    assert kernels(device) == ["LatencyDispatch"] * 2 and not backend._order.started, "it was sent and received"
+    recv_x, recv_weights, *placed = call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+    refused_by_a_peer(failures, "combine", 400, 1, epoch=11)
+    device.take()
+    failing(backend.throughput, "Combine", OOM, launches=False)
+    with pytest.raises(ValueError, match="refused by rank 1: why"):
+        call(backend, "combine", X, None, route_of(placed, 400), max_tokens=400)
+    assert kernels(device) == ["Refuse"], "it cannot run"
+
+
+@pytest.mark.parametrize("capturing", [0, 1])
+def test_a_value_that_kernels_refused(capturing: int, failures: Failures, device: Device) -> None:
+    """The device's word is reset beside whatever a graph captures; else no other value would ever be reported."""
+    where = []
+
+    class Word:
+        def __setitem__(self, index: int, value: int) -> None:
+            where.append((index, value, device.current.name))
+
+    failures._state = Word()  # type: ignore[assignment]
+    device.capturing = capturing
+    mark = 7 << marks.SHIFT | marks.pack("dispatch", 64)
+    failures.report._words[sync.REPORT_WORDS : sync.REPORT_WORDS + 8] = [  # type: ignore[assignment]
+        1, sync.BAD_EXPERT, 0, 0, 0, 7, mark, 99
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="topk_idx holds 99 at flat index 7"):
+        failures.check()
+    assert where == [(REFUSED, 0, "resets")]
+    failures.check()
+
+
+def test_a_refusal_heard_of_in_a_capture(failures: Failures, device: Device) -> None:
+    """The reason cannot be read then: it is raised by the next call outside."""
+    refused_by_a_peer(failures, "dispatch", 400, 1)
+    device.capturing = 1
+    failures.check()
+    device.capturing = 0
+    with pytest.raises(ValueError, match="refused by rank 1: why"):
+        failures.check()
