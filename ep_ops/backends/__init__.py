@@ -10,6 +10,7 @@ import dataclasses
 from typing import cast
 
 from ..config import Config, Member
+from ..group.exchange import Exchange
 from .base import Backend
 
 
@@ -25,12 +26,28 @@ def make(kind: str, member: Member) -> Backend:
 
 def _plain(kind: str, member: Member) -> Backend:
     if kind == "cute":
-        from .cute import CuteBackend
-
-        return CuteBackend(member)
+        return _cute(member)
     from .reference import ReferenceBackend
 
     return ReferenceBackend(member)
+
+
+def _cute(member: Member) -> Backend:
+    """The cute backend, if all ranks could make theirs; what one raises is told to all."""
+    from .cute import CuteBackend
+
+    made, error = None, None
+    try:
+        made = CuteBackend(member)
+    except Exception as caught:
+        error = caught
+    try:
+        Exchange(member.group, member.device).raise_together(f"creating communicator {member.name!r}", error)
+    except Exception:
+        if made is not None:
+            made.destroy(keep=False)  # nobody has used it
+        raise
+    return cast(Backend, made)
 
 
 def problem(config: Config) -> str | None:

@@ -50,6 +50,15 @@ class Exchange:
         texts = self.all_gather(torch.tensor(list(told), dtype=torch.uint8, device="cpu")).tolist()
         return [bytes(numbers).rstrip(b"\0").decode(errors="ignore") for numbers in texts]
 
+    def raise_together(self, doing: str, error: Exception | None) -> None:
+        """Raise on all ranks if one has an error: its own there, elsewhere a RuntimeError that names it. Collective."""
+        texts = self.all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if told:
+            raise RuntimeError(f"{doing}: {'; '.join(told)}")
+
     def barrier(self) -> None:
         """Return after every rank has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.int32, device="cpu")).cpu()

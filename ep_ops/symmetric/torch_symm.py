@@ -21,7 +21,13 @@ def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
     if len(set(sizes)) > 1:
         raise ValueError(f"ranks ask for different sizes of symmetric memory: {sizes} bytes by rank")
     with torch.cuda.device(device):
-        memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        memory, error = None, None
+        try:
+            memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as caught:  # also for want of memory
+            error = caught
+        exchange.raise_together(f"allocating {nbytes} bytes of symmetric memory", error)  # who lacks it meets nobody
+        assert memory is not None
         handle = meet(memory, group, told[0][1])
         memory.zero_()
         torch.cuda.synchronize(device)
