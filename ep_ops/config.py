@@ -114,7 +114,7 @@ class Config:
         max_tokens_per_rank: the largest number of tokens that any rank passes in one call, at least 1.
         dtype: dtype of the rows: bfloat16, float16, float32, or float64 (reference backend only).
         experts_per_rank: number of experts on each rank, one int for each rank. Ranks hold contiguous blocks of
-            experts. Empty: as even as possible, the first ranks hold one more.
+            experts. Empty: as ``torch.chunk`` splits them (5 over 4 ranks: 2, 2, 1, 0).
         alignment: default for the number of rows that each expert's segment is padded to a multiple of, 1..1024.
         backend: "reference" (any device), "cute" (NVIDIA GPUs of capability 9.0 or newer; at most 72 ranks of one
             NVLink domain, at most 1024 of several), or "auto" (cute where it can run, else reference).
@@ -189,7 +189,7 @@ class Config:
         """Return this configuration for a group of ``world_size`` ranks, with the fields that have been ``found``."""
         held = self.experts_per_rank
         if held == () and is_int(self.num_experts):
-            held = even_experts(self.num_experts, world_size)
+            held = default_experts(self.num_experts, world_size)
         return dataclasses.replace(self, world_size=world_size, experts_per_rank=held, domains=(), **found)
 
     def problem(self) -> str | None:
@@ -264,10 +264,16 @@ def configured(who: str, config: Config | None, given: Mapping[str, Any]) -> Con
 # ---------------------------------------------------------------------- what follows from options
 
 
-def even_experts(num_experts: int, world_size: int) -> tuple[int, ...]:
-    """Return the number of experts on each rank, as even as possible. The first ranks hold one more."""
-    each, more = divmod(num_experts, world_size)
-    return tuple(each + (rank < more) for rank in range(world_size))
+def default_experts(num_experts: int, world_size: int) -> tuple[int, ...]:
+    """Return the number of experts on each rank where no ``experts_per_rank`` is given: the split of ``torch.chunk``.
+
+    Every rank holds ceil(num_experts / world_size) experts until none are left: 5 experts over 4 ranks are 2, 2, 1, 0.
+    DTensors with the placement ``Shard(0)`` split this way, so a parameter of all experts is one DTensor, and one entry
+    of a checkpoint, for any number of ranks. The busiest rank, which determines the time of a step, holds as many
+    experts as it would if they were spread as evenly as possible (2, 1, 1, 1).
+    """
+    each = -(-num_experts // world_size)
+    return tuple(max(0, min(each, num_experts - rank * each)) for rank in range(world_size))
 
 
 def consecutive_domains(world_size: int, domain_size: int | None) -> tuple[tuple[int, ...], ...]:

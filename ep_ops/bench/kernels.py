@@ -14,7 +14,7 @@ from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
 from ep_ops.backends.cute import kernels_of
 from ep_ops.commands.compile import compile_all
-from ep_ops.config import even_experts
+from ep_ops.config import default_experts
 
 from .link import Barrier, LinkCopy, arch_of
 from .presets import Preset
@@ -26,7 +26,7 @@ def kernels(preset: Preset, world_size: int) -> list[Any]:
     for cases in preset.groups():
         w = cases[0].workload
         max_tokens = max(case.workload.tokens for case in cases)
-        experts = even_experts(w.experts, world_size)
+        experts = default_experts(w.experts, world_size)
         found |= dict.fromkeys(kernels_of(Problem(world_size, experts, w.top_k, w.hidden, w.dtype, max_tokens)))
         if any("gathered" in case.measure for case in cases):
             by_rank = Problem(world_size, (1,) * world_size, world_size, w.hidden, w.dtype, max_tokens)

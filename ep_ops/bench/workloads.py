@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_ops.config import even_experts, worst_case_rows
+from ep_ops.config import default_experts, worst_case_rows
 
 ROUTINGS = ("balanced", "skewed")
 """How experts are drawn. There is "hot 0.2", too: that part of the tokens choose among the experts of rank 0 alone,
@@ -57,7 +57,7 @@ def draw_route(workload: Workload, rank: int, seed: int, device: torch.device, w
     elif workload.routing.startswith("hot "):
         part = float(workload.routing.removeprefix("hot "))
         hot = torch.rand((workload.tokens, 1), generator=draw, device=device) < part
-        noise[:, even_experts(workload.experts, world_size)[0] :] -= 2.0 * hot
+        noise[:, default_experts(workload.experts, world_size)[0] :] -= 2.0 * hot
     elif workload.routing != "balanced":
         raise ValueError(f"routing is {workload.routing!r}; it must be one of {ROUTINGS}, or like 'hot 0.2'")
     return noise.topk(workload.top_k, dim=1).indices.int()
@@ -87,7 +87,7 @@ class Traffic:
 
 def goes_to(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
     """bool [W, T]: which tokens of `topk_idx` go to each rank."""
-    first = torch.tensor([0, *even_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
+    first = torch.tensor([0, *default_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
     rank = torch.bucketize(topk_idx.long(), first, right=True) - 1  # -1 (no expert) stays below every rank
     return torch.stack([(rank == r).any(1) for r in range(world_size)])
 
@@ -104,7 +104,7 @@ def rows_by_expert(topk_idx: Tensor, experts: int) -> Tensor:
 
 def traffic_of(by_rank: Tensor, by_expert: Tensor) -> Traffic:
     """From `rows_by_rank` of every rank [W, W] and `rows_by_expert` summed over ranks [E]."""
-    held = even_experts(by_expert.numel(), by_rank.shape[0])
+    held = default_experts(by_expert.numel(), by_rank.shape[0])
     padded = ((by_expert + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cpu().split(held)
     return Traffic(
         rows=tuple(map(tuple, by_rank.tolist())),
@@ -127,7 +127,7 @@ def measure_traffic(topk_idx: Tensor, experts: int, world_size: int) -> Traffic:
 
 def expected_traffic(workload: Workload, world_size: int) -> Traffic:
     """What balanced routing moves on average; for plans and estimates, without drawing anything."""
-    held = even_experts(workload.experts, world_size)
+    held = default_experts(workload.experts, world_size)
     rows = []
     for here in held:
         missed = 1.0

@@ -40,10 +40,10 @@ class Wanted:
         from cute_kernels.latency.sizes import most_tokens
         from ep_ops.backends.cute import kernels_of, latency, sizing, throughput
         from ep_ops.backends.cute.row_format import row_format
-        from ep_ops.config import even_experts
+        from ep_ops.config import default_experts
         from ep_ops.records import Delivery
 
-        experts = config.get("experts_per_rank") or even_experts(config["num_experts"], self.world_size)
+        experts = config.get("experts_per_rank") or default_experts(config["num_experts"], self.world_size)
         dtype = sizing.DTYPES[config.get("dtype", torch.bfloat16)]
         tokens = config["max_tokens_per_rank"]
         problem = Problem(self.world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)

@@ -26,7 +26,7 @@ from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of, latency
-from ep_ops.config import even_experts
+from ep_ops.config import default_experts
 from ep_ops.group.topology import NEEDED_SHARED_BYTES
 
 LATENCY = (latency_dispatch.LatencyDispatch, latency_combine.LatencyCombine)
@@ -65,7 +65,7 @@ def launched_with(host_code: str) -> int:
 
 def problem(world_size: int) -> Problem:
     num_experts = max(256, 4 * world_size)
-    return Problem(world_size, even_experts(num_experts, world_size), 8, 7168, "bf16", 4096)
+    return Problem(world_size, default_experts(num_experts, world_size), 8, 7168, "bf16", 4096)
 
 
 def kernels(made: Problem) -> list[Any]:

@@ -22,7 +22,7 @@ from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of
-from ep_ops.config import even_experts
+from ep_ops.config import default_experts
 
 ARCHS = ("sm_90a", "sm_100a")
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
@@ -180,8 +180,8 @@ def test_tables_and_staging_share_a_block(world_size: int, even: int, uneven: in
     def on_one(num_experts: int) -> tuple[int, ...]:
         return num_experts, *(0,) * (world_size - 1)
 
-    assert not problem(even_experts(even + 1, world_size)).fits and not problem(on_one(uneven + 1)).fits
-    taken = [even_experts(num_experts, world_size) for num_experts in (world_size, even // 2, even)]
+    assert not problem(default_experts(even + 1, world_size)).fits and not problem(on_one(uneven + 1)).fits
+    taken = [default_experts(num_experts, world_size) for num_experts in (world_size, even // 2, even)]
     taken += [on_one(num_experts) for num_experts in (1, uneven // 2, uneven)]
     for made in map(problem, taken):
         assert made.fits
