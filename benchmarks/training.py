@@ -95,16 +95,17 @@ def train(run: Run, comm: Communicator, name: str) -> dict[str, Any]:
     args, device = run.args, comm.device
     torch.manual_seed(0)  # the same on every rank
     model = Model(args.hidden, MoELayer(comm, args.hidden, format=name), torch.bfloat16).to(device)
-    experts = {id(p) for p in model.moe.expert_parameters()}  # type: ignore[operator]
-    shared = [p for p in model.parameters() if id(p) not in experts]
+    experts = list(model.moe.experts.parameters())  # type: ignore[union-attr]
+    shared = [p for name, p in model.named_parameters() if not name.startswith("moe.experts.")]
     error = output_error(run, comm, model)
     rate = 0.64 / args.hidden
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=rate, weight_decay=0.0)
     language = Language(comm.rank, args.sequences, device)
     losses = []
     for step in range(args.steps):
         losses.append(round(gradients(model, batch(language), shared), 4))
-        optimizer.param_groups[0]["lr"] = rate * (1 - step / args.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 - step / args.steps)
         optimizer.step()
         run.done += 1
         if step % 50 == 0 or step + 1 == args.steps:
@@ -124,7 +125,7 @@ def batch(language: Language) -> tuple[Tensor, Tensor]:
 def output_error(run: Run, comm: Communicator, model: Model) -> float:
     """Of the layer in its format, beside bfloat16, in norm: the worst rank's."""
     moe = model.moe
-    plain = MoELayer(comm, run.args.hidden).to(comm.device)
+    plain = MoELayer(comm, run.args.hidden)
     plain.load_state_dict(moe.state_dict())
     draw = torch.Generator(device=comm.device).manual_seed(comm.rank)
     x = torch.randn(comm.max_tokens_per_rank, run.args.hidden, generator=draw, device=comm.device).bfloat16()

@@ -41,6 +41,11 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
     return group
 
 
+def mesh_of(group: Any) -> DeviceMesh | None:
+    """Return the DeviceMesh that was given as ``group``, if it was one whose dimension has a name."""
+    return group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
+
+
 def next_name(group: dist.ProcessGroup | None) -> str:
     """The name of a communicator that is given none: "ep0", "ep1", ... in order of creation, with the group's name
     behind it unless that is the default group. Each group is counted by itself, so that its ranks agree."""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import backends, checks, inputs, registry
-from .arguments import device_of, group_of, large_rows, next_name
+from .arguments import device_of, group_of, large_rows, mesh_of, next_name
 from .backends.base import Backend
 from .config import Config, configured
 from .formats import exact_dtype, format_of, layout_of
@@ -88,6 +89,7 @@ class Communicator(Methods, TokenMajor):
         **options: Any,
     ) -> None:
         given = configured("Communicator", config, options)
+        self._mesh = mesh_of(group)
         self.group = group_of(group)
         self.device, unusable = device_of(device)
         self.multiprocessors = multiprocessors(self.device)  # before torch changes contexts
@@ -163,6 +165,17 @@ class Communicator(Methods, TokenMajor):
     def __reduce__(self) -> tuple[Any, ...]:
         """In the process that reads it: the living communicator of that name."""
         return registry.get, (self.name,)
+
+    def expert_mesh(self) -> DeviceMesh | None:
+        """Return the one-dimensional DeviceMesh over which experts are sharded, None for a communicator of one rank.
+
+        It is the mesh that was given as ``group`` (``mesh["ep"]``), or one over the ranks of the group whose dimension
+        is named "ep".
+        """
+        if self._mesh is None and self.world_size > 1:
+            assert self.group is not None
+            self._mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("ep",))
+        return self._mesh if self.world_size > 1 else None
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.

@@ -34,7 +34,7 @@ def main() -> None:
             dtype=torch.bfloat16 if on_gpu else torch.float32,
         ) as comm,
     ):
-        layer = MoELayer(comm, intermediate_size=128).to(comm.device)
+        layer = MoELayer(comm, intermediate_size=128)
         first = torch.randn(TOKENS, HIDDEN, device=comm.device).to(comm.dtype)
         x = decode(layer, first, STEPS)
         expected = first

@@ -35,9 +35,10 @@ def main() -> None:
 
 def train(comm: ep_ops.Communicator) -> None:
     """Has the layer learn to multiply tokens by a matrix, and prints the mean loss of all ranks, first and last."""
-    layer = MoELayer(comm, intermediate_size=128).to(comm.device)  # holds this rank's experts only
+    layer = MoELayer(comm, intermediate_size=128)  # holds this rank's experts only
     model = DistributedDataParallel(keep_experts_apart(layer, ranks=comm.world_size))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    groups = [{"params": layer.router.parameters()}, {"params": layer.experts.parameters()}]  # tensors and DTensors
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
 
     goal = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
     goal = goal.to(comm.device, comm.dtype)

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from ep_ops import Communicator
 from ep_ops.integrations import quack
 from ep_ops.nn import (
+    Computed,
+    Experts,
     MoELayer,
-    choose_experts,
     expert_lists,
     gather_mm,
     grouped_mm,
@@ -51,38 +52,38 @@ WAYS = {
 DEFAULT = tuple(way for way in WAYS if way != "quack")
 
 
-class AllRows(MoELayer):
+class AllRows(Experts):
     """SwiGLU of every row that there is room for."""
 
-    def _experts(self, received: Dispatched) -> Tensor:
-        y = grouped_mm(received.x, self.w_in, received.route.offs)
-        return grouped_mm(swiglu(y), self.w_out, received.route.offs)
+    def compute(self, received: Dispatched) -> Tensor:
+        y = grouped_mm(received.x, self.local_weight("w_in"), received.route.offs)
+        return grouped_mm(swiglu(y), self.local_weight("w_out"), received.route.offs)
 
 
-class TokenMajorLayer(MoELayer):
+class TokenMajorExperts(Experts):
     """One row for each token and rank; an expert's rows are copied for the first product."""
 
     gather_mm = staticmethod(gather_mm)
 
-    def forward(self, x: Tensor, max_tokens: int | None = None) -> Tensor:
-        weights, experts = choose_experts(x, self.router, self.comm.top_k)
-        received = self.comm.dispatch_tokens(x, experts, weights, capacity=self.capacity, max_tokens=max_tokens)
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, **options: Any) -> Computed:
+        received = self.comm.dispatch_tokens(x, topk_idx, topk_weights, capacity=self.capacity)
         self.dropped += received.dropped
         lists = expert_lists(received.local_idx, self.comm.num_local_experts, alignment=self.comm.alignment)
         places = places_route(self.comm, received.route, lists)
-        y = swiglu_rows(self.gather_mm(received.x, self.w_in, lists), places)
-        y = grouped_mm(y, self.w_out, lists.offs)
+        y = swiglu_rows(self.gather_mm(received.x, self.local_weight("w_in"), lists), places)
+        y = grouped_mm(y, self.local_weight("w_out"), lists.offs)
         assert received.weights is not None
-        return self.comm.combine(y, places, weights_of_places(received.weights, lists))
+        out = self.comm.combine(y, places, weights_of_places(received.weights, lists))
+        return Computed(out, received.dropped)
 
 
-class ByQuack(TokenMajorLayer):
+class ByQuack(TokenMajorExperts):
     """The first product gathers them."""
 
     gather_mm = staticmethod(quack.gather_mm)
 
 
-KINDS: dict[str, type[MoELayer]] = {"all_rows": AllRows, "token_major": TokenMajorLayer, "quack": ByQuack}
+KINDS: dict[str, type[Experts]] = {"all_rows": AllRows, "token_major": TokenMajorExperts, "quack": ByQuack}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -159,10 +160,11 @@ def capacity_of(run: Run, comm: Communicator, way: str) -> int | None:
 def time(run: Run, comm: Communicator, way: str, weights: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Forward alone and with backward: ms."""
     capacity = capacity_of(run, comm, way)
-    layer = KINDS.get(way, MoELayer)(
+    layer = MoELayer(comm, 1)
+    layer.experts = experts = KINDS.get(way, Experts)(
         comm, 1, capacity=capacity, dynamic=way == "exact", format="wire:e4m3/128/pow2" if way == "wire" else ""
-    ).to(comm.device)
-    layer.w_in, layer.w_out = (nn.Parameter(w) for w in weights)
+    )
+    experts.w_in, experts.w_out = (nn.Parameter(experts.from_local(w)) for w in weights)
     draw = torch.Generator(device=comm.device).manual_seed(run.rank)
     shape = (run.args.tokens, run.args.hidden)
     x, grad = (torch.randn(shape, generator=draw, device=comm.device).to(comm.dtype) for _ in range(2))
@@ -184,7 +186,7 @@ def time(run: Run, comm: Communicator, way: str, weights: tuple[Tensor, Tensor])
         found[name] = timing.median / 1e3
         run.say(f"{way}: {name} {found[name]:.2f} ms")
     peak = torch.cuda.max_memory_allocated() / 2**30 if comm.device.type == "cuda" else 0.0
-    dropped = int(run.worst({"dropped": float(layer.dropped.sum())})["dropped"])
+    dropped = int(run.worst({"dropped": float(experts.dropped.sum())})["dropped"])
     return {"way": way, "capacity": capacity, **found, "peak_gib": peak, "dropped": dropped}
 
 

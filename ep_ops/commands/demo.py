@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import ep_ops
 from ep_ops.commands.launch import launch, process_group
@@ -127,11 +128,14 @@ def check(model: Model, loss: float, dense: Model, batch: tuple[Tensor, Tensor],
     assert isinstance(moe, MoELayer)
     first, last = moe.comm.first_local_expert, moe.comm.first_local_expert + moe.comm.num_local_experts
     errors = {"loss": abs(loss - expected_loss) / abs(expected_loss)}
-    experts = {id(p) for p in moe.expert_parameters()}
-    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None, name
-        expected = theirs.grad[first:last] if id(ours) in experts else theirs.grad
-        errors[f"gradient of {name}"] = relative_error(ours.grad, expected)
+    expected_grads = {name: p.grad for name, p in dense.named_parameters()}
+    experts = {id(p) for p in moe.experts.parameters()}
+    for name, ours in model.named_parameters():
+        grad, expected = ours.grad, expected_grads[name]
+        assert grad is not None and expected is not None, name
+        expected = expected[first:last] if id(ours) in experts else expected
+        grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        errors[f"gradient of {name}"] = relative_error(grad, expected)
     worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
     # Every rank learns of every rank's worst error, so that all of them stop, or none.
     found = torch.tensor(errors[worst], device=batch[0].device, dtype=torch.float64).nan_to_num(nan=math.inf)
@@ -177,10 +181,10 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
             dense.load_state_dict(without_moe(model), strict=False)
             if compiler is not None:
                 model.compile(backend=compiler, fullgraph=True)
-            experts = {id(p) for p in moe.expert_parameters()}
-            shared = [p for p in model.parameters() if id(p) not in experts]
+            experts = list(moe.experts.parameters())  # DTensors, in a group of their own: optimizers take one kind
+            shared = [p for name, p in model.named_parameters() if not name.startswith("moe.experts.")]
             rate = 0.64 / options.hidden_size
-            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+            optimizer = torch.optim.AdamW([{"params": shared}, {"params": experts}], lr=rate, weight_decay=0.0)
             language = Language(rank, options.sequences, device)
             first = loss = math.nan
             for step in range(options.steps):
@@ -189,7 +193,8 @@ def train(rank: int, port: int, world_size: int, options: Options) -> None:
                 if step == 0:
                     first = loss
                     report.checked(check(model, loss, dense, batch, options.tolerance))
-                optimizer.param_groups[0]["lr"] = rate * (1 - step / options.steps)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * (1 - step / options.steps)
                 optimizer.step()
                 report.step(step + 1, loss)
             comm.check_errors()

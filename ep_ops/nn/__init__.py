@@ -1,20 +1,24 @@
 """Layers built on the operators, to copy from as much as to use, and row-wise operations between them."""
 
-from ep_ops.nn.checkpoint import resharding_state_dict
+from ep_ops.nn.checkpoint import load_experts, resharding_state_dict
+from ep_ops.nn.experts import Computed, Experts
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.interleave import interleave
 from ep_ops.nn.lists import ExpertLists, expert_lists, gather_rows, reduce_rows
 from ep_ops.nn.live_rows import swiglu_quantised, swiglu_rows
-from ep_ops.nn.moe_layer import DenseMoE, MoELayer, choose_experts, swiglu
+from ep_ops.nn.losses import expert_counts, load_balancing_loss, router_z_loss, update_expert_bias_
+from ep_ops.nn.moe_layer import DenseMoE, MoELayer, Routing, swiglu
 from ep_ops.nn.parallel import clip_grad_norm_, expert_parameters, keep_experts_apart
 from ep_ops.nn.per_expert import expert_of_rows, of_rows
 from ep_ops.nn.places import gather_mm, places_route, weights_of_places
+from ep_ops.nn.routing import Routed, Router
 from ep_ops.nn.scaled import scaled_grouped_mm
 from ep_ops.overflow import recomputing
 
 __all__ = [
-    "DenseMoE", "ExpertLists", "MoELayer", "choose_experts", "clip_grad_norm_", "expert_lists", "expert_of_rows",
-    "expert_parameters", "gather_mm", "gather_rows", "grouped_mm", "interleave", "keep_experts_apart", "of_rows",
-    "places_route", "recomputing", "reduce_rows", "resharding_state_dict", "scaled_grouped_mm", "swiglu",
-    "swiglu_quantised", "swiglu_rows", "weights_of_places",
+    "Computed", "DenseMoE", "ExpertLists", "Experts", "MoELayer", "Routed", "Router", "Routing", "clip_grad_norm_",
+    "expert_counts", "expert_lists", "expert_of_rows", "expert_parameters", "gather_mm", "gather_rows",
+    "grouped_mm", "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "of_rows", "places_route",
+    "recomputing", "reduce_rows", "resharding_state_dict", "router_z_loss", "scaled_grouped_mm", "swiglu",
+    "swiglu_quantised", "swiglu_rows", "update_expert_bias_", "weights_of_places",
 ]  # fmt: skip

@@ -16,8 +16,8 @@ def interleave(*batches: Iterator[Result | None]) -> list[Result]:
     its own, so there are two at most on one communicator::
 
         def layer(x, flight):
-            weights, experts = choose_experts(x, router, comm.top_k)
-            started = comm.dispatch_start(x, experts, weights, flight=flight)
+            topk_idx, topk_weights, _ = router(x)
+            started = comm.dispatch_start(x, topk_idx, topk_weights, flight=flight)
             yield None
             rows = comm.dispatch_wait(started)
             started = comm.combine_start(grouped_experts(rows), rows.route, rows.weights, flight=flight)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,21 +83,30 @@ def _raise_for_ddp(wrapper: nn.Module, name: str, model: Any) -> None:
 register_module_module_registration_hook(_raise_for_ddp)
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` (2-norm) of a model whose experts are spread over ``group`` (None: the default
-    group): the same norm on all ranks, in which each expert counts once. Collective. Returns the norm before."""
-    experts = {id(p) for p in expert_parameters(model)}
-    squares = [torch.zeros((), device=next(model.parameters()).device) for _ in range(2)]
-    for i, own in enumerate((False, True)):
-        grads = [p.grad for p in model.parameters() if (id(p) in experts) == own and p.grad is not None]
-        if grads:
-            norm = torch.nn.utils.get_total_norm(grads)
-            squares[i] = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).float() ** 2
-    if dist.is_initialized():
-        dist.all_reduce(squares[1], group=group)
-    total = (squares[0] + squares[1]).sqrt()
-    for own in (False, True):  # apart: FSDP2's are of another kind of tensor
-        held = [p for p in model.parameters() if (id(p) in experts) == own]
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients of a model so that their 2-norm is at most ``max_norm``; return the norm before.
+
+    Like ``torch.nn.utils.clip_grad_norm_``, for parameters on different meshes: experts sharded over expert-parallel
+    ranks, others sharded by FSDP2 or ordinary tensors that all ranks hold. Every parameter counts once, so the norm is
+    that of the model with all experts, and equal on all ranks. Collective.
+    """
+    local: dict[int, Any] = {}
+    for _, layer in expert_layers(model):
+        comm: Any = layer.comm
+        local |= {id(p): comm.group for p in layer.expert_parameters() if comm.world_size > 1}  # type: ignore[operator]
+    kinds: dict[Any, list[nn.Parameter]] = {}  # by the ranks that share a parameter
+    for p in model.parameters():
+        if p.grad is not None:
+            kinds.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else local.get(id(p)), []).append(p)
+    total = torch.zeros((), device=next(model.parameters()).device)
+    for kind, held in kinds.items():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+        square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
+        if isinstance(kind, dist.ProcessGroup):
+            dist.all_reduce(square, group=kind)
+        total = total + square
+    total = total.sqrt()
+    for held in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)
     return total
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ep_ops.communicator import Communicator
 from ep_ops.nn import list_operators as operators
+from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.lists import ExpertLists, gather_rows, places_at_most
-from ep_ops.nn.moe_layer import grouped_mm
 from ep_ops.nn.per_expert import refuse_no_route
 from ep_ops.records import Route
 

@@ -43,7 +43,7 @@ ROOMS = {
         "ep_ops.overflow", "ep_ops.token_major",
     ),
     "ep_ops.nn": (
-        "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.group",
+        "ep_ops.config", "ep_ops.arrivals", "ep_ops.records", "ep_ops.communicator", "ep_ops.formats", "ep_ops.group",
         "ep_ops.operators", "ep_ops.backends", "ep_ops.overflow", "ep_ops.inputs", "cute_kernels",
     ),
     "ep_ops.moe": (

@@ -97,7 +97,7 @@ def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
         assert mixed.x.dtype == dtype and out.shape == x.shape
         torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
         out.float().sum().backward()
-        assert layer.router.grad is not None and layer.router.grad.dtype == torch.float32
+        assert layer.router.weight.grad is not None and layer.router.weight.grad.dtype == torch.float32
 
         # Parameters in float32, as autocast is mostly used.
         wide = MoELayer(comm, 32, shared_intermediate_size=16).float()
@@ -106,7 +106,7 @@ def test_autocast_around_a_layer(dtype: torch.dtype, compiled: bool) -> None:
             out = run(x.to(dtype))
         torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
         out.float().sum().backward()
-        for own, given in zip(wide.expert_parameters(), layer.expert_parameters(), strict=True):
+        for own, given in zip(wide.experts.parameters(), layer.experts.parameters(), strict=True):
             assert own.grad is not None and given.grad is not None and own.grad.dtype == torch.float32
             torch.testing.assert_close(own.grad, given.grad.float(), rtol=0.1, atol=0.1)
 

@@ -1,0 +1,275 @@
+"""The experts of a mixture-of-experts layer, spread over the ranks of a communicator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ep_ops.communicator import Communicator
+from ep_ops.config import default_experts
+from ep_ops.nn.grouped import grouped_mm
+from ep_ops.nn.live_rows import swiglu_rows
+from ep_ops.nn.scaled import ROW, scaled_grouped_mm
+from ep_ops.overflow import recomputing
+from ep_ops.records import Dispatched
+
+
+class Experts(nn.Module):
+    """SwiGLU experts, of which this rank holds ``comm.num_local_experts``.
+
+    On more than one rank the parameters are DTensors of all experts with the placement ``Shard(0)`` over
+    ``comm.expert_mesh()``, so that ``torch.distributed.checkpoint``, optimizers and FSDP2 treat them correctly:
+    ``w_in`` [E, H, 2F] and ``w_out`` [E, F, H]. On one rank they are ordinary tensors. No rank ever allocates
+    the experts of other ranks.
+
+    Args:
+        comm: gives the number of experts, hidden size H, and which experts this rank holds. Its ``experts_per_rank``
+            must be the default split, which is that of ``Shard(0)``.
+        intermediate_size: F, the width inside each expert.
+        capacity: rows of this rank's receive buffer, a multiple of ``comm.alignment``. Rows that do not fit are
+            dropped and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
+        dynamic: size the receive buffer exactly, which costs one host synchronization per call. Under
+            ``torch.compile(fullgraph=True)`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops = True``.
+        format: the format in which rows are dispatched (docs/formats.md): empty for the communicator's dtype, ``wire:``
+            and a format for fewer bytes over the network, or ``e4m3/row/fp32`` for a first GEMM in e4m3
+            (:func:`ep_ops.nn.scaled_grouped_mm`; the communicator's dtype must be bfloat16). Gradients are not
+            quantized.
+        dtype: of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
+        seed: of the initial weights. They depend on it and on the sizes, not on the number of ranks.
+
+    forward: x [T, H] or [B, S, H] in ``comm.dtype``, topk_idx [..., K] and topk_weights [..., K] -> weighted sums of
+    the experts' outputs, with shape and dtype of x. T (B times S) is 0 to ``comm.max_tokens_per_rank`` and may
+    differ between ranks, all of which take part in every call. ``max_tokens``, a smaller bound that all ranks pass
+    alike, lets a call with few tokens run on the latency kernels with a smaller buffer. ``shared``, a module applied to
+    x, runs while rows are dispatched (before, if ``dynamic``), and its result is added.
+    ``return_dropped=True`` returns (output, rows dropped by each local expert in this call, int32 [El]).
+
+    Gradients of the parameters contain the tokens of all ranks after backward: they are sums over ranks
+    (docs/training.md says how to divide them where other gradients are averages).
+
+    ValueError for a size, a format or a split of the experts that is not supported. A call raises what
+    :meth:`ep_ops.Communicator.dispatch` raises.
+    """
+
+    dropped: Tensor  # [El] int32: rows dropped by each local expert since the module was made
+
+    def __init__(
+        self,
+        comm: Communicator,
+        intermediate_size: int,
+        *,
+        capacity: int | None = None,
+        dynamic: bool = False,
+        format: str = "",
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if format not in ("", ROW) and not format.startswith("wire:"):
+            raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
+        if format == ROW and comm.dtype != torch.bfloat16:
+            raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
+        check_size("intermediate_size", intermediate_size, 1)
+        if dynamic and capacity is not None:
+            raise ValueError(f"capacity={capacity} was given, but dynamic=True lets no row be dropped")
+        allowed = default_experts(comm.num_experts, comm.world_size)
+        if comm.experts_per_rank != allowed:
+            raise ValueError(
+                f"experts_per_rank of communicator {comm.name!r} is {comm.experts_per_rank}; Experts takes the default,"
+                f" {allowed}, which is how DTensors are sharded"
+            )
+        self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
+        self.format, self.seed = format, seed
+        held, hidden, device = comm.num_local_experts, comm.hidden_size, default_device(comm)
+        made = functools.partial(torch.empty, dtype=comm.dtype if dtype is None else dtype, device=device)
+        self.w_in = nn.Parameter(self.from_local(made(held, hidden, 2 * intermediate_size)))
+        self.w_out = nn.Parameter(self.from_local(made(held, intermediate_size, hidden)))
+        self.register_buffer("dropped", torch.zeros(held, dtype=torch.int32, device=device), persistent=False)
+        self.register_load_state_dict_pre_hook(_refuse_plain)
+        self.reset_parameters()
+
+    def from_local(self, local: Tensor) -> Tensor:
+        """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; ``local`` on one rank.
+
+        For parameters of one's own, one for each expert, as adapters and biases. Differentiable.
+        """
+        mesh = self.comm.expert_mesh()
+        if mesh is None:
+            return local
+        shape = torch.Size((self.comm.num_experts, *local.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights of this rank's experts, and set ``dropped`` to zero.
+
+        Call it after ``to_empty``, also when parameters are sharded by FSDP2. Does nothing on the meta device.
+        """
+        with torch.no_grad():
+            for weight, seeds in ((self.w_in, 0), (self.w_out, 1)):
+                for expert, local, part in local_parts(weight):
+                    local.copy_(draw_expert(weight.shape[1:], self.seed, expert, seeds)[part])
+            if not self.dropped.is_meta:
+                self.dropped.zero_()
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        max_tokens: int | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        return_dropped: bool = False,
+    ) -> Any:
+        if shared is not None and not self.dynamic:
+            *_, done = self.steps(x, topk_idx, topk_weights, max_tokens=max_tokens, shared=shared)
+            assert done is not None
+            return done if return_dropped else done.out
+        added = None if shared is None else shared(x)
+        if self.dynamic:
+            received = self.comm.dispatch_dynamic(x, topk_idx, topk_weights, max_tokens=max_tokens, format=self.format)
+        else:
+            received = self.comm.dispatch(
+                x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, format=self.format
+            )
+        out = self.comm.combine(self.compute(received), received.route, received.weights)
+        out = out if added is None else out + added
+        return Computed(out, received.dropped) if return_dropped else out
+
+    def steps(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        flight: int = 0,
+        max_tokens: int | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> Iterator[Computed | None]:
+        """Run ``forward`` in steps, for :func:`ep_ops.nn.interleave`: yield None between start and wait of dispatch and
+        of combine, then the result.
+
+        FSDP2 does not see this call: ``unshard()`` the module before, ``reshard()`` it after. RuntimeError if
+        ``dynamic``.
+        """
+        if self.dynamic:
+            raise RuntimeError("dynamic is True: exact sizes wait for the device, and split operations for nothing")
+        dispatch = self.comm.dispatch_start(
+            x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight, format=self.format
+        )
+        try:
+            added = None if shared is None else shared(x)
+            yield None
+        except BaseException:
+            _end(self.comm.dispatch_wait, dispatch)
+            raise
+        received = self.comm.dispatch_wait(dispatch)
+        combine = self.comm.combine_start(self.compute(received), received.route, received.weights, flight=flight)
+        try:
+            yield None
+        except BaseException:
+            _end(self.comm.combine_wait, combine)
+            raise
+        out = self.comm.combine_wait(combine)
+        yield Computed(out if added is None else out + added, received.dropped)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that only the ranks of these experts hold: all of this module."""
+        return list(self.parameters())
+
+    def compute(self, received: Dispatched) -> Tensor:
+        """Return the experts' outputs [R, H] for the rows that a dispatch brought, and count dropped rows."""
+        if self.capacity is not None and not recomputing():
+            self.dropped += received.dropped
+        w_in, w_out = self.local_weight("w_in"), self.local_weight("w_out")
+        if received.scales is None:
+            y = grouped_mm(received.x, w_in, received.route.offs)
+        else:
+            y = scaled_grouped_mm(received.x, received.scales, w_in, received.route.offs)
+        return grouped_mm(swiglu_rows(y, received.route), w_out, received.route.offs)
+
+    def local_weight(self, name: str) -> Tensor:
+        """Return this rank's experts of the parameter ``name``, in the dtype of rows."""
+        weight = getattr(self, name)
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        if local.shape != (self.comm.num_local_experts, *weight.shape[1:]):
+            raise RuntimeError(
+                f"{name} has local shape {tuple(local.shape)}; allowed:"
+                f" {(self.comm.num_local_experts, *weight.shape[1:])}. FSDP2 gathers parameters when the module is"
+                " called; around steps() call unshard() and reshard()"
+            )
+        return local.to(self.comm.dtype)
+
+
+class Computed(NamedTuple):
+    """What experts return together with what they dropped."""
+
+    out: Tensor
+    """Weighted sums of the experts' outputs, with shape and dtype of x."""
+    dropped: Tensor
+    """int32 [El]: rows that each local expert dropped in this call, of all ranks' tokens."""
+
+
+def _end(wait: Callable[[Any], Any], started: Any) -> None:
+    """Complete what was started where nobody will wait for it: something was raised in between (checkpointing ends a
+    second forward pass early so), or the generator was closed."""
+    with contextlib.suppress(RuntimeError), torch.no_grad():
+        wait(started)
+
+
+def _refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """TypeError for state dicts of ordinary tensors where parameters are DTensors."""
+    for name, parameter in module.named_parameters():
+        given = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+            raise TypeError(
+                f"{prefix}{name} is a {type(given).__name__}, but the parameter is a DTensor of all ranks' experts;"
+                " load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,"
+                " options=StateDictOptions(full_state_dict=True))"
+            )
+
+
+def check_size(name: str, size: Any, least: int) -> None:
+    """Raise ValueError for what is not an int of at least ``least``."""
+    if type(size) is not int or size < least:
+        raise ValueError(f"{name} is {size!r}; it must be an int of at least {least}")
+
+
+def default_device(comm: Communicator) -> torch.device:
+    """Return the device of new parameters: meta where that is torch's default device, else the communicator's."""
+    default = torch.get_default_device()
+    return default if default.type == "meta" else comm.device
+
+
+def local_parts(weight: Tensor) -> Iterator[tuple[int, Tensor, tuple[slice, ...]]]:
+    """Yield, for each expert of ``weight`` [E, ...] of which this rank has a part: its global id, that part, and where
+    in the whole expert it lies. FSDP2 may have sharded the experts further. Nothing on the meta device."""
+    if weight.is_meta:
+        return
+    if not isinstance(weight, DTensor):
+        yield from ((e, one, (slice(None),) * one.dim()) for e, one in enumerate(weight))
+        return
+    local = weight.to_local()
+    if local.numel() == 0:
+        return
+    (chunk,) = weight.__create_chunk_list__()
+    part = tuple(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+    for i, one in enumerate(local):
+        yield chunk.offsets[0] + i, one, part
+
+
+def draw_expert(shape: torch.Size, seed: int, expert: int, which: int) -> Tensor:
+    """Return initial weights [M, N] of one of the two matrices of an expert, float32 on the CPU.
+
+    Each matrix has a random stream of its own, so that it does not depend on where experts lie.
+    """
+    generator = torch.Generator().manual_seed(((seed + 1) * 1_000_003 + expert) * 2 + which)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn * shape[0] ** -0.5

@@ -1,0 +1,106 @@
+"""Losses and updates that keep the load of experts balanced, over the tokens of all ranks.
+
+The losses return the same value on all ranks: that of one process with all tokens. Their gradients are such that the
+average over the ranks of ``group`` is the gradient of that value, as DistributedDataParallel and FSDP2 average, also
+where ranks have different numbers of tokens. So add them to the loss of a rank, times a coefficient that is the same on
+all ranks. They are collective: every rank of ``group`` calls them in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the load-balancing loss of Switch Transformers for top-k routing: E · sum over experts of f · P.
+
+    f is an expert's part of all choices, P its mean probability (softmax of the logits). The loss is 1 where all
+    experts are chosen equally often, and grows up to E. Gradients flow through P.
+
+    Args:
+        logits: the router's scores [..., E].
+        topk_idx: the chosen experts [..., K]; -1 means no expert. Tokens that have none do not count.
+        group: ranks whose tokens count; None: the default group, or this process if torch.distributed is not
+            initialized.
+
+    Returns:
+        Tensor: float32 [] (float64 if the logits are).
+    """
+    num_experts = logits.shape[-1]
+    logits, topk_idx = logits.reshape(-1, num_experts), topk_idx.reshape(-1, topk_idx.shape[-1])
+    there = (topk_idx >= 0).any(dim=-1, keepdim=True)
+    probabilities = torch.softmax(logits, dim=-1, dtype=_wide(logits))
+    mine = torch.where(there, probabilities, 0).sum(dim=0)
+    counts = expert_counts(topk_idx, num_experts).to(mine.dtype)
+    mine, counts, tokens = _sum_over(group, mine, counts, there.sum().to(mine.dtype).reshape(1))
+    parts = counts / counts.sum().clamp(min=1)
+    return num_experts * (parts * mine).sum() / tokens.squeeze(0).clamp(min=1)
+
+
+def router_z_loss(logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the mean over tokens of the squared log-sum-exp of the logits [..., E], which keeps logits small.
+
+    ``group`` and the result as for :func:`load_balancing_loss`.
+    """
+    logits = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
+    mine = torch.logsumexp(logits, dim=-1).square().sum().reshape(1)
+    mine, tokens = _sum_over(group, mine, torch.full_like(mine.detach(), logits.shape[0]))
+    return (mine / tokens.clamp(min=1)).squeeze(0)
+
+
+@torch.no_grad()
+def update_expert_bias_(
+    bias: Tensor, counts: Tensor, rate: float = 1e-3, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise the bias of experts that were chosen less often than the mean by ``rate``, lower that of the others.
+
+    This is DeepSeek-V3's load balancing without an auxiliary loss. Call it once for each optimizer step.
+
+    Args:
+        bias: buffer ``Router.bias`` [E], changed in place, equally on all ranks.
+        counts: how often this rank's tokens chose each expert [E] since the last update: ``Routing.counts``, or their
+            sum over micro-batches.
+        rate: the size of a change.
+        group: as for :func:`load_balancing_loss`.
+
+    Raises:
+        ValueError: bias and counts have different shapes.
+    """
+    if bias.shape != counts.shape:
+        raise ValueError(f"counts has shape {tuple(counts.shape)}; allowed: {tuple(bias.shape)}, that of bias")
+    (total,) = _sum_over(group, counts.to(torch.float64))
+    bias += (rate * torch.sign(total.mean() - total)).to(bias.dtype)
+
+
+def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert occurs in ``topk_idx`` [..., K]: int64 [E]. Entries of -1 do not count."""
+    chosen = topk_idx.reshape(-1).long()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
+    counts = counts.index_add(0, torch.where(chosen >= 0, chosen, num_experts), torch.ones_like(chosen))
+    return counts[:num_experts]
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _sum_over(group: dist.ProcessGroup | None, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Add vectors over ranks, in one all-reduce.
+
+    The gradient of a sum is that of this rank's part times the number of ranks: the sum over ranks of the gradients
+    that each of them has of its own (equal) value.
+    """
+    if not dist.is_initialized():
+        return parts
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return parts
+    sizes = [part.shape[0] for part in parts]
+    total = torch.cat([part.detach() for part in parts])
+    dist.all_reduce(total, group=group)
+    own = (
+        total_part + ranks * (part - part.detach()) for total_part, part in zip(total.split(sizes), parts, strict=True)
+    )
+    return tuple(own)
