@@ -105,7 +105,7 @@ class Communicator(Methods, TokenMajor):
         self.overflowed: Overflow | None = None
         if self.config.overflow == "raise":
             self.overflowed = Overflow(self.num_local_experts, self.first_local_expert, self.device)
-        self._leaving = leaving.agreed_number(self._exchange)
+        self.number = leaving.agreed_number(self._exchange)
         self.backend: Backend = backends.make(self.config.backend, self)
         registry.add(self)
 
@@ -354,7 +354,7 @@ class Communicator(Methods, TokenMajor):
         """Ranks that do not come, of those that there still is a way to hear of."""
         if self.world_size == 1 or not dist.is_initialized():
             return []
-        return leaving.meet(self.group, self.name, self._leaving, self.config.timeout)
+        return leaving.meet(self.group, self.name, self.number, self.config.timeout)
 
     def __enter__(self) -> Communicator:
         return self

@@ -313,6 +313,7 @@ class Member(Protocol):
     rank: int
     device: torch.device
     name: str
+    number: int  # the same on all ranks, and another one for each communicator
     world_size: int
     num_experts: int
     experts_per_rank: tuple[int, ...]

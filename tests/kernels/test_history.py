@@ -12,7 +12,7 @@ import torch
 from cute_kernels import marks
 from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS
 from cute_kernels.sync import FAILED_BY_PEER
-from ep_ops.backends.cute import history
+from ep_ops.backends.cute import history, watch
 from ep_ops.backends.cute.failures import Failures
 
 
@@ -105,6 +105,31 @@ def test_a_failure_is_told_though_notes_cannot_be_read() -> None:
 
     made.last_operations = lost
     assert made._failed() == first
+
+
+def test_a_rank_that_waits_in_another_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that call the operators of two communicators in different orders wait for each other: both are named."""
+    made: list[Any] = [object.__new__(Failures) for _ in range(3)]
+    for one, name, members in zip(made, "abc", ([4, 6], [6, 5, 4], [5]), strict=True):
+        one._config, one.members = SimpleNamespace(name=name, timeout=8.0), members
+        one.last_operations = lambda rank: []
+    one, other, _ = made
+    one.report = SimpleNamespace(failed=lambda: "waited", concerned=lambda: (0, 1), timed_out=lambda: False)
+    monkeypatch.setattr(watch, "_watched", set(made))
+    second, asked = 10**9, []
+
+    def noted_there(met: int) -> Any:
+        def read(rank: int) -> Any:
+            asked.append(rank)
+            return history.operations(noted((5, "combine", 20 * second, met, 0))) if rank == 0 else []
+
+        return read
+
+    line = "\nrank 1 has waited in communicator 'b', operation 5 ep::combine: all must call the operators"
+    for met, said in ((0, True), (27 * second, True), (21 * second, False)):
+        other.last_operations = noted_there(met)
+        assert (line in one._failed()) == said and one._failed().count("'b'") == said, met
+    assert set(asked) == {0, 2}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cute_kernels import marks
@@ -96,6 +97,7 @@ class CuteBackend:
         self._beside = ThroughputPath(self._side_launcher, outputs, self.budget, traffic, self._flights.side)
         self._order = Order(config.name)
         failures.turns = self._turns
+        failures.members = (0,) if member.group is None else dist.get_process_group_ranks(member.group)
         failures.watch(functools.partial(raise_alarm, self._launcher))
 
     # ------------------------------------------------------------------ operators

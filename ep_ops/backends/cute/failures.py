@@ -41,6 +41,8 @@ def pack_reason(reason: str, turns: int = 0) -> bytes:
 class Failures:
     """What has gone wrong in one communicator. Reads of symmetric memory do not wait for what runs on the device."""
 
+    members: Sequence[int] = ()
+    """The global rank of each rank of the communicator."""
     broken: str | None = None
     """Why this rank's host has given the communicator up (:meth:`give_up`)."""
     turns: Callable[[str, int], int] | None = None
@@ -197,6 +199,23 @@ class Failures:
         for rank in ranks:
             with contextlib.suppress(RuntimeError):  # or that rank's memory is not mapped
                 lines += f"\n{history.told(rank, self.last_operations(rank))}"
+            lines += self._elsewhere(rank)
+        return lines
+
+    def _elsewhere(self, rank: int) -> str:
+        """A line for each other communicator of this process in which that rank has waited long, or still does."""
+        lines = ""
+        for other in watch.watched():
+            if other is self or not isinstance(other, Failures) or self.members[rank] not in other.members:
+                continue
+            with contextlib.suppress(RuntimeError):
+                for noted in other.last_operations(other.members.index(self.members[rank]))[: history.TOLD]:
+                    if noted.met is None or noted.met - noted.begun > self._config.timeout / 2:
+                        lines += (
+                            f"\nrank {rank} has waited in communicator {other._config.name!r}, operation {noted.number}"
+                            f" ep::{noted.kind}: all must call the operators of several communicators in one order"
+                        )
+                        break
         return lines
 
     def _reason(self, peer: int, epoch: int) -> tuple[str, int]:

@@ -43,6 +43,12 @@ def watch(backend: Watched) -> None:
             _thread.start()
 
 
+def watched() -> list[Watched]:
+    """Those that are looked at now."""
+    with _lock:
+        return list(_watched)
+
+
 def unwatch(backend: Watched) -> None:
     with _lock:
         _watched.discard(backend)

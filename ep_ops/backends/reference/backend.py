@@ -35,7 +35,7 @@ class ReferenceBackend:
         self.name_of_communicator, self.strict = member.name, member.strict
         self.rows_dtype, self.hidden_size, self.symmetric_rows = member.dtype, member.hidden_size, member.symmetric_rows
         self.budget = Budget(1, 2)  # checked, and used by nothing
-        self._meeting = Meeting(self.rows)
+        self._meeting = Meeting(self.rows, member.name, member.number)
         self._order = split.Order(member.name)
         self._in_start = False  # whether an operation runs as part of its start
         self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> what its wait is to return

@@ -25,7 +25,9 @@ class Meeting:
     met = True
     """Whether the operation that runs now, or that ran last, has met the other ranks; its beginning clears it."""
 
-    def __init__(self, rows: Transfer) -> None:
+    def __init__(self, rows: Transfer, name: str, number: int) -> None:
+        """``name``, ``number``: of the communicator."""
+        self._name, self._number = name, number
         self._rows, self._exchange = rows, rows.exchange
         self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
 
@@ -65,16 +67,23 @@ class Meeting:
 
     def gather(self, operator: str, problem: str | None, told: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
         """``told`` of all ranks [W, at least len(told)], and the refusals of those that have a problem."""
-        message = [OPERATORS.index(operator), int(problem is not None), *told]
-        message += [0] * (8 + 2 * self._world_size - len(message))  # one length for all operators
+        message = [OPERATORS.index(operator), int(problem is not None), self._number, *told]
+        message += [0] * (9 + 2 * self._world_size - len(message))  # one length for all operators
         self.met = True
         gathered = self._exchange.all_gather(torch.tensor(message, device="cpu")).cpu()
+        if len(set(gathered[:, 2].tolist())) > 1:
+            names = self._exchange.all_gather_text(self._name)
+            called = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
+            raise RuntimeError(
+                f"ranks call operators of different communicators at the same time ({called}); all ranks must call"
+                " those of several communicators in one order"
+            )
         operators = gathered[:, 0].tolist()
         if len(set(operators)) > 1:
             running = ", ".join(f"rank {rank}: {OPERATORS[index]}" for rank, index in enumerate(operators))
             raise RuntimeError(f"ranks run different operators at the same time ({running})")
         refusing = gathered[:, 1].nonzero().flatten().tolist()
         if not refusing:
-            return gathered[:, 2:], []
+            return gathered[:, 3:], []
         reasons = self._exchange.all_gather_text(problem or "")
-        return gathered[:, 2:], [f"refused by rank {rank}: {reasons[rank]}" for rank in refusing]
+        return gathered[:, 3:], [f"refused by rank {rank}: {reasons[rank]}" for rank in refusing]
