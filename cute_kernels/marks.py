@@ -11,12 +11,13 @@ from .formats import FORMATS
 
 KINDS = (
     "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered", "refused", "dispatch_tokens", "dispatch_tokens_dynamic", "dispatch_tokens_planned",
-    "dispatch_tokens_backward",
+    "combine_gathered", "refused",
 )  # fmt: skip
-"""Kinds of operation; terms carry the index. `refused` is what a rank does instead of an operation that it refuses; its
-terms carry that rank where others have `max_tokens`, and above it, of an operator that takes several operations, which
-of them it is."""
+"""Kinds of operation; terms carry the index, and behind these the index in `OF_TOKENS`. `refused` is what a rank does
+instead of an operation that it refuses; its terms carry that rank where others have `max_tokens`, and above it, of an
+operator that takes several operations, which of them it is."""
+OF_TOKENS = ("dispatch", "plan", "dispatch_planned", "dispatch_backward")
+"""Kinds that have a number of their own for token-major rows."""
 
 SHIFT = 27
 """The lowest bit of the epoch in a mark: how many bits the terms have."""
@@ -32,7 +33,8 @@ MOST_TOKENS = 1 << SHIFT - TOKENS
 """What `max_tokens` counts modulo."""
 RANK_BITS = 10
 """Bits of a rank, wherever it is told."""
-_INDEX = {name: index for index, name in enumerate(KINDS)}
+_NUMBERED = [*((kind, False) for kind in KINDS), *((kind, True) for kind in OF_TOKENS)]
+_INDEX = {kind: index for index, kind in enumerate(_NUMBERED)}
 
 
 def same_operation(word: Any, mark: Any) -> Any:
@@ -57,7 +59,8 @@ def kind_in(mark: Any) -> Any:
 
 class Terms(NamedTuple):
     """What the ranks must agree on. `scalars`: weights, or gradients of weights, travel. `rows`: rows travel.
-    `latency`: the latency kernels do it. `max_tokens` counts modulo 2**17. `format`: what rows travel as."""
+    `latency`: the latency kernels do it. `max_tokens` counts modulo 2**17. `format`: what rows travel as.
+    `token_major`: rows are, and the kind is one of `OF_TOKENS`."""
 
     kind: str
     scalars: bool
@@ -65,14 +68,16 @@ class Terms(NamedTuple):
     latency: bool
     max_tokens: int
     format: str = ""
+    token_major: bool = False
 
 
 def pack(
-    kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, latency: bool = False, format: str = ""
-) -> int:
+    kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, latency: bool = False, format: str = "",
+    token_major: bool = False,
+) -> int:  # fmt: skip
     """Terms as the kernels take them."""
     flags = scalars << 4 | rows << 5 | latency << 6 | FORMATS.index(format) << FORMAT
-    return _INDEX[kind] | flags | max_tokens % MOST_TOKENS << TOKENS
+    return _INDEX[kind, token_major] | flags | max_tokens % MOST_TOKENS << TOKENS
 
 
 def pack_refusal(rank: int, turn: int = 0) -> int:
@@ -90,9 +95,10 @@ def unpack(mark: int) -> tuple[int, Terms]:
     carries a number in the place of terms, counts as none."""
     mark &= (1 << GIVEN_UP) - 1
     scalars, rows, latency = (bool(mark >> i & 1) for i in (4, 5, 6))
-    kind, form = kind_in(mark), mark >> FORMAT & 7
-    kind, form = kind if kind < len(KINDS) else 0, form if form < len(FORMATS) else 0
-    return mark >> SHIFT, Terms(KINDS[kind], scalars, rows, latency, mark >> TOKENS & MOST_TOKENS - 1, FORMATS[form])
+    number, form = kind_in(mark), mark >> FORMAT & 7
+    kind, token_major = _NUMBERED[number if number < len(_NUMBERED) else 0]
+    format, max_tokens = FORMATS[form if form < len(FORMATS) else 0], mark >> TOKENS & MOST_TOKENS - 1
+    return mark >> SHIFT, Terms(kind, scalars, rows, latency, max_tokens, format, token_major)
 
 
 class Alarm(NamedTuple):

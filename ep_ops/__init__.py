@@ -12,10 +12,10 @@ from . import operators  # noqa: F401  registers torch.ops.ep.*
 from .communicator import Communicator
 from .config import Config
 from .memory import memory_plan
-from .records import Dispatched, DispatchedTokens, Route
+from .records import Dispatched, Route
 from .version import __version__
 
-__all__ = ["Communicator", "Config", "Dispatched", "DispatchedTokens", "Route", "__version__", "memory_plan"]
+__all__ = ["Communicator", "Config", "Dispatched", "Route", "__version__", "memory_plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ looked at here: that would wait for the device.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NoReturn
 
 import torch
@@ -18,60 +19,53 @@ from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, Format, f
 from .arrivals import rows_of, size
 from .config import Member
 from .formats.quantise import refuse_hidden
-from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT
+from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR, Sizes
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
 WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
 _MOST_HIDDEN = 2**16  # of rows in a format on GPUs: a pulling block's ring holds whole ones
 _AS_PLANNED = "as many rows as arrivals was planned for"
+_EXACT = ", ".join(repr(layout) for layout in ROW_LAYOUTS if layout != PADDED)
 _FLIGHTS = range(FLIGHTS)
+_sizes = operator.attrgetter(*Sizes._fields, "num_local_experts", "world_size")
 _MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones come in every step
 
 
 def plan(m: Member, a: Any) -> None:
     """Refuse what ep::plan cannot take."""
-    _plan(m, a, a[1:7])
-
-
-def _plan(m: Member, a: Any, ints: tuple[int, ...]) -> None:
-    """``ints``: capacity to world_size."""
-    if ints not in m.accepted:
+    sizes = _sizes(a)
+    if sizes not in m.accepted:
         _same_sizes(m, a.num_local_experts, a.world_size)
+        _layout(a.layout, a.alignment, a.slots)
         _rows_asked(m, a.capacity, a.alignment, a.slots)
         _bound(m, a.max_tokens)
         if len(m.accepted) >= _MOST_ACCEPTED:
             m.accepted.clear()
-        m.accepted.add(ints)
+        m.accepted.add(sizes)
     _tokens(m, a.topk_idx, a.max_tokens)
 
 
 def dispatch(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch cannot take."""
-    _plan(m, a, a[3:9])
+    plan(m, a)
     _of_tokens(m, a)
 
 
 def dispatch_start(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_start cannot take."""
+    """Refuse what start or wait of ep::dispatch cannot take."""
     if a.flight not in _FLIGHTS:
         _flight(a)
-    _plan(m, a, a[3:9])
-    _of_tokens(m, a)
-
-
-def dispatch_wait(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_wait cannot take."""
-    if a.flight not in _FLIGHTS:
-        _flight(a)
-    _plan(m, a, a[4:10])
+    plan(m, a)
     _of_tokens(m, a)
 
 
 def dispatch_dynamic(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_dynamic cannot take."""
     _same_sizes(m, a.num_local_experts, a.world_size)
-    _alignment(a.alignment)
+    if a.layout == PADDED:
+        raise ValueError(f"layout is {PADDED!r}, whose rows are slots; allowed with exact sizes: {_EXACT}")
+    _layout(a.layout, a.alignment, 0)
     _bound(m, a.max_tokens)
     _tokens(m, a.topk_idx, a.max_tokens)
     _of_tokens(m, a)
@@ -80,44 +74,11 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
 def dispatch_planned(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_planned cannot take."""
     _num_rows(a.num_rows, _route(m, a))
+    _layout(a.layout, a.alignment, a.slots)
     if a.slots and a.num_rows != m.num_local_experts * a.slots:
         experts = f"num_local_experts {m.num_local_experts}"
-        raise ValueError(f"slots is {a.slots}; allowed: 0 (flat layout) or num_rows {a.num_rows} / {experts}")
+        raise ValueError(f"slots is {a.slots}; allowed: num_rows {a.num_rows} / {experts}")
     _of_tokens(m, a)
-
-
-def dispatch_tokens(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_tokens cannot take."""
-    _capacity(a.capacity)
-    dispatch_tokens_dynamic(m, a)
-
-
-def dispatch_tokens_start(m: Member, a: Any) -> None:
-    """Refuse what start or wait of ep::dispatch_tokens cannot take."""
-    if a.flight not in _FLIGHTS:
-        _flight(a)
-    dispatch_tokens(m, a)
-
-
-def dispatch_tokens_dynamic(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_tokens_dynamic cannot take."""
-    _scales_of_copies(a)
-    _same_sizes(m, a.num_local_experts, a.world_size)
-    _bound(m, a.max_tokens)
-    _tokens(m, a.topk_idx, a.max_tokens)
-    _of_tokens(m, a)
-
-
-def dispatch_tokens_planned(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_tokens_planned cannot take."""
-    _scales_of_copies(a)
-    _num_rows(a.num_rows, _route(m, a))
-    _of_tokens(m, a)
-
-
-def dispatch_tokens_backward(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_tokens_backward cannot take."""
-    _gradients(m, a, _route(m, a), (m.top_k,))
 
 
 def combine(m: Member, a: Any) -> None:
@@ -151,11 +112,10 @@ def combine_gathered(m: Member, a: Any) -> None:
 
 def dispatch_backward(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_backward cannot take."""
-    _gradients(m, a, _route(m, a), ())
-
-
-def _gradients(m: Member, a: Any, rows: int, per_row: tuple[int, ...]) -> None:
-    """``per_row``: the shape of what each row has of grad_recv_weights."""
+    rows = _route(m, a)
+    if a.layout not in ROW_LAYOUTS:
+        _no_layout(a.layout)
+    per_row = (m.top_k,) if a.layout == TOKEN_MAJOR else ()
     if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if a.grad_recv_x is not None:
@@ -179,12 +139,6 @@ def dispatch_backward_start(m: Member, a: Any) -> None:
     """Refuse what ep::dispatch_backward_start cannot take."""
     _flight(a)
     dispatch_backward(m, a)
-
-
-def dispatch_tokens_backward_start(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_tokens_backward_start cannot take."""
-    _flight(a)
-    dispatch_tokens_backward(m, a)
 
 
 def combine_backward_start(m: Member, a: Any) -> None:
@@ -233,16 +187,29 @@ def _num_rows(num_rows: int, planned: int) -> None:
         raise ValueError(f"num_rows is {num_rows}; allowed: {planned} ({_AS_PLANNED})")
 
 
-def _capacity(capacity: int) -> None:
-    if not 0 <= capacity < INT32_LIMIT:
-        raise ValueError(f"capacity is {capacity}; allowed: 0..2**31 - 1")
+def _layout(layout: str, alignment: int, slots: int) -> None:
+    """Refuse what does not go with the layout of rows."""
+    if layout not in ROW_LAYOUTS:
+        _no_layout(layout)
+    _alignment(alignment)
+    if layout == TOKEN_MAJOR and alignment != 1:
+        raise ValueError(f"alignment is {alignment}; allowed with layout {TOKEN_MAJOR!r}: 1 (it has no segments)")
+    if layout != PADDED:
+        if slots:
+            raise ValueError(f"slots is {slots} and layout {layout!r}; slots are for layout {PADDED!r}")
+    elif slots <= 0 or slots % alignment:
+        raise ValueError(
+            f"slots is {slots} and layout {PADDED!r}; allowed: positive multiples of alignment {alignment}"
+        )
+
+
+def _no_layout(layout: str) -> NoReturn:
+    raise ValueError(f"layout is {layout!r}; allowed: {', '.join(map(repr, ROW_LAYOUTS))}")
 
 
 def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None:
-    _alignment(alignment)
-    _capacity(capacity)
-    if slots < 0 or slots % alignment:
-        raise ValueError(f"slots is {slots}; allowed: 0 (flat layout) or a positive multiple of alignment {alignment}")
+    if not 0 <= capacity < INT32_LIMIT:
+        raise ValueError(f"capacity is {capacity}; allowed: 0..2**31 - 1")
     if capacity % alignment:
         raise ValueError(f"capacity is {capacity}; it must be a multiple of alignment {alignment}")
     if slots:
@@ -278,6 +245,8 @@ def _of_tokens(comm: Member, a: Any) -> None:
     """x and topk_weights: one row for each token."""
     shape = a.topk_idx.shape
     if a.format or a.scales is not None or a.scales_as:
+        if a.layout == TOKEN_MAJOR:
+            _scales_of_copies(a)
         _delivery(comm, a)
     else:
         _rows(comm, "x", a.x, shape[0], "rows as topk_idx has")

@@ -29,12 +29,11 @@ from .memory import MemoryPlan, plan_of
 from .methods import Methods
 from .overflow import Overflow
 from .records import Operation
-from .token_major import TokenMajor
 
 _shared: dict[tuple[Any, ...], Communicator] = {}
 
 
-class Communicator(Methods, TokenMajor):
+class Communicator(Methods):
     """Expert-parallel dispatch and combine over the ranks of one process group.
 
     A communicator holds the configuration, the symmetric memory and the kernels that its operators use. It lives until

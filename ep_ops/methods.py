@@ -1,22 +1,53 @@
-"""What a communicator sends and brings home: a method for each operator, which takes tensors as models have them, fills
-in the sizes, and hands out records."""
+"""Methods of :class:`ep_ops.Communicator`, one for each operator. They take tensors as models have them, fill in sizes,
+and return records."""
 
 from __future__ import annotations
 
-from typing import Any, overload
+import warnings
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import inputs
-from .calls import Caller, default_rows, scales_of
+from . import formats, inputs
+from .backends.base import Backend
 from .config import worst_case_rows
-from .operators.eager import call, no_route, refuse
-from .records import Dispatched, Route, Sizes, StartedCombine, StartedDispatch
+from .group.survivors import ExpertIds
+from .operators.eager import call
+from .operators.rejection import reject
+from .overflow import Overflow
+from .records import (
+    GROUPED,
+    PADDED,
+    TOKEN_MAJOR,
+    UNBOUNDED,
+    Delivery,
+    Dispatched,
+    Route,
+    Sizes,
+    StartedCombine,
+    StartedDispatch,
+    no_route,
+)
 
 
-class Methods(Caller):
-    """Of :class:`ep_ops.Communicator`."""
+class Methods:
+    """The operators of a :class:`ep_ops.Communicator`, which sets these attributes."""
+
+    name: str
+    world_size: int
+    num_local_experts: int
+    hidden_size: int
+    top_k: int
+    max_tokens_per_rank: int
+    alignment: int
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    backend: Backend
+    expert_ids: ExpertIds | None
+    place: tuple[int, int, str]  # arguments of operators that plan: num_local_experts, world_size, name
+    warned_rows: float  # a default capacity of more rows warns
+    overflowed: Overflow | None
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
         """Rows that hold whatever ``max_tokens`` tokens per rank may route here without a drop.
@@ -31,146 +62,133 @@ class Methods(Caller):
         self,
         topk_idx: Tensor,
         *,
+        layout: str = GROUPED,
         capacity: int | None = None,
         slots: int = 0,
         max_tokens: int | None = None,
         alignment: int | None = None,
     ) -> tuple[Route, Tensor]:
-        """The route of ``topk_idx`` (int32 [T, K], -1 none), and ``dropped`` (int32 [El]).
+        """Plan where the rows of ``topk_idx`` (int32 [T, K], -1 none) go, and move nothing.
 
-        Args:
-            capacity: rows of the receive buffer, a multiple of ``alignment``; default: :meth:`capacity` of
-                ``max_tokens``, or ``El * slots``.
-            slots: 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout).
-            max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
-            alignment: segments are padded to a multiple of it; default: the communicator's.
+        Arguments are those of :meth:`dispatch`.
+
+        Returns:
+            The route, for :meth:`dispatch_planned` and :meth:`combine`, and ``dropped`` (int32 [El]).
         """
-        sizes = self._sizes("plan", capacity, slots, max_tokens, alignment)
-        if topk_idx is None:  # of an operator without any tensor torch knows no kernel
-            refuse("plan", self.backend, "topk_idx is None; allowed: a tensor", max_tokens=sizes[-1])
+        rows, align, slots, tokens, layout = self._sizes("plan", layout, capacity, slots, max_tokens, alignment)
+        if topk_idx is None:  # without a tensor PyTorch does not know which kernel to call
+            self._reject("plan", "topk_idx is None; allowed: a tensor", max_tokens=tokens)
         topk_idx, batch = inputs.to_plan(self, topk_idx)
-        send_rows, arrivals, offs, counts, dropped = call("plan", topk_idx, *sizes, *self.place)
+        placed = call("plan", topk_idx, rows, align, slots, tokens, *self.place, layout)
+        send_rows, arrivals, offs, counts, dropped, recv_idx = placed
         if self.overflowed is not None:
             self.overflowed.add(dropped)
-        rows, alignment, _, tokens = sizes
-        return Route(topk_idx, send_rows, arrivals, offs, counts, alignment, rows, tokens, batch, slots), dropped
+        local_idx = recv_idx if layout == TOKEN_MAJOR else None
+        along = topk_idx, send_rows, arrivals, offs, counts
+        return Route(*along, align, rows, tokens, batch, slots, layout, dropped, local_idx), dropped
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        *,
-        capacity: int | None = None,
-        slots: int = 0,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-        scales: Tensor | None = None,
-        format: str = "",
-        scales_as: str = "",
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *, layout: str = GROUPED,
+        capacity: int | None = None, slots: int = 0, exact: bool = False, max_tokens: int | None = None,
+        alignment: int | None = None, scales: Tensor | None = None, format: str = "", scales_as: str = "",
         zeros: bool | None = None,
-    ) -> Dispatched:
-        """Send every row of ``x`` [T, H] (and its weights, [T, K]) to the experts that ``topk_idx`` names.
+    ) -> Dispatched:  # fmt: skip
+        """Send each token to the ranks that hold its experts and return the rows that arrive at this rank.
 
-        Weights are float32, float64 where the rows are; those of a narrower dtype are widened, ids may be int64, and T
-        may be several dimensions ([B, S, H] with [B, S, K]), which a combine gives back. Under ``torch.autocast`` rows
-        are brought to the communicator's dtype. The operators themselves take [T, H], int32 and the dtypes named alone.
+        Collective: every rank calls it, in the same order and with the same ``max_tokens``. T may differ between ranks
+        and may be 0. Does not synchronize the host on the cute backend, unless ``exact``. Differentiable.
 
-        ``capacity`` ... ``alignment`` as for :meth:`plan`. Does not touch the host on the cute backend. Differentiable.
+        Args:
+            x: tokens, [T, H] or [..., H], in the communicator's dtype, to which ``torch.autocast`` casts them.
+            topk_idx: global expert ids, int32 or int64 [T, K] or [..., K]; -1 means no expert.
+            topk_weights: routing weights [T, K], float32 (float64 with float64 rows); narrower dtypes are widened. If
+                None, rows carry no weights.
+            layout: order of the received rows. "grouped": contiguous segments by local expert, each padded to
+                ``alignment``. "padded": ``slots`` rows for each local expert. "token_major": one row for each (token,
+                rank), in the order of (source rank, token), with local expert ids and weights [R, K] beside it, for
+                GEMMs that gather (docs/token-major.md).
+            capacity: rows R of the receive buffer, a multiple of ``alignment``. Rows that do not fit are dropped and
+                counted in ``Dispatched.dropped``. Defaults to the worst case: :meth:`capacity` of ``max_tokens``, or
+                ``world_size * max_tokens`` token-major rows. Not with ``slots``.
+            slots: rows of each local expert, a multiple of ``alignment``; with layout "padded" only, which needs it.
+            exact: receive into exactly as many rows as arrive; waits for the device once. Not with ``capacity`` or
+                layout "padded".
+            max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
+            alignment: segments are padded to a multiple of it; default: the communicator's. Token-major rows have none.
+            scales: scales of an x that is quantised already (docs/formats.md).
+            format: what rows arrive as, such as "e4m3/128/pow2"; empty: as x is.
+            scales_as: layout of the scales of received rows; empty: the format's first.
+            zeros: whether padding rows hold zeros, else they are undefined. None: where gradients are on, since
+                backward may read them.
 
-        ``format``: what rows arrive as, such as "e4m3/128/pow2" (empty: as x is); ``scales_as``: how the scales of
-        received rows lie; ``scales``: those of an x that is quantised already; ``zeros``: whether padding rows hold
-        zeros (by default where gradients are on, which may read them), else they are undefined. docs/formats.md has
-        them all.
+        Returns:
+            Received rows, their weights, the route for :meth:`combine`, and drop counts.
 
-        Here and elsewhere TypeError for a wrong dtype, ValueError for a wrong shape, device or value, for a tensor that
-        is not contiguous, and for rows that do not begin at a multiple of 16 bytes.
+        Raises:
+            TypeError: a tensor has the wrong dtype.
+            ValueError: an argument has the wrong shape, device or value, or a tensor is not contiguous or does not
+                begin at a multiple of 16 bytes. The other ranks raise the same reason.
+            RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
         """
-        sizes = self._sizes("dispatch", capacity, slots, max_tokens, alignment)
+        operator = "dispatch_dynamic" if exact else "dispatch"
+        sizes = self._sizes(operator, layout, capacity, slots, max_tokens, alignment, exact)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
-        out = call("dispatch", x, topk_weights, topk_idx, *sizes, *self.place, *delivery)
-        if self.overflowed is not None:
-            self.overflowed.add(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, slots), delivery)
-
-    def dispatch_dynamic(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        *,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-        scales: Tensor | None = None,
-        format: str = "",
-        scales_as: str = "",
-        zeros: bool | None = None,
-    ) -> Dispatched:
-        """:meth:`dispatch` into exactly as many rows as are needed; waits for the device once."""
-        tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
-        align = self.alignment if alignment is None else alignment
-        x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
-        if scales is not None:
-            scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
-        out = call("dispatch_dynamic", x, topk_weights, topk_idx, align, tokens, *self.place, *delivery)
-        return _dispatched(out, topk_idx, topk_weights, (align, out[0].shape[0], tokens, batch), delivery)
-
-    @overload
-    def dispatch_planned(
-        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, zeros: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    @overload
-    def dispatch_planned(
-        self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None, format: str,
-        scales_as: str = "", zeros: bool | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...  # fmt: skip
+        given = x, topk_weights, topk_idx
+        how = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
+        rows, align, slots, tokens, layout = sizes
+        if exact:
+            out = call(operator, *given, align, tokens, *self.place, layout, *how)
+            return self._dispatched(out, *given, (out[0].shape[0], align, 0, tokens, layout), batch, format, scales_as)
+        out = call(operator, *given, rows, align, slots, tokens, *self.place, layout, *how)
+        return self._dispatched(out, *given, sizes, batch, format, scales_as)
 
     def dispatch_planned(
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
         format: str = "", scales_as: str = "", zeros: bool | None = None,
-    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Send ``x`` along a known route, into as many rows as it was planned with: rows, and their weights if given;
-        with a ``format`` their scales too, None where it has none (see :meth:`dispatch`).
+    ) -> Dispatched:  # fmt: skip
+        """Send ``x`` along a known route, into the rows that it was planned with. Differentiable.
 
-        Differentiable. (Of a token-major route :meth:`dispatch_tokens_planned` takes weights, this one x alone.)
+        Arguments and result are those of :meth:`dispatch`; ``dropped`` is what the plan of the route has dropped.
         """
         if not isinstance(route, Route):
-            self._refuse_route("dispatch_planned", route)
-        if route.token_major:
-            self._refuse_weights("dispatch_planned", topk_weights, route)
-        args = (*route[:5], route.num_rows, route.alignment, route.max_tokens, self.name)
+            self._reject("dispatch_planned", no_route(route))
         x, topk_weights = inputs.with_weights(self, x, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, route.batch)
-        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros, route.slots
-        rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *args, *delivery)
+        tensors = route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts
+        along = *tensors, route.num_rows, route.alignment, route.max_tokens, self.name, route.layout, route.slots
+        how = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
+        rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *along, *how)
         weights = None if topk_weights is None else weights
-        return (rows, weights, scales_of(rows, recv_scales, route, format, scales_as)) if format else (rows, weights)
+        received = _scales_of(rows, recv_scales, route, format, scales_as) if format else None
+        dropped = torch.zeros_like(route.counts) if route.dropped is None else route.dropped
+        return Dispatched(rows, weights, route, dropped, received, route.local_idx)
 
     def combine(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
         grad_format: str = "",
     ) -> Tensor:  # fmt: skip
-        """Bring the rows ``y`` [R, H] home and add them, times ``weights`` [R] if given: [T, H]. Differentiable.
+        """Return the rows ``y`` [R, H] to their tokens and add them up, times ``weights`` [R] if given. Differentiable.
 
-        ``residual`` [T, H], given on all ranks or on none, is added before the sum is rounded.
+        Args:
+            y: outputs of the experts, in the rows of a dispatch along ``route``.
+            route: from a dispatch or :meth:`plan`.
+            weights: weights of the rows. Token-major rows take none: apply them before, by ``ep_ops.nn.reduce_rows``.
+            residual: [T, H], given on all ranks or on none; added before the sum is rounded.
+            grad_format: a format that begins with ``wire:``, the same on all ranks, in which backward sends the
+                gradient to the rows; empty: as it is. docs/formats.md says how accurate that is.
 
-        ``grad_format``: a format that begins with ``wire:``, the same on all ranks, in which backward sends the
-        gradient to the rows; empty: as it is. docs/formats.md says how accurate that is.
+        Returns:
+            [T, H], or [..., H] as the tokens had it.
         """
-        if not isinstance(route, Route):
-            self._refuse_route("combine", route)
-        if route.token_major:
-            self._refuse_weights("combine", weights, route)
+        if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
+            self._reject_rows("combine", route)
         y, weights = inputs.with_weights(self, y, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
-        return _home(call("combine", y, weights, *route[:6], route.max_tokens, self.name, residual, grad_format), route)
+        return _home(call("combine", y, weights, *self._along(route), residual, grad_format), route)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
@@ -184,8 +202,8 @@ class Methods(Caller):
         (docs/throughput.md). ValueError for more rows than ``symmetric_rows``.
         """
         if not isinstance(route, Route):
-            self._refuse_route("combine_gathered", route)
-        return _home(call("combine_gathered", y, *route[:6], route.max_tokens, self.name), route)
+            self._reject_rows("combine_gathered", route)
+        return _home(call("combine_gathered", y, *self._along(route)), route)
 
     def dispatch_start(
         self,
@@ -193,6 +211,7 @@ class Methods(Caller):
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,
         *,
+        layout: str = GROUPED,
         capacity: int | None = None,
         slots: int = 0,
         max_tokens: int | None = None,
@@ -203,86 +222,141 @@ class Methods(Caller):
         zeros: bool | None = None,
         flight: int = 0,
     ) -> StartedDispatch:
-        """Begins :meth:`dispatch` beside the current stream: what comes before :meth:`dispatch_wait` overlaps with it.
+        """Start :meth:`dispatch` concurrently with the current stream; what comes before :meth:`dispatch_wait` overlaps
+        with it.
 
         ``flight`` (0 or 1): which of the operations it is that may be under way at once; two micro-batches take one
         each. Until everything has been waited for, nothing but starts and waits of this communicator may be called,
         starts in the same order on all ranks. In backward the gradient of the wait starts and that of the start waits,
         in the same flight. The tensors that are given must stay as they are until the wait. docs/overlap.md.
         """
-        sizes = self._sizes("dispatch_start", capacity, slots, max_tokens, alignment)
+        sizes = self._sizes("dispatch_start", layout, capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        delivery = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
-        ticket = call("dispatch_start", x, topk_weights, topk_idx, *sizes, *self.place, *delivery, flight)
-        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, delivery, flight)
+        how = Delivery(scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros)
+        rows, align, slots, tokens, layout = sizes
+        along = rows, align, slots, tokens, *self.place, layout
+        ticket = call("dispatch_start", x, topk_weights, topk_idx, *along, *how, flight)
+        return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, how, flight)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
-        """What :meth:`dispatch` returns. Differentiable."""
+        """Return what :meth:`dispatch` returns. Differentiable."""
         if not isinstance(started, StartedDispatch):
             raise TypeError(f"started is a {type(started).__name__}; allowed: what dispatch_start returned")
-        ticket, x, topk_weights, topk_idx, sizes, batch, delivery, flight = started
-        out = call("dispatch_wait", ticket, x, topk_weights, topk_idx, *sizes, *self.place, *delivery, flight)
-        if self.overflowed is not None:
-            self.overflowed.add(out[-1])
-        return _dispatched(out, topk_idx, topk_weights, (sizes[1], sizes[0], sizes[3], batch, sizes[2]), delivery)
+        ticket, x, topk_weights, topk_idx, sizes, batch, how, flight = started
+        given = x, topk_weights, topk_idx
+        rows, align, slots, tokens, layout = sizes
+        along = rows, align, slots, tokens, *self.place, layout
+        out = call("dispatch_wait", ticket, *given, *along, *how, flight)
+        return self._dispatched(out, *given, sizes, batch, how.format, how.scales_as)
 
     def combine_start(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, flight: int = 0
     ) -> StartedCombine:
-        """Begins :meth:`combine` beside the current stream; see :meth:`dispatch_start`."""
-        if not isinstance(route, Route):
-            self._refuse_route("combine_start", route, flight)
-        if route.token_major:
-            self._refuse_weights("combine_start", weights, route, flight)
+        """Start :meth:`combine` concurrently with the current stream; see :meth:`dispatch_start`."""
+        if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
+            self._reject_rows("combine_start", route, flight)
         y, weights = inputs.with_weights(self, y, weights)
-        ticket = call("combine_start", y, weights, *route[:6], route.max_tokens, self.name, flight)
+        ticket = call("combine_start", y, weights, *self._along(route), flight)
         return StartedCombine(ticket, y, weights, route, flight)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
-        """What :meth:`combine` returns. Differentiable."""
+        """Return what :meth:`combine` returns. Differentiable."""
         if not isinstance(started, StartedCombine):
             raise TypeError(f"started is a {type(started).__name__}; allowed: what combine_start returned")
         ticket, y, weights, route, flight = started
-        return _home(call("combine_wait", ticket, y, weights, *route[:6], route.max_tokens, self.name, flight), route)
+        return _home(call("combine_wait", ticket, y, weights, *self._along(route), flight), route)
 
-    def _refuse_weights(self, operator: str, weights: Tensor | None, route: Route, flight: int = 0) -> None:
-        """Of rows of a token-major route."""
-        if weights is not None:
-            refuse(
-                operator, self.backend,
-                "weights are given for the rows of a token-major route, which have one for each of their experts;"
-                " allowed: None (combines: weigh before, by ep_ops.nn.reduce_rows; dispatches:"
-                " dispatch_tokens_planned)",
-                flight, route.max_tokens,
-            )  # fmt: skip
+    # ------------------------------------------------------------------ arguments
+
+    def _along(self, route: Route) -> tuple[Any, ...]:
+        """Arguments of an operator that follows a known route."""
+        tensors = route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts
+        return *tensors, route.alignment, route.max_tokens, self.name
 
     def _sizes(
-        self, operator: str, capacity: int | None, slots: int, max_tokens: int | None, alignment: int | None
-    ) -> tuple[int, int, int, int]:
+        self, operator: str, layout: str, capacity: int | None, slots: int, max_tokens: int | None,
+        alignment: int | None, exact: bool = False,
+    ) -> tuple[int, int, int, int, str]:  # fmt: skip
         """The fields of `Sizes`."""
-        align = self.alignment if alignment is None else alignment
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
+        align = alignment
+        if align is None:
+            align = 1 if layout == TOKEN_MAJOR else self.alignment
         if not (type(align) is type(tokens) is type(slots) is int and (capacity is None or type(capacity) is int)):
-            self._refuse_sizes(operator, capacity=capacity, slots=slots, max_tokens=tokens, alignment=align)
-        if capacity is None:  # an alignment below 1 is for the operator to refuse
+            self._reject_sizes(operator, capacity=capacity, slots=slots, max_tokens=tokens, alignment=align)
+        if exact:
+            if capacity is not None or slots or layout == PADDED:
+                reason = (
+                    f"exact is True, with layout {layout!r}, capacity {capacity} and slots {slots}; allowed: layout"
+                    f" {GROUPED!r} or {TOKEN_MAJOR!r}, without capacity and slots"
+                )
+                self._reject(operator, reason, max_tokens=tokens)
+            capacity = UNBOUNDED
+        elif capacity is not None:
             if slots:
-                capacity = self.num_local_experts * slots
-            else:
-                capacity = default_rows(self, self.capacity(tokens, max(align, 1)), tokens)
-        return capacity, align, slots, tokens
+                reason = f"capacity is {capacity} and slots is {slots}; allowed: one of the two"
+                self._reject(operator, reason, max_tokens=tokens)
+        elif layout == PADDED:
+            capacity = self.num_local_experts * slots
+        elif layout == TOKEN_MAJOR:
+            capacity = self._default_rows(self.world_size * tokens if self.num_local_experts else 0, tokens)
+        else:  # an alignment below 1 is for the operator to reject
+            capacity = self._default_rows(self.capacity(tokens, max(align, 1)), tokens)
+        return capacity, align, slots, tokens, layout
 
-    def _refuse_sizes(self, operator: str, **given: Any) -> None:
-        """What is no number, with which the call would fail before the operator can tell the others."""
+    def _default_rows(self, rows: int, tokens: int) -> int:
+        """Warn of a default capacity that is large. (Between this and the user stand two functions.)"""
+        if rows > self.warned_rows and not torch.compiler.is_compiling():
+            size = rows * self.hidden_size * self.dtype.itemsize / 2**30
+            text = (
+                f"communicator {self.name!r}: without capacity, rows that {tokens} tokens per rank may send here"
+                f" take {size:.1f} GiB in the worst case. Pass capacity (what does not fit is dropped and"
+                " counted) or exact=True, or make several calls of fewer tokens (max_tokens)."
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        return rows
+
+    # ------------------------------------------------------------------ rejections, on all ranks
+
+    def _reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> NoReturn:
+        reject(operator, self.backend, ValueError(reason), flight, max_tokens)
+
+    def _reject_sizes(self, operator: str, **given: Any) -> None:
+        """Reject what is not a number, for which the call would fail before the operator can tell the others."""
         tokens = given["max_tokens"]
         for name, value in given.items():
             if value is not None and not hasattr(value, "__index__"):
                 reason = f"{name} is {value!r}; it must be an int"
-                refuse(operator, self.backend, reason, max_tokens=tokens if name != "max_tokens" else 0)
+                self._reject(operator, reason, max_tokens=tokens if name != "max_tokens" else 0)
 
-    def _refuse_route(self, operator: str, route: Any, flight: int = 0) -> None:
-        refuse(operator, self.backend, no_route(route), flight)
+    def _reject_rows(self, operator: str, route: Any, flight: int = 0) -> None:
+        """Reject what a combine cannot follow, or else weights of token-major rows."""
+        if not isinstance(route, Route):
+            self._reject(operator, no_route(route), flight)
+        reason = (
+            "weights are given for token-major rows, which have one for each of their experts; allowed: None"
+            " (apply them before, by ep_ops.nn.reduce_rows)"
+        )
+        self._reject(operator, reason, flight, route.max_tokens)
+
+    # ------------------------------------------------------------------ results
+
+    def _dispatched(
+        self, out: Any, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor,
+        sizes: tuple[int, int, int, int, str], batch: tuple[int, ...] | None, format: str, scales_as: str,
+    ) -> Dispatched:  # fmt: skip
+        recv_x, recv_scales, weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
+        rows, align, slots, tokens, layout = sizes
+        if self.overflowed is not None:
+            self.overflowed.add(dropped)
+        local_idx = recv_idx if layout == TOKEN_MAJOR else None
+        along = topk_idx, send_rows, arrivals, offs, counts
+        route = Route(*along, align, rows, tokens, batch, slots, layout, dropped, local_idx)
+        weights = None if topk_weights is None else weights
+        scales = _scales_of(recv_x, recv_scales, route, format, scales_as) if format else None
+        return Dispatched(recv_x, weights, route, dropped, scales, local_idx)
 
 
 def _home(rows: Tensor, route: Route) -> Tensor:
@@ -290,12 +364,10 @@ def _home(rows: Tensor, route: Route) -> Tensor:
     return rows if route.batch is None else rows.view(*route.batch, rows.shape[-1])
 
 
-def _dispatched(
-    out: Any, topk_idx: Tensor, topk_weights: Tensor | None, rest: tuple[Any, ...], delivery: tuple[Any, ...]
-) -> Dispatched:
-    """``rest``: the last fields of `Route`; ``delivery``: those of `Delivery`."""
-    x, recv_scales, weights, send_rows, arrivals, offs, counts, dropped = out
-    route = Route(topk_idx, send_rows, arrivals, offs, counts, *rest)
-    weights = None if topk_weights is None else weights
-    scales = scales_of(x, recv_scales, route, *delivery[1:3]) if delivery[1] else None
-    return Dispatched(x, weights, route, dropped, scales)
+def _scales_of(rows: Tensor, recv_scales: Tensor, route: Route, format: str, scales_as: str) -> Tensor | None:
+    """Scales as consumers take them; None where rows have none."""
+    form = formats.format_of(format)
+    if form.wire:
+        return None
+    grid = formats.Grid(route.num_rows, route.slots, route.offs.shape[0], rows.shape[1])
+    return formats.view(recv_scales, formats.layout_of(form, scales_as), grid)

@@ -17,21 +17,29 @@ MAX_ALIGNMENT = 1024
 FLIGHTS = 2
 """How many split operations of a communicator may be under way at once: as many as staging has banks."""
 INT32_LIMIT = 2**31
-UNTOLD = INT32_LIMIT - 1
+UNKNOWN_ROW = INT32_LIMIT - 1
 """In ``send_rows``: there is a row, and which one it is at its rank is not known here."""
+
+
+ROW_LAYOUTS = GROUPED, PADDED, TOKEN_MAJOR = "grouped", "padded", "token_major"
+"""The order of received rows. Grouped: segments by local expert, one behind the other. Padded: [El, slots, H].
+Token-major: one row for each (token, rank)."""
+UNBOUNDED = -1
+"""In the place of a capacity: as many rows as are received."""
 
 
 class Sizes(NamedTuple):
     """How much room a plan has, and how it is laid out."""
 
     capacity: int  # rows of the receive buffer, a multiple of alignment
-    alignment: int  # segments of rows are padded to a multiple of it
-    slots: int  # 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout)
+    alignment: int  # segments of rows are padded to a multiple of it; token-major: 1
+    slots: int  # padded: rows of each local expert, a multiple of alignment; else 0
     max_tokens: int  # bound on T that all ranks share
+    layout: str = GROUPED  # one of ROW_LAYOUTS
 
 
 class Delivery(NamedTuple):
-    """How the rows of a dispatch arrive, where that is not as they were given (docs/formats.md)."""
+    """How the rows of a dispatch arrive (docs/formats.md)."""
 
     scales: Tensor | None = None  # of an x that is quantised already, [T, G], or [T] of whole rows
     format: str = ""  # what rows arrive as; empty: as they were given
@@ -39,17 +47,22 @@ class Delivery(NamedTuple):
     zeros: bool = True  # whether padding rows hold zeros; else they are undefined
 
 
-class NoScales(dict[torch.device, Tensor]):
-    """recv_scales where rows have none: float32 [0] on each device, which has no memory. The same one in every call: to
-    make one takes a decode step's time."""
+class NoElements(dict[torch.device, Tensor]):
+    """A tensor of no elements for each device: an output that was not asked for. All calls return the same one, because
+    making one takes a noticeable part of a decode step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def __missing__(self, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # else it could be used nowhere else
-            made = self[device] = torch.empty(0, dtype=torch.float32, device=device)
+            made = self[device] = torch.empty(0, dtype=self._dtype, device=device)
         return made
 
 
-NO_SCALES = NoScales()
+NO_SCALES = NoElements(torch.float32)
+NO_IDS = NoElements(torch.int32)
 
 
 class Placed(NamedTuple):
@@ -60,6 +73,31 @@ class Placed(NamedTuple):
     offs: Tensor  # [El] end of each local expert's segment, padded to the alignment
     counts: Tensor  # [El] kept rows of each local expert
     dropped: Tensor  # [El] rows routed here that did not fit
+    recv_idx: (
+        Tensor  # token-major: [R, K] the local expert of each (row, k), -1 where it is none of this rank's; else [0]
+    )
+
+
+class Received(NamedTuple):
+    """What a dispatch along a known route returns."""
+
+    recv_x: Tensor  # [R, H]
+    recv_scales: Tensor  # as the layout of scales has them; [0] where rows have none
+    recv_weights: Tensor  # [R], token-major [R, K]; [0] where no weights were given
+
+
+class DispatchTensors(NamedTuple):
+    """What the operators of a dispatch return: the fields of :class:`Received`, then those of :class:`Placed`."""
+
+    recv_x: Tensor
+    recv_scales: Tensor
+    recv_weights: Tensor
+    send_rows: Tensor
+    arrivals: Tensor
+    offs: Tensor
+    counts: Tensor
+    dropped: Tensor
+    recv_idx: Tensor
 
 
 class Route(NamedTuple):
@@ -74,8 +112,12 @@ class Route(NamedTuple):
     num_rows: int  # R: rows of the buffers that it fills, the capacity or what a dynamic dispatch needed
     max_tokens: int  # bound on T that all ranks shared
     batch: tuple[int, ...] | None = None  # what stands for T in the tensors of the model, where that is several numbers
-    slots: int = 0  # 0: segments follow each other; else rows that each local expert has ([El, slots, H] layout)
-    token_major: bool = False  # a row for each copy: send_rows at the first k that names a rank, alignment 1
+    slots: int = 0  # padded: rows of each local expert; else 0
+    layout: str = (
+        GROUPED  # of rows, one of ROW_LAYOUTS; token-major: send_rows at the first k that names a rank, alignment 1
+    )
+    dropped: Tensor | None = None  # [El] rows routed here that did not fit; None where an operator follows the route
+    local_idx: Tensor | None = None  # token-major: [R, K] the local expert of each (row, k), -1 where it is none here
 
     @property
     def ints(self) -> tuple[int, int]:
@@ -85,7 +127,7 @@ class Route(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Without the ints."""
-        return self[:5]
+        return self.topk_idx, self.send_rows, self.arrivals, self.offs, self.counts
 
     @property
     def copies(self) -> Tensor:
@@ -114,7 +156,7 @@ class Route(NamedTuple):
     @property
     def segments(self) -> Segments:
         """The rows of each local expert. ValueError for token-major rows, here and below."""
-        if self.token_major:
+        if self.layout == TOKEN_MAJOR:
             raise ValueError("token-major rows are not grouped by expert; take ep_ops.nn.expert_lists")
         return Segments(self.offs, self.counts, self.alignment)
 
@@ -134,22 +176,14 @@ class Route(NamedTuple):
 class Dispatched(NamedTuple):
     """What a dispatch brought here."""
 
-    x: Tensor  # [R, H] rows grouped by local expert; rows outside the segments are undefined
-    weights: Tensor | None  # [R] weight of each row; None if no weights were given
+    x: Tensor  # [R, H] rows in the layout that was asked for; those that hold nothing are undefined
+    weights: (
+        Tensor | None
+    )  # [R] weight of each row, token-major [R, K], 0 where local_idx is -1; None if none were given
     route: Route
-    dropped: Tensor  # int32 [El] rows routed here that did not fit
+    dropped: Tensor  # int32 [El] rows routed here that did not fit; token-major: (token, k) whose row did not fit
     scales: Tensor | None = None  # of quantised rows, in the layout that was asked for (docs/formats.md)
-
-
-class DispatchedTokens(NamedTuple):
-    """What a token-major dispatch brought here (docs/token-major.md)."""
-
-    x: Tensor  # [R, H] a row for each copy, in the order of (source rank, token); undefined behind the last
-    local_idx: Tensor  # int32 [R, K] the local expert of each (row, k), -1 where it is none of this rank's
-    weights: Tensor | None  # [R, K] its weight, 0 where local_idx is -1; None if no weights were given
-    route: Route
-    dropped: Tensor  # int32 [El] (token, k) routed here whose copy did not fit
-    scales: Tensor | None = None  # of quantised rows (docs/formats.md)
+    local_idx: Tensor | None = None  # int32 [R, K] local expert of each (row, k), -1 if none here; token-major only
 
 
 class StartedDispatch(NamedTuple):
@@ -161,7 +195,7 @@ class StartedDispatch(NamedTuple):
     topk_idx: Tensor
     sizes: Sizes
     batch: tuple[int, ...] | None = None  # see Route
-    delivery: tuple[Tensor | None, str, str, bool] = (None, "", "", True)  # see Delivery
+    delivery: Delivery = Delivery()
     flight: int = 0  # which of the communicator's operations that are under way
 
 
@@ -182,10 +216,16 @@ class Operation(NamedTuple):
     kind: str  # the operator
     scalars: bool  # weights, or gradients of weights, travelled
     rows: bool  # rows travelled
-    few: bool  # on latency kernels
+    latency: bool  # on latency kernels
     max_tokens: int  # modulo 2**17
     format: str  # what rows travelled as; empty: as they are
+    token_major: bool  # its rows are token-major (combines do not say)
     begun: float
     met: float | None  # when it had seen that all ranks have begun it; None: it has not
     waits: tuple[float, ...] = ()  # for each rank, the longest that a thread here waited for it in this operation
     unseen: tuple[int, ...] = ()  # of the last two operations: ranks that have not begun it, as far as is known here
+
+
+def no_route(given: object) -> str:
+    """Return the text of the error for something that stands in the place of a route."""
+    return f"route is a {type(given).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"

@@ -20,7 +20,7 @@ HIDDEN, TOKENS, EXPERTS, TOP_K = 64, 100, 8, 4
 # --8<-- [start:layer]
 def token_major(comm: ep_ops.Communicator, x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
     """x [T, H], expert ids and weights [T, K], w [local experts, H, H] -> [T, H]."""
-    sent = comm.dispatch_tokens(x, experts, weights)  # rows [R, H], local ids and weights [R, K]
+    sent = comm.dispatch(x, experts, weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
     y = gather_mm(sent.x, w, lists)  # ep_ops.integrations.quack has one that copies no row
     route = places_route(comm, sent.route, lists)  # of the rows of y, one for each (row, k)

@@ -16,7 +16,6 @@ from .split import (
     dispatch_backward_wait,
     dispatch_start,
 )
-from .tokens import dispatch_tokens, dispatch_tokens_dynamic, dispatch_tokens_planned
 
 __all__ = [
     "combine",
@@ -31,8 +30,5 @@ __all__ = [
     "dispatch_dynamic",
     "dispatch_planned",
     "dispatch_start",
-    "dispatch_tokens",
-    "dispatch_tokens_dynamic",
-    "dispatch_tokens_planned",
     "plan",
 ]

@@ -8,33 +8,32 @@ import torch
 from torch import Tensor
 
 from .formats import ELEMENT, Grid, format_of, layout_of, scales_shape
-from .plan import placed
+from .plan import TOKEN_MAJOR, placed
 from .rows import rows_like, scalars_like
 
-Arrived = tuple[Tensor, Tensor, Tensor]
-Dispatched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Received = tuple[Tensor, Tensor, Tensor]
 
 
-def dispatch(a: Any) -> Dispatched:
-    """-> recv_x [capacity, H], recv_scales or [0], recv_weights [capacity] or [0], then what plan returns"""
-    return *arrived(a, a.capacity, a.slots, a.num_local_experts), *placed(a, a.capacity)
+def dispatch(a: Any) -> tuple[Tensor, ...]:
+    """-> recv_x [capacity, H], recv_scales or [0], recv_weights [capacity] ([capacity, K] token-major) or [0], then
+    what plan returns"""
+    return *received(a, a.capacity, a.slots, a.num_local_experts), *placed(a, a.capacity)
 
 
-def dispatch_dynamic(a: Any) -> Dispatched:
+def dispatch_dynamic(a: Any) -> tuple[Tensor, ...]:
     """As dispatch, with a number of rows that only the data tell."""
     num_rows = torch.library.get_ctx().new_dynamic_size()
-    return *arrived(a, num_rows, 0, a.num_local_experts), *placed(a, num_rows)
+    return *received(a, num_rows, 0, a.num_local_experts), *placed(a, num_rows)
 
 
-def dispatch_planned(a: Any) -> Arrived:
-    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] or [0]"""
-    return arrived(a, a.num_rows, a.slots, a.offs.shape[0])
+def dispatch_planned(a: Any) -> Received:
+    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] ([num_rows, K] token-major) or [0]"""
+    return received(a, a.num_rows, a.slots, a.offs.shape[0])
 
 
-def arrived(
-    a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, groups: int, per_row: tuple[int, ...] = ()
-) -> Arrived:
-    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows, *per_row] or [0]"""
+def received(a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, groups: int) -> Received:
+    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] ([num_rows, K] token-major) or [0]"""
+    per_row = a.topk_idx.shape[1:] if a.layout == TOKEN_MAJOR else ()
     recv_weights = scalars_like(a.topk_weights, (num_rows, *per_row), a.x)
     form = format_of(a.format) if a.format else None
     if form is None or form.wire:

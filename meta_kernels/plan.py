@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+TOKEN_MAJOR = "token_major"
+"""The layout that has a row for each (token, rank)."""
+
+Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def plan(a: Any) -> Placed:
@@ -16,9 +19,12 @@ def plan(a: Any) -> Placed:
 
 
 def placed(a: Any, num_rows: int | torch.SymInt) -> Placed:
-    """-> send_rows [T, K], arrivals [4 R + W + 3], offs [El], counts [El], dropped [El], all int32; R = ``num_rows``"""
+    """-> send_rows [T, K], arrivals [4 R + W + 3], offs [El], counts [El], dropped [El], recv_idx [R, K] token-major,
+    else [0]; all int32; R = ``num_rows``"""
     tokens, top_k = a.topk_idx.shape
     local = (a.num_local_experts,)
-    shapes: list[tuple[Any, ...]] = [(tokens, top_k), (4 * num_rows + a.world_size + 3,), local, local, local]
-    send_rows, arrivals, offs, counts, dropped = (a.topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    return send_rows, arrivals, offs, counts, dropped
+    ids = (num_rows, top_k) if a.layout == TOKEN_MAJOR else (0,)
+    shapes: list[tuple[Any, ...]] = [(tokens, top_k), (4 * num_rows + a.world_size + 3,), local, local, local, ids]
+    made = (a.topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    send_rows, arrivals, offs, counts, dropped, recv_idx = made
+    return send_rows, arrivals, offs, counts, dropped, recv_idx

@@ -14,6 +14,7 @@ import dataclasses
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ def fresh_seed() -> int:
 # ---------------------------------------------------------------------- routes
 
 
+def room(capacity: int | None, slots: int) -> dict[str, Any]:
+    """Arguments of a dispatch: padded rows where there are slots."""
+    return {"layout": "padded", "slots": slots} if slots else {"capacity": capacity}
+
+
 @dataclasses.dataclass(frozen=True)
 class RouteCase:
     """What all ranks ask for, and into how much room."""
@@ -40,6 +46,14 @@ class RouteCase:
     topk_idx: tuple[Tensor, ...]  # of each rank: int32 [T, K]
     capacity: tuple[int, ...]  # of each rank
     slots: tuple[int, ...]  # of each rank, 0 in the flat layout
+
+    def layout(self, rank: int) -> str:
+        """Of the rows of a rank."""
+        return "padded" if self.slots[rank] else "grouped"
+
+    def room(self, rank: int) -> dict[str, Any]:
+        """Arguments of a dispatch."""
+        return room(self.capacity[rank], self.slots[rank])
 
     @property
     def world_size(self) -> int:

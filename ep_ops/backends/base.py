@@ -10,13 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..records import Operation, Placed, Route, Sizes
+from ..records import Delivery, DispatchTensors, Operation, Placed, Received, Route, Sizes
 from .budget import Budget
-
-DispatchTensors = tuple[Tensor, ...]
-"""What a dispatch returns: recv_x [R, H], recv_scales if it was told of a :class:`ep_ops.records.Delivery` ([0] where
-the format has none), recv_weights [R] or [0], and what :class:`Placed` names."""
-
 
 Blank = Callable[[], tuple[Tensor, Tensor]]
 """What makes tensors of the sizes that the wait of a gradient returns."""
@@ -33,19 +28,20 @@ class Backend(Protocol):
 
     # ------------------------------------------------------------------ operators
 
-    # A dispatch, and the start or wait of one, takes a Delivery as its last argument besides, where rows do not arrive
-    # as they were given. Backends for which ep_ops.checks refuses that do not take it.
-
     def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed: ...
 
-    def dispatch(self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes) -> DispatchTensors: ...
-
-    def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int
+    def dispatch(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors: ...
 
-    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, ...]:
-        """-> recv_x [route.num_rows, H], recv_weights [route.num_rows] or [0]"""
+    def dispatch_dynamic(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors:
+        """As dispatch, with as many rows as are received; ``sizes.capacity`` is UNBOUNDED."""
+
+    def dispatch_planned(
+        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
+    ) -> Received: ...
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         """-> out [T, H]"""
@@ -56,7 +52,7 @@ class Backend(Protocol):
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
+        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]; grad_recv_weights is [R], token-major [R, K]"""
 
     def combine_backward(
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
@@ -67,11 +63,11 @@ class Backend(Protocol):
     # their starts, but those of gradients, which take nothing; they return what the whole operation does.
 
     def dispatch_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> Tensor: ...
 
     def dispatch_wait(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors: ...
 
     def dispatch_backward_start(
@@ -89,38 +85,7 @@ class Backend(Protocol):
     def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
         """Of the ``operator`` that was started, as "dispatch_backward"."""
 
-    # Token-major rows; a dispatch takes a Delivery as above.
-
-    def dispatch_tokens(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
-    ) -> DispatchTensors:
-        """-> what a dispatch returns, but recv_weights [R, K] or [0], and recv_idx [R, K]"""
-
-    def dispatch_tokens_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int
-    ) -> DispatchTensors: ...
-
-    def dispatch_tokens_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route) -> tuple[Tensor, ...]:
-        """-> recv_x [R, H], recv_weights [R, K] or [0]"""
-
-    def dispatch_tokens_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
-
-    def dispatch_tokens_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
-    ) -> Tensor: ...
-
-    def dispatch_tokens_wait(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes
-    ) -> DispatchTensors: ...
-
-    def dispatch_tokens_backward_start(
-        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> Tensor: ...
-
-    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
+    def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """This rank does not run ``operator``, which its peers do: that operation ends on all ranks, and the others
         raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured), nor where peers do
         not run it either (a wait whose start has run it, a start in a ``flight`` that is taken). ``max_tokens``: what

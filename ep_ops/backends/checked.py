@@ -18,46 +18,35 @@ from torch import Tensor
 
 from .. import arrivals
 from ..config import Member
-from ..records import Delivery, Route
+from ..records import DispatchTensors, Placed, Received, Route
 from .base import Backend, Blank
 from .reference import ReferenceBackend
 from .split import parts_of
 
-_PLACED = ("send_rows", "arrivals", "offs", "counts", "dropped")
-_DISPATCHED = ("recv_x", "recv_weights", *_PLACED)
-_TOKENS_DISPATCHED = (*_DISPATCHED, "recv_idx")
 _STARTED = ("ticket",)
 _TO_TOKENS = ("grad_x", "grad_topk_weights")
 _TO_ROWS = ("grad_y", "grad_recv_weights")
 
 OUTPUTS: dict[str, tuple[str, ...]] = {
-    "plan": _PLACED,
-    "dispatch": _DISPATCHED,
-    "dispatch_dynamic": _DISPATCHED,
-    "dispatch_planned": ("recv_x", "recv_weights"),
+    "plan": Placed._fields,
+    "dispatch": DispatchTensors._fields,
+    "dispatch_dynamic": DispatchTensors._fields,
+    "dispatch_planned": Received._fields,
     "combine": ("out",),
     "combine_gathered": ("out",),
     "dispatch_backward": _TO_TOKENS,
     "combine_backward": _TO_ROWS,
     "dispatch_start": _STARTED,
-    "dispatch_wait": _DISPATCHED,
+    "dispatch_wait": DispatchTensors._fields,
     "dispatch_backward_start": _STARTED,
     "dispatch_backward_wait": _TO_TOKENS,
     "combine_start": _STARTED,
     "combine_wait": ("out",),
     "combine_backward_start": _STARTED,
     "combine_backward_wait": _TO_ROWS,
-    "dispatch_tokens": _TOKENS_DISPATCHED,
-    "dispatch_tokens_dynamic": _TOKENS_DISPATCHED,
-    "dispatch_tokens_planned": ("recv_x", "recv_weights"),
-    "dispatch_tokens_backward": _TO_TOKENS,
-    "dispatch_tokens_start": _STARTED,
-    "dispatch_tokens_wait": _TOKENS_DISPATCHED,
-    "dispatch_tokens_backward_start": _STARTED,
-    "dispatch_tokens_backward_wait": _TO_TOKENS,
 }
-"""Operator -> the names of what a backend returns for it; of a dispatch that is told of a :class:`Delivery`,
-``recv_scales`` too. What is not in this table is not compared. (The waits of gradients are one method of a backend.)"""
+"""Operator -> the names of what a backend returns for it. What is not in this table is not compared. (The waits of
+gradients are one method of a backend.)"""
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""
@@ -149,10 +138,10 @@ class CheckedBackend:
                 if not runs:
                     self._leave(operator, str(error))
 
-    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
+    def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """The others wait for this rank in both backends."""
         try:
-            self._backend.refuse(operator, reason, flight, max_tokens)
+            self._backend.reject(operator, reason, flight, max_tokens)
         finally:
             self._leave(operator, reason)
 
@@ -164,7 +153,7 @@ class CheckedBackend:
         self._operations += 1
         if not _capturing(self._device) and not self._backend.has_failed():
             with contextlib.suppress(RuntimeError):  # the others do something else, which they find out by themselves
-                self._reference.refuse(operator, reason)
+                self._reference.reject(operator, reason)
 
     def destroy(self, keep: bool) -> None:
         self._backend.destroy(keep)
@@ -185,8 +174,6 @@ class CheckedBackend:
         if isinstance(expected, Tensor):
             got, expected = (got,), (expected,)
         names = OUTPUTS[operator]
-        if isinstance(args[-1], Delivery):
-            names = (names[0], "recv_scales", *names[1:])
         returned = dict(zip(names, zip(got, expected, strict=True), strict=True))
         for name in sorted(names, key=lambda name: returned[name][1].is_floating_point()):
             mine, right = returned[name]

@@ -66,8 +66,9 @@ class TokenMajorExperts(Experts):
     gather_mm = staticmethod(gather_mm)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, **options: Any) -> Computed:
-        received = self.comm.dispatch_tokens(x, topk_idx, topk_weights, capacity=self.capacity)
+        received = self.comm.dispatch(x, topk_idx, topk_weights, layout="token_major", capacity=self.capacity)
         self.dropped += received.dropped
+        assert received.local_idx is not None
         lists = expert_lists(received.local_idx, self.comm.num_local_experts, alignment=self.comm.alignment)
         places = places_route(self.comm, received.route, lists)
         y = swiglu_rows(self.gather_mm(received.x, self.local_weight("w_in"), lists), places)

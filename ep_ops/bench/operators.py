@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ep_ops import Communicator, Dispatched, Route, arrivals, formats
 from ep_ops.formats.quantise import powers
-from ep_ops.records import DispatchedTokens
 
 from .baselines import eager_combine, eager_dispatch
 from .presets import FORMATS
@@ -65,7 +64,7 @@ class Calls:
             got = comm.dispatch(x, topk_idx, weights, capacity=self.capacity, max_tokens=tokens)
             assert got.weights is not None
             y = rows(self.capacity)
-            by_token = self._tokens(x, topk_idx, weights)
+            by_token = self._by_token(x, topk_idx, weights)
             self.sets.append(Inputs(x, topk_idx, weights, grad_out, y, got.route, got.weights, by_token.route))
             del got, by_token
         self.token_rows = rows(self.room)
@@ -83,14 +82,14 @@ class Calls:
 
     def dispatch_planned(self, i: int) -> tuple[Tensor, Tensor | None]:
         s = self._set(i)
-        return self.comm.dispatch_planned(s.x, s.route, s.topk_weights, zeros=True)
+        got = self.comm.dispatch_planned(s.x, s.route, s.topk_weights, zeros=True)
+        return got.x, got.weights
 
     def _formatted(self, op: str, i: int) -> Dispatched:
         s, (name, scales_as) = self._set(i), FORMATS[op]
         how: dict[str, Any] = {"format": name, "scales_as": scales_as, "zeros": True}
         if op.endswith("planned"):
-            x, weights, scales = self.comm.dispatch_planned(s.x, s.route, s.topk_weights, **how)
-            return Dispatched(x, weights, s.route, s.route.counts, scales)
+            return self.comm.dispatch_planned(s.x, s.route, s.topk_weights, **how)
         size: dict[str, Any] = {"capacity": self.capacity, "max_tokens": self.workload.tokens}
         return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **size, **how)
 
@@ -109,20 +108,21 @@ class Calls:
     def dispatch_fp8_packed_planned(self, i: int) -> tuple[Tensor | None, ...]:
         return self.dispatch_fp8_planned(i, "dispatch_fp8_packed_planned")
 
-    def _tokens(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> DispatchedTokens:
-        size = {"capacity": self.room, "max_tokens": self.workload.tokens}
-        return self.comm.dispatch_tokens(x, topk_idx, weights, **size)
+    def _by_token(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Dispatched:
+        size: dict[str, Any] = {"capacity": self.room, "max_tokens": self.workload.tokens}
+        return self.comm.dispatch(x, topk_idx, weights, layout="token_major", **size)
 
-    def dispatch_tokens(self, i: int) -> tuple[Tensor | None, ...]:
+    def dispatch_token_major(self, i: int) -> tuple[Tensor | None, ...]:
         s = self._set(i)
-        got = self._tokens(s.x, s.topk_idx, s.topk_weights)
+        got = self._by_token(s.x, s.topk_idx, s.topk_weights)
         return got.x, got.local_idx, got.weights, *got.route.tensors[1:], got.dropped
 
-    def dispatch_tokens_planned(self, i: int) -> tuple[Tensor | None, ...]:
+    def dispatch_token_major_planned(self, i: int) -> tuple[Tensor | None, ...]:
         s = self._set(i)
-        return self.comm.dispatch_tokens_planned(s.x, s.tokens_route, s.topk_weights)[:2]
+        got = self.comm.dispatch_planned(s.x, s.tokens_route, s.topk_weights)
+        return got.x, got.weights
 
-    def combine_tokens(self, i: int) -> Tensor:
+    def combine_token_major(self, i: int) -> Tensor:
         return self.comm.combine(self.token_rows, self._set(i).tokens_route)
 
     def combine(self, i: int) -> Tensor:
@@ -205,27 +205,27 @@ class Calls:
         s, tokens, comm = self.sets[0], self.workload.tokens, self.comm
         weight_sum = s.topk_weights.sum(1, keepdim=True)
         got = comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens)
-        planned, weights = comm.dispatch_planned(s.x, s.route, s.topk_weights)
+        planned = comm.dispatch_planned(s.x, s.route, s.topk_weights)
         back = torch.ops.ep.dispatch_backward(s.y, s.recv_weights, *s.route.tensors, *s.route.ints, comm.name)[0]
         grad_y, _ = self.combine_backward(0)
-        grad_rows, _ = comm.dispatch_planned(s.grad_out, s.route)
+        grad_rows = comm.dispatch_planned(s.grad_out, s.route).x
         held = s.route.recv_from >= 0
         with_residual = comm.combine(got.x, got.route, got.weights, residual=s.grad_out)
         found = {
             "dispatch": (comm.combine(got.x, got.route, got.weights), s.x * weight_sum),
-            "dispatch_planned": (comm.combine(planned, s.route, weights), s.x * weight_sum),
+            "dispatch_planned": (comm.combine(planned.x, s.route, planned.weights), s.x * weight_sum),
             "combine_unweighted": (comm.combine(got.x, got.route), s.x * self.workload.top_k),
             "combine_residual": (with_residual, s.x * weight_sum + s.grad_out),
             "dispatch_backward": (back, comm.combine(s.y, s.route)),
             "combine_backward": (grad_y[held], grad_rows[held] * s.recv_weights[held, None]),
         }
         found["combine"] = found["dispatch"]
-        by_token = self._tokens(s.x, s.topk_idx, s.topk_weights)
+        by_token = self._by_token(s.x, s.topk_idx, s.topk_weights)
         reached = goes_to(s.topk_idx, self.workload.experts, comm.world_size).sum(0)[:, None]
-        found["dispatch_tokens"] = comm.combine(by_token.x, by_token.route), s.x * reached
-        again = comm.dispatch_tokens_planned(s.x, s.tokens_route, s.topk_weights)[0]
-        found["dispatch_tokens_planned"] = comm.combine(again, s.tokens_route), s.x * reached
-        found["combine_tokens"] = found["dispatch_tokens"]
+        found["dispatch_token_major"] = comm.combine(by_token.x, by_token.route), s.x * reached
+        again = comm.dispatch_planned(s.x, s.tokens_route, s.topk_weights).x
+        found["dispatch_token_major_planned"] = comm.combine(again, s.tokens_route), s.x * reached
+        found["combine_token_major"] = found["dispatch_token_major"]
         for op in FORMATS:
             form, sent = formats.format_of(FORMATS[op][0]), self._formatted(op, 0)
             if sent.scales is None or self.workload.hidden % form.multiple:

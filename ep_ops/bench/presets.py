@@ -17,10 +17,10 @@ FORMATS = {
     "dispatch_fp8_packed_planned": ("e4m3/128/pow2", "packed"),
 }
 """Dispatches that quantise: what rows arrive as, and how their scales lie."""
-TOKEN_MAJOR = ("dispatch_tokens", "dispatch_tokens_planned", "combine_tokens")
+TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
 """Of a row for each copy of a token."""
 OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR)
-"""Operators that are measured, all of them weighted but for `combine_unweighted` and `combine_tokens`."""
+"""Operators that are measured, all of them weighted but for `combine_unweighted` and `combine_token_major`."""
 
 BASELINES = ("nccl", "eager")
 MEASURABLE = (*OPERATORS, "gathered", "pair", "host", *BASELINES)

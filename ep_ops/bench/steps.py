@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_ops import Communicator
 from ep_ops.backends.cute.outputs import allocator
 from ep_ops.formats import dequantise, format_of, quantise
-from ep_ops.records import Sizes
+from ep_ops.records import Delivery, Sizes
 
 from .operators import relative_error
 from .workloads import Workload, draw_route, goes_to
@@ -32,10 +32,12 @@ class Steps:
         self.format, self.token_major = format, token_major
         self.comm, self.workload, self.count = comm, workload, count
         tokens, device = workload.tokens, comm.device
-        self.sizes: dict[str, Any] = {"alignment": alignment, "slots": slots, "max_tokens": tokens, "zeros": zeros}
+        self.sizes: dict[str, Any] = {"alignment": alignment, "max_tokens": tokens, "zeros": zeros}
         if token_major:
-            self.sizes = {"max_tokens": tokens}
-        elif not slots:  # the least that holds every route
+            self.sizes = {"layout": "token_major", "max_tokens": tokens}
+        elif slots:
+            self.sizes |= {"layout": "padded", "slots": slots}
+        else:  # the least that holds every route
             routed = comm.world_size * tokens * min(comm.top_k, comm.num_local_experts)
             rows = routed + min(routed, comm.num_local_experts) * (alignment - 1)
             self.sizes["capacity"] = -(-rows // alignment) * alignment
@@ -64,8 +66,7 @@ class Steps:
         return self._dispatched[i % self.count]
 
     def dispatch(self, i: int) -> Any:
-        dispatch: Callable[..., Any] = self.comm.dispatch_tokens if self.token_major else self.comm.dispatch
-        return dispatch(*self.given(i), **self.sizes)
+        return self.comm.dispatch(*self.given(i), **self.sizes)
 
     def combine(self, i: int) -> Tensor:
         return self._combine(self.dispatched(i), i)
@@ -175,8 +176,10 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
     comm, ops = steps.comm, torch.ops.ep
     x, idx, weights = steps.given(0)
     d = steps.dispatched(0)
-    sizes = Sizes(d.x.shape[0], *(steps.sizes[key] for key in ("alignment", "slots", "max_tokens")))
-    place = (comm.num_local_experts, comm.world_size, comm.name)
+    route = d.route
+    sizes = Sizes(route.num_rows, route.alignment, route.slots, route.max_tokens, route.layout)
+    rows, align, slots, tokens, layout = sizes
+    place = rows, align, slots, tokens, comm.num_local_experts, comm.world_size, comm.name, layout
     out = steps.combine(0)
 
     def outputs(*tensors: Tensor) -> Callable[[int], Any]:
@@ -188,8 +191,8 @@ def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
     return {
         "dispatch": {
             "call": steps.dispatch,
-            "operator": lambda i: ops.dispatch(x, weights, idx, *sizes, *place),
-            "backend": lambda i: comm.backend.dispatch(x, weights, idx, sizes),
+            "operator": lambda i: ops.dispatch(x, weights, idx, *place),
+            "backend": lambda i: comm.backend.dispatch(x, weights, idx, sizes, Delivery()),
             "outputs": outputs(d.x, d.weights, *d.route.tensors[1:], d.dropped),
         },
         "combine": {

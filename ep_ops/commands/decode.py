@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,8 @@ class DecodeLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores, topk_idx = (x.float() @ self.router).softmax(-1).topk(self.comm.top_k)
         weights = scores / scores.sum(-1, keepdim=True)
-        rows = self.comm.dispatch(x, topk_idx.int(), weights, slots=self.slots, alignment=1, max_tokens=self.tokens)
+        room: dict[str, Any] = {"layout": "padded", "slots": self.slots, "max_tokens": self.tokens}
+        rows = self.comm.dispatch(x, topk_idx.int(), weights, alignment=1, **room)
         grouped = rows.x.view(self.comm.num_local_experts, self.slots, -1)
         y = torch.tanh(torch.bmm(grouped, self.experts)).view_as(rows.x)
         out = self.comm.combine(y, rows.route, rows.weights)

@@ -22,9 +22,9 @@ from ep_ops import backends
 from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator, refuse_destroyed
 from ep_ops.group.exchange import Exchange
-from ep_ops.operators.eager import refuse
+from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
-from ep_ops.records import Dispatched, DispatchedTokens, StartedCombine, StartedDispatch
+from ep_ops.records import PADDED, TOKEN_MAJOR, Dispatched, StartedCombine, StartedDispatch
 
 from . import placement as placements
 from .config import EXACT, MoECommunicatorConfig, Quant, latency_problem, text_problem
@@ -80,9 +80,8 @@ class MoECommunicator:
             sizes = config.num_experts, comm.max_tokens_per_rank, comm.rank, comm.device
             self._map = ReplicaMap(self.placement, *sizes)
         self._quant, self._few = config.quant, config.mode == "latency"
-        self._token_major, self._exact = config.layout == "token_major", config.capacity == EXACT
-        self._operator = ("dispatch_tokens" if self._token_major else "dispatch") + ("_dynamic" if self._exact else "")
-        self._dispatch: Any = getattr(comm, self._operator)
+        self._exact = config.capacity == EXACT
+        self._operator = "dispatch_dynamic" if self._exact else "dispatch"
         self._splits = config.overlap and not self._exact
         self._usual = self._given(config.quant, None, self._operator)
         self._counts: Counts | None = None
@@ -133,9 +132,9 @@ class MoECommunicator:
         if previous_handle is not None:
             return self._along(input, topk_ids, weights, quant, previous_handle)
         how = self._quant if quant is None else self._how(quant, max_tokens, self._operator)
-        ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
+        ids: Any = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
         given = self._usual if quant is None and max_tokens is None else self._given(how, max_tokens, self._operator)
-        return self._arrived(self._dispatch(input, ids, weights, **given), how)
+        return self._arrived(self.comm.dispatch(input, ids, weights, exact=self._exact, **given), how)
 
     @ranged("ep_ops.moe.combine")
     def combine(self, expert_output: Tensor, handle: DispatchHandle) -> Tensor:
@@ -146,7 +145,7 @@ class MoECommunicator:
         applied there.
         """
         if not isinstance(handle, DispatchHandle):
-            self._refuse_handle("combine", "handle", handle)
+            self._reject_handle("combine", "handle", handle)
         out = self.comm.combine(expert_output, handle.route, handle.weights)
         if self._counts is not None:
             self._returned(handle)
@@ -172,11 +171,11 @@ class MoECommunicator:
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
             return Request(lambda: done)
-        operator = "dispatch_tokens_start" if self._token_major else "dispatch_start"
+        operator = "dispatch_start"
         how = self._quant if quant is None else self._how(quant, max_tokens, operator, flight)
-        ids = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
-        start: Any = getattr(self.comm, operator)
-        started = start(input, ids, weights, flight=flight, **self._given(how, max_tokens, operator, flight))
+        ids: Any = topk_ids if self._map is None or topk_ids is None else self._map.of(topk_ids)
+        given = self._given(how, max_tokens, operator, flight)
+        started = self.comm.dispatch_start(input, ids, weights, flight=flight, **given)
         return Request(lambda: self._dispatch_wait(started, how))
 
     @ranged("ep_ops.moe.combine_async")
@@ -186,14 +185,13 @@ class MoECommunicator:
             done = self.combine(expert_output, handle)
             return Request(lambda: done)
         if not isinstance(handle, DispatchHandle):
-            self._refuse_handle("combine_start", "handle", handle, flight)
+            self._reject_handle("combine_start", "handle", handle, flight)
         started = self.comm.combine_start(expert_output, handle.route, handle.weights, flight=flight)
         return Request(lambda: self._combine_wait(started, handle))
 
     @ranged("ep_ops.moe.dispatch_wait")
     def _dispatch_wait(self, started: StartedDispatch, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
-        wait: Any = self.comm.dispatch_tokens_wait if self._token_major else self.comm.dispatch_wait
-        return self._arrived(wait(started), how)
+        return self._arrived(self.comm.dispatch_wait(started), how)
 
     @ranged("ep_ops.moe.combine_wait")
     def _combine_wait(self, started: StartedCombine, handle: DispatchHandle) -> Tensor:
@@ -207,35 +205,29 @@ class MoECommunicator:
         handle: DispatchHandle,
     ) -> tuple[DispatchOutput, DispatchHandle]:  # fmt: skip
         """A dispatch along a known route."""
+        operator = "dispatch_planned"
         if not isinstance(handle, DispatchHandle):
-            operator = "dispatch_tokens_planned" if self._token_major else "dispatch_planned"
-            self._refuse_handle(operator, "previous_handle", handle)
-        route, token_major = handle.route, handle.route.token_major
-        operator = "dispatch_tokens_planned" if token_major else "dispatch_planned"
+            self._reject_handle(operator, "previous_handle", handle)
+        route = handle.route
         how = self._quant if quant is None else self._how(quant, route.max_tokens, operator)
         if topk_ids is not None:
             reason = "topk_ids is given with previous_handle, whose route is known; allowed: None"
-            self._refuse(operator, reason, route.max_tokens)
+            self._reject(operator, reason, route.max_tokens)
         if self._few:
             reason = "previous_handle is given; mode 'latency' has no kernels for known routes; allowed: mode 'auto'"
-            self._refuse(operator, reason, route.max_tokens)
-        run: Any = self.comm.dispatch_tokens_planned if token_major else self.comm.dispatch_planned
-        x, came, *rest = run(input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as)
-        scales: Tensor | None = rest[0] if rest else None
-        if handle.local_idx is None:
-            return self._arrived(Dispatched(x, came, route, handle.dropped, scales), how)
-        return self._arrived(DispatchedTokens(x, handle.local_idx, came, route, handle.dropped, scales), how)
+            self._reject(operator, reason, route.max_tokens)
+        given: dict[str, Any] = {"scales": how.scales, "format": how.format, "scales_as": how.scales_as}
+        return self._arrived(self.comm.dispatch_planned(input, route, weights, **given), how)
 
-    def _arrived(self, sent: Dispatched | DispatchedTokens, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
-        x, weights, route, dropped = sent.x, sent.weights, sent.route, sent.dropped
+    def _arrived(self, sent: Dispatched, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
+        x, weights, route, dropped, scales, local_idx = sent
         if self._counts is not None and not recomputing():
             self._counts.dispatched(route, dropped, how.format)
-        local_idx = sent.local_idx if isinstance(sent, DispatchedTokens) else None
-        handle = DispatchHandle(route, weights if local_idx is None else None, dropped, local_idx)
+        handle = DispatchHandle(route, weights if local_idx is None else None)
         if route.slots:
             x = x.view(-1, route.slots, x.shape[-1])
             weights = None if weights is None else weights.view(-1, route.slots)
-        return DispatchOutput(x, weights, sent.scales, route.counts, route.offs, dropped, local_idx), handle
+        return DispatchOutput(x, weights, scales, route.counts, route.offs, dropped, local_idx), handle
 
     def _returned(self, handle: DispatchHandle) -> None:
         """Counts what a combine has given back."""
@@ -250,37 +242,44 @@ class MoECommunicator:
         else:
             problem = f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
         if problem is not None:
-            self._refuse(operator, problem, max_tokens, flight)
+            self._reject(operator, problem, max_tokens, flight)
         return quant
 
     def _given(self, how: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> dict[str, Any]:
         if not (max_tokens is None or type(max_tokens) is int or hasattr(max_tokens, "__index__")):
-            self._refuse(operator, f"max_tokens is {max_tokens!r}; it must be an int", None, flight)
+            self._reject(operator, f"max_tokens is {max_tokens!r}; it must be an int", None, flight)
         room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
-        return {**room, "scales": how.scales, "format": how.format, "scales_as": how.scales_as}
+        return {
+            **room,
+            "layout": self.config.layout,
+            "scales": how.scales,
+            "format": how.format,
+            "scales_as": how.scales_as,
+        }
 
     def _room(self, max_tokens: int) -> dict[str, Any]:
         """For as many tokens of each rank; no more than the worst case takes."""
         capacity, comm = self.config.capacity, self.comm
         if self._exact:
             return {"max_tokens": max_tokens}
-        if self.config.layout == "padded":
+        if self.config.layout == PADDED:
             most = -(-comm.world_size * max_tokens // comm.alignment) * comm.alignment  # all tokens name one expert
             most = max(most, comm.alignment)
             return {"slots": most if capacity is None else min(capacity, most), "max_tokens": max_tokens}  # type: ignore[type-var]
         if capacity is not None:
-            most = comm.world_size * max_tokens if self._token_major else comm.capacity(max_tokens)
+            every = comm.world_size * max_tokens
+            most = every if self.config.layout == TOKEN_MAJOR else comm.capacity(max_tokens)
             capacity = min(capacity, most)  # type: ignore[type-var]
         return {"capacity": capacity, "max_tokens": max_tokens}
 
-    def _refuse(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> None:
+    def _reject(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> None:
         """``max_tokens``: of the call."""
         most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
-        refuse(operator, self.comm.backend, reason, flight, most)
+        reject(operator, self.comm.backend, ValueError(reason), flight, most)
 
-    def _refuse_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
+    def _reject_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
         reason = f"{name} is a {type(handle).__name__}; allowed: a DispatchHandle, the second of what dispatch returns"
-        refuse(operator, self.comm.backend, reason, flight, self.comm.max_tokens_per_rank)
+        self._reject(operator, reason, None, flight)
 
     # ------------------------------------------------------------------ placement
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ep_ops.config import Config, is_int
 from ep_ops.formats import format_of, layout_of
+from ep_ops.records import ROW_LAYOUTS
 
 from .placement import problem_of
 
 MODES = ("auto", "latency", "throughput")
-LAYOUTS = ("grouped", "padded", "token_major")
 EXACT = "exact"
 
 
@@ -78,8 +78,8 @@ class MoECommunicatorConfig(Config):
         """Return what is wrong with the options that :class:`ep_ops.Config` does not have, or None."""
         if self.mode not in MODES:
             return f"mode is {self.mode!r}; it must be one of {', '.join(map(repr, MODES))}"
-        if self.layout not in LAYOUTS:
-            return f"layout is {self.layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}"
+        if self.layout not in ROW_LAYOUTS:
+            return f"layout is {self.layout!r}; it must be one of {', '.join(map(repr, ROW_LAYOUTS))}"
         if self.capacity is not None and self.capacity != EXACT and (not is_int(self.capacity) or self.capacity < 0):  # type: ignore[operator]
             return f"capacity is {self.capacity!r}; it must be None, 'exact' or an int of at least 0"
         if self.capacity == EXACT and self.layout == "padded":

@@ -31,8 +31,6 @@ class DispatchHandle(NamedTuple):
 
     route: Route
     weights: Tensor | None  # [R] by which a combine multiplies rows; None: by nothing
-    dropped: Tensor  # int32 [El] rows that the route has dropped
-    local_idx: Tensor | None  # as of DispatchOutput
 
 
 class Request(Generic[T]):

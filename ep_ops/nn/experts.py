@@ -134,7 +134,9 @@ class Experts(nn.Module):
             return done if return_dropped else done.out
         added = None if shared is None else shared(x)
         if self.dynamic:
-            received = self.comm.dispatch_dynamic(x, topk_idx, topk_weights, max_tokens=max_tokens, format=self.format)
+            received = self.comm.dispatch(
+                x, topk_idx, topk_weights, exact=True, max_tokens=max_tokens, format=self.format
+            )
         else:
             received = self.comm.dispatch(
                 x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, format=self.format

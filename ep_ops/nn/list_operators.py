@@ -18,7 +18,7 @@ from ep_ops.arrivals import size, views
 from ep_ops.nn.live_rows import kernels_on
 from ep_ops.operators.eager import call
 from ep_ops.operators.library import define
-from ep_ops.records import UNTOLD
+from ep_ops.records import UNKNOWN_ROW
 
 MOST_EXPERTS = 2048
 """Of which a kernel has tables in shared memory."""
@@ -41,7 +41,7 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
     if taken and local_idx.device.type == "cpu" and (largest := int(local_idx.max())) >= num_local_experts:
         raise ValueError(
             f"local_idx has {largest}; allowed: local experts, 0..{num_local_experts - 1}, or -1 for none (global ids"
-            " become local ones in dispatch_tokens)"
+            " become local ones in a token-major dispatch)"
         )
     expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
     order = expert.argsort(stable=True)  # row * K + k, by expert; those of none last
@@ -116,11 +116,11 @@ def _arrivals(arrivals: Tensor, places: Tensor, num_places: int, ranks: int) -> 
 def _send_rows(
     topk_idx: Tensor, send_rows: Tensor, places: Tensor, rank: int, experts_per_rank: Sequence[int]
 ) -> Tensor:
-    """[T, K]: of what lies on this rank the place; `UNTOLD` of what lies elsewhere."""
+    """[T, K]: of what lies on this rank the place; `UNKNOWN_ROW` of what lies elsewhere."""
     holder = _holders(topk_idx, experts_per_rank)
     same = holder[:, :, None] == holder[:, None, :]
     copy = torch.where(same, send_rows[:, None, :], -1).amax(2)  # the copy's row at its rank
-    elsewhere = torch.where(copy >= 0, UNTOLD, -1)
+    elsewhere = torch.where(copy >= 0, UNKNOWN_ROW, -1)
     if places.shape[0] == 0:
         return elsewhere.int()
     here = (holder == rank) & (copy >= 0)

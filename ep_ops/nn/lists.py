@@ -1,6 +1,6 @@
 """Token-major rows for GEMMs that gather: of each local expert the list of its rows, and of each row its places there.
 
-    sent = comm.dispatch_tokens(x, topk_idx, topk_weights)      # rows [R, H], local ids and weights [R, K]
+    sent = comm.dispatch(x, topk_idx, topk_weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
     y = experts(sent.x, lists.rows, lists.offs)                 # a grouped GEMM that gathers: [L, H]
     out = comm.combine(reduce_rows(y, lists, sent.weights), sent.route)     # in one: ep_ops.nn.places

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops.operators.eager import no_route
-from ep_ops.records import Route
+from ep_ops.records import TOKEN_MAJOR, Route, no_route
 
 
 def refuse_no_route(given: Any) -> None:
@@ -24,7 +23,7 @@ def expert_of_rows(route: Route) -> Tensor:
     token-major rows, which belong to several experts.
     """
     refuse_no_route(route)
-    if route.token_major:
+    if route.layout == TOKEN_MAJOR:
         raise ValueError("route is token-major: its rows belong to several experts; take ep_ops.nn.expert_lists")
     row = torch.arange(route.num_rows, device=route.offs.device)
     if route.offs.shape[0] == 0:

@@ -1,6 +1,6 @@
 """A combine of what experts made of token-major rows, which adds up a token's places on its way home.
 
-    sent = comm.dispatch_tokens(x, topk_idx, topk_weights)      # rows [R, H], local ids and weights [R, K]
+    sent = comm.dispatch(x, topk_idx, topk_weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
     y = gather_mm(sent.x, w, lists)                             # [L, N], a row for each place
     out = comm.combine(y, places_route(comm, sent.route, lists), weights_of_places(sent.weights, lists))
@@ -23,7 +23,7 @@ from ep_ops.nn import list_operators as operators
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.lists import ExpertLists, gather_rows, places_at_most
 from ep_ops.nn.per_expert import refuse_no_route
-from ep_ops.records import Route
+from ep_ops.records import TOKEN_MAJOR, Route
 
 
 def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
@@ -49,11 +49,10 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
     refuse_no_route(route)
     num_rows, top_k = lists.places.shape
     num_places, most = lists.rows.shape[0], places_at_most(num_rows * top_k, lists.counts.shape[0], lists.alignment)
-    if not route.token_major or num_rows != route.num_rows:
-        kind = "token-major" if route.token_major else "of rows grouped by expert"
+    if route.layout != TOKEN_MAJOR or num_rows != route.num_rows:
         raise ValueError(
-            f"route is {kind}, of {route.num_rows} rows; allowed: the route of the token-major dispatch that the"
-            f" lists of {num_rows} rows are made of"
+            f"route is of {route.num_rows} rows in layout {route.layout!r}; allowed: the route of the token-major"
+            f" dispatch that the lists of {num_rows} rows are made of"
         )
     if num_places < most:
         raise ValueError(
@@ -64,7 +63,7 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
         route.topk_idx, route.send_rows, route.arrivals, lists.places, num_places, comm.rank, comm.experts_per_rank
     )
     ints = lists.alignment, num_places, route.max_tokens, route.batch
-    return Route(route.topk_idx, send_rows, arrivals, lists.offs, lists.counts, *ints)
+    return Route(route.topk_idx, send_rows, arrivals, lists.offs, lists.counts, *ints, dropped=lists.dropped)
 
 
 def weights_of_places(weights: Tensor, lists: ExpertLists) -> Tensor:

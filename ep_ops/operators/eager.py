@@ -8,10 +8,9 @@ the long way.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
 from .. import registry
-from ..backends.base import Backend
+from .rejection import reject
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """Operator name -> what runs on a CPU or a GPU."""
@@ -55,7 +54,7 @@ def call(name: str, *args: Any) -> Any:
     types = tuple(map(type, args))
     if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta:
         if not _is_compiling():
-            _refuse_misfits(name, args, types)
+            _reject_misfits(name, args, types)
         refuse_transforms(f"ep::{name}", args)
         return getattr(torch.ops.ep, name)(*args)
     if _is_grad_enabled() and _asks(*args):
@@ -68,26 +67,8 @@ def _first(args: tuple[Any, ...]) -> Tensor:
     return args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
 
 
-def refuse(name: str, backend: Backend, reason: str, flight: int = 0, max_tokens: int = 0) -> NoReturn:
-    """Raises ValueError in a method that does not call the operator ``name``, and tells the other ranks, which do call
-    it."""
-    if not _is_compiling():
-        _tell(name, backend, reason, flight, max_tokens)
-    raise ValueError(reason)
-
-
-def no_route(given: Any) -> str:
-    """Why something is refused that stands in the place of a route."""
-    return f"route is a {type(given).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"
-
-
-def _tell(name: str, backend: Backend, reason: str, flight: Any, max_tokens: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
-        backend.refuse(name, reason, flight, max_tokens)
-
-
-def _refuse_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> None:
-    """TypeError, of which the other ranks are told, for what the dispatcher would refuse on this rank alone."""
+def _reject_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> None:
+    """Raise TypeError on all ranks for an argument that PyTorch's dispatcher would reject on this rank alone."""
     if types in _PLAIN[name] or _plain(name, types):
         return
     arguments = getattr(torch.ops.ep, name).default._schema.arguments
@@ -98,9 +79,10 @@ def _refuse_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -
             found = "None" if given is None else f"a {type(given).__name__}"
             reason = f"{argument.name} is {found}; allowed: {_ALLOWED[kind]}"
             comm = registry.living.get(by_name.get("comm", ""))
-            if comm is not None:
-                _tell(name, comm.backend, reason, by_name.get("flight", 0), by_name.get("max_tokens", 0))
-            raise TypeError(reason)
+            error = TypeError(reason)
+            if comm is None:
+                raise error
+            reject(name, comm.backend, error, by_name.get("flight", 0), by_name.get("max_tokens", 0))
 
 
 def _fits(kind: str, given: Any) -> bool:

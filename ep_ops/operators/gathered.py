@@ -13,7 +13,6 @@ combine before this one; Inductor hands it to no other tensor; and rows lie ther
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from .. import checks, registry
 from .library import define
+from .rejection import reject
 
 
 def _rows_to_gather(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype, comm: str) -> Tensor:
@@ -29,9 +29,7 @@ def _rows_to_gather(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype
     try:
         checks.empty_rows(found, num_rows)
     except ValueError as error:
-        with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
-            found.backend.refuse("combine_gathered", str(error))
-        raise
+        reject("combine_gathered", found.backend, error)
     return found.backend.empty_rows(num_rows)
 
 

@@ -9,7 +9,6 @@ comes to the start, whose gradient waits.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from meta_kernels.formats import ELEMENT
 
-from ..records import Segments
+from ..records import GROUPED, Placed, Segments
 from .eager import call
 
 
@@ -34,12 +33,12 @@ class Gradient(NamedTuple):
 
 
 def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
-    recv_x, recv_scales, recv_weights, *integers = output  # of a token-major dispatch, recv_idx is the last
-    planned = integers[:4] if integers else (a.send_rows, a.arrivals, a.offs, a.counts)
-    ctx.save_for_backward(a.topk_idx, *planned)
+    recv_x, recv_scales, recv_weights, *integers = output
+    route = Placed(*integers) if integers else a  # a dispatch along a known route is given it
+    ctx.save_for_backward(a.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts)
     ctx.rows_shape, ctx.rows_dtype = recv_x.shape, a.x.dtype
     ctx.weights_shape, ctx.weights_dtype = recv_weights.shape, recv_weights.dtype
-    ctx.along = getattr(a, "alignment", 1), a.max_tokens, a.comm
+    ctx.along = a.alignment, a.max_tokens, a.comm, a.layout
     ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
     constant = [recv_scales, *integers] if asked.topk_weights else [recv_scales, recv_weights, *integers]
     if a.x.dtype is ELEMENT:
@@ -78,8 +77,8 @@ def _sent_back(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[
     return grad_x if asked.x else None, grad_weights if asked.topk_weights else None, *route
 
 
-def _dispatch_backward(operator: str, ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    home_x, home_weights = call(operator, *_sent_back(ctx, asked, grads), *ctx.along)
+def _dispatch_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
+    home_x, home_weights = call("dispatch_backward", *_sent_back(ctx, asked, grads), *ctx.along)
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
 
@@ -99,7 +98,7 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
     if ctx.rows_asked:
         given, along = grad_out.contiguous(), (*route, ctx.num_rows, *ctx.along)
         if recv_weights is None or ctx.grad_format:
-            rows, *_ = call("dispatch_planned", given, None, *along, None, ctx.grad_format, "", True, 0)
+            rows, *_ = call("dispatch_planned", given, None, *along, GROUPED, 0, None, ctx.grad_format, "", True)
             grads["y"] = rows
             if recv_weights is not None:
                 _, _, _, offs, counts = route
@@ -134,8 +133,8 @@ def _save_dispatch_wait(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]
     ctx.flight = a.flight
 
 
-def _dispatch_wait_backward(operator: str, ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    return _started(f"{operator}_start", _sent_back(ctx, asked, grads), *ctx.along, ctx.flight)
+def _dispatch_wait_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
+    return _started("dispatch_backward_start", _sent_back(ctx, asked, grads), *ctx.along, ctx.flight)
 
 
 def _save_dispatch_start(ctx: Any, a: Any, asked: Any, ticket: Tensor) -> None:
@@ -144,8 +143,8 @@ def _save_dispatch_start(ctx: Any, a: Any, asked: Any, ticket: Tensor) -> None:
     ctx.dtype, ctx.of = a.x.dtype, (a.comm, a.flight)
 
 
-def _dispatch_start_backward(operator: str, ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
-    home_x, home_weights = _awaited(f"{operator}_wait", ctx, ticket)
+def _dispatch_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, Tensor | None]:
+    home_x, home_weights = _awaited("dispatch_backward_wait", ctx, ticket)
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
 
@@ -194,18 +193,9 @@ def _awaited(operator: str, ctx: Any, ticket: Tensor) -> tuple[Tensor, Tensor]:
 
 # ---------------------------------------------------------------------- of each operator
 
-
-def _of_dispatch(operator: str) -> tuple[Gradient, Gradient, Gradient]:
-    """Of the whole, of its start and of its wait."""
-    return (
-        Gradient((operator,), _save_dispatch, functools.partial(_dispatch_backward, operator)),
-        Gradient((f"{operator}_wait",), _save_dispatch_start, functools.partial(_dispatch_start_backward, operator)),
-        Gradient((f"{operator}_start",), _save_dispatch_wait, functools.partial(_dispatch_wait_backward, operator)),
-    )
-
-
-OF_DISPATCH, OF_DISPATCH_START, OF_DISPATCH_WAIT = _of_dispatch("dispatch_backward")
-OF_DISPATCH_TOKENS, OF_DISPATCH_TOKENS_START, OF_DISPATCH_TOKENS_WAIT = _of_dispatch("dispatch_tokens_backward")
+OF_DISPATCH = Gradient(("dispatch_backward",), _save_dispatch, _dispatch_backward)
+OF_DISPATCH_START = Gradient(("dispatch_backward_wait",), _save_dispatch_start, _dispatch_start_backward)
+OF_DISPATCH_WAIT = Gradient(("dispatch_backward_start",), _save_dispatch_wait, _dispatch_wait_backward)
 OF_COMBINE_START = Gradient(("combine_backward_wait",), _save_combine_start, _combine_start_backward)
 OF_COMBINE_WAIT = Gradient(("combine_backward_start",), _save_combine_wait, _combine_wait_backward)
 OF_COMBINE = Gradient(("combine_backward", "dispatch_planned"), _save_combine, _combine_backward)

@@ -11,11 +11,12 @@ import torch
 
 from .. import registry
 from .library import CONTIGUOUS, define, differentiate
+from .rejection import reject
 from .table import OPERATORS, Operator
 
 
 def _implementation(op: Operator) -> Callable[..., Any]:
-    """Return what finds the communicator, checks, and hands to its backend. Peers are told what this rank raises."""
+    """Return what finds the communicator, checks, and hands to its backend. What this rank raises all ranks raise."""
     name, record, check, run = op.name, op.arguments, op.check, op.run
     whole, living = len(record._fields), registry.living
 
@@ -25,9 +26,7 @@ def _implementation(op: Operator) -> Callable[..., Any]:
         try:
             check(comm, a)
         except (TypeError, ValueError) as error:
-            with contextlib.suppress(RuntimeError):  # where they do something else, they find that out by themselves
-                comm.backend.refuse(name, str(error), getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
-            raise
+            reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
         try:
             return run(comm.backend, a)
         except BaseException as error:

@@ -23,12 +23,17 @@ from ep_ops.backends.reference import ReferenceBackend
 from ep_ops.operators import OPERATORS
 
 STARTS = [op.starts for op in OPERATORS if op.starts]
-NAMES = {
-    op.name: [output.name for output in op.overload._schema.returns if output.name != "recv_scales"]
-    for op in OPERATORS
-}  # fmt: skip
-"""Of what backends return: the operators add scales that there are none of."""
+NAMES = {op.name: [output.name for output in op.overload._schema.returns] for op in OPERATORS}
+TOKEN_MAJOR = " token-major"
 WHOLE = [name for name in NAMES if name not in STARTS]
+WHOLE += [op.name + TOKEN_MAJOR for op in OPERATORS if op.name in WHOLE and "layout" in op.arguments._fields]
+"""What `run` runs."""
+
+
+def outputs(name: str) -> list[tuple[int, str]]:
+    """Of what `run` runs, those that have elements."""
+    empty = ("recv_scales",) if name.endswith(TOKEN_MAJOR) else ("recv_scales", "recv_idx")
+    return [(i, what) for i, what in enumerate(NAMES[name.removesuffix(TOKEN_MAJOR)]) if what not in empty]
 
 
 def make(**others: Any) -> ep_ops.Communicator:
@@ -54,24 +59,27 @@ def run(comm: ep_ops.Communicator, name: str, tokens: int, seed: int) -> Any:
         return ops.dispatch_dynamic(x, weights, idx, toy.ALIGNMENT, 16, *ints)
     if name == "dispatch_wait":
         return ops.dispatch_wait(ops.dispatch_start(x, weights, idx, *sizes), x, weights, idx, *sizes)
-    if "tokens" in name:
-        room = (rows, 16, *ints)
-        if name == "dispatch_tokens_dynamic":
-            return ops.dispatch_tokens_dynamic(x, weights, idx, 16, *ints)
-        if name == "dispatch_tokens_wait":
-            ticket = ops.dispatch_tokens_start(x, weights, idx, *room)
-            return ops.dispatch_tokens_wait(ticket, x, weights, idx, *room)
-        sent = ops.dispatch_tokens(x, weights, idx, *room)
-        if name == "dispatch_tokens":
+    if name.endswith(TOKEN_MAJOR):
+        name, layout = name.removesuffix(TOKEN_MAJOR), "token_major"
+        room = (rows, 1, 0, 16, *ints, layout)
+        if name == "plan":
+            return ops.plan(idx, *room)
+        if name == "dispatch_dynamic":
+            return ops.dispatch_dynamic(x, weights, idx, 1, 16, *ints, layout)
+        if name == "dispatch_wait":
+            ticket = ops.dispatch_start(x, weights, idx, *room)
+            return ops.dispatch_wait(ticket, x, weights, idx, *room)
+        sent = ops.dispatch(x, weights, idx, *room)
+        if name == "dispatch":
             return sent
         along = (idx, *sent[3:7])
-        if name == "dispatch_tokens_planned":
-            return ops.dispatch_tokens_planned(x, weights, *along, rows, 1, 16, comm.name)
-        given = torch.randn(rows, toy.HIDDEN, generator=draw), sent[2], *along, 1, 16, comm.name
-        if name == "dispatch_tokens_backward":
-            return ops.dispatch_tokens_backward(*given)
-        ticket = ops.dispatch_tokens_backward_start(*given)
-        return ops.dispatch_tokens_backward_wait(ticket, [], x.dtype, *x.shape, idx.shape[1], comm.name)
+        if name == "dispatch_planned":
+            return ops.dispatch_planned(x, weights, *along, rows, 1, 16, comm.name, layout)
+        given = torch.randn(rows, toy.HIDDEN, generator=draw), sent[2], *along, 1, 16, comm.name, layout
+        if name == "dispatch_backward":
+            return ops.dispatch_backward(*given)
+        ticket = ops.dispatch_backward_start(*given)
+        return ops.dispatch_backward_wait(ticket, [], x.dtype, *x.shape, idx.shape[1], comm.name)
     _, _, given, *placed = ops.dispatch(x, weights, idx, *sizes)
     along = (idx, *placed[:4], toy.ALIGNMENT, 16, comm.name)
     y = torch.randn(rows, toy.HIDDEN, generator=draw)
@@ -127,14 +135,14 @@ def check_every_result(seed):
     found, expected, made = [], [], 0
     with make(symmetric_rows=40, name="checked") as comm:
         for name in WHOLE:
-            for output, what in enumerate(NAMES[name]):
+            for output, what in outputs(name):
                 wrong_rank = int(torch.randint(comm.world_size, (), generator=draw))
                 place = float(torch.rand((), generator=draw))
                 told = []
 
                 def change(operator, results, at=(name, output, what, wrong_rank, place), told=told):
                     name, output, what, wrong_rank, place = at
-                    if operator != name or comm.rank != wrong_rank:
+                    if operator != name.removesuffix(TOKEN_MAJOR) or comm.rank != wrong_rank:
                         return results
                     right = results[output]
                     wrong = results[output] = right.clone()
@@ -155,9 +163,10 @@ def check_every_result(seed):
                 with using(comm, change):
                     found.append(raised(run, *arguments))
                 run(*arguments)  # right again
-                made += operations(name)
-                number, made = made, made + operations(name)
-                head = f"communicator 'checked': ep::{name}, operation {number}, is not what the reference backend"
+                operator = name.removesuffix(TOKEN_MAJOR)
+                made += operations(operator)
+                number, made = made, made + operations(operator)
+                head = f"communicator 'checked': ep::{operator}, operation {number}, is not what the reference backend"
                 expected.append((head + " returns: ", wrong_rank, told))
     return found, expected
 
@@ -165,7 +174,7 @@ def check_every_result(seed):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_result(world_size):
     results = run_ranks(world_size, check_every_result, cases.fresh_seed())
-    count = sum(len(NAMES[name]) for name in WHOLE)
+    count = sum(len(outputs(name)) for name in WHOLE)
     for found, expected in results:
         assert len(found) == len(expected) == count
         for text, (head, rank, _) in zip(found, expected, strict=True):
@@ -220,7 +229,7 @@ def check_formats(seed):
         route, _ = comm.plan(idx, max_tokens=16)
         ways = {
             "dispatch": lambda **asked: comm.dispatch(x, idx, weights, **asked),
-            "dispatch_dynamic": lambda **asked: comm.dispatch_dynamic(x, idx, weights, **asked),
+            "dispatch_dynamic": lambda **asked: comm.dispatch(x, idx, weights, **asked, exact=True),
             "dispatch_wait": lambda **asked: comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **asked)),
             "dispatch_planned": lambda **asked: comm.dispatch_planned(x, route, weights, **asked),
         }
@@ -332,7 +341,7 @@ def whole(comm, x, idx, weights, scale):
 
 
 def dynamic(comm, x, idx, weights, scale):
-    sent = comm.dispatch_dynamic(x, idx, weights)
+    sent = comm.dispatch(x, idx, weights, exact=True)
     return comm.combine(toy.experts(sent, scale), sent.route, sent.weights, residual=x)
 
 
@@ -410,7 +419,7 @@ def test_what_is_captured_is_refused(monkeypatch):
             text = raised(comm.dispatch, x, idx)
         assert "ep::dispatch cannot be captured in a CUDA graph while EP_OPS_CHECK is 1" in text
         with (
-            mock.patch.object(comm.backend._reference, "refuse", side_effect=AssertionError("told the others")),
+            mock.patch.object(comm.backend._reference, "reject", side_effect=AssertionError("told the others")),
             pytest.raises(TypeError, match="x has dtype"),
         ):
             comm.dispatch(x.double(), idx)
@@ -467,7 +476,7 @@ def test_what_cannot_be_told():
         x, idx, _ = toy.inputs(4)
         with (
             mock.patch.object(comm.backend._backend, "check_errors", side_effect=ValueError("my own")),
-            mock.patch.object(comm.backend._reference, "refuse", side_effect=RuntimeError("ranks run different ...")),
+            mock.patch.object(comm.backend._reference, "reject", side_effect=RuntimeError("ranks run different ...")),
             pytest.raises(ValueError, match="my own"),
         ):
             comm.dispatch(x, idx)
@@ -481,7 +490,7 @@ def test_kernels_that_have_failed():
         with (
             mock.patch.object(backend, "check_errors", side_effect=RuntimeError("waited 9 s for rank 3")),
             mock.patch.object(backend, "has_failed", return_value=True),
-            mock.patch.object(comm.backend._reference, "refuse", side_effect=AssertionError),
+            mock.patch.object(comm.backend._reference, "reject", side_effect=AssertionError),
         ):
             assert raised(comm.dispatch, x, idx) == "waited 9 s for rank 3"
 

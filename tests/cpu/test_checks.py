@@ -44,7 +44,7 @@ def good(name: str) -> dict[str, Any]:
         "grad_recv_x": torch.zeros(ROWS, H, dtype=torch.bfloat16),
         "topk_weights": torch.zeros(T, K),
         "recv_weights": torch.zeros(ROWS),
-        "grad_recv_weights": torch.zeros(ROWS, *[K] * name.startswith("dispatch_tokens_backward")),
+        "grad_recv_weights": torch.zeros(ROWS),
         "topk_idx": torch.zeros(T, K, dtype=ints),
         "send_rows": torch.zeros(T, K, dtype=ints),
         "arrivals": torch.zeros(arrivals.size(ROWS, 1), dtype=ints),
@@ -54,6 +54,7 @@ def good(name: str) -> dict[str, Any]:
         "num_rows": ROWS,
         "alignment": ALIGN,
         "slots": 0,
+        "layout": "grouped",
         "max_tokens": MAX_TOKENS,
         "num_local_experts": EXPERTS,
         "world_size": 1,
@@ -128,7 +129,8 @@ def test_good_sizes_pass(comm: ep_ops.Communicator, name: str) -> None:
     for changed in (
         {"capacity": 0},
         {"capacity": 2**31 - 4},
-        {"capacity": EXPERTS * 8, "slots": 8},
+        {"capacity": EXPERTS * 8, "slots": 8, "layout": "padded"},
+        {"capacity": 7, "alignment": 1, "layout": "token_major"},
         {"capacity": 1024 * 5, "alignment": 1024},
         {"capacity": 7, "alignment": 1},
         {"max_tokens": T},
@@ -286,8 +288,7 @@ INTS = [
     ("capacity", -4, "allowed: 0..2**31 - 1"),
     ("capacity", 2**31, "allowed: 0..2**31 - 1"),
     ("capacity", 2, "multiple of alignment 4"),
-    ("slots", -8, "positive multiple of alignment 4"),
-    ("slots", 6, "positive multiple of alignment 4"),
+    ("slots", 8, "slots are for layout 'padded'"),
     ("num_rows", -1, "allowed: 24"),
     ("num_rows", 2**31, "allowed: 24"),
     ("num_local_experts", EXPERTS + 1, "has 3 on this rank"),
@@ -300,14 +301,33 @@ def test_ints(comm: ep_ops.Communicator, argument: str, given: int, text: str) -
     for name in GROUPED if "multiple of alignment" in text else those_with(argument):
         if argument == "num_rows" and "arrivals" not in good(name):
             continue  # what its start knew
-        planned = (name, argument) == ("dispatch_planned", "slots")
-        allowed = "allowed: 0 (flat layout) or num_rows 24 / num_local_experts 3" if planned else text
-        refused(comm, name, ValueError, f"{argument} is {given}", allowed, **{argument: given})
+        refused(comm, name, ValueError, f"{argument} is {given}", text, **{argument: given})
+
+
+@pytest.mark.parametrize("name", those_with("layout"))
+def test_layouts(comm: ep_ops.Communicator, name: str) -> None:
+    refused(
+        comm, name, ValueError, "layout is 'by_token'; allowed: 'grouped', 'padded', 'token_major'", layout="by_token"
+    )
+    if "x" not in good(name) and name != "plan":
+        return  # gradients: their sizes are those of the route
+    refused(comm, name, ValueError, "alignment is 4; allowed with layout 'token_major': 1", layout="token_major")
+    if "slots" not in good(name):
+        refused(comm, name, ValueError, "layout is 'padded'", "allowed with exact sizes: 'grouped'", layout="padded")
+        return
+    for slots in (0, -8, 6):
+        text = f"slots is {slots} and layout 'padded'; allowed: positive multiples of alignment 4"
+        refused(comm, name, ValueError, text, layout="padded", slots=slots)
+
+
+def test_rows_of_a_padded_route(comm: ep_ops.Communicator) -> None:
+    text = "allowed: num_rows 24 / num_local_experts 3"
+    refused(comm, "dispatch_planned", ValueError, "slots is 4", text, layout="padded", slots=4)
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_padded_layout_has_slots_for_every_expert(comm: ep_ops.Communicator, name: str) -> None:
-    refused(comm, name, ValueError, "capacity is 24", "num_local_experts 3 x slots = 12", slots=4)
+    refused(comm, name, ValueError, "capacity is 24", "num_local_experts 3 x slots = 12", layout="padded", slots=4)
 
 
 @pytest.mark.parametrize("name", CHECKS)

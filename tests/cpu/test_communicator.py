@@ -246,14 +246,14 @@ def test_methods_on_one_rank() -> None:
         topk_idx = torch.tensor([[0, 5], [1, -1], [0, 1]], dtype=torch.int32)
         expected = x * (weights * (topk_idx >= 0)).sum(1, keepdim=True)
         static = comm.dispatch(x, topk_idx, weights)
-        padded = comm.dispatch(x, topk_idx, weights, slots=4)
-        exact = comm.dispatch_dynamic(x, topk_idx, weights)
+        padded = comm.dispatch(x, topk_idx, weights, layout="padded", slots=4)
+        exact = comm.dispatch(x, topk_idx, weights, exact=True)
         assert static.x.shape == (comm.capacity(), 8) and padded.x.shape == (24, 8) and exact.x.shape == (12, 8)
         for got in (static, padded, exact):
             torch.testing.assert_close(comm.combine(got.x, got.route, got.weights), expected)
         route, dropped = comm.plan(topk_idx, capacity=4, max_tokens=3)
         assert dropped.tolist() == [0, 2, 0, 0, 0, 1]
-        rows, no_weights = comm.dispatch_planned(x, route)
+        rows, no_weights, *_ = comm.dispatch_planned(x, route)
         assert no_weights is None and torch.equal(rows[:2], x[[0, 2]])
         assert comm.dispatch(x, topk_idx).weights is None
 
@@ -264,10 +264,10 @@ def test_methods_trace_in_one_graph() -> None:
         def layer(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             got = comm.dispatch(x, topk_idx, weights)
             home = comm.combine(torch.tanh(got.x), got.route, got.weights)
-            padded = comm.dispatch(x, topk_idx, slots=8, max_tokens=4, alignment=2)
+            padded = comm.dispatch(x, topk_idx, layout="padded", slots=8, max_tokens=4, alignment=2)
             home = home + comm.combine(padded.x, padded.route)
             route, _ = comm.plan(topk_idx, capacity=comm.capacity(3))
-            rows, row_weights = comm.dispatch_planned(x, route, weights)
+            rows, row_weights, *_ = comm.dispatch_planned(x, route, weights)
             return home + comm.combine(rows, route, row_weights)
 
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -364,9 +364,9 @@ def _subgroups() -> list[Any]:
     with make(mine, name="pair", alignment=4) as pair, make(name="all", num_experts=8, alignment=4) as everyone:
         x = torch.full((1, 8), float(dist.get_rank()), dtype=torch.bfloat16)
         to_other = torch.tensor([[3 * (1 - pair.rank), -1]], dtype=torch.int32)
-        came = pair.dispatch_dynamic(x, to_other)
+        came = pair.dispatch(x, to_other, exact=True)
         to_next = torch.tensor([[2 * ((everyone.rank + 1) % 4), -1]], dtype=torch.int32)
-        came_too = everyone.dispatch_dynamic(x, to_next)
+        came_too = everyone.dispatch(x, to_next, exact=True)
         both = pair.combine(came.x, came.route) + everyone.combine(came_too.x, came_too.route)
         return [came.x[0, 0].item(), came_too.x[0, 0].item(), both[0, 0].item()]
 

@@ -68,7 +68,7 @@ def summed(
         agreement.gpu_facts = true_facts
     mine, run, idx = given[rank], comm.backend, case.topk_idx[rank]
     with comm:
-        sizes = Sizes(case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens)
+        sizes = Sizes(case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens, case.layout(rank))
         route = Route(idx, *run.plan(idx, sizes)[:4], case.alignment, case.capacity[rank], case.max_tokens)
         started = comm.combine_start(mine.y, route, mine.weights)
         out = {
@@ -82,7 +82,7 @@ def summed(
         }
         if dtype != torch.float64:  # through autograd
             x = torch.zeros(idx.shape[0], HIDDEN, dtype=dtype, requires_grad=True)
-            sent = comm.dispatch_planned(x, route)[0]
+            sent = comm.dispatch_planned(x, route).x
             sent.backward(mine.y)
             out["autograd"] = x.grad
     return out

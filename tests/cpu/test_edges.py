@@ -43,7 +43,7 @@ def _one_choice(tokens: list[int]) -> None:
         idx = torch.full((tokens[rank], 1), 3, dtype=torch.int32)
         idx[1:2] = -1
         weights = torch.full((tokens[rank], 1), 0.5)
-        sent = comm.dispatch_tokens(x, idx, weights)
+        sent = comm.dispatch(x, idx, weights, layout="token_major")
         out = comm.combine(sent.x * sent.weights.sum(1, keepdim=True), sent.route)
         assert torch.equal(out, torch.where(idx >= 0, x * 0.5, 0))
         held = int(sent.route.sources[-1])
@@ -67,7 +67,7 @@ def _no_experts(by_place: bool, compiled: bool) -> None:
 
         def layer(x: Tensor) -> Tensor:
             if by_place:
-                sent = comm.dispatch_tokens(x, idx)
+                sent = comm.dispatch(x, idx, layout="token_major")
                 lists = expert_lists(sent.local_idx, comm.num_local_experts)
                 return comm.combine(reduce_rows(gather_mm(sent.x, w, lists), lists), sent.route)
             rows = comm.dispatch(x, idx)
@@ -121,20 +121,59 @@ REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], s
     "format": (lambda c, x, idx: c.dispatch(x, idx, format=None), "format is None; allowed: a str"),
     "zeros": (lambda c, x, idx: c.dispatch(x, idx, zeros="no"), "zeros is a str; allowed: a bool"),
     "tokens: max_tokens": (
-        lambda c, x, idx: c.dispatch_tokens(x, idx, max_tokens="8"), "max_tokens is a str; allowed: an int"
+        lambda c, x, idx: c.dispatch(x, idx, max_tokens="8", layout="token_major"),
+        "max_tokens is '8'; it must be an int",
     ),
     "tokens: bound": (
-        lambda c, x, idx: c.dispatch_tokens(x, idx, max_tokens=3.5), "max_tokens is a float; allowed: an int"
+        lambda c, x, idx: c.dispatch(x, idx, max_tokens=3.5, layout="token_major"),
+        "max_tokens is 3.5; it must be an int",
+    ),
+    "layout": (
+        lambda c, x, idx: c.dispatch(x, idx, layout="by_token"),
+        "layout is 'by_token'; allowed: 'grouped', 'padded', 'token_major'",
+    ),
+    "no layout": (lambda c, x, idx: c.dispatch(x, idx, layout=None), "layout is None; allowed: a str"),
+    "padded without slots": (
+        lambda c, x, idx: c.dispatch(x, idx, layout="padded"),
+        "slots is 0 and layout 'padded'; allowed: positive multiples of alignment",
+    ),
+    "slots without padded": (
+        lambda c, x, idx: c.dispatch(x, idx, slots=16),
+        "slots is 16 and layout 'grouped'; slots are for layout 'padded'",
+    ),
+    "slots and capacity": (
+        lambda c, x, idx: c.dispatch(x, idx, layout="padded", slots=16, capacity=64),
+        "capacity is 64 and slots is 16; allowed: one of the two",
+    ),
+    "exact: padded": (
+        lambda c, x, idx: c.dispatch(x, idx, layout="padded", exact=True),
+        "exact is True, with layout 'padded', capacity None and slots 0; allowed: layout 'grouped' or 'token_major'",
+    ),
+    "exact: capacity": (
+        lambda c, x, idx: c.dispatch(x, idx, capacity=64, exact=True),
+        "exact is True, with layout 'grouped', capacity 64 and slots 0; allowed",
+    ),
+    "exact: max_tokens": (
+        lambda c, x, idx: c.dispatch(x, idx, max_tokens="8", exact=True), "max_tokens is '8'; it must be an int"
+    ),
+    "tokens: alignment": (
+        lambda c, x, idx: c.dispatch(x, idx, layout="token_major", alignment=4),
+        "alignment is 4; allowed with layout 'token_major': 1",
     ),
     "tokens: route": (
-        lambda c, x, idx: c.dispatch_tokens_planned(x, (idx,)), "route is a tuple; allowed: a Route"
+        lambda c, x, idx: c.dispatch_planned(x, (idx,)), "route is a tuple; allowed: a Route"
     ),
 }  # fmt: skip
 OTHERS: dict[str, Callable[[ep_ops.Communicator, Tensor, Tensor], Any]] = {
     "slots": lambda c, x, idx: c.plan(idx),
     "plan": lambda c, x, idx: c.plan(idx),
-    "tokens: max_tokens": lambda c, x, idx: c.dispatch_tokens(x, idx),
-    "tokens: bound": lambda c, x, idx: c.dispatch_tokens(x, idx),
+    "tokens: max_tokens": lambda c, x, idx: c.dispatch(x, idx, layout="token_major"),
+    "tokens: bound": lambda c, x, idx: c.dispatch(x, idx, layout="token_major"),
+    "tokens: alignment": lambda c, x, idx: c.dispatch(x, idx, layout="token_major"),
+    **{
+        f"exact: {what}": lambda c, x, idx: c.dispatch(x, idx, exact=True)
+        for what in ("padded", "capacity", "max_tokens")
+    },
 }
 """What the other ranks call then, where that is no dispatch."""
 
@@ -143,7 +182,7 @@ def _refusing(name: str, grad: bool) -> None:
     call, text = REFUSED[name]
     x, idx = torch.randn(4, 16), torch.tensor([[0, 1]] * 4, dtype=torch.int32)
     with made() as comm, torch.set_grad_enabled(grad):
-        known = comm.dispatch_tokens(x, idx).route if name == "tokens: route" else None
+        known = comm.dispatch(x, idx, layout="token_major").route if name == "tokens: route" else None
         if comm.rank == 0:
             with pytest.raises((TypeError, ValueError)) as told:
                 call(comm, x, idx)
@@ -151,7 +190,7 @@ def _refusing(name: str, grad: bool) -> None:
         else:
             with pytest.raises(ValueError, match="refused by rank 0") as told:
                 if known is not None:
-                    comm.dispatch_tokens_planned(x, known)
+                    comm.dispatch_planned(x, known)
                 OTHERS.get(name, lambda c, x, idx: c.dispatch(x, idx))(comm, x, idx)
                 comm.check_errors()
         assert text in str(told.value)
@@ -169,10 +208,10 @@ def test_routes_are_not_what_holds_them() -> None:
     with made() as comm:
         rows = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
         along = comm.combine, comm.combine_gathered, comm.combine_start, comm.dispatch_planned
-        for call in (*along, comm.dispatch_tokens_planned):
+        for call in along:
             with pytest.raises(ValueError, match="route is a Dispatched; allowed: a Route"):
                 call(rows.x, rows)
-        copies = comm.dispatch_tokens(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32))
+        copies = comm.dispatch(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32), layout="token_major")
         lists = nn.expert_lists(copies.local_idx, comm.num_local_experts)
         for local in (
             lambda: nn.swiglu_rows(rows.x, rows), lambda: nn.expert_of_rows(rows),
@@ -183,9 +222,8 @@ def test_routes_are_not_what_holds_them() -> None:
                 local()
         with pytest.raises(TypeError, match="started is a StartedDispatch; allowed: what combine_start returned"):
             comm.combine_wait(comm.dispatch_start(torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int32)))
-        for name in ("dispatch", "dispatch_tokens"):
-            with pytest.raises(TypeError, match=f"started is a Dispatched; allowed: what {name}_start returned"):
-                getattr(comm, f"{name}_wait")(rows)
+        with pytest.raises(TypeError, match="started is a Dispatched; allowed: what dispatch_start returned"):
+            comm.dispatch_wait(rows)
 
 
 def test_what_layers_are_made_of_is_refused_by_name() -> None:

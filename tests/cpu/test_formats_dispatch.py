@@ -93,10 +93,10 @@ def _dispatched(case: RouteCase, given: list[Given], dtype: torch.dtype) -> dict
         idx, name = case.topk_idx[rank], f"e4m3/{one.name}"
         codes, scales = one.passed(rank)
         with communicator(case, x.shape[1], dtype) as comm, torch.no_grad():
-            place = comm.num_local_experts, comm.world_size, comm.name
+            place = comm.num_local_experts, comm.world_size, comm.name, case.layout(rank)
             sizes = case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens
-            route, _ = comm.plan(idx, capacity=sizes[0], slots=sizes[2], max_tokens=sizes[3])
-            along = (*route.tensors, route.num_rows, *route.ints, comm.name)
+            route, _ = comm.plan(idx, **case.room(rank), max_tokens=sizes[3])
+            along = (*route.tensors, route.num_rows, *route.ints, comm.name, route.layout, route.slots)
             for layout in LAYOUTS[one.name]:
                 for zeros in (True, False):
                     asked = None, name, layout, zeros
@@ -104,13 +104,13 @@ def _dispatched(case: RouteCase, given: list[Given], dtype: torch.dtype) -> dict
                 given_scales = scales, name, layout, True
                 out[one.name, layout, "passed"] = torch.ops.ep.dispatch(codes, None, idx, *sizes, *place, *given_scales)
                 out[one.name, layout, "dynamic"] = torch.ops.ep.dispatch_dynamic(
-                    x, weights, idx, case.alignment, case.max_tokens, *place, None, name, layout
+                    x, weights, idx, case.alignment, case.max_tokens, *place[:3], "grouped", None, name, layout
                 )
                 out[one.name, layout, "planned"] = torch.ops.ep.dispatch_planned(
-                    x, weights, *along, None, name, layout, True, case.slots[rank]
+                    x, weights, *along, None, name, layout, True
                 )
             started = comm.dispatch_start(
-                x, idx, weights, capacity=sizes[0], slots=sizes[2], max_tokens=sizes[3], format=name, zeros=True
+                x, idx, weights, **case.room(rank), max_tokens=sizes[3], format=name, zeros=True
             )
             out[one.name, "rows", "split"] = comm.dispatch_wait(started)
             wire = None, f"wire:{name}", ""

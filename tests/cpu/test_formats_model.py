@@ -79,21 +79,23 @@ def test_every_way_gives_what_decodes_to_x(comm: ep_ops.Communicator, name: str,
     codes, scales = quantise(x, form)
     values = dequantise(codes, scales, form, torch.float32)
     asked: dict[str, Any] = {"format": name, "scales_as": "" if layout == "rows" else layout}
+    padded = cases.room(None, slots)
     sent = [
-        comm.dispatch(x, idx, weights, slots=slots, **asked),
-        comm.dispatch(codes, idx, weights, slots=slots, scales=scales, **asked),
-        comm.dispatch_wait(comm.dispatch_start(x, idx, weights, slots=slots, **asked)),
-        comm.dispatch_wait(comm.dispatch_start(codes, idx, weights, slots=slots, scales=scales, **asked)),
+        comm.dispatch(x, idx, weights, **padded, **asked),
+        comm.dispatch(codes, idx, weights, **padded, scales=scales, **asked),
+        comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **padded, **asked)),
+        comm.dispatch_wait(comm.dispatch_start(codes, idx, weights, **padded, scales=scales, **asked)),
     ]
     if not slots:
         sent += [
-            comm.dispatch_dynamic(x, idx, weights, **asked),
-            comm.dispatch_dynamic(codes, idx, weights, scales=scales, **asked),
+            comm.dispatch(x, idx, weights, **asked, exact=True),
+            comm.dispatch(codes, idx, weights, scales=scales, **asked, exact=True),
         ]
-    route, dropped = comm.plan(idx, slots=slots)
+    route, dropped = comm.plan(idx, **padded)
     for given, its_scales in ((x, None), (codes, scales)):
-        rows, row_weights, recv_scales = comm.dispatch_planned(given, route, weights, scales=its_scales, **asked)
-        sent.append(ep_ops.Dispatched(rows, row_weights, route, dropped, recv_scales))
+        again = comm.dispatch_planned(given, route, weights, scales=its_scales, **asked)
+        assert again.route is route and again.dropped is dropped and again.local_idx is None
+        sent.append(again)
     for got in sent:
         assert got.x.dtype == torch.float8_e4m3fn and got.scales is not None
         owner = got.route.recv_from
@@ -106,7 +108,7 @@ def test_every_way_gives_what_decodes_to_x(comm: ep_ops.Communicator, name: str,
 
 def test_what_grouped_gemms_take_beside_rows(comm: ep_ops.Communicator) -> None:
     x, idx, _ = inputs()
-    for sent in (comm.dispatch(x, idx, format=POW2), comm.dispatch(x, idx, slots=24, format=POW2)):
+    for sent in (comm.dispatch(x, idx, format=POW2), comm.dispatch(x, idx, **cases.room(None, 24), format=POW2)):
         route = sent.route
         owner = route.recv_from.tolist()
         expected = [-1 if asker < 0 else int(idx.view(-1)[asker]) for asker in owner]
@@ -243,9 +245,9 @@ def test_scales_in_a_graph(comm: ep_ops.Communicator, name: str, layout: str, si
 
     def scales(x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
         if size == "exact":
-            sent = comm.dispatch_dynamic(x, idx, format=name, scales_as=layout)
+            sent = comm.dispatch(x, idx, format=name, scales_as=layout, exact=True)
         else:
-            sent = comm.dispatch(x, idx, slots=24 * (size == "slots"), format=name, scales_as=layout)
+            sent = comm.dispatch(x, idx, **cases.room(None, 24 * (size == "slots")), format=name, scales_as=layout)
         assert sent.scales is not None
         return sent.x, sent.scales
 
@@ -273,7 +275,7 @@ def test_opcheck(lenient: ep_ops.Communicator, operator: str, name: str, layout:
         x.requires_grad_()
     for slots in (0, 24) if operator != "dispatch_dynamic" else (0,):
         capacity = EXPERTS * slots or 48
-        route, _ = lenient.plan(idx, slots=slots, capacity=capacity)
+        route, _ = lenient.plan(idx, **cases.room(capacity, slots))
         known = {
             "x": x, "topk_weights": weights, "ticket": torch.empty(0, requires_grad=x.requires_grad), "flight": 0,
             **route._asdict(),
@@ -299,7 +301,7 @@ def _gradients(format: str, slots: int, seed: int) -> tuple[list[Tensor], list[T
             x, idx, weights = inputs(7 - 3 * rank, seed + rank)
             x.requires_grad_()
             weights.requires_grad_()
-            sent = comm.dispatch(x, idx, weights, slots=slots, format=asked)
+            sent = comm.dispatch(x, idx, weights, **cases.room(None, slots), format=asked)
             draw = torch.Generator().manual_seed(seed + 100 + rank)
             grad = torch.randn(sent.x.shape, generator=draw).bfloat16()
             torch.autograd.backward([Rows.apply(sent.x, grad), sent.weights.nan_to_num().sum()])
@@ -392,7 +394,7 @@ def test_refused_by_name(comm: ep_ops.Communicator, case: str) -> None:
     with pytest.raises(error, match=text):
         comm.dispatch(**given)
     with pytest.raises(error, match=text):
-        comm.dispatch_dynamic(**given)
+        comm.dispatch(**given, exact=True)
     with pytest.raises(error, match=text):
         comm.dispatch_wait(comm.dispatch_start(**given))
     route, _ = comm.plan(idx)
@@ -448,8 +450,8 @@ def test_padding_is_cleared_by_default_where_gradients_are_on(comm: ep_ops.Commu
         ways = [comm.dispatch(x, idx, weights, **sizes, **asked)]
         ways.append(comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **sizes, **asked)))
         rows = [sent.x for sent in ways]
-        rows += [comm.dispatch_planned(x, ways[0].route, weights, **asked)[0]]
-        rows += [comm.dispatch_dynamic(x, idx, weights, alignment=16, **asked).x]
+        rows += [comm.dispatch_planned(x, ways[0].route, weights, **asked).x]
+        rows += [comm.dispatch(x, idx, weights, alignment=16, **asked, exact=True).x]
         expert = ways[0].route.m_indices
         behind = torch.arange(64) >= ways[0].route.offs[-1]
         return [row[(expert < 0)[: row.shape[0]] & ~behind[: row.shape[0]]] for row in rows]

@@ -43,7 +43,7 @@ def _backward(format: str, weighted: bool, slots: int, seed: int) -> list[dict[s
     grad = gradients(rank, seed)
     with communicator(max_tokens_per_rank=MOST) as comm:
         x, idx, weights = inputs(grad.shape[0], seed + rank)
-        sent = comm.dispatch(x, idx, weights, slots=slots)
+        sent = comm.dispatch(x, idx, weights, **cases.room(None, slots))
         assert sent.weights is not None
         draw = torch.Generator().manual_seed(seed)
         owner = sent.route.recv_from

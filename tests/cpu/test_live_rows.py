@@ -25,7 +25,9 @@ UNUSED = torch.zeros(1, dtype=torch.int32)
 
 def route_of(of: Drawn, alignment: int = 4, slots: int = 0) -> Route:
     ints = [torch.tensor(values, dtype=torch.int32) for values in (of.offs, of.counts)]
-    return Route(UNUSED, UNUSED, UNUSED, *ints, alignment, of.rows, 1, slots=slots)
+    return Route(
+        UNUSED, UNUSED, UNUSED, *ints, alignment, of.rows, 1, slots=slots, layout="padded" if slots else "grouped"
+    )
 
 
 def case(draw: random.Random, slots: int = 0, alignment: int = 4, **options: int) -> tuple[Drawn, Route]:
@@ -200,7 +202,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="rows of the route"):
         swiglu_rows(x[:, 1:], route)
     with pytest.raises(ValueError, match="token-major"):
-        swiglu_rows(x, route._replace(token_major=True))
+        swiglu_rows(x, route._replace(layout="token_major"))
     with pytest.raises(TypeError, match="gate_and_up is torch.int32"):
         swiglu_rows(x.int(), route)
     with pytest.raises(ValueError, match="format is 'e4m3/row/fp32'"):

@@ -418,4 +418,4 @@ def test_all_layouts_of_scales_are_known() -> None:
             passed, _ = moe.dispatch(codes, given.ids, None, Quant(form, scales_as, scales))
             live = torch.arange(16) < output.counts[:, None]
             assert torch.equal(passed.x.view(torch.uint8)[live], output.x.view(torch.uint8)[live])
-            assert passed.weights is None and torch.equal(handle.dropped, torch.zeros(E, dtype=torch.int32))
+            assert passed.weights is None and torch.equal(output.dropped, torch.zeros(E, dtype=torch.int32))

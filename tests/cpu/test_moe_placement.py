@@ -226,7 +226,7 @@ def test_bytes_of_rows_of_several_sizes() -> None:
 
 
 def noted(number: int, begun: float, waits: tuple[float, ...]) -> Operation:
-    return Operation(number, "dispatch", True, True, False, 8, "", begun, None, waits)
+    return Operation(number, "dispatch", True, True, False, 8, "", False, begun, None, waits)
 
 
 def test_a_straggler_shows(tmp_path: Path) -> None:

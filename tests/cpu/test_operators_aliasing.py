@@ -18,12 +18,13 @@ def every_operator(comm):
     x, topk_idx, weights = toy.inputs(3 + rank, seed=rank)
     sizes = (comm.num_local_experts, comm.world_size, comm.name)
     capacity = comm.capacity()
-    flat, grouped = (capacity, 4, 0, 16, *sizes), (16 * comm.num_local_experts, 4, 16, 16, *sizes)
+    flat, grouped = (capacity, 4, 0, 16, *sizes), (16 * comm.num_local_experts, 4, 16, 16, *sizes, "padded")
     rows = comm.dispatch(x, topk_idx, weights)
     along = (*rows.route.tensors, *rows.route.ints, comm.name)
     planned = (*rows.route.tensors, capacity, *rows.route.ints, comm.name)
-    tokens = comm.dispatch_tokens(x, topk_idx, weights, capacity=20)
-    copied = tokens.route.tensors
+    tokens = comm.dispatch(x, topk_idx, weights, capacity=20, layout="token_major")
+    copied = (*tokens.route.tensors, *tokens.route.ints, comm.name, "token_major")
+    by_token = (20, 1, 0, 16, *sizes, "token_major")
     grad = torch.ones_like(x)
     ticket = torch.empty(0)
     back_tokens, back_rows = (ticket, [], grad.dtype, len(x), 8, 2, comm.name), (ticket, [], grad.dtype, capacity, 8)
@@ -49,16 +50,17 @@ def every_operator(comm):
         ("combine_backward_wait", *back_rows, True, comm.name),
         ("dispatch_start", x, weights, topk_idx, *flat),
         ("dispatch_wait", ticket, x, weights, topk_idx, *flat),
-        ("dispatch_tokens", x, weights, topk_idx, 20, 16, *sizes),
-        ("dispatch_tokens", x, None, topk_idx, 20, 16, *sizes),
-        ("dispatch_tokens_dynamic", x, weights, topk_idx, 16, *sizes),
-        ("dispatch_tokens_planned", x, weights, *copied, 20, *tokens.route.ints, comm.name),
-        ("dispatch_tokens_backward", tokens.x, tokens.weights, *copied, *tokens.route.ints, comm.name),
-        ("dispatch_tokens_backward_start", tokens.x, tokens.weights, *copied, *tokens.route.ints, comm.name),
-        ("dispatch_tokens_backward_wait", *back_tokens),
-        ("dispatch_tokens_start", x, weights, topk_idx, 20, 16, *sizes),
-        ("dispatch_tokens_wait", ticket, x, weights, topk_idx, 20, 16, *sizes),
-        ("combine", tokens.x, None, *copied, *tokens.route.ints, comm.name),
+        ("plan", topk_idx, *by_token),
+        ("dispatch", x, weights, topk_idx, *by_token),
+        ("dispatch", x, None, topk_idx, *by_token),
+        ("dispatch_dynamic", x, weights, topk_idx, 1, 16, *sizes, "token_major"),
+        ("dispatch_planned", x, weights, *copied[:5], 20, *copied[5:]),
+        ("dispatch_backward", tokens.x, tokens.weights, *copied),
+        ("dispatch_backward_start", tokens.x, tokens.weights, *copied),
+        ("dispatch_backward_wait", *back_tokens),
+        ("dispatch_start", x, weights, topk_idx, *by_token),
+        ("dispatch_wait", ticket, x, weights, topk_idx, *by_token),
+        ("combine", tokens.x, None, *copied[:-1]),
         ("combine_start", rows.x, rows.weights, *along),
         ("combine_wait", ticket, rows.x, rows.weights, *along),
     ):

@@ -17,13 +17,13 @@ def comm():
 
 
 def exact_size_layer(comm, x, topk_idx, weights, scale):
-    rows = comm.dispatch_dynamic(x, topk_idx, weights)
+    rows = comm.dispatch(x, topk_idx, weights, exact=True)
     return comm.combine(toy.experts(rows, scale), rows.route, rows.weights)
 
 
 def padded_layer(comm, x, topk_idx, weights, scale):
     """[El, slots, H], as grouped GEMMs with masks take it."""
-    rows = comm.dispatch(x, topk_idx, weights, slots=12)
+    rows = comm.dispatch(x, topk_idx, weights, layout="padded", slots=12)
     grouped = rows.x.view(comm.num_local_experts, 12, toy.HIDDEN)
     begin = torch.arange(comm.num_local_experts) * 12
     used = (torch.arange(12) < (rows.route.offs - begin)[:, None])[..., None]
@@ -34,7 +34,7 @@ def padded_layer(comm, x, topk_idx, weights, scale):
 def planned_layer(comm, x, topk_idx, weights, scale):
     """Without weights, along a route that was planned before; x is not contiguous when it comes."""
     route, _ = comm.plan(topk_idx)
-    rows, _ = comm.dispatch_planned((x.t() + 1).contiguous().t().contiguous(), route)
+    rows = comm.dispatch_planned((x.t() + 1).contiguous().t().contiguous(), route).x
     return comm.combine(torch.tanh(rows), route) * weights.sum() + scale.sum()
 
 
@@ -88,7 +88,7 @@ def test_sizes_of_the_receive_buffer_are_dynamic(comm):
     def layer(x, topk_idx, weights):
         tokens = x.shape[0]
         flat = comm.dispatch(x, topk_idx, weights, capacity=8 * tokens, max_tokens=tokens)
-        grouped = comm.dispatch(x, topk_idx, weights, slots=4 * tokens, max_tokens=tokens)
+        grouped = comm.dispatch(x, topk_idx, weights, layout="padded", slots=4 * tokens, max_tokens=tokens)
         assert flat.x.shape[0] == 8 * tokens and grouped.x.shape[0] == comm.num_local_experts * 4 * tokens
         return comm.combine(flat.x, flat.route) + comm.combine(grouped.x, grouped.route)
 

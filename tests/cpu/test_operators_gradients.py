@@ -27,7 +27,7 @@ WAYS = {
     "flat": lambda comm, x, idx, w, scale: _through_rows(comm, comm.dispatch(x, idx, w), scale),
     "unweighted": lambda comm, x, idx, w, scale: toy.layer(comm, x, idx, None, scale) * w.sum(),
     "drops": lambda comm, x, idx, w, scale: _through_rows(comm, comm.dispatch(x, idx, w, capacity=8), scale),
-    "dynamic": lambda comm, x, idx, w, scale: _through_rows(comm, comm.dispatch_dynamic(x, idx, w), scale),
+    "dynamic": lambda comm, x, idx, w, scale: _through_rows(comm, comm.dispatch(x, idx, w, exact=True), scale),
 }
 
 
@@ -40,10 +40,10 @@ def test_finite_differences(exact, way):
 
 def test_finite_differences_along_a_known_route(exact):
     x, topk_idx, weights = toy.inputs(5, dtype=torch.float64, grad=True)
-    route, _ = exact.plan(topk_idx, capacity=12, slots=0)
+    route, _ = exact.plan(topk_idx, capacity=12)
 
     def there_and_back(x, weights):
-        rows, row_weights = exact.dispatch_planned(x, route, weights)
+        rows, row_weights, *_ = exact.dispatch_planned(x, route, weights)
         return exact.combine(torch.sin(rows), route, row_weights)
 
     assert gradcheck(there_and_back, (x, weights))
@@ -53,7 +53,7 @@ def test_finite_differences_with_slots(exact):
     x, topk_idx, weights = toy.inputs(5, dtype=torch.float64, grad=True)
 
     def there_and_back(x, weights):
-        rows = exact.dispatch(x, topk_idx, weights, slots=4)
+        rows = exact.dispatch(x, topk_idx, weights, layout="padded", slots=4)
         return exact.combine(torch.sin(rows.x), rows.route, rows.weights)
 
     assert gradcheck(there_and_back, (x, weights))

@@ -94,7 +94,7 @@ dispatch_backward(computed, combine_backward.grad_recv_weights, input, dispatch.
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, None, , , False)
+dispatch(input, input, input, 44, 4, 0, 16, 4, 1, pinned, grouped, None, , , False)
 combine(computed, dispatch.recv_weights, input, dispatch.route, 4, 16, pinned)
 """,
         )
@@ -127,7 +127,7 @@ dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatc
 
     def test_token_major(self):
         def layer(x, idx, w):
-            sent = self.comm.dispatch_tokens(x, idx, w)
+            sent = self.comm.dispatch(x, idx, w, layout="token_major")
             lists = expert_lists(sent.local_idx, self.comm.num_local_experts)
             y = torch.tanh(gather_rows(sent.x, lists))
             return self.comm.combine(reduce_rows(y, lists, sent.weights), sent.route)
@@ -136,16 +136,16 @@ dispatch_backward'(computed, combine_backward'.grad_recv_weights, input, dispatc
         self.assertExpectedInline(
             "\n".join(graphs),
             """\
-dispatch_tokens(input, input, input, 16, 16, 4, 1, pinned)
-expert_lists(dispatch_tokens.recv_idx, 4, 1, 32)
-sum_rows(dispatch_tokens.recv_x, computed, None)
-sum_rows'(computed, expert_lists.places, dispatch_tokens.recv_weights)
-combine(sum_rows', None, input, dispatch_tokens.route, 1, 16, pinned)
+dispatch(input, input, input, 16, 1, 0, 16, 4, 1, pinned, token_major)
+expert_lists(dispatch.recv_idx, 4, 1, 32)
+sum_rows(dispatch.recv_x, computed, None)
+sum_rows'(computed, expert_lists.places, dispatch.recv_weights)
+combine(sum_rows', None, input, dispatch.route, 1, 16, pinned)
 
-dispatch_planned(grad, None, input, dispatch_tokens.route, 16, 1, 16, pinned)
+dispatch_planned(grad, None, input, dispatch.route, 16, 1, 16, pinned)
 sum_rows(dispatch_planned.recv_x, computed, None)
 sum_rows'(computed, expert_lists.places, None)
-dispatch_tokens_backward(sum_rows', computed, input, dispatch_tokens.route, 1, 16, pinned)
+dispatch_backward(sum_rows', computed, input, dispatch.route, 1, 16, pinned, token_major)
 """,
         )
 
@@ -153,9 +153,9 @@ dispatch_tokens_backward(sum_rows', computed, input, dispatch_tokens.route, 1, 1
     def test_plan_and_exact_size(self):
         def planned_and_dynamic(x, idx, w, scale):
             route, _ = self.comm.plan(idx)
-            rows, _ = self.comm.dispatch_planned(x, route)
+            rows = self.comm.dispatch_planned(x, route).x
             out = self.comm.combine(torch.tanh(rows), route)
-            exact = self.comm.dispatch_dynamic(x + out, idx, w)
+            exact = self.comm.dispatch(x + out, idx, w, exact=True)
             return self.comm.combine(torch.tanh(exact.x), exact.route, exact.weights)
 
         graphs = captured_graphs(planned_and_dynamic, self.x, self.topk_idx, self.weights, self.scale)

@@ -18,11 +18,11 @@ import ep_ops
 from ep_ops.operators import OPERATORS, table
 
 OPS = {op.name: op for op in OPERATORS}
-EXACT = ("dispatch_dynamic", "dispatch_tokens_dynamic")
+EXACT = ("dispatch_dynamic",)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 VARIANTS = {
     "": {},
-    "padded": {"capacity": 48, "slots": 12},
+    "padded": {"capacity": 48, "slots": 12, "layout": "padded"},
     "unweighted": {"topk_weights": None, "recv_weights": None},
     "only weights learn": {"learns": ("ticket", "topk_weights", "recv_weights")},
     "only the residual learns": {"learns": ("residual",), "recv_weights": None},
@@ -33,7 +33,8 @@ VARIANTS = {
     "undefined padding": {"zeros": False},
     "of no rows": {"hidden": 0},
     "of no weights": {"top_k": 0, "scalars": False},
-    "token-major": {"recv_weights": None, "topk_weights": None},
+    "token-major": {},
+    "token-major unweighted": {"recv_weights": None, "topk_weights": None},
 }
 
 
@@ -43,14 +44,17 @@ def variants(op: Any) -> list[str]:
     backward = op.name.endswith("_backward")
     meant = {
         "": True,
-        "token-major": op.name.startswith("combine") and "backward_" not in op.name or op.name == "dispatch_planned",
+        "token-major": "layout" in names,
+        "token-major unweighted": op.name.startswith("combine")
+        and "_wait" not in op.name
+        or op.name == "dispatch_planned",
         "padded": "slots" in names and "capacity" in names,
         "unweighted": not backward and bool(names & {"topk_weights", "recv_weights"}),
         "only weights learn": op.gradient is not None and bool(names & {"topk_weights", "recv_weights"}),
         "only the residual learns": "residual" in names,
         "with residual": "residual" in names,
         "of rows": backward,
-        "of weights": op.name in ("dispatch_backward", "dispatch_tokens_backward", "dispatch_backward_start"),
+        "of weights": op.name in ("dispatch_backward", "dispatch_backward_start"),
         "of rows alone": op.name in ("combine_backward", "combine_backward_start"),
         "of no rows": op.name == "dispatch_backward_wait",
         "of no weights": op.name == "combine_backward_wait",
@@ -65,15 +69,18 @@ def arguments(comm: ep_ops.Communicator, name: str, variant: str, tokens: int = 
     sent = comm.dispatch(x, topk_idx, weights, capacity=44)
     assert sent.weights is not None
     y, recv_weights, route = sent.x.nan_to_num(), sent.weights.nan_to_num(), sent.route
-    if name.startswith("dispatch_tokens") or variant == "token-major":
-        copies = comm.dispatch_tokens(x, topk_idx, weights, capacity=7)
+    layout, align, capacity = "grouped", toy.ALIGNMENT, 44
+    if variant.startswith("token-major"):
+        layout, align, capacity = "token_major", 1, 7
+        copies = comm.dispatch(x, topk_idx, weights, capacity=7, layout="token_major")
         y, recv_weights, route = copies.x.nan_to_num(), copies.weights, copies.route
     known = {
         "x": x, "topk_weights": weights, "y": y, "recv_weights": recv_weights, "residual": None,
         "grad_recv_x": y, "grad_recv_weights": recv_weights, "grad_out": torch.randn_like(x),
         "ticket": torch.empty(0), "flight": 1, "given": [], "dtype": comm.dtype, "tokens": tokens,
         "hidden": toy.HIDDEN, "top_k": toy.TOP_K, "scalars": True, **route._asdict(),
-        "capacity": 44, "slots": 0, "max_tokens": 16, "num_local_experts": comm.num_local_experts, "world_size": 1,
+        "layout": layout, "alignment": align, "capacity": capacity, "slots": 0, "max_tokens": 16,
+        "num_local_experts": comm.num_local_experts, "world_size": 1,
         "comm": comm.name, "scales": None, "format": "", "scales_as": "", "zeros": True, "grad_format": "",
     }  # fmt: skip
     if "residual" in variant:

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 import ep_ops
-from ep_ops.records import Route, Sizes
+from ep_ops.records import UNBOUNDED, Delivery, Route, Sizes
 
 NAN = float("nan")
 WORLD_SIZES = (1, 2, 4)
@@ -50,21 +50,29 @@ class Given:
     grad_out: Tensor
 
 
+def without_scales(dispatched: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a dispatch returns but for recv_scales and recv_idx, of which there are none."""
+    rows, scales, weights, *placed = dispatched
+    assert scales.shape == (0,) and (not placed or placed.pop().shape == (0,))
+    return rows, weights, *placed
+
+
 def _every_operator(case: RouteCase, given: list[Given]) -> dict[str, Any]:
     mine = given[torch.distributed.get_rank()]
     x, weights = mine.tokens.x, mine.tokens.weights
     with communicator(case, x.shape[1], x.dtype, symmetric_rows=max(1, *case.capacity)) as comm:
         run, rank = comm.backend, comm.rank
         idx, align = case.topk_idx[rank], case.alignment
-        size = Sizes(case.capacity[rank], align, case.slots[rank], case.max_tokens)
+        size = Sizes(case.capacity[rank], align, case.slots[rank], case.max_tokens, case.layout(rank))
+        plain, exact = Delivery(), Sizes(UNBOUNDED, align, 0, case.max_tokens)
         out: dict[str, Any] = {"plan": run.plan(idx, size)}
-        out["dispatch"] = run.dispatch(x, weights, idx, size)
-        out["dispatch again"] = run.dispatch(x, weights, idx, size)
-        out["dispatch unweighted"] = run.dispatch(x, None, idx, size)
-        out["dynamic"] = run.dispatch_dynamic(x, weights, idx, align, case.max_tokens)
+        out["dispatch"] = without_scales(run.dispatch(x, weights, idx, size, plain))
+        out["dispatch again"] = without_scales(run.dispatch(x, weights, idx, size, plain))
+        out["dispatch unweighted"] = without_scales(run.dispatch(x, None, idx, size, plain))
+        out["dynamic"] = without_scales(run.dispatch_dynamic(x, weights, idx, exact, plain))
         route = Route(idx, *out["plan"][:4], align, case.capacity[rank], case.max_tokens)
-        out["planned"] = run.dispatch_planned(x, weights, route)
-        out["planned unweighted"] = run.dispatch_planned(x, None, route)
+        out["planned"] = without_scales(run.dispatch_planned(x, weights, route, plain))
+        out["planned unweighted"] = without_scales(run.dispatch_planned(x, None, route, plain))
         out["combine"] = run.combine(mine.y, None, route)
         y = comm.empty_rows(route.num_rows).copy_(mine.y)
         out["combine gathered"] = run.combine_gathered(y, route)
@@ -104,7 +112,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 
 def assert_plan(got: tuple[Tensor, ...], plan: cases.Plan) -> None:
-    for tensor, name in zip(got, ("send_rows", "arrivals", "offs", "counts", "dropped"), strict=True):
+    for tensor, name in zip(got[:5], ("send_rows", "arrivals", "offs", "counts", "dropped"), strict=True):
         torch.testing.assert_close(tensor, getattr(plan, name), rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -182,9 +190,8 @@ def _check_every_operator(world_size: int, name: str, dtype: torch.dtype, hidden
 
 def _alone(case: RouteCase, x: Tensor, weights: Tensor) -> Any:
     comm = communicator(case, x.shape[1], x.dtype)
-    moved = comm.backend.dispatch(
-        x, weights, case.topk_idx[0], Sizes(case.capacity[0], case.alignment, 0, case.max_tokens)
-    )
+    sizes = Sizes(case.capacity[0], case.alignment, 0, case.max_tokens)
+    moved = without_scales(comm.backend.dispatch(x, weights, case.topk_idx[0], sizes, Delivery()))
     comm.destroy()
     return moved
 
@@ -262,13 +269,13 @@ def _layer(case: RouteCase, tokens: list[Tokens], up: Tensor, down: Tensor, how:
         up, down = up[held].clone().requires_grad_(), down[held].clone().requires_grad_()
         idx = case.topk_idx[rank]
         if how == "dynamic":
-            got = comm.dispatch_dynamic(x, idx, weights, max_tokens=case.max_tokens)
+            got = comm.dispatch(x, idx, weights, max_tokens=case.max_tokens, exact=True)
             rows, row_weights, route = got.x, got.weights, got.route
         elif how == "planned":
             route, _ = comm.plan(idx, capacity=case.capacity[rank], max_tokens=case.max_tokens)
-            rows, row_weights = comm.dispatch_planned(x, route, weights)
+            rows, row_weights, *_ = comm.dispatch_planned(x, route, weights)
         else:
-            size = {"capacity": case.capacity[rank], "slots": case.slots[rank], "max_tokens": case.max_tokens}
+            size = {**case.room(rank), "max_tokens": case.max_tokens}
             got = comm.dispatch(x, idx, weights, **size)
             rows, row_weights, route = got.x, got.weights, got.route
         y = torch.full_like(rows, NAN)
@@ -339,23 +346,23 @@ def _mismatch(kind: str) -> None:
         run, other = comm.backend, comm.rank == 1
         idx = torch.tensor([[0, 2], [1, 3], [0, -1]], dtype=torch.int32)
         x, weights = torch.randn(3, 8).bfloat16(), torch.rand(3, 2)
-        sizes = Sizes(16, 4, 0, 4)
-        rows, _, *planned, _ = run.dispatch(x, None, idx, sizes)
+        sizes, plain = Sizes(16, 4, 0, 4), Delivery()
+        rows, _, _, *planned, _, _ = run.dispatch(x, None, idx, sizes, plain)
         route = Route(idx, *planned, alignment=4, num_rows=16, max_tokens=4)
         if kind == "expert":
             idx[2, 1] = 4 if other else 3
             run.plan(idx, sizes)
         elif kind == "negative expert":
             idx[0, 0] = -2 if other else 0
-            run.dispatch(x, weights, idx, sizes)
+            run.dispatch(x, weights, idx, sizes, plain)
         elif kind == "operator":
-            run.combine(rows, None, route) if other else run.dispatch(x, None, idx, sizes)
+            run.combine(rows, None, route) if other else run.dispatch(x, None, idx, sizes, plain)
         elif kind == "weights":
-            run.dispatch(x, weights if other else None, idx, sizes)
+            run.dispatch(x, weights if other else None, idx, sizes, plain)
         elif kind == "dynamic weights":
-            run.dispatch_dynamic(x, weights if other else None, idx, 4, 4)
+            run.dispatch_dynamic(x, weights if other else None, idx, sizes._replace(capacity=UNBOUNDED), plain)
         elif kind == "planned weights":
-            run.dispatch_planned(x, weights if other else None, route)
+            run.dispatch_planned(x, weights if other else None, route, plain)
         elif kind == "gradient of rows":
             run.dispatch_backward(rows if other else None, torch.zeros(16), route)
         elif kind == "gradient of weights":

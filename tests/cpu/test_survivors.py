@@ -162,8 +162,8 @@ def test_overflow_is_raised(how: str) -> None:
 
         def step() -> Any:
             if how == "split":
-                return comm.dispatch_wait(comm.dispatch_start(x, idx, slots=5))
-            return comm.dispatch(x, idx, slots=5)
+                return comm.dispatch_wait(comm.dispatch_start(x, idx, layout="padded", slots=5))
+            return comm.dispatch(x, idx, layout="padded", slots=5)
 
         if how == "compiled":
             step = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -173,7 +173,7 @@ def test_overflow_is_raised(how: str) -> None:
         with pytest.raises(ValueError, match=r"12 rows did not fit .* by expert: 0 \(6\), 2 \(6\)"):
             comm.check_errors()
         comm.check_errors()
-        comm.plan(idx, slots=5)
+        comm.plan(idx, layout="padded", slots=5)
         with pytest.raises(ValueError, match="6 rows did not fit"):
             comm.check_errors()
 
@@ -187,7 +187,7 @@ def test_checkpointing_counts_a_row_that_did_not_fit_once(reentrant: bool, compi
         x, idx = torch.ones(16, 8, requires_grad=True), torch.zeros(16, 1, dtype=torch.int32)
 
         def layer(x: torch.Tensor) -> torch.Tensor:
-            sent = comm.dispatch(x, idx, slots=5)
+            sent = comm.dispatch(x, idx, layout="padded", slots=5)
             return comm.combine(sent.x.sin(), sent.route)
 
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ def test_checkpointing_counts_a_row_that_did_not_fit_once(reentrant: bool, compi
 def test_overflow_is_counted() -> None:
     with small() as comm:
         idx = torch.zeros(16, 1, dtype=torch.int32)
-        assert comm.dispatch(torch.ones(16, 8), idx, slots=5).dropped.tolist() == [11, 0, 0, 0]
+        assert comm.dispatch(torch.ones(16, 8), idx, layout="padded", slots=5).dropped.tolist() == [11, 0, 0, 0]
         comm.check_errors()
     with pytest.raises(ValueError, match="overflow is 'drop'; it must be one of 'count', 'raise'"):
         small(overflow="drop")
@@ -212,12 +212,12 @@ def test_a_large_worst_case_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> Non
     with small() as comm:
         x, idx = torch.ones(16, 8), torch.zeros(16, 1, dtype=torch.int32)
         monkeypatch.setattr(comm, "warned_rows", 15)
-        with pytest.warns(RuntimeWarning, match="GiB in the worst case. Pass capacity .*dispatch_dynamic.*max_tokens"):
+        with pytest.warns(RuntimeWarning, match="GiB in the worst case. Pass capacity .*exact=True.*max_tokens"):
             comm.dispatch(x, idx)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             comm.dispatch(x, idx, capacity=20)
-            comm.dispatch(x, idx[:4].repeat(4, 1), slots=20)
+            comm.dispatch(x, idx[:4].repeat(4, 1), layout="padded", slots=20)
 
 
 def _shrunk_over_nvshmem() -> str:

@@ -51,23 +51,23 @@ def _operators(case: RouteCase, given: list[Given], capacity: list[int] | None) 
         how: dict[str, Any] = {"max_tokens": case.max_tokens}
         out: dict[str, Any] = {}
         if capacity is None:
-            sent = comm.dispatch_tokens_dynamic(x, idx, weights, **how)
-            out["unweighted"] = comm.dispatch_tokens_dynamic(x, idx, **how)
+            sent = comm.dispatch(x, idx, weights, **how, layout="token_major", exact=True)
+            out["unweighted"] = comm.dispatch(x, idx, **how, layout="token_major", exact=True)
         else:
             how["capacity"] = capacity[rank]
-            sent = comm.dispatch_tokens(x, idx, weights, **how)
-            out["unweighted"] = comm.dispatch_tokens(x, idx, **how)
-            out["split"] = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **how))
+            sent = comm.dispatch(x, idx, weights, **how, layout="token_major")
+            out["unweighted"] = comm.dispatch(x, idx, **how, layout="token_major")
+            out["split"] = comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **how, layout="token_major"))
         out["sent"], route = sent, sent.route
-        out["planned"] = comm.dispatch_tokens_planned(mine.again.x, route, mine.again.weights)
-        out["planned unweighted"] = comm.dispatch_tokens_planned(mine.again.x, route)
-        out["planned x"] = comm.dispatch_planned(mine.again.x, route)
+        out["planned"] = comm.dispatch_planned(mine.again.x, route, mine.again.weights)
+        out["planned unweighted"] = comm.dispatch_planned(mine.again.x, route)
+        out["planned x"] = comm.dispatch_planned(mine.again.x, route._replace(layout="grouped"))
         out["combine"] = comm.combine(mine.y, route)
         out["combine split"] = comm.combine_wait(comm.combine_start(mine.y, route))
         out["combine residual"] = comm.combine(mine.y, route, residual=mine.residual)
         out["combine gathered"] = comm.combine_gathered(comm.empty_rows(route.num_rows).copy_(mine.y), route)
-        along = (*route.tensors, *route.ints, comm.name)
-        backward = torch.ops.ep.dispatch_tokens_backward
+        along = (*route.tensors, *route.ints, comm.name, "token_major")
+        backward = torch.ops.ep.dispatch_backward
         out["backward"] = backward(mine.y, mine.row_grads, *along)
         out["backward x"], out["backward w"] = backward(mine.y, None, *along), backward(None, mine.row_grads, *along)
     return out
@@ -88,7 +88,7 @@ def _given(case: RouteCase, copies: list[oracle.Copies], dtype: torch.dtype, hid
     return given
 
 
-def assert_sent(got: ep_ops.records.DispatchedTokens, here: oracle.Copies, x: Tensor, weights: Tensor | None) -> None:
+def assert_sent(got: ep_ops.Dispatched, here: oracle.Copies, x: Tensor, weights: Tensor | None) -> None:
     assert_same(got.x, x)
     assert_same(got.local_idx, here.local_idx)
     assert (got.weights is None) == (weights is None)
@@ -98,7 +98,8 @@ def assert_sent(got: ep_ops.records.DispatchedTokens, here: oracle.Copies, x: Te
         assert_same(getattr(got.route, name), getattr(here, name))
     assert_same(got.dropped, here.dropped)
     assert (got.route.num_rows, got.route.alignment, got.route.slots) == (here.num_rows, 1, 0)
-    assert got.route.token_major and got.scales is None
+    assert got.route.layout == "token_major" and got.scales is None
+    assert_same(got.route.local_idx, here.local_idx)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -140,7 +141,9 @@ def _check_operators(world_size: int, name: str, how: str, dtype: torch.dtype) -
         assert_same(got["planned"][1], weights)
         assert_same(got["planned unweighted"][0], x)
         assert_same(got["planned x"][0], x)
-        assert got["planned"][2] is None and got["planned unweighted"][1] is None
+        assert got["planned"].scales is None and got["planned unweighted"].weights is None
+        assert_same(got["planned"].local_idx, here.local_idx)
+        assert_same(got["planned"].dropped, here.dropped)
         for way in ("combine", "combine split", "combine gathered"):
             assert_same(got[way], sums[rank])
         assert_same(got["backward"][0], sums[rank])
@@ -170,19 +173,20 @@ def _formats(case: RouteCase, given: list[Any], capacity: list[int]) -> list[dic
         asked = {"format": f"e4m3/{name}", "scales_as": layout}
         how = {"max_tokens": case.max_tokens, "capacity": capacity[rank]}
         with communicator(case, x.shape[1], x.dtype) as comm, torch.no_grad():
-            sent = comm.dispatch_tokens(x, idx, weights, **how, **asked)
-            passed = comm.dispatch_tokens(codes, idx, scales=scales, **how, **asked)
-            split = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **how, **asked))
-            planned = comm.dispatch_tokens_planned(x, sent.route, weights, **asked)
-            exact = comm.dispatch_tokens_dynamic(x, idx, max_tokens=case.max_tokens, **asked)
-            wire = comm.dispatch_tokens(x, idx, weights, **how, format=f"wire:e4m3/{name}")
-            plain = comm.dispatch_tokens(x, idx, weights, **how)
-        same = [(each.x, each.scales) for each in (sent, passed, split)] + [(planned[0], planned[2])]
+            sent = comm.dispatch(x, idx, weights, **how, **asked, layout="token_major")
+            passed = comm.dispatch(codes, idx, scales=scales, **how, **asked, layout="token_major")
+            split = comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **how, **asked, layout="token_major"))
+            planned = comm.dispatch_planned(x, sent.route, weights, **asked)
+            exact = comm.dispatch(x, idx, max_tokens=case.max_tokens, **asked, layout="token_major", exact=True)
+            wire = comm.dispatch(x, idx, weights, **how, format=f"wire:e4m3/{name}", layout="token_major")
+            plain = comm.dispatch(x, idx, weights, **how, layout="token_major")
+        same = [(each.x, each.scales) for each in (sent, passed, split)] + [(planned.x, planned.scales)]
         strides = sent.scales.stride()
         results.append({
             "rows": [(as_bytes(x), as_bytes(scales)) for x, scales in same], "strides": strides,
             "exact": (as_bytes(exact.x), as_bytes(exact.scales)), "wire": (wire.x, wire.scales),
-            "beside": [(sent.local_idx, plain.local_idx), (sent.weights, plain.weights), (planned[1], plain.weights)],
+            "beside": [(sent.local_idx, plain.local_idx), (sent.weights, plain.weights),
+                (planned.weights, plain.weights)],
         })  # fmt: skip
     return results
 
@@ -228,7 +232,7 @@ def _same_codes(here: oracle.Copies, given: Any, x: Tensor, scales: Tensor) -> N
 
 
 @pytest.mark.parametrize("operator", [
-    op.name for op in OPERATORS if op.name.startswith("dispatch_tokens") and "backward" not in op.name
+    op.name for op in OPERATORS if op.name.startswith("dispatch") and "backward" not in op.name
 ])  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "layout"), [("e4m3/128/pow2", "columns"), ("e4m3/32/mx", ""), ("wire:e4m3/32/mx", "")]
@@ -241,10 +245,10 @@ def test_opcheck_of_formats(operator: str, name: str, layout: str) -> None:
     ) as comm:
         x = torch.randn(5, 128).bfloat16()
         _, idx, weights = toy.inputs(5)
-        route = comm.dispatch_tokens(x, idx, capacity=7).route
+        route = comm.dispatch(x, idx, capacity=7, layout="token_major").route
         known = {
             "x": x.requires_grad_("wire" in name), "topk_weights": weights, "flight": 0,
-            "ticket": torch.empty(0, requires_grad="wire" in name), **route._asdict(), "capacity": 7,
+            "ticket": torch.empty(0, requires_grad="wire" in name), **route._asdict(), "capacity": 7, "zeros": True,
             "num_local_experts": 4, "world_size": 1, "comm": comm.name, "scales": None,
             "format": name, "scales_as": layout,
         }  # fmt: skip
@@ -262,20 +266,20 @@ def comm() -> Any:
 
 def test_layouts_of_scales_are_refused_by_name(comm: ep_ops.Communicator) -> None:
     x, idx = torch.ones(3, 128).bfloat16(), torch.zeros(3, 2).int()
-    route = comm.dispatch_tokens(x, idx).route
+    route = comm.dispatch(x, idx, layout="token_major").route
     for name, layout in (("e4m3/128/pow2", "packed"), ("e4m3/32/mx", "swizzled/torch")):
         asked = {"format": name, "scales_as": layout}
         text = rf"scales_as is '{layout}'; allowed for token-major rows: 'rows', 'columns', '' for the first"
         for call in (
-            lambda asked: comm.dispatch_tokens(x, idx, **asked),
-            lambda asked: comm.dispatch_tokens_dynamic(x, idx, **asked),
-            lambda asked: comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, **asked)),
-            lambda asked: comm.dispatch_tokens_planned(x, route, **asked),
+            lambda asked: comm.dispatch(x, idx, **asked, layout="token_major"),
+            lambda asked: comm.dispatch(x, idx, **asked, layout="token_major", exact=True),
+            lambda asked: comm.dispatch_wait(comm.dispatch_start(x, idx, **asked, layout="token_major")),
+            lambda asked: comm.dispatch_planned(x, route, **asked),
         ):
             with pytest.raises(ValueError, match=text):
                 call(asked)
     with pytest.raises(ValueError, match="allowed for format 'e4m3/32/mx': 'rows'"):
-        comm.dispatch_tokens(x, idx, format="e4m3/32/mx", scales_as="columns")
+        comm.dispatch(x, idx, format="e4m3/32/mx", scales_as="columns", layout="token_major")
 
 
 def _mixed_up() -> list[str]:
@@ -283,14 +287,12 @@ def _mixed_up() -> list[str]:
     said = []
     with toy.communicator() as comm:
         x, idx, weights = toy.inputs(4)
-        grouped, sent = comm.dispatch(x, idx, weights), comm.dispatch_tokens(x, idx, weights)
+        sent = comm.dispatch(x, idx, weights, layout="token_major")
         rows = sent.weights[:, 0].contiguous()
         wrong = comm.rank == 1
         for call in (
             lambda: comm.combine(sent.x, sent.route, rows if wrong else None),
             lambda: comm.combine_wait(comm.combine_start(sent.x, sent.route, rows if wrong else None)),
-            lambda: comm.dispatch_planned(x, sent.route, weights if wrong else None),
-            lambda: comm.dispatch_tokens_planned(x, grouped.route if wrong else sent.route),
         ):
             with pytest.raises(ValueError) as error:
                 call()
@@ -307,7 +309,7 @@ def _mixed_up() -> list[str]:
 def test_routes_are_not_mixed_up() -> None:
     others, own = run_ranks(2, _mixed_up)
     for here, there in zip(own, others, strict=True):
-        assert ("weights are given for the rows of a token-major route" in here) or "grouped by expert" in here
+        assert "weights are given for token-major rows" in here
         assert f"refused by rank 1: {here}" in there
 
 
@@ -315,7 +317,7 @@ def _counted() -> str:
     with toy.communicator(overflow="raise") as comm:
         x, idx, _ = toy.inputs(4, seed=comm.rank)
         idx[:] = 0
-        comm.dispatch_tokens(x, idx, capacity=6 if comm.rank == 0 else 0)
+        comm.dispatch(x, idx, capacity=6 if comm.rank == 0 else 0, layout="token_major")
         try:
             comm.check_errors()
         except ValueError as error:
@@ -330,12 +332,12 @@ def test_overflow_is_counted_by_expert() -> None:
 
 def test_a_batch_comes_back_in_its_shape(comm: ep_ops.Communicator) -> None:
     x, idx = torch.randn(2, 3, 128).bfloat16(), torch.tensor([0, 3]).expand(2, 3, 2)
-    sent = comm.dispatch_tokens(x, idx.contiguous(), torch.ones(2, 3, 2).bfloat16())
+    sent = comm.dispatch(x, idx.contiguous(), torch.ones(2, 3, 2).bfloat16(), layout="token_major")
     assert sent.weights.dtype == torch.float32
     assert torch.equal(comm.combine(sent.x, sent.route), x)
 
 
 def test_default_capacity_is_the_most_there_can_be(comm: ep_ops.Communicator) -> None:
     x, idx = torch.ones(3, 128).bfloat16(), torch.zeros(3, 2).int()
-    assert comm.dispatch_tokens(x, idx).x.shape[0] == 6
-    assert comm.dispatch_tokens(x, idx, max_tokens=4).x.shape[0] == 4
+    assert comm.dispatch(x, idx, layout="token_major").x.shape[0] == 6
+    assert comm.dispatch(x, idx, max_tokens=4, layout="token_major").x.shape[0] == 4

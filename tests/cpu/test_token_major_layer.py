@@ -35,14 +35,14 @@ def layer(
 ) -> Tensor:  # fmt: skip
     """Token-major rows, gathered for the first GEMM of each expert."""
     if how == "exact":
-        sent = comm.dispatch_tokens_dynamic(x, idx, weights, **sizes)
+        sent = comm.dispatch(x, idx, weights, **sizes, layout="token_major", exact=True)
     elif "split" in how:
-        sent = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **sizes))
+        sent = comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **sizes, layout="token_major"))
     else:
-        sent = comm.dispatch_tokens(x, idx, weights, **sizes)
+        sent = comm.dispatch(x, idx, weights, **sizes, layout="token_major")
     rows, row_weights = sent.x, sent.weights
     if how == "planned":
-        rows, row_weights, _ = comm.dispatch_tokens_planned(x, sent.route, weights)
+        rows, row_weights, *_ = comm.dispatch_planned(x, sent.route, weights)
     lists = expert_lists(sent.local_idx, comm.num_local_experts, alignment=4)
     y = grouped_mm(torch.tanh(gather_mm(rows, up, lists)), down, lists.offs)
     if "places" in how:
@@ -112,8 +112,8 @@ def _both(case: RouteCase, tokens: list[Tokens], seed: int) -> list[tuple[Tensor
     x, weights, idx = tokens[rank].x, tokens[rank].weights, case.topk_idx[rank]
     with communicator(case, x.shape[1], x.dtype) as comm:
         one, two = ([each.clone().requires_grad_() for each in (x, weights)] for _ in range(2))
-        grouped = comm.dispatch_dynamic(one[0], idx, one[1], max_tokens=case.max_tokens)
-        sent = comm.dispatch_tokens(two[0], idx, two[1], max_tokens=case.max_tokens)
+        grouped = comm.dispatch(one[0], idx, one[1], max_tokens=case.max_tokens, exact=True)
+        sent = comm.dispatch(two[0], idx, two[1], max_tokens=case.max_tokens, layout="token_major")
         num = grouped.route.num_rows
         lists = expert_lists(
             sent.local_idx, comm.num_local_experts, alignment=case.alignment, capacity=max(num, case.alignment)
@@ -157,7 +157,7 @@ def test_equal_to_rows_grouped_by_expert(world_size: int, name: str) -> None:
 def test_refusals() -> None:
     with toy.communicator(symmetric_rows=200) as comm:
         x, idx, weights = toy.inputs(5)
-        sent, grouped = comm.dispatch_tokens(x, idx, weights), comm.dispatch(x, idx)
+        sent, grouped = comm.dispatch(x, idx, weights, layout="token_major"), comm.dispatch(x, idx)
         lists = expert_lists(sent.local_idx, 4, alignment=4)
         with pytest.raises(
             ValueError, match=r"route is of rows grouped by expert, of 44 rows; allowed: the route of the"
@@ -172,7 +172,7 @@ def test_refusals() -> None:
 def _gathers() -> None:
     with toy.communicator(symmetric_rows=200) as comm:
         x, idx, weights = toy.inputs(5)
-        sent = comm.dispatch_tokens(x, idx)
+        sent = comm.dispatch(x, idx, layout="token_major")
         route = places_route(comm, sent.route, expert_lists(sent.local_idx, comm.num_local_experts))
         with pytest.raises(ValueError, match="the route is that of places, which does not say where rows lie"):
             comm.combine_gathered(comm.empty_rows(route.num_rows), route)

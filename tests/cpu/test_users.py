@@ -48,12 +48,12 @@ def test_what_topk_returns(comm: ep_ops.Communicator, how: str, dtype: torch.dty
             return comm.combine_wait(comm.combine_start(sent.x, sent.route, sent.weights))
         if how == "planned":
             route, _ = comm.plan(experts)
-            rows, row_weights = comm.dispatch_planned(x, route, weights)
+            rows, row_weights, *_ = comm.dispatch_planned(x, route, weights)
             return comm.combine(rows, route, row_weights)
         if how == "gathered":
             sent = comm.dispatch(x, experts)
             return comm.combine_gathered(sent.x, sent.route)
-        sent = (comm.dispatch_dynamic if how == "dynamic" else comm.dispatch)(x, experts, weights)
+        sent = comm.dispatch(x, experts, weights, exact=how == "dynamic")
         return comm.combine(sent.x, sent.route, sent.weights, residual=x)
 
     run = torch.compile(there_and_back, fullgraph=True, backend="aot_eager") if how == "compiled" else there_and_back

@@ -108,8 +108,8 @@ class Steps(Checked, throughput.Steps):
         from cute_kernels.throughput.pull import Pull
 
         form, layout, given = (call.name, call.layout, call.given) if call else ("", "", False)
-        kind = "dispatch_tokens_planned" if known else "dispatch_tokens"
-        terms = marks.pack(kind, self.truth.case.max_tokens, weighted, format=form)
+        kind = "dispatch_planned" if known else "dispatch"
+        terms = marks.pack(kind, self.truth.case.max_tokens, weighted, format=form, token_major=True)
         staged = self.staged or bool(form)
         none = {**(dict.fromkeys(NONE, 0) if known else {}), **({} if weighted else {"recv_weights": 0})}
         launches: list[Launch] = []
@@ -141,7 +141,7 @@ class Steps(Checked, throughput.Steps):
         from cute_kernels import marks
         from cute_kernels.throughput.publish_tokens import PublishTokens
 
-        terms = marks.pack("dispatch_tokens_dynamic", self.truth.case.max_tokens, rows=False)
+        terms = marks.pack("plan", self.truth.case.max_tokens, rows=False, token_major=True)
         publish = PublishTokens(self.problem, True, False, False, True)
         launches = []
         for rank in range(self.ranks.world_size):
@@ -156,7 +156,9 @@ class Steps(Checked, throughput.Steps):
         from cute_kernels import marks
         from cute_kernels.throughput.combine import Combine
 
-        terms = marks.pack("dispatch_tokens_backward", self.truth.case.max_tokens, scalars=scalars, rows=rows)
+        terms = marks.pack(
+            "dispatch_backward", self.truth.case.max_tokens, scalars=scalars, rows=rows, token_major=True
+        )
         launches = []
         for rank, at in enumerate(self.at):
             self.renew(rank)

@@ -71,13 +71,12 @@ class Pair:
             (LatencyDispatch, LatencyDispatchArgs) if kind == "dispatch" else (LatencyCombine, LatencyCombineArgs)
         )
         variant: tuple[Any, ...] = ()
-        named = kind
         if kind == "dispatch":
             variant = (*self.variant, self.token_major and parts[1])
-            named = "dispatch_tokens" if self.token_major else kind
         made = []
         for rank, at in enumerate(self.at):
-            terms = marks.pack(named, case.max_tokens, weighted and kind == "dispatch", latency=True)
+            by_token, scalars = self.token_major and kind == "dispatch", weighted and kind == "dispatch"
+            terms = marks.pack(kind, case.max_tokens, scalars, latency=True, token_major=by_token)
             values: dict[str, Any] = {
                 "ranks": self.ranks.args(rank, terms), "tokens": case.topk_idx[rank].shape[0],
                 "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],

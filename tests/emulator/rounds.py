@@ -200,7 +200,7 @@ def token_major(shape: Shape, draw: random.Random, tokens: int) -> None:
     for rank, at in enumerate(on.at):  # what a round does not clear
         on.ranks.view(at["recv_weights"], on.truth.case.capacity[rank] * shape.top_k).zero_()
     publish = PublishTokens(on.problem, False, True, True, False)
-    Dispatch(on, "dispatch_tokens", publish, Pull(on.problem, True, False, False, False), zeros=False).run()
+    Dispatch(on, "dispatch", publish, Pull(on.problem, True, False, False, False), zeros=False).run()
     on.check_rows(weighted=True, rows=True)
     combine(on, Combine(on.problem, True, False, True, False, True), row_scalars="weights")
     on.check_sums(on.of("out"))

@@ -114,8 +114,8 @@ def send(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor, for
     """Rows in a format, expert-grouped and token-major, along a new route and along the same."""
     sent = comm.dispatch(x, idx, weights, format=format, scales_as=layout)
     comm.dispatch_planned(x, sent.route, weights, format=format, scales_as=layout)
-    tokens = comm.dispatch_tokens(x, idx, weights, format=format, scales_as=layout)
-    comm.dispatch_tokens_planned(x, tokens.route, weights, format=format, scales_as=layout)
+    tokens = comm.dispatch(x, idx, weights, format=format, scales_as=layout, layout="token_major")
+    comm.dispatch_planned(x, tokens.route, weights, format=format, scales_as=layout)
 
 
 @contextlib.contextmanager

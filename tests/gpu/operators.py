@@ -47,7 +47,7 @@ class Call:
     def sizes(self, comm: ep_ops.Communicator) -> tuple[Any, ...]:
         return (
             self.capacity, self.alignment, self.slots, self.max_tokens, comm.num_local_experts, comm.world_size,
-            comm.name,
+            comm.name, "padded" if self.slots else "grouped",
         )  # fmt: skip
 
 
@@ -77,19 +77,22 @@ def run_all(comm: ep_ops.Communicator, call: Call, x: Tensor, weights: Tensor, y
     """Results by name. `y` and `row_weights` may hold NaN in rows outside the route: nobody may read them."""
     ops = torch.ops.ep
     sizes = call.sizes(comm)
+    layout, slots = sizes[-1], call.slots
     idx, align = call.topk_idx, call.alignment
     out: dict[str, Any] = {"plan": ops.plan(idx, *sizes)}
     out["dispatch"] = without_scales(ops.dispatch(x, weights, idx, *sizes))
     out["dispatch unweighted"] = without_scales(ops.dispatch(x, None, idx, *sizes))
-    out["dynamic"] = without_scales(ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *sizes[4:]))
+    out["dynamic"] = without_scales(
+        ops.dispatch_dynamic(x, weights, idx, align, call.max_tokens, *sizes[4:-1], "grouped")
+    )
     route = (idx, *out["plan"][:4])
     rows = call.capacity
     held, padding = covered(route, align, rows)
     y = torch.where((held | padding)[:, None], y, torch.nan)
     row_weights = torch.where(held, row_weights, torch.where(padding, 0.0, torch.nan))
     tail = (align, call.max_tokens, comm.name)
-    out["planned"] = without_scales(ops.dispatch_planned(x, weights, *route, rows, *tail))
-    out["planned unweighted"] = without_scales(ops.dispatch_planned(x, None, *route, rows, *tail))
+    out["planned"] = without_scales(ops.dispatch_planned(x, weights, *route, rows, *tail, layout, slots))
+    out["planned unweighted"] = without_scales(ops.dispatch_planned(x, None, *route, rows, *tail, layout, slots))
     out["combine"] = ops.combine(y, None, *route, *tail)
     out["combine weighted"] = ops.combine(y, row_weights, *route, *tail)
     out["combine residual"] = ops.combine(y, None, *route, *tail, x)

@@ -67,7 +67,7 @@ def split(comm, x, idx, weights):
 
 
 def dynamic(comm, x, idx, weights):
-    sent = comm.dispatch_dynamic(x, idx, weights, **SIZES)
+    sent = comm.dispatch(x, idx, weights, **SIZES, exact=True)
     return comm.combine(covered(sent) * 2, sent.route, sent.weights, residual=x)
 
 

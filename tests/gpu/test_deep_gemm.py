@@ -10,6 +10,7 @@ import importlib.util
 import shutil
 from typing import Any
 
+import cases
 import pytest
 import torch
 from operators import make_comm, ranks
@@ -63,7 +64,7 @@ def test_what_arrives_is_taken_as_it_is(layout, seed, together, deep_gemm):
         idx = torch.rand(TOKENS, comm.num_experts, generator=draw, device="cuda").argsort(1)[:, :TOP_K].int()
         codes, by, exact = matrices(local, draw)
         rows = slots * local or (world_size * TOKENS * TOP_K // ALIGNMENT + local) * ALIGNMENT
-        sizes = dict(capacity=rows, slots=slots, alignment=ALIGNMENT)
+        sizes = dict(cases.room(rows, slots), alignment=ALIGNMENT)
         sent = comm.dispatch(x, idx, format=POW2, scales_as="columns", zeros=True, **sizes)
         route = sent.route
         if layout == "contiguous":

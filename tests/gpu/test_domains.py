@@ -53,7 +53,7 @@ def test_gathered(half, make, seed, together):
     with both(make, half=half, symmetric_rows=rows) as pair:
         for comm in pair:
             route, _ = comm.plan(idx, capacity=rows // 16 * 16)
-            y = comm.dispatch_planned(x, route)[0]
+            y = comm.dispatch_planned(x, route).x
             held = torch.arange(y.shape[0], device="cuda") < route.offs[-1]
             y = torch.where(held[:, None], y * 3, 0)
             outs.append(comm.combine_gathered(comm.empty_rows(y.shape[0]).copy_(y), route))

@@ -78,7 +78,7 @@ def test_rounds_in_one_domain(seed, together):
             with together():
                 assert noted[:many] == ["dispatch"] * many and (turn or noted[many] != "dispatch")
             out = comm.combine(sent.x, sent.route, sent.weights)
-            exact = comm.dispatch_dynamic(x, idx, weights, max_tokens=TOKENS)
+            exact = comm.dispatch(x, idx, weights, max_tokens=TOKENS, exact=True)
             again = comm.combine(exact.x, exact.route, exact.weights)
             held = torch.arange(sent.x.shape[0], device="cuda") < sent.route.offs[-1]
             y = comm.empty_rows(sent.x.shape[0]).copy_(torch.where(held[:, None], sent.x, 0))
@@ -90,7 +90,10 @@ def test_rounds_in_one_domain(seed, together):
                     assert int(wrong(got, expected(comm, x, idx, scale))) == 0
             for call, text in (
                 (lambda s=sent, y=y: comm.combine_gathered(y.float() if rank == 0 else y, s.route), "y has dtype"),
-                (lambda: comm.dispatch_dynamic(x.float() if rank == 0 else x, idx, max_tokens=TOKENS), "x has dtype"),
+                (
+                    lambda: comm.dispatch(x.float() if rank == 0 else x, idx, max_tokens=TOKENS, exact=True),
+                    "x has dtype",
+                ),
                 (lambda s=sent: comm.combine(s.x.float() if rank == 0 else s.x, s.route), "y has dtype"),
             ):
                 with together():

@@ -26,20 +26,20 @@ def test_token_major(half, make, seed, monkeypatch):
             x, idx, weights = drawn(seed, turn, 0 if turn == 1 and comm.rank == world_size - 1 else TOKENS - 7 * turn)
             idx[::5, 1] = idx[::5, 0]
             capacity = int(world_size * TOKENS * share)
-            sent = comm.dispatch_tokens(x, idx, weights, capacity=capacity)
-            plain = comm.dispatch_tokens(x, idx, capacity=capacity)
-            comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, capacity=capacity))
-            exact = comm.dispatch_tokens_dynamic(x, idx, weights)
+            sent = comm.dispatch(x, idx, weights, capacity=capacity, layout="token_major")
+            plain = comm.dispatch(x, idx, capacity=capacity, layout="token_major")
+            comm.dispatch_wait(comm.dispatch_start(x, idx, weights, capacity=capacity, layout="token_major"))
+            exact = comm.dispatch(x, idx, weights, layout="token_major", exact=True)
             for got in (sent, plain, exact):
                 along = (*got.route.tensors, *got.route.ints, comm.name)
-                comm.dispatch_tokens_planned(x, got.route, weights)
-                comm.dispatch_tokens_planned(x, got.route)
+                comm.dispatch_planned(x, got.route, weights)
                 comm.dispatch_planned(x, got.route)
+                comm.dispatch_planned(x, got.route._replace(layout="grouped"))  # as the backward of a combine does
                 y = torch.randn(got.x.shape, device="cuda").bfloat16()
                 row_weights = torch.randn(got.local_idx.shape, device="cuda")
-                torch.ops.ep.dispatch_tokens_backward(y, row_weights, *along)
-                torch.ops.ep.dispatch_tokens_backward(y, None, *along)
-                torch.ops.ep.dispatch_tokens_backward(None, row_weights, *along)
+                torch.ops.ep.dispatch_backward(y, row_weights, *along, "token_major")
+                torch.ops.ep.dispatch_backward(y, None, *along, "token_major")
+                torch.ops.ep.dispatch_backward(None, row_weights, *along, "token_major")
                 comm.combine(y, got.route)
                 comm.combine_wait(comm.combine_start(y, got.route))
                 comm.combine(y, got.route, residual=x)
@@ -49,7 +49,7 @@ def test_token_major(half, make, seed, monkeypatch):
 
 def token_layer(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
     """An expert doubles a row: a rank's rows times the sum of their weights."""
-    sent = comm.dispatch_tokens(x, idx, weights, max_tokens=TOKENS)
+    sent = comm.dispatch(x, idx, weights, max_tokens=TOKENS, layout="token_major")
     held = torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1]
     y = torch.where(held[:, None], sent.x.float() * 2 * sent.weights.sum(1, keepdim=True), 0).bfloat16()
     return comm.combine(y, sent.route, residual=x)
@@ -80,7 +80,7 @@ def test_token_major_captured(half, make, seed, together):
         x, idx, weights = drawn(seed, 0, TOKENS)
 
         def step() -> tuple[Tensor, ...]:
-            sent = comm.dispatch_tokens(x, idx, weights)
+            sent = comm.dispatch(x, idx, weights, layout="token_major")
             held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
             rows = torch.where(held, sent.x, 0)
             return rows, sent.weights, sent.local_idx, sent.route.send_rows, comm.combine(rows, sent.route)

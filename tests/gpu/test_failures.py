@@ -194,7 +194,7 @@ def test_refusals_reach_everybody(kind, few, together):
         wrong = comm.rank == 0  # which has experts, however many ranks there are
         calls = {
             "dispatch": lambda: comm.dispatch(x[1:] if wrong else x, idx),
-            "dynamic": lambda: comm.dispatch_dynamic(x[1:] if wrong else x, idx),
+            "dynamic": lambda: comm.dispatch(x[1:] if wrong else x, idx, exact=True),
             "combine": lambda: comm.combine(sent.x.float() if wrong else sent.x, sent.route),
             "planned": lambda: comm.dispatch_planned(x, sent.route._replace(num_rows=-1) if wrong else sent.route),
             "gathered": lambda: comm.combine_gathered(off if wrong else y, sent.route),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import cases
 import pytest
 import torch
 from operators import make_comm, ranks
@@ -73,15 +74,14 @@ def test_every_format(dtype, name, layout, bound, seed, monkeypatch):
             tokens = 0 if turn == 1 and rank == world_size - 1 else TOKENS - turn * (rank % 2)
             x, idx, weights = drawn(seed + turn, comm, tokens)
             room = int(world_size * TOKENS * TOP_K * share) + 4 * alignment
-            capacity = slots * comm.num_local_experts or room // alignment * alignment
-            sizes = dict(capacity=capacity, slots=slots, alignment=alignment, max_tokens=bound)
+            sizes = dict(cases.room(room // alignment * alignment, slots), alignment=alignment, max_tokens=bound)
             how = dict(format=name, scales_as=layout)
             sent = comm.dispatch(x, idx, weights, **sizes, **how)
             comm.dispatch(x, idx, **sizes, **how, zeros=False)
             comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **sizes, **how))
             comm.dispatch_planned(x, sent.route, weights, **how)
             if not slots:
-                comm.dispatch_dynamic(x, idx, weights, alignment=alignment, max_tokens=bound, **how)
+                comm.dispatch(x, idx, weights, alignment=alignment, max_tokens=bound, **how, exact=True)
             form = formats.format_of(name)
             if not form.wire:
                 codes, scales = formats.quantise(x, form)

@@ -56,7 +56,7 @@ def test_same_bits_as_combine(name, dtype, seed, together):
     config = case_config(case, dtype)
     rows, topk_idx = case.capacity[rank], case.topk_idx[rank].cuda()
     with make_comm("cute", name, **config) as comm, make_comm("reference", name, **config) as ref:
-        route, _ = comm.plan(topk_idx, capacity=rows, slots=case.slots[rank], max_tokens=case.max_tokens)
+        route, _ = comm.plan(topk_idx, **case.room(rank), max_tokens=case.max_tokens)
         given = rows_of(route, case.alignment, rows, HIDDEN[dtype], dtype, seed)
         y = comm.empty_rows(rows).copy_(given)
         got = comm.combine_gathered(y, route)

@@ -50,7 +50,9 @@ def drawn(draw: random.Random, slots: int = 0, alignment: int = 4, **options: in
     of = segments(draw, slots, alignment=alignment, **options)
     unused = torch.zeros(1, dtype=torch.int32, device="cuda")
     ints = [torch.tensor(values, dtype=torch.int32, device="cuda") for values in (of.offs, of.counts)]
-    return of, Route(unused, unused, unused, *ints, alignment, of.rows, 1, slots=slots)
+    return of, Route(
+        unused, unused, unused, *ints, alignment, of.rows, 1, slots=slots, layout="padded" if slots else "grouped"
+    )
 
 
 def on_cpu(route: Route) -> Route:

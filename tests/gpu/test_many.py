@@ -107,7 +107,7 @@ def check(comm: ep_ops.Communicator, world: World, max_tokens: int) -> None:
     y, row_weights = oracle.outputs()
     xs, entry_weights = [world.x(r) for r in all_ranks], [world.weights(r) for r in all_ranks]
     idx, x, weights = case.topk_idx[rank].cuda(), xs[rank].cuda(), entry_weights[rank].cuda()
-    sizes = dict(capacity=case.capacity[rank], slots=case.slots[rank], alignment=case.alignment, max_tokens=max_tokens)
+    sizes = dict(**case.room(rank), alignment=case.alignment, max_tokens=max_tokens)
     owned, padding = oracle.covered()
     used = oracle.used[rank]
     mine, mine_weights = torch.full((owned.numel(), world.hidden), torch.nan), torch.full((owned.numel(),), torch.nan)
@@ -136,7 +136,7 @@ def check(comm: ep_ops.Communicator, world: World, max_tokens: int) -> None:
     else:
         planned, _ = comm.plan(idx, **sizes)
         check_route(planned, oracle, max_tokens)
-        equal("planned", comm.dispatch_planned(x, planned)[0], oracle.recv(xs))
+        equal("planned", comm.dispatch_planned(x, planned).x, oracle.recv(xs))
         rows = comm.empty_rows(case.capacity[rank]).copy_(given)
         equal("gathered", comm.combine_gathered(rows, planned), oracle.combined(y, None))
         grad_x, grad_weights = torch.ops.ep.dispatch_backward(given, given_weights, *along)
@@ -177,7 +177,7 @@ def check_captured(comm: ep_ops.Communicator, world: World) -> None:
     oracle = Oracle(world, rank)
     idx = case.topk_idx[rank].cuda()
     x = torch.zeros(idx.shape[0], world.hidden, dtype=world.dtype, device="cuda")
-    sizes = dict(capacity=case.capacity[rank], slots=case.slots[rank], alignment=case.alignment)
+    sizes = dict(**case.room(rank), alignment=case.alignment)
 
     def step() -> list[Tensor]:
         outs = []

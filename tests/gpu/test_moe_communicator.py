@@ -284,5 +284,5 @@ def test_what_modes_take(seed: int, together: Any) -> None:
             noted = moe.comm.last_operations()[:2]
             with together():
                 assert [one.kind for one in noted] == ["combine", "dispatch"]
-                assert {one.few for one in noted} == {bound == TOKENS if few is None else few}, (mode, bound)
+                assert {one.latency for one in noted} == {bound == TOKENS if few is None else few}, (mode, bound)
             moe.check_errors()

@@ -73,7 +73,7 @@ class Steps:
     def step(self) -> None:
         with torch.cuda.stream(self.stream):
             sent = self.comm.dispatch(self.x, self.idx)
-            again, _ = self.comm.dispatch_planned(self.x, sent.route)
+            again = self.comm.dispatch_planned(self.x, sent.route).x
             self.out.append(self.comm.combine(sent.x, sent.route))
             self.out.append(self.comm.combine(again, sent.route, residual=self.x))
 

@@ -73,7 +73,7 @@ def test_products(alignment, seed, together):
 def layer(
     comm: ep_ops.Communicator, gather_mm: Any, x: Tensor, idx: Tensor, weights: Tensor, up: Tensor, down: Tensor
 ) -> Tensor:
-    sent = comm.dispatch_tokens(x, idx, weights)
+    sent = comm.dispatch(x, idx, weights, layout="token_major")
     lists = nn.expert_lists(sent.local_idx, comm.num_local_experts)
     places = nn.places_route(comm, sent.route, lists)
     y = nn.swiglu_rows(gather_mm(sent.x, up, lists), places)

@@ -76,20 +76,20 @@ def test_every_operator(dtype, uneven, few, seed, together, monkeypatch):
             x, idx, weights = drawn(seed + turn, comm, tokens)
             capacity = int(world_size * bound * share) if comm.num_local_experts else 0
             sizes = dict(capacity=capacity, max_tokens=bound)
-            sent = comm.dispatch_tokens(x, idx, weights, **sizes)
-            plain = comm.dispatch_tokens(x, idx, **sizes)
-            comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **sizes))
-            exact = comm.dispatch_tokens_dynamic(x, idx, weights, max_tokens=bound)
-            comm.dispatch_tokens_dynamic(x, idx, max_tokens=bound)
+            sent = comm.dispatch(x, idx, weights, **sizes, layout="token_major")
+            plain = comm.dispatch(x, idx, **sizes, layout="token_major")
+            comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **sizes, layout="token_major"))
+            exact = comm.dispatch(x, idx, weights, max_tokens=bound, layout="token_major", exact=True)
+            comm.dispatch(x, idx, max_tokens=bound, layout="token_major", exact=True)
             for got in (sent, plain, exact):
                 along = (*got.route.tensors, *got.route.ints, comm.name)
-                comm.dispatch_tokens_planned(x, got.route, weights)
-                comm.dispatch_tokens_planned(x, got.route)
+                comm.dispatch_planned(x, got.route, weights)
                 comm.dispatch_planned(x, got.route)
+                comm.dispatch_planned(x, got.route._replace(layout="grouped"))  # as the backward of a combine does
                 y, row_weights = noise(seed, got.x), noise(seed + 1, got.local_idx.float())
-                torch.ops.ep.dispatch_tokens_backward(y, row_weights, *along)
-                torch.ops.ep.dispatch_tokens_backward(y, None, *along)
-                torch.ops.ep.dispatch_tokens_backward(None, row_weights, *along)
+                torch.ops.ep.dispatch_backward(y, row_weights, *along, "token_major")
+                torch.ops.ep.dispatch_backward(y, None, *along, "token_major")
+                torch.ops.ep.dispatch_backward(None, row_weights, *along, "token_major")
                 comm.combine(y, got.route)
                 comm.combine_wait(comm.combine_start(y, got.route))
                 comm.combine(y, got.route, residual=x)
@@ -124,16 +124,16 @@ def test_every_format(name, layout, few, seed, monkeypatch):
         for turn, share in enumerate((1.0, 0.4)):
             x, idx, weights = drawn(seed + turn, comm, tokens)
             sizes = dict(capacity=int(world_size * tokens * share) + 1, max_tokens=bound)
-            sent = comm.dispatch_tokens(x, idx, weights, **sizes, **how)
-            comm.dispatch_tokens(x, idx, **sizes, **how)
-            comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, **sizes, **how))
-            comm.dispatch_tokens_dynamic(x, idx, weights, max_tokens=bound, **how)
-            comm.dispatch_tokens_planned(x, sent.route, weights, **how)
-            comm.dispatch_tokens_planned(x, sent.route, **how)
+            sent = comm.dispatch(x, idx, weights, **sizes, **how, layout="token_major")
+            comm.dispatch(x, idx, **sizes, **how, layout="token_major")
+            comm.dispatch_wait(comm.dispatch_start(x, idx, weights, **sizes, **how, layout="token_major"))
+            comm.dispatch(x, idx, weights, max_tokens=bound, **how, layout="token_major", exact=True)
+            comm.dispatch_planned(x, sent.route, weights, **how)
+            comm.dispatch_planned(x, sent.route, **how)
             if not form.wire:
                 codes, scales = formats.quantise(x, form)
-                comm.dispatch_tokens(codes, idx, weights, scales=scales, **sizes, **how)
-                comm.dispatch_tokens_planned(codes, sent.route, weights, scales=scales, **how)
+                comm.dispatch(codes, idx, weights, scales=scales, **sizes, **how, layout="token_major")
+                comm.dispatch_planned(codes, sent.route, weights, scales=scales, **how)
         torch.cuda.synchronize()
         comm.check_errors()
 
@@ -148,8 +148,8 @@ def test_captured(few, seed, together):
         x, idx, weights = drawn(seed, comm, tokens)
 
         def step() -> tuple[Tensor, ...]:
-            sent = comm.dispatch_tokens(x, idx, weights, max_tokens=bound)
-            again, more, _ = comm.dispatch_tokens_planned(x, sent.route, weights)
+            sent = comm.dispatch(x, idx, weights, max_tokens=bound, layout="token_major")
+            again, more, *_ = comm.dispatch_planned(x, sent.route, weights)
             held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
             rows = (torch.where(held, values, 0) for values in (sent.x, again))
             out = comm.combine(sent.x, sent.route)
@@ -200,11 +200,11 @@ def test_few_compiled(split, seed, together):
 
         def step(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
             if split:
-                sent = comm.dispatch_tokens_wait(comm.dispatch_tokens_start(x, idx, weights, max_tokens=FEW))
+                sent = comm.dispatch_wait(comm.dispatch_start(x, idx, weights, max_tokens=FEW, layout="token_major"))
                 y = sent.x * 2  # what lies behind the last copy goes nowhere
                 out = comm.combine_wait(comm.combine_start(y, sent.route))
             else:
-                sent = comm.dispatch_tokens(x, idx, weights, max_tokens=FEW)
+                sent = comm.dispatch(x, idx, weights, max_tokens=FEW, layout="token_major")
                 out = comm.combine(sent.x * 2, sent.route)
             held = (torch.arange(sent.x.shape[0], device="cuda") < sent.route.sources[-1])[:, None]
             rows = torch.where(held, sent.x, 0)
@@ -239,7 +239,7 @@ def test_layer(seed, together):
         matrices = torch.randn(comm.num_local_experts, HIDDEN, HIDDEN, generator=draw, device="cuda") / HIDDEN**0.5
 
         def layer(where: ep_ops.Communicator, x: Tensor, weights: Tensor, matrices: Tensor) -> Tensor:
-            sent = where.dispatch_tokens(x, idx, weights, max_tokens=BOUND)
+            sent = where.dispatch(x, idx, weights, max_tokens=BOUND, layout="token_major")
             lists = expert_lists(sent.local_idx, comm.num_local_experts, alignment=16)
             y, places = gather_mm(sent.x, matrices, lists), places_route(where, sent.route, lists)
             return where.combine(y, places, weights_of_places(sent.weights, lists), residual=x)

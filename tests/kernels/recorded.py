@@ -15,12 +15,22 @@ from cute_kernels import marks
 from cute_kernels.heap import REASON_BYTES, Problem
 from cute_kernels.refusal import Refuse
 from ep_ops.backends.cute.course import Course
-from ep_ops.records import Route, Sizes
+from ep_ops.records import Delivery, Route, Sizes
 
 PROBLEM = Problem(2, (2, 2), 2, 64, "bf16", 512, route_tokens=3 * 512)
 MANY, FEW = Sizes(32, 16, 0, 400), Sizes(32, 16, 0, 8)
 IN_THREE = Sizes(32, 16, 0, 2 * 512 + 1)
 X, IDX, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
+
+
+PLAIN = Delivery()
+NOTHING: Any = (None,) * 5
+
+
+def wait(backend: Any, operator: str, flight: int) -> Any:
+    """A wait, which needs nothing but the flight."""
+    given = NOTHING if operator == "dispatch" else NOTHING[:3]
+    return getattr(backend, f"{operator}_wait")(flight, *given)
 
 
 class Device:

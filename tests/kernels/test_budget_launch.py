@@ -17,7 +17,7 @@ from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
-from ep_ops.records import Route, Sizes
+from ep_ops.records import Delivery, Route, Sizes
 
 TOKENS, SMS = 64, 132
 PROBLEM = Problem(2, (128, 128), 8, 7168, "bf16", TOKENS)
@@ -32,12 +32,14 @@ def blocks_of(monkeypatch: pytest.MonkeyPatch, token_major: bool, asked: tuple[i
     budget = default_budget(TRAFFIC, SMS, 100, *asked)
     path = ThroughputPath(recorder, Outputs(PROBLEM, 128, recorder.device), budget, TRAFFIC)  # type: ignore[arg-type]
     rows = 2 * TOKENS * (1 if token_major else 8)
-    y, _, *placed = path.dispatch(X, None, IDX, Sizes(rows, 1, 0, TOKENS), token_major=token_major)
-    route = Route(IDX, *placed[:4], 1, rows, TOKENS)  # as operators make it: they are not told what its rows are
-    path.along("dispatch_tokens_planned", X, None, route, token_major=token_major)
-    path.along("combine_backward", X, None, route)
+    layout = "token_major" if token_major else "grouped"
+    y, _, _, *placed = path.dispatch(X, None, IDX, Sizes(rows, 1, 0, TOKENS, layout), Delivery())
+    route = Route(IDX, *placed[:4], 1, rows, TOKENS)  # as combines make it: they are not told what its rows are
+    along = route._replace(layout=layout)
+    path.along("dispatch_planned", X, None, along, Delivery())
+    path.along("combine_backward", X, None, route, Delivery())
     path.combine(y, None, route, None)
-    path.dispatch_backward(y, None, route, token_major=token_major)
+    path.dispatch_backward(y, None, along)
     told = ("dealt", "expected", "pushers")
     return [
         tuple(given[name] for name in told if name in given)

@@ -38,7 +38,9 @@ def test_the_last_comes_first() -> None:
     assert [(one.number, one.kind, one.begun, one.met) for one in found] == [
         (33, "dispatch", 8.0, None), (32, "combine", 7.0, None), (31, "dispatch", 5.0, 6.0)
     ]  # fmt: skip
-    assert found[0].scalars and found[0].few and found[0].rows and found[0].max_tokens == 64 and not found[1].scalars
+    assert (
+        found[0].scalars and found[0].latency and found[0].rows and found[0].max_tokens == 64 and not found[1].scalars
+    )
     assert history.operations(noted()) == [] and found[0].waits == ()
 
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from recorded import FEW, IDX, IN_THREE, MANY, PROBLEM, Device, X, route_of, told
+from recorded import FEW, IDX, IN_THREE, MANY, NOTHING, PLAIN, PROBLEM, Device, X, route_of, told
 
 from cute_kernels import marks, sync
 from cute_kernels.heap import REFUSED, STATE_BYTES
@@ -21,6 +21,7 @@ from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.backend import raise_alarm
 from ep_ops.backends.cute.failures import Failures
 from ep_ops.backends.cute.report import Report
+from ep_ops.records import UNBOUNDED, Sizes
 
 MOST = PROBLEM.max_tokens
 OOM = torch.OutOfMemoryError("no room")
@@ -73,11 +74,11 @@ def test_max_tokens_beyond_the_most(backend: Any, device: Device) -> None:
     """As many operations as the peers' call takes that passes none, not as many as the wrong value would take."""
     most = PROBLEM.planned_tokens
     for max_tokens in (most + 1, 1000 * most, -1, "many"):
-        backend.refuse("dispatch", "why", 0, max_tokens)
+        backend.reject("dispatch", "why", 0, max_tokens)
         assert device.refused == [(turn, "why", 4) for turn in range(4)], max_tokens
         device.refused.clear()
     backend._config.max_tokens_per_rank = MOST  # all in one round
-    backend.refuse("dispatch", "why", 0, 1100)
+    backend.reject("dispatch", "why", 0, 1100)
     assert device.refused == [(0, "why", 1)]
 
 
@@ -131,11 +132,11 @@ def test_before_the_first_launch(error: BaseException, backend: Any, device: Dev
     get = backend.throughput._kernel
     failing(backend.throughput, "Pull", error, launches=False)
     with pytest.raises(type(error)):
-        call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+        call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     said = f"ep::dispatch: {type(error).__name__}{': no room' if error is OOM else ''}"
     assert device.refused == [(0, said, 1)] and kernels(device) == ["Refuse"], "the publish kernel was not launched"
     backend.throughput._kernel = get
-    call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+    call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     assert kernels(device) == ["Publish", "Pull"] and not failures.has_failed()
 
 
@@ -151,7 +152,7 @@ def test_half_an_operation(
     start = () if flight is None else (flight,)
     operator = "dispatch" if flight is None else "dispatch_start"
     with pytest.raises(type(error)):
-        call(backend, operator, *start, X, None, IDX, MANY, flight=flight or 0, max_tokens=400)
+        call(backend, operator, *start, X, None, IDX, MANY, PLAIN, flight=flight or 0, max_tokens=400)
     stream = "caller" if flight is None else "side"
     launched = [(stream, kernel) for what, stream, kernel in device.take() if what == "launches"]
     assert launched == [(stream, "Publish"), (stream, "RaiseAlarm")] and not device.refused
@@ -174,7 +175,7 @@ def test_between_rounds(backend: Any, device: Device, failures: Failures) -> Non
 
     backend.throughput._kernel = third
     with pytest.raises(torch.OutOfMemoryError):
-        call(backend, "dispatch", X, None, IDX, IN_THREE, max_tokens=IN_THREE.max_tokens)
+        call(backend, "dispatch", X, None, IDX, IN_THREE, PLAIN, max_tokens=IN_THREE.max_tokens)
     assert kernels(device) == ["Publish", "Publish", "Pull", "Refuse", "Refuse"]
     assert [(turn, turns) for turn, _, turns in device.refused] == [(2, 4), (3, 4)]
 
@@ -191,37 +192,37 @@ def test_between_the_halves_of_a_dynamic_dispatch(
     monkeypatch.setattr(failures, "check_last", lambda: None)
     for bound, turns in ((MOST, 1), (2 * MOST, 2)):
         with pytest.raises(torch.OutOfMemoryError):
-            call(backend, "dispatch_dynamic", X, None, IDX, 16, bound, max_tokens=bound)
+            call(backend, "dispatch_dynamic", X, None, IDX, Sizes(UNBOUNDED, 16, 0, bound), PLAIN, max_tokens=bound)
         assert kernels(device) == ["Publish"] + ["Refuse"] * turns
         assert [(turn, turns) for turn, _, turns in device.refused] == [(turn, turns) for turn in range(turns)]
         device.refused.clear()
     # What all ranks raise nobody has to be told.
     monkeypatch.setattr(failures, "check_last", raises(ValueError("refused by rank 1")))
     with pytest.raises(ValueError, match="refused by rank 1"):
-        call(backend, "dispatch_dynamic", X, None, IDX, 16, MOST, max_tokens=MOST)
+        call(backend, "dispatch_dynamic", X, None, IDX, Sizes(UNBOUNDED, 16, 0, MOST), PLAIN, max_tokens=MOST)
     assert kernels(device) == ["Publish"] and not device.refused
 
 
 def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) -> None:
     """Of few tokens the wait receives: in its place the operation is refused. The flight is free afterwards."""
-    backend.dispatch_start(0, X, None, IDX, FEW)
+    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
     device.take()
     backend.latency._kernel, get = raises(OOM), backend.latency._kernel
     with pytest.raises(torch.OutOfMemoryError):
-        call(backend, "dispatch_wait", 0)
+        call(backend, "dispatch_wait", 0, *NOTHING)
     assert kernels(device) == ["Refuse"] and [turns for *_, turns in device.refused] == [1]
     backend.latency._kernel = get
     backend._latency_beside._kernel, get = raises(OOM), backend._latency_beside._kernel
     with pytest.raises(torch.OutOfMemoryError):
-        call(backend, "dispatch_start", 0, X, None, IDX, FEW, max_tokens=8)
+        call(backend, "dispatch_start", 0, X, None, IDX, FEW, PLAIN, max_tokens=8)
     assert kernels(device) == ["Refuse"] and not backend._order.started
     # Receiving what the flight under way is sent fails: that one's wait may still come, so nobody can be refused.
     backend._latency_beside._kernel = get
-    backend.dispatch_start(0, X, None, IDX, FEW)
+    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
     backend._latency_beside._kernel = raises(OOM)
     device.take()
     with pytest.raises(torch.OutOfMemoryError):
-        call(backend, "dispatch_start", 1, X, None, IDX, MANY, flight=1, max_tokens=400)
+        call(backend, "dispatch_start", 1, X, None, IDX, MANY, PLAIN, flight=1, max_tokens=400)
     assert kernels(device) == ["RaiseAlarm"] and failures.has_failed()
 
 
@@ -230,7 +231,7 @@ def test_while_a_graph_is_captured(backend: Any, device: Device, failures: Failu
     device.capturing = 1
     failing(backend.throughput, "Pull", OOM, launches=True)
     with pytest.raises(torch.OutOfMemoryError):
-        call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+        call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     assert kernels(device) == ["Publish"] and not failures.has_failed() and not device.refused
 
 
@@ -242,13 +243,13 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
     an operation of all ranks, whose results nobody gets here."""
     refused_by_a_peer(failures, "dispatch", 400, 1)
     with pytest.raises(ValueError, match="refused by rank 1: why"):
-        call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+        call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     assert kernels(device) == ["Publish", "Pull"]
     refused_by_a_peer(failures, "dispatch", 400, 1, epoch=9)
     with pytest.raises(ValueError, match="refused by rank 1: why"):
-        call(backend, "dispatch_start", 1, X, None, IDX, FEW, flight=1, max_tokens=8)
+        call(backend, "dispatch_start", 1, X, None, IDX, FEW, PLAIN, flight=1, max_tokens=8)
     assert kernels(device) == ["LatencyDispatch"] * 2 and not backend._order.started, "it was sent and received"
-    recv_x, recv_weights, *placed = call(backend, "dispatch", X, None, IDX, MANY, max_tokens=400)
+    recv_x, _, recv_weights, *placed = call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     refused_by_a_peer(failures, "combine", 400, 1, epoch=11)
     device.take()
     failing(backend.throughput, "Combine", OOM, launches=False)

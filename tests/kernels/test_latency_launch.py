@@ -48,14 +48,14 @@ def test_launches(path, recorder, max_tokens: int, weighted: bool) -> None:
     alone = recorder.problem.world_size == 1
     x, idx = torch.zeros(max_tokens, 64, dtype=torch.bfloat16), torch.zeros(max_tokens, 4, dtype=torch.int32)
     weights = torch.zeros(max_tokens, 4) if weighted else None
-    sizes = Sizes(32, 1, 0, max_tokens)
-    recv_x, recv_weights, *placed = path.dispatch(x, weights, idx, sizes)
+    sizes, plain = Sizes(32, 1, 0, max_tokens), Delivery()
+    recv_x, _, recv_weights, *placed = path.dispatch(x, weights, idx, sizes, plain)
     assert recv_x.shape == (32, 64) and recv_weights.shape == (32 * weighted,)
     route = Route(idx, *placed[:4], 1, 32, max_tokens)
     row_weights = recv_weights if weighted else None
     assert path.combine(recv_x, row_weights, route).shape == x.shape
-    path.send_dispatch(x, weights, idx, sizes)
-    assert len(path.dispatch(x, weights, idx, sizes, send=False)) == 7
+    path.send_dispatch(x, weights, idx, sizes, plain)
+    assert len(path.dispatch(x, weights, idx, sizes, plain, send=False)) == 9
     path.send_combine(recv_x, row_weights, route)
     assert path.combine(recv_x, row_weights, route, send=False).shape == x.shape
 
@@ -89,15 +89,14 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
     recorder = Recorder(problem, SMS)
     path = latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 256)  # type: ignore[arg-type]
     layout = "columns" if name.startswith("e4m3") else ""
-    delivery = Delivery(None, name, layout) if name else None
+    delivery = Delivery(None, name, layout)
     x, idx = torch.zeros(7, 128, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    given = x, torch.zeros(7, 4) if weighted else None, idx, Sizes(48, 1, 0, 9), delivery
-    path.send_dispatch(*given, token_major=True)
+    given = x, torch.zeros(7, 4) if weighted else None, idx, Sizes(48, 1, 0, 9, "token_major"), delivery
+    path.send_dispatch(*given)
     for send in (False, True):
-        recv_x, *scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = path.dispatch(
-            *given, send=send, token_major=True
-        )
-        assert len(scales) == bool(name) and send_rows.shape == (7, 4)
+        out = path.dispatch(*given, send=send)
+        recv_x, scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
+        assert (scales.numel() > 0) == bool(layout) and send_rows.shape == (7, 4)
         assert recv_x.shape == (48, 128) and (recv_x.dtype == torch.float8_e4m3fn) == bool(layout)
         assert recv_weights.shape == ((48, 4) if weighted else (0,)) and recv_idx.shape == (48, 4)
         _, _, values = recorder.launched[-1]
@@ -107,11 +106,11 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
     parts = [(kernel.send, kernel.receive, kernel.token_major) for kernel, _, _ in recorder.launched]
     assert parts == [(True, False, False), (False, True, True), (True, True, True)]
     compiled = set(latency.kernels_of(problem, 256))
-    if delivery is not None:
+    if name:
         compiled = set(latency.kernels_of_format(problem, 256, row_format(delivery)))
     for kernel, terms, _ in recorder.launched:
         agreed = marks.unpack(terms)[1]
-        assert kernel in compiled and agreed.kind == "dispatch_tokens" and agreed.latency
+        assert kernel in compiled and agreed.kind == "dispatch" and agreed.token_major and agreed.latency
 
 
 def test_formats_that_token_major_rows_do_not_have() -> None:
@@ -130,13 +129,14 @@ def test_who_takes_token_major_dispatches(few: bool) -> None:
     made._latency_tokens = 16
 
     def path(name: str) -> Any:
-        return SimpleNamespace(dispatch=lambda *_, token_major: took.append((name, token_major)))
+        return SimpleNamespace(dispatch=lambda *given: took.append((name, given[3].layout)))
 
     made.latency, made.throughput = path("latency"), path("throughput")
     x, idx = torch.zeros(1, 128), torch.zeros(1, 4, dtype=torch.int32)
-    made.dispatch_tokens(x, None, idx, Sizes(8, 1, 0, 16 if few else 17))
-    made.dispatch_tokens(x, None, idx, Sizes(8, 1, 0, 16), Delivery(None, "e4m3/row/fp32", "rows"))
-    assert took == [("latency" if few else "throughput", True), ("throughput", True)]
+    by_token = Sizes(8, 1, 0, 16, "token_major")
+    made.dispatch(x, None, idx, by_token._replace(max_tokens=16 if few else 17), Delivery())
+    made.dispatch(x, None, idx, by_token, Delivery(None, "e4m3/row/fp32", "rows"))
+    assert took == [("latency" if few else "throughput", "token_major"), ("throughput", "token_major")]
 
 
 def test_a_rank_alone_wastes_no_block(path, recorder) -> None:

@@ -20,13 +20,13 @@ def mark(epoch: int, *args, **kwargs) -> int:
     return epoch << marks.SHIFT | marks.pack(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", marks.KINDS[1:])
+@pytest.mark.parametrize(("kind", "token_major"), marks._NUMBERED[1:])
 @pytest.mark.parametrize("flags", [(False, True, False), (True, False, True)])
 @pytest.mark.parametrize("tokens", [0, 1, 4096, 2**17 - 1])
 @pytest.mark.parametrize("name", FORMATS)
-def test_round_trip(kind, flags, tokens, name):
-    terms = marks.Terms(kind, *flags, tokens, name)
-    packed = marks.pack(kind, tokens, *flags, format=name)
+def test_round_trip(kind, token_major, flags, tokens, name):
+    terms = marks.Terms(kind, *flags, tokens, name, token_major)
+    packed = marks.pack(kind, tokens, *flags, format=name, token_major=token_major)
     assert marks.unpack(12345 << marks.SHIFT | packed) == (12345, terms)
     assert packed < 2**31 and packed >> marks.SHIFT == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from recorded import FEW, IDX, IN_THREE, MANY, PROBLEM, WEIGHTS, Computes, Device, X, route_of
+from recorded import FEW, IDX, IN_THREE, MANY, PLAIN, PROBLEM, WEIGHTS, Computes, Device, X, route_of, wait
 
 
 def on_the_side(done: list[tuple[str, str, Any]], event: int, *kernels: str) -> bool:
@@ -24,15 +24,15 @@ def on_the_side(done: list[tuple[str, str, Any]], event: int, *kernels: str) -> 
 
 def test_many_tokens(backend: Any, device: Device) -> None:
     """Everything is launched by the start; the wait orders the caller's stream behind it, and hands out results."""
-    backend.dispatch_start(1, X, WEIGHTS, IDX, MANY)
+    backend.dispatch_start(1, X, WEIGHTS, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 3, "Publish", "Pull")
     written = backend.side.launched[-1][2]
-    recv_x, recv_weights, *placed = backend.dispatch_wait(1)
+    recv_x, _, recv_weights, *placed = wait(backend, "dispatch", 1)
     assert device.take() == [("waits for", "caller", 3)] and recv_x is written["recv_x"]
     route = route_of(placed, 400)
     backend.combine_start(0, recv_x, recv_weights, route)
     assert on_the_side(device.take(), 2, "Combine")
-    assert backend.combine_wait(0) is backend.side.launched[-1][2]["out"]
+    assert wait(backend, "combine", 0) is backend.side.launched[-1][2]["out"]
     device.take()
     backend.combine_backward_start(0, X, recv_x, recv_weights, route)
     assert on_the_side(device.take(), 2, "Publish", "PullScaled")
@@ -64,17 +64,17 @@ def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
     given = WEIGHTS if weighted else None
     with Computes(device):
         for flight in (0, 1):
-            backend.dispatch_start(flight, X, given, IDX, IN_THREE)
+            backend.dispatch_start(flight, X, given, IDX, IN_THREE, PLAIN)
             moving = launched(*["cut", "Publish", "Pull"] * 3)
             assert started(2 + flight) == [*launched("Publish"), *moving]
-        recv_x, recv_weights, *placed = backend.dispatch_wait(1)
+        recv_x, _, recv_weights, *placed = wait(backend, "dispatch", 1)
         assert device.take() == [("waits for", "caller", 3)]
-        backend.dispatch_wait(0)
+        wait(backend, "dispatch", 0)
         route, row_weights = route_of(placed, IN_THREE.max_tokens), recv_weights if weighted else None
         device.take()
         backend.combine_start(0, recv_x, row_weights, route)
         assert started(2) == launched(*["cut", "Combine"] * 3)
-        backend.combine_wait(0)
+        wait(backend, "combine", 0)
         device.take()
         backend.dispatch_backward_start(0, recv_x, row_weights, route)
         assert started(2) == launched(*["cut", "Combine"] * 3)
@@ -84,40 +84,40 @@ def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
         assert started(2) == launched(*["cut", "Publish", "PullScaled" if weighted else "Pull"] * 3)
         backend.backward_wait(0, "combine_backward", None)
         device.take()
-        tokens = IN_THREE._replace(alignment=1)
-        backend.dispatch_tokens_start(0, X, given, IDX, tokens)
+        tokens = IN_THREE._replace(alignment=1, layout="token_major")
+        backend.dispatch_start(0, X, given, IDX, tokens, PLAIN)
         along = ["cut", "PublishTokens" if weighted else "Publish", "Pull"] * 3
         assert started(2) == launched("PublishTokens", *along)
-        backend.dispatch_tokens_wait(0)
+        wait(backend, "dispatch", 0)
     assert not backend._flights._under_way and not backend._order.started
 
 
 def test_two_under_way(backend: Any, device: Device) -> None:
     """In the order of their starts on the side stream, each with an event, awaited in any order."""
     for flight in (0, 1):
-        backend.dispatch_start(flight, X, None, IDX, MANY)
+        backend.dispatch_start(flight, X, None, IDX, MANY, PLAIN)
         assert on_the_side(device.take(), 2 + flight, "Publish", "Pull")
     first, second = (given["recv_x"] for kernel, _, given in backend.side.launched if type(kernel).__name__ == "Pull")
     with pytest.raises(RuntimeError, match="flight 1 is taken: ep::dispatch_start must be followed"):
-        backend.dispatch_start(1, X, None, IDX, MANY)
+        backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
     with pytest.raises(RuntimeError, match="ep::combine_wait, but ep::dispatch_start was called in flight 0"):
-        backend.combine_wait(0)
+        wait(backend, "combine", 0)
     with pytest.raises(RuntimeError, match="before a whole operator"):
-        backend.dispatch(X, None, IDX, MANY)
+        backend.dispatch(X, None, IDX, MANY, PLAIN)
     assert device.take() == []
-    assert backend.dispatch_wait(1)[0] is second and device.take() == [("waits for", "caller", 3)]
-    assert backend.dispatch_wait(0)[0] is first and device.take() == [("waits for", "caller", 2)]
+    assert wait(backend, "dispatch", 1)[0] is second and device.take() == [("waits for", "caller", 3)]
+    assert wait(backend, "dispatch", 0)[0] is first and device.take() == [("waits for", "caller", 2)]
     with pytest.raises(RuntimeError, match="ep::dispatch_wait, but nothing was started in flight 0"):
-        backend.dispatch_wait(0)
-    backend.dispatch(X, None, IDX, MANY)
+        wait(backend, "dispatch", 0)
+    backend.dispatch(X, None, IDX, MANY, PLAIN)
     assert ("launches", "caller", "Pull") in device.take()
 
 
 def test_few_tokens(backend: Any, device: Device) -> None:
     """The start sends beside the caller's stream, the wait receives on it."""
-    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW)
+    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
     assert on_the_side(device.take(), 2, "LatencyDispatch")
-    recv_x, recv_weights, *placed = backend.dispatch_wait(0)
+    recv_x, _, recv_weights, *placed = wait(backend, "dispatch", 0)
     done = [each for each in device.take() if each[0] != "allocates"]
     assert done == [("waits for", "caller", 2), ("launches", "caller", "LatencyDispatch")]
     send, receive = backend.side.launched[0], backend._launcher.launched[0]
@@ -125,82 +125,82 @@ def test_few_tokens(backend: Any, device: Device) -> None:
     assert (receive[0].send, receive[0].receive) == (False, True)
     backend.combine_start(0, recv_x, recv_weights, route_of(placed, 8))
     assert on_the_side(device.take(), 2, "LatencyCombine")
-    assert backend.combine_wait(0) is backend._launcher.launched[-1][2]["out"]
+    assert wait(backend, "combine", 0) is backend._launcher.launched[-1][2]["out"]
 
 
 def test_few_tokens_and_another_start(backend: Any, device: Device) -> None:
     """It receives first, beside the caller's stream: between sending and receiving nothing may come."""
-    backend.dispatch_start(0, X, None, IDX, FEW)
+    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
     device.take()
-    backend.dispatch_start(1, X, None, IDX, MANY)
+    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
     done = device.take()
     second = done.index(("records", "side", 2)) + 1
     assert on_the_side(done[:second], 2, "LatencyDispatch") and on_the_side(done[second:], 3, "Publish", "Pull")
     assert backend.side.launched[1][0].receive and not backend.side.launched[1][0].send
-    assert backend.dispatch_wait(0)[0] is backend.side.launched[1][2]["recv_x"]
+    assert wait(backend, "dispatch", 0)[0] is backend.side.launched[1][2]["recv_x"]
     assert device.take() == [("waits for", "caller", 2)]
-    backend.dispatch_wait(1)
+    wait(backend, "dispatch", 1)
 
 
 def test_another_stream_waits(backend: Any, device: Device) -> None:
     """The allocator learns who used what, since memory goes back to the stream that it came from."""
-    backend.dispatch_start(0, X, WEIGHTS, IDX, MANY)
+    backend.dispatch_start(0, X, WEIGHTS, IDX, MANY, PLAIN)
     device.take()
     device.current = device.stream("other")
-    assert len(backend.dispatch_wait(0)) == 7
-    assert device.take() == [("waits for", "other", 2), ("uses", "side", 3), ("uses", "other", 7)]
+    assert len(wait(backend, "dispatch", 0)) == 9
+    assert device.take() == [("waits for", "other", 2), ("uses", "side", 3), ("uses", "other", 9)]
 
 
 def test_another_start_on_another_stream(backend: Any, device: Device) -> None:
     """It receives what the one under way is sent beside that stream; results that are allocated there are told of
     wherever the wait is called, on the stream of the first start as well."""
-    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW)
+    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
     caller, device.current = device.current, device.stream("other")
-    backend.dispatch_start(1, X, None, IDX, MANY)
+    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
     device.current = caller
     device.take()
-    assert len(backend.dispatch_wait(0)) == 7
-    assert device.take() == [("waits for", "caller", 2), ("uses", "side", 3), ("uses", "caller", 7)]
+    assert len(wait(backend, "dispatch", 0)) == 9
+    assert device.take() == [("waits for", "caller", 2), ("uses", "side", 3), ("uses", "caller", 9)]
 
 
 def test_a_capture_that_failed(backend: Any, device: Device) -> None:
     """Nothing of what was started in it runs, so nobody receives it, and its flight is free."""
     for after in ("start", "whole", "refusal", "capture"):
         device.capturing = 1
-        backend.dispatch_start(0, X, None, IDX, FEW)
+        backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
         device.capturing = 0
         device.take()
         if after == "start":
-            backend.dispatch_start(1, X, None, IDX, MANY)
+            backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
             assert on_the_side(device.take(), 3, "Publish", "Pull")
-            backend.dispatch_wait(1)
+            wait(backend, "dispatch", 1)
         elif after == "whole":
-            backend.dispatch(X, None, IDX, MANY)
+            backend.dispatch(X, None, IDX, MANY, PLAIN)
             assert [kernel for what, _, kernel in device.take() if what == "launches"] == ["Publish", "Pull"]
         elif after == "refusal":
-            backend.refuse("combine_start", "why", 1, 8)
+            backend.reject("combine_start", "why", 1, 8)
             assert device.take() == [("launches", "caller", "Refuse")]
         else:
             device.capturing = 2
             with pytest.raises(RuntimeError, match="start was captured in a CUDA graph, its wait was captured in anot"):
-                backend.dispatch_wait(0)
-            backend.dispatch_start(0, X, None, IDX, FEW)
-            backend.dispatch_wait(0)
+                wait(backend, "dispatch", 0)
+            backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
+            wait(backend, "dispatch", 0)
             device.capturing = 0
         assert not backend._order.started and not backend._flights._under_way, after
 
 
 def test_a_start_that_runs_and_one_that_is_captured(backend: Any, device: Device) -> None:
     """What runs is received where it runs, not in the capture of another one; its wait finds that."""
-    backend.dispatch_start(0, X, None, IDX, FEW)
+    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
     device.take()
     device.capturing = 1
-    backend.dispatch_start(1, X, None, IDX, MANY)
+    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 3, "Publish", "Pull")
-    backend.dispatch_wait(1)
+    wait(backend, "dispatch", 1)
     device.capturing = 0
     device.take()
-    backend.dispatch_wait(0)
+    wait(backend, "dispatch", 0)
     assert [done for done in device.take() if done[0] == "launches"] == [("launches", "caller", "LatencyDispatch")]
     assert not backend._launcher.launched[-1][0].send
 
@@ -208,41 +208,41 @@ def test_a_start_that_runs_and_one_that_is_captured(backend: Any, device: Device
 def test_graphs(backend: Any, device: Device) -> None:
     """Start and wait are captured together, or neither is."""
     device.capturing = 1
-    backend.dispatch_start(0, X, None, IDX, MANY)
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 2, "Publish", "Pull")
-    backend.dispatch_wait(0)
+    wait(backend, "dispatch", 0)
     device.capturing = 0
-    backend.dispatch_start(0, X, None, IDX, MANY)
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     device.capturing = 1
     with pytest.raises(RuntimeError, match="'ep': ep::dispatch_wait: its wait is captured in a CUDA graph, its start"):
-        backend.dispatch_wait(0)
+        wait(backend, "dispatch", 0)
     device.capturing = 0
-    backend.dispatch_wait(0)  # it is still under way
+    wait(backend, "dispatch", 0)  # it is still under way
     device.capturing = 1
-    backend.dispatch_start(0, X, None, IDX, MANY)
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     device.capturing = 0
     with pytest.raises(RuntimeError, match="its start was captured in a CUDA graph, its wait was not"):
-        backend.dispatch_wait(0)
-    backend.dispatch_start(0, X, None, IDX, MANY)  # that one is forgotten
+        wait(backend, "dispatch", 0)
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)  # that one is forgotten
 
 
 def test_refusals(backend: Any, device: Device) -> None:
     """This rank's number of operations remains that of its peers."""
     refuse = ("launches", "caller", "Refuse")
-    backend.refuse("dispatch_start", "why")
+    backend.reject("dispatch_start", "why")
     assert device.take() == [refuse]
-    backend.dispatch_start(0, X, None, IDX, MANY)
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     device.take()
-    backend.refuse("combine_start", "why", 1)
+    backend.reject("combine_start", "why", 1)
     assert device.take() == [("waits for", "caller", 2), refuse], "behind what is under way"
     for operator, flight in (("dispatch", 0), ("combine_start", 0), ("combine_wait", 0), ("dispatch_wait", 1)):
-        backend.refuse(operator, "why", flight)
+        backend.reject(operator, "why", flight)
         assert device.take() == [], "its peers do not run it"
-    backend.refuse("dispatch_wait", "why", 0)
+    backend.reject("dispatch_wait", "why", 0)
     assert device.take() == [("waits for", "caller", 2)] and not backend._order.started, "it has run"
-    backend.dispatch_start(0, X, None, IDX, FEW)
+    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
     device.take()
-    backend.refuse("dispatch_wait", "why", 0)
+    backend.reject("dispatch_wait", "why", 0)
     assert device.take() == [("waits for", "caller", 2), refuse], "in the place of what receives"
 
 
@@ -253,17 +253,17 @@ def test_refusals_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
     for operator, max_tokens, turns in (
         ("dispatch", 3 * most, 4), ("dispatch", most, 1), ("dispatch_planned", 3 * most, 3), ("combine", most + 1, 2),
         ("plan", 3 * most, 1), ("dispatch_start", 2 * most, 3), ("combine_backward", 2 * most, 2),
-        ("dispatch", "many", 4), ("dispatch_tokens_start", 2 * most, 3), ("combine_start", 2 * most, 2),
+        ("dispatch", "many", 4), ("combine_start", 2 * most, 2),
         ("dispatch_dynamic", 2 * most, 1), ("combine_gathered", 2 * most, 1),
     ):  # fmt: skip
-        backend.refuse(operator, "why", 0, max_tokens)
+        backend.reject(operator, "why", 0, max_tokens)
         assert device.take() == [refuse] * turns, (operator, max_tokens)
     backend._across = True  # there rows are copied, as those of any combine
-    backend.refuse("combine_gathered", "why", 0, 2 * most)
+    backend.reject("combine_gathered", "why", 0, 2 * most)
     assert device.take() == [refuse] * 2
-    backend.dispatch_start(0, X, None, IDX, IN_THREE)
+    backend.dispatch_start(0, X, None, IDX, IN_THREE, PLAIN)
     device.take()
-    backend.refuse("combine_start", "why", 1, 2 * most)
+    backend.reject("combine_start", "why", 1, 2 * most)
     assert device.take() == [("waits for", "caller", 2), *[refuse] * 2], "behind all rounds of what is under way"
 
 
@@ -278,8 +278,8 @@ def test_a_start_that_fails(backend: Any, device: Device) -> None:
 
     backend._beside._kernel = fails
     with pytest.raises(OSError, match="no room"):
-        backend.dispatch_start(0, X, None, IDX, MANY)
+        backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     backend._beside._kernel = get
     device.take()
-    backend.dispatch_start(0, X, None, IDX, MANY)
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 2, "Publish", "Pull")

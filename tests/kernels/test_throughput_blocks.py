@@ -16,14 +16,14 @@ from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import sm_model
 from ep_ops.backends.cute.throughput import STAGING_BLOCKS, ThroughputPath
-from ep_ops.records import Route, Sizes
+from ep_ops.records import Delivery, Route, Sizes
 
 
 def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels of an operation are told of the same blocks; there are as many as the budget allows, no more."""
     path, recorder = throughput(Budget(20, 30, 22, 24, beyond=(66, 99)), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    recv_x, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100))
+    recv_x, _, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100), Delivery())
     route = Route(idx, *placed[:4], 16, 48, 100)
     _, first, second = recorder.launched
     assert not joins(first[0]) and joins(second[0]) and first[1] == second[1], "one operation"
@@ -33,7 +33,7 @@ def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first[2]["dealt"], first[2]["joining"]) == (19, second[2]["blocks"])
 
     recorder.launched.clear()
-    path.along("dispatch_planned", x, None, route)
+    path.along("dispatch_planned", x, None, route, Delivery())
     path.combine(recv_x, recv_weights, route, None)
     path.dispatch_backward(recv_x, recv_weights, route)
     path.dispatch_backward(None, recv_weights, route)
@@ -44,7 +44,7 @@ def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pull["joining"] == 66 - 20
 
     single, recorder = throughput(Budget(1, 2, beyond=(66, 99)), monkeypatch)
-    single.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
+    single.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery())
     _, (kernel, _, given) = recorder.launched
     assert not joins(kernel) and (given["dealt"], given["joining"], given["blocks"]) == (1, 0, 1), "none to give away"
 
@@ -58,11 +58,13 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, (dispatch, combine) in (((None, None), (20, 30)), ((8, 12), (8, 12))):
         recorder.launched.clear()
         with budget.changed(*asked):
-            recv_x, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100))
+            recv_x, _, recv_weights, *placed = path.dispatch(
+                x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100), Delivery()
+            )
             route = Route(idx, *placed[:4], 16, 48, 100)
             path.combine(recv_x, recv_weights, route, None)
             path.dispatch_backward(recv_x, recv_weights, route)
-            path.along("combine_backward", x, None, route)
+            path.along("combine_backward", x, None, route, Delivery())
         publish, pull, add, add_back, publish_back, pull_back = (given for _, _, given in recorder.launched)
         staging = 1 + min(STAGING_BLOCKS, dispatch)
         assert publish["blocks"] == PROBLEM.tiles + staging and publish_back["blocks"] == staging
@@ -79,7 +81,7 @@ def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert least == sm_model.needed(dataclasses.replace(problem, domains=())) + 2
     for blocks, pulling in ((least, 1), (least, 3), (132, 20)):
         path, recorder = throughput(Budget(pulling, 4), monkeypatch, problem, blocks)
-        path.dispatch(x, None, idx, Sizes(48, 16, 0, 100))
+        path.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery())
         (publish, *_) = (given["blocks"] for _, _, given in recorder.launched)
         assert publish == max(problem.tiles + 4, blocks - sm_model.MARGIN - pulling)
         path.plan(idx, Sizes(48, 16, 0, 100))

@@ -66,12 +66,12 @@ def test_token_major_launches_in_a_format(name: str, monkeypatch: pytest.MonkeyP
     for weights in (None, torch.zeros(7, 4)):
         for rows, given in inputs:
             delivery = Delivery(given, name, layout)
-            out = path.dispatch(rows, weights, idx, Sizes(48, 1, 0, 100), delivery, token_major=True)
+            out = path.dispatch(rows, weights, idx, Sizes(48, 1, 0, 100, "token_major"), delivery)
             recv_x, recv_scales, recv_weights, *placed, recv_idx = out
             assert recv_x.dtype == (torch.bfloat16 if wire else torch.float8_e4m3fn) and recv_idx.shape == (48, 4)
             assert recv_scales.shape == ((0,) if wire else (1, 48))
-            route = Route(idx, *placed[:4], 1, 48, 100, token_major=True)
-            assert len(path.along("dispatch_tokens_planned", rows, weights, route, delivery, token_major=True)) == 3
+            route = Route(idx, *placed[:4], 1, 48, 100, layout="token_major")
+            assert len(path.along("dispatch_planned", rows, weights, route, delivery)) == 3
     compiled = set(kernels_of_format(problem, row_format(Delivery(None, name, layout))))
     launched = {kernel for kernel, _, _ in recorder.launched}
     assert launched <= compiled

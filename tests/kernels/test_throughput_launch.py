@@ -25,7 +25,7 @@ from ep_ops.backends.cute.failures import Failures, pack_reason
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.backends.split import Order
-from ep_ops.records import Placed, Route, Sizes
+from ep_ops.records import UNBOUNDED, Delivery, Placed, Route, Sizes
 
 
 @pytest.mark.parametrize("beyond", [(0, 0), (66, 99)], ids=["fixed", "joining"])
@@ -37,10 +37,10 @@ def test_launches(beyond: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
     sizes = Sizes(48, 16, 0, 100)
     kinds = []
     for given in (None, weights):
-        recv_x, recv_weights, *placed = path.dispatch(x, given, idx, sizes)
+        recv_x, _, recv_weights, *placed = path.dispatch(x, given, idx, sizes, Delivery())
         route = Route(idx, *placed[:4], 16, 48, 100)
         row_weights = None if given is None else recv_weights
-        path.along("dispatch_planned", x, given, route)
+        path.along("dispatch_planned", x, given, route, Delivery())
         assert path.combine(recv_x, row_weights, route, None).shape == x.shape
         path.combine(recv_x, row_weights, route, x)
         path.dispatch_backward(recv_x, row_weights, route)
@@ -50,22 +50,26 @@ def test_launches(beyond: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
     path.combine_backward(x, recv_x, recv_weights, route)
     path.combine_gathered(recv_x, route, torch.zeros(3, dtype=torch.int64), 40)
     kinds += ["dispatch_backward", "plan", "combine_backward", "combine_backward", "combine_gathered"]
-    whole, along = ["dispatch_tokens"] * len(dispatch), ["dispatch_tokens_planned"] * 2
-    sizes = Sizes(48, 1, 0, 100)
+    first = len(kinds)
+    whole, along = dispatch, ["dispatch_planned"] * 2
+    sizes = Sizes(48, 1, 0, 100, "token_major")
     for given in (None, weights):
-        recv_x, recv_weights, *placed, recv_idx = path.dispatch(x, given, idx, sizes, token_major=True)
+        recv_x, _, recv_weights, *placed, recv_idx = path.dispatch(x, given, idx, sizes, Delivery())
         assert recv_weights.shape == ((0,) if given is None else (48, 4))
         assert recv_idx.shape == (48, 4) and recv_idx.dtype == torch.int32 and recv_x.shape == (48, 64)
-        route = Route(idx, *placed[:4], 1, 48, 100, token_major=True)
-        assert path.along("dispatch_tokens_planned", x, given, route, token_major=True)[1].shape == recv_weights.shape
+        route = Route(idx, *placed[:4], 1, 48, 100, layout="token_major")
+        again = path.along("dispatch_planned", x, given, route, Delivery())
+        assert again.recv_weights.shape == recv_weights.shape
         row_weights = None if given is None else recv_weights
-        grads = path.dispatch_backward(recv_x, row_weights, route, token_major=True)
+        grads = path.dispatch_backward(recv_x, row_weights, route)
         assert [tuple(grad.shape) for grad in grads] == [(7, 64), (0,) if given is None else (7, 4)]
-        kinds += whole + along + ["dispatch_tokens_backward"]
-    path.dispatch_backward(None, recv_weights, route, token_major=True)
-    assert path.plan_tokens(idx, sizes)[1].shape == (48, 4)
-    kinds += ["dispatch_tokens_backward", "dispatch_tokens_dynamic"]
-    assert [marks.unpack(terms)[1].kind for _, terms, _ in recorder.launched] == kinds
+        kinds += whole + along + ["dispatch_backward"]
+    path.dispatch_backward(None, recv_weights, route)
+    assert path.plan(idx, sizes).recv_idx.shape == (48, 4)
+    kinds += ["dispatch_backward", "plan"]
+    agreed = [marks.unpack(terms)[1] for _, terms, _ in recorder.launched]
+    assert [terms.kind for terms in agreed] == kinds
+    assert [terms.token_major for terms in agreed] == [False] * first + [True] * (len(kinds) - first)
     wanted = {kernel for kernel in kernels_of(PROBLEM) if any(beyond) or not joins(kernel)}
     assert {kernel for kernel, _, _ in recorder.launched} == wanted
     for kernel, terms, given in recorder.launched:
@@ -77,7 +81,7 @@ def test_launches(beyond: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> N
         if isinstance(kernel, Publish):
             assert given["capacity"] == given["num_rows"] == 48, "of the lists"
         if isinstance(kernel, Pull):
-            assert given["zeros"] == (not marks.unpack(terms)[1].kind.startswith("dispatch_tokens")), "of padding"
+            assert given["zeros"] == (not marks.unpack(terms)[1].token_major), "of padding"
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -90,13 +94,14 @@ def test_dynamic_token_major(weighted: bool, monkeypatch: pytest.MonkeyPatch) ->
     made._failures, made._course = NO_FAILURES, path._course
     ids = torch.arange(3 * 100 * 4, dtype=torch.int32).view(300, 4)
 
-    def plan_tokens(topk_idx: torch.Tensor, sizes: Sizes) -> tuple[Placed, torch.Tensor]:
-        assert sizes == Sizes(300, 1, 0, 100)
-        return Placed(idx, torch.arange(4 * 300 + 6, dtype=torch.int32) * 0 + 11, *[idx.new_zeros(3)] * 3), ids
+    def plan(topk_idx: torch.Tensor, sizes: Sizes) -> Placed:
+        assert sizes == Sizes(300, 1, 0, 100, "token_major")
+        return Placed(idx, torch.arange(4 * 300 + 6, dtype=torch.int32) * 0 + 11, *[idx.new_zeros(3)] * 3, ids)
 
-    monkeypatch.setattr(path, "plan_tokens", plan_tokens)
+    monkeypatch.setattr(path, "plan", plan)
     weights = torch.zeros(7, 4) if weighted else None
-    recv_x, recv_weights, _, arrivals, *_, recv_idx = made.dispatch_tokens_dynamic(x, weights, idx, 100)
+    sizes = Sizes(UNBOUNDED, 1, 0, 100, "token_major")
+    recv_x, _, recv_weights, _, arrivals, *_, recv_idx = made.dispatch_dynamic(x, weights, idx, sizes, Delivery())
     assert recv_x.shape == (11, 64) and recv_weights.shape == ((11, 4) if weighted else (0,))
     assert arrivals.shape == (4 * 11 + 6,) and torch.equal(recv_idx, ids[:11]) and recv_idx._base is None
     publish, pull = (given for _, _, given in recorder.launched)
@@ -127,24 +132,24 @@ def test_a_dynamic_dispatch_that_is_refused(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     failures.report = report = object.__new__(Report)
     report._told, report._words = 0, [0] * 64  # type: ignore[assignment]
-    plan = Placed(idx, torch.zeros(4 * 336 + 6, dtype=torch.int32), *[idx.new_zeros(3)] * 3)
+    plan = Placed(idx, torch.zeros(4 * 336 + 6, dtype=torch.int32), *[idx.new_zeros(3)] * 3, idx)
 
     def planned(*_: Any) -> Any:
         if epoch is not None:
             mark, other = (e << marks.SHIFT | terms for e, terms in ((epoch, 1), (epoch, marks.pack_refusal(2))))
             report._words[32:40] = [1, sync.REFUSAL, 0, 0, 2, 0, mark, other]  # type: ignore[assignment]
-        return (plan, idx) if token_major else plan
+        return plan
 
-    monkeypatch.setattr(path, "plan_tokens" if token_major else "plan", planned)
+    monkeypatch.setattr(path, "plan", planned)
     monkeypatch.setattr(arrivals, "cut", lambda lists, most, rows: lists.new_zeros(6))
-    call = made.dispatch_tokens_dynamic if token_major else made.dispatch_dynamic
-    args = (x, None, idx, 100) if token_major else (x, None, idx, 16, 100)
+    sizes = Sizes(UNBOUNDED, 1, 0, 100, "token_major") if token_major else Sizes(UNBOUNDED, 16, 0, 100)
+    args = x, None, idx, sizes, Delivery()
     if goes_on:
-        call(*args)
+        made.dispatch_dynamic(*args)
         assert recorder.launched
         return
     with pytest.raises(ValueError, match=r"'name': ep::plan \(operation 7\): refused by rank 2: why"):
-        call(*args)
+        made.dispatch_dynamic(*args)
     assert not recorder.launched
 
 
@@ -161,30 +166,30 @@ def test_operators_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     made._rows = symmetric.SymmetricBuffer(held, (held.data_ptr(),))  # it is of this rank alone
     x, idx, sizes = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), Sizes(48, 16, 0, 1)
     for weights in (None, torch.zeros(7, 4)):
-        recv_x, recv_weights, *placed = made.dispatch(x, weights, idx, sizes)
+        recv_x, _, recv_weights, *placed = made.dispatch(x, weights, idx, sizes, Delivery())
         route = Route(idx, *placed[:4], 16, 48, 1)
         row_weights = None if weights is None else recv_weights
         made.combine(recv_x, row_weights, route)
         made.combine(recv_x, row_weights, route, x)
-        made.dispatch_planned(x, weights, route)
+        made.dispatch_planned(x, weights, route, Delivery())
         made.dispatch_backward(recv_x, row_weights, route)
         made.combine_backward(x, recv_x, row_weights, route)
     made.dispatch_backward(None, recv_weights, route)
     made.plan(idx, sizes)
     for weights in (None, torch.zeros(7, 4)):
-        recv_x, recv_weights, *placed = made.dispatch_tokens(x, weights, idx, Sizes(48, 1, 0, 1))
-        along = Route(idx, *placed[:4], 1, 48, 1)
-        made.dispatch_tokens_planned(x, weights, along)
-    made.dispatch_tokens_backward(recv_x, recv_weights, along)
-    made.dispatch_tokens_backward(None, recv_weights, along)
-    made.throughput.plan_tokens(idx, Sizes(48, 1, 0, 1))
+        recv_x, _, recv_weights, *placed = made.dispatch(x, weights, idx, Sizes(48, 1, 0, 1, "token_major"), Delivery())
+        along = Route(idx, *placed[:4], 1, 48, 1, layout="token_major")
+        made.dispatch_planned(x, weights, along, Delivery())
+    made.dispatch_backward(recv_x, recv_weights, along)
+    made.dispatch_backward(None, recv_weights, along)
+    made.plan(idx, Sizes(48, 1, 0, 1, "token_major"))
     assert recorder.launched[-1][2]["blocks"] == problem.tiles + 1, "ids are relayed"
     assert {kernel for kernel, _, _ in recorder.launched} == set(kernels_of(problem))
     made.combine_gathered(held.view(torch.bfloat16).view(48, 64), route)
     kernel, terms, given = recorder.launched[-1]
     assert type(kernel).__name__ == "Combine" and marks.unpack(terms)[1].kind == "combine"
     assert given["y"].data_ptr() == held.data_ptr() and given["recv_weights"] is given["residual"] is None
-    monkeypatch.setattr(made, "refuse", lambda *why, **more: None)
+    monkeypatch.setattr(made, "reject", lambda *why, **more: None)
     made.combine_gathered(recv_x, route)
     assert recorder.launched[-1][2]["y"] is recv_x
     with pytest.raises(ValueError, match="y lies in symmetric memory, and not at its beginning"):

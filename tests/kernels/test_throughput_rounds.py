@@ -38,7 +38,7 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     path, recorder = in_rounds(PROBLEM, monkeypatch)
     x, weights = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(70, 4)
     idx = torch.zeros(70, 4, dtype=torch.int32)
-    recv_x, recv_weights, *placed = path.dispatch(x, weights, idx, Sizes(480, 16, 0, 100))
+    recv_x, _, recv_weights, *placed = path.dispatch(x, weights, idx, Sizes(480, 16, 0, 100), Delivery())
     plan, *moving = recorder.launched
     assert plan[0] == Publish(recorder.problem, True, False, False, True) and plan[2]["tokens"] == 70
     assert [type(kernel) for kernel, *_ in moving] == [Publish, Pull] * 4
@@ -64,7 +64,7 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks that passed other bounds find out, whichever round they are in.
     assert {marks.unpack(terms)[1].max_tokens for _, terms, _ in recorder.launched} == {100}
     recorder.launched.clear()
-    path.dispatch(x[:9], None, idx[:9], Sizes(480, 16, 0, 32))
+    path.dispatch(x[:9], None, idx[:9], Sizes(480, 16, 0, 32), Delivery())
     assert [type(kernel) for kernel, *_ in recorder.launched] == [Publish, Pull], "of few enough there is one round"
 
 
@@ -81,15 +81,13 @@ def test_rounds_of_all_kinds(name: str, ranks: int, monkeypatch: pytest.MonkeyPa
     for token_major, weighted, (rows, scales) in itertools.product((False, True), (False, True), inputs):
         recorder.launched.clear()
         weights = torch.zeros(70, 4) if weighted else None
-        sizes, delivery = Sizes(480, 1 if token_major else 16, 0, 100), Delivery(scales, name, layout)
-        given = delivery if name else None
-        recv_x, *rest = path.dispatch(rows, weights, idx, sizes, given, token_major)
-        recv_scales, recv_weights, *placed = rest if name else (None, *rest)
-        route = Route(idx, *placed[:4], sizes.alignment, 480, 100, None, 0, token_major)
-        kind = "dispatch_tokens_planned" if token_major else "dispatch_planned"
+        how = "token_major" if token_major else "grouped"
+        sizes, delivery = Sizes(480, 1 if token_major else 16, 0, 100, how), Delivery(scales, name, layout)
+        recv_x, recv_scales, recv_weights, *placed = path.dispatch(rows, weights, idx, sizes, delivery)
+        route = Route(idx, *placed[:4], sizes.alignment, 480, 100, None, 0, how)
         plan, *moving = recorder.launched
         assert plan[0] == (PublishTokens if token_major else Publish)(recorder.problem, True, False, False, True)
-        path.along(kind, rows, weights, route, given, token_major)
+        path.along("dispatch_planned", rows, weights, route, delivery)
         compiled = {*kernels_of(recorder.problem), *kernels_of_format(recorder.problem, row_format(delivery))}
         assert {kernel for kernel, *_ in recorder.launched} <= (compiled if name else set(kernels_of(recorder.problem)))
         published = [told for kernel, _, told in moving if not isinstance(kernel, Pull)]

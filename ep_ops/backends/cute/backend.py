@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +17,31 @@ from cute_kernels.throughput.ring import Slices
 
 from ... import arrivals, symmetric
 from ...config import Config, Member
-from ...records import FLIGHTS, Delivery, Operation, Placed, Route, Sizes
-from ..base import Blank, DispatchTensors, Formats, lies_elsewhere, not_gatherable
+from ...records import (
+    FLIGHTS,
+    GROUPED,
+    TOKEN_MAJOR,
+    UNBOUNDED,
+    Delivery,
+    DispatchTensors,
+    Operation,
+    Placed,
+    Received,
+    Route,
+    Sizes,
+)  # fmt: skip
+from ..base import Blank, Formats, lies_elsewhere, not_gatherable
 from ..split import Order, parts_of, ticket
 from . import latency, throughput
 from .course import Course
 from .failures import Failures, pack_reason
 from .launcher import Launcher
 from .outputs import Outputs
-from .row_format import given_scales, row_format
+from .row_format import row_format
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
 from .sm_model import MARGIN, TokenTraffic, default_budget
 from .streams import Flights, Given, Run
-from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of
+from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of, route_of
 
 __all__ = ["CuteBackend", "all_kernels", "kernels_of"]
 
@@ -107,68 +119,47 @@ class CuteBackend:
         return self.throughput.plan(topk_idx, sizes)
 
     def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         self._begin()
-        path = self.latency if self._few(sizes, delivery) else self.throughput
+        path = self.latency if self._has_latency(sizes, delivery) else self.throughput
         return path.dispatch(x, topk_weights, topk_idx, sizes, delivery)
 
-    def _few(self, sizes: Sizes, delivery: Delivery | None) -> bool:
+    def _has_latency(self, sizes: Sizes, delivery: Delivery) -> bool:
         """Whether the latency kernels take a dispatch."""
         return sizes.max_tokens <= self._latency_tokens and row_format(delivery).latency
 
     def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int,
-        delivery: Delivery | None = None,
-    ) -> DispatchTensors:  # fmt: skip
-        self._begin()
-        capacity = NO_CAPACITY_LIMIT // alignment * alignment
-        most = self._problem.world_size * max_tokens * self._problem.top_k + self._local_experts * (alignment - 1)
-        placed = self.throughput.plan(topk_idx, Sizes(capacity, alignment, 0, max_tokens), most)
-        num_rows = int(placed.offs[-1]) if self._local_experts else 0
-        self._check_last()
-        placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
-        route = _route(topk_idx, placed, num_rows, Sizes(num_rows, alignment, 0, max_tokens))
-        return (*self.throughput.along("dispatch_planned", x, topk_weights, route, delivery), *placed)
-
-    def dispatch_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
-    ) -> tuple[Tensor, ...]:
-        self._begin()
-        return self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
-
-    def dispatch_tokens(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         self._begin()
-        path = self.latency if self._few(sizes, delivery) else self.throughput
-        return path.dispatch(x, topk_weights, topk_idx, sizes, delivery, token_major=True)
+        placed = self._plan_exactly(topk_idx, sizes)
+        num_rows = arrivals.rows_of(placed.arrivals.numel(), self._problem.world_size)
+        route = route_of(topk_idx, placed, sizes._replace(capacity=num_rows))
+        received = self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
+        return DispatchTensors(*received, *placed)
 
-    def dispatch_tokens_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int,
-        delivery: Delivery | None = None,
-    ) -> DispatchTensors:  # fmt: skip
-        self._begin()
-        most = self._problem.world_size * max_tokens if self._local_experts else 0
-        placed, recv_idx = self.throughput.plan_tokens(topk_idx, Sizes(most, 1, 0, max_tokens))
-        num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
+    def _plan_exactly(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
+        """A plan of the rows that are received. Waits for the device."""
+        ranks, tokens, alignment = self._problem.world_size, sizes.max_tokens, sizes.alignment
+        if sizes.layout == TOKEN_MAJOR:
+            most = ranks * tokens if self._local_experts else 0
+            placed = self.throughput.plan(topk_idx, sizes._replace(capacity=most))
+            num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
+        else:
+            most = ranks * tokens * self._problem.top_k + self._local_experts * (alignment - 1)
+            capacity = NO_CAPACITY_LIMIT // alignment * alignment
+            placed = self.throughput.plan(topk_idx, sizes._replace(capacity=capacity), most)
+            num_rows = int(placed.offs[-1]) if self._local_experts else 0
         self._check_last()
         placed = placed._replace(arrivals=arrivals.cut(placed.arrivals, most, num_rows))
-        route = _route(topk_idx, placed, num_rows, Sizes(num_rows, 1, 0, max_tokens))
-        rows = self.throughput.along("dispatch_tokens_planned", x, topk_weights, route, delivery, token_major=True)
-        return *rows, *placed, recv_idx[:num_rows].clone()
+        if sizes.layout == TOKEN_MAJOR:
+            placed = placed._replace(recv_idx=placed.recv_idx[:num_rows].clone())
+        return placed
 
-    def dispatch_tokens_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
-    ) -> tuple[Tensor, ...]:
+    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
         self._begin()
-        return self.throughput.along("dispatch_tokens_planned", x, topk_weights, route, delivery, token_major=True)
-
-    def dispatch_tokens_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        self._begin()
-        return self.throughput.dispatch_backward(grad_recv_x, grad_recv_weights, route, token_major=True)
+        return self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
         self._begin()
@@ -181,7 +172,7 @@ class CuteBackend:
         rows, most = self._rows, self._config.symmetric_rows
         problem = not_gatherable(y, None if rows is None else rows.local, most, self._config.name)
         if problem is not None or rows is None:
-            self.refuse("combine_gathered", str(problem), max_tokens=route.max_tokens)
+            self.reject("combine_gathered", str(problem), max_tokens=route.max_tokens)
             self._course.agreed = True
             raise ValueError(problem)
         if self._across:
@@ -205,39 +196,21 @@ class CuteBackend:
     # Split operations (streams.py).
 
     def dispatch_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None = None,
-    ) -> Tensor:  # fmt: skip
-        return self._start_dispatch("dispatch", flight, x, topk_weights, topk_idx, sizes, delivery)
-
-    def _start_dispatch(
-        self, operator: str, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None,
-    ) -> Tensor:  # fmt: skip
-        args, given = (x, topk_weights, topk_idx, sizes, delivery), (x, topk_weights, topk_idx, given_scales(delivery))
-        token_major = operator == "dispatch_tokens"
-        if not self._few(sizes, delivery):
-            self._start(flight, operator, given, lambda: self._beside.dispatch(*args, token_major=token_major))
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> Tensor:
+        args, given = (x, topk_weights, topk_idx, sizes, delivery), (x, topk_weights, topk_idx, delivery.scales)
+        if not self._has_latency(sizes, delivery):
+            self._start(flight, "dispatch", given, lambda: self._beside.dispatch(*args))
         else:
             beside, here = self._latency_beside, self.latency
-            receive = (
-                lambda: beside.dispatch(*args, send=False, token_major=token_major),
-                lambda: here.dispatch(*args, send=False, token_major=token_major),
-            )
-            self._start(flight, operator, given, lambda: beside.send_dispatch(*args, token_major=token_major), receive)
+            receive = lambda: beside.dispatch(*args, send=False), lambda: here.dispatch(*args, send=False)
+            self._start(flight, "dispatch", given, lambda: beside.send_dispatch(*args), receive)
         return ticket(x)
 
-    def dispatch_wait(self, flight: int, *_: Any) -> DispatchTensors:
+    def dispatch_wait(
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors:
         return self._wait(flight, "dispatch")
-
-    def dispatch_tokens_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None = None,
-    ) -> Tensor:  # fmt: skip
-        return self._start_dispatch("dispatch_tokens", flight, x, topk_weights, topk_idx, sizes, delivery)
-
-    def dispatch_tokens_wait(self, flight: int, *_: Any) -> DispatchTensors:
-        return self._wait(flight, "dispatch_tokens")
 
     def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         args, given = (y, recv_weights, route), (y, recv_weights, *route.tensors)
@@ -249,25 +222,15 @@ class CuteBackend:
             self._start(flight, "combine", given, lambda: beside.send_combine(*args), receive)
         return ticket(y)
 
-    def combine_wait(self, flight: int, *_: Any) -> Tensor:
+    def combine_wait(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         return self._wait(flight, "combine")
 
     def dispatch_backward_start(
-        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route,
-        token_major: bool = False,
-    ) -> Tensor:  # fmt: skip
-        given = grad_recv_x, grad_recv_weights, *route.tensors
-        operator = "dispatch_tokens_backward" if token_major else "dispatch_backward"
-        self._start(
-            flight, operator, given,
-            lambda: self._beside.dispatch_backward(grad_recv_x, grad_recv_weights, route, token_major),
-        )  # fmt: skip
-        return ticket(route.topk_idx)
-
-    def dispatch_tokens_backward_start(
         self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> Tensor:
-        return self.dispatch_backward_start(flight, grad_recv_x, grad_recv_weights, route, token_major=True)
+        args, given = (grad_recv_x, grad_recv_weights, route), (grad_recv_x, grad_recv_weights, *route.tensors)
+        self._start(flight, "dispatch_backward", given, lambda: self._beside.dispatch_backward(*args))
+        return ticket(route.topk_idx)
 
     def combine_backward_start(
         self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
@@ -367,7 +330,7 @@ class CuteBackend:
         self._failures.check_last()
         self._course.agreed = False
 
-    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
+    def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """The others are told by a kernel, in the place of those that the operator would have launched: where it takes
         several rounds, which are operations of their own, by one for each.
 
@@ -405,10 +368,10 @@ class CuteBackend:
         disagree."""
         most = self._config.max_tokens_per_rank
         rounds = self.throughput.rounds(max_tokens if isinstance(max_tokens, int) and 0 <= max_tokens <= most else most)
-        whole = ("plan", "dispatch_dynamic", "dispatch_tokens_dynamic")  # the second ends where its plan does
+        whole = ("plan", "dispatch_dynamic")  # the second ends where its plan does
         if rounds == 1 or operator in whole or (operator == "combine_gathered" and not self._across):
             return 1
-        return rounds + (operator in ("dispatch", "dispatch_tokens"))  # the route is told before
+        return rounds + (operator == "dispatch")  # the route is told before
 
     def empty_rows(self, num_rows: int) -> Tensor:
         config = self._config
@@ -440,46 +403,36 @@ class CuteBackend:
         rows = config.alignment
         # Latency kernels, throughput kernels, those that go in rounds.
         bounds = sorted({1, self._problem.max_tokens, config.max_tokens_per_rank})
-        every = [Sizes(rows, rows, 0, bound) for bound in bounds]
-        few = every[0]
-        self.plan(topk_idx, few)
-        for given in (None, weights):
-            for sizes in every:
-                recv_x, recv_weights, *placed = self.dispatch(x, given, topk_idx, sizes)
-                route = _route(topk_idx, placed, rows, sizes)
-                row_weights = None if given is None else recv_weights
-                self.combine(recv_x, row_weights, route)
-                self.combine(recv_x, row_weights, route, x)
-            self.dispatch_start(0, x, given, topk_idx, few)
-            recv_x, recv_weights, *placed = self.dispatch_wait(0)
-            small = _route(topk_idx, placed, rows, few)
-            self.combine_start(0, recv_x, row_weights, small)
-            self.combine_wait(0)
-            self.dispatch_planned(x, given, route)
-            self.dispatch_backward(recv_x, row_weights, route)
-            self.combine_backward(x, recv_x, row_weights, route)
-            self.combine_backward(x, None, row_weights, route)
-        self.dispatch_backward(None, recv_weights, route)
-        for sizes in every:
-            self._warm_tokens(x, weights, topk_idx, sizes)
-        if config.symmetric_rows:
-            self.combine_gathered(self.empty_rows(0), route)
+        plain, few = Delivery(), Sizes(rows, rows, 0, bounds[0])
+        for layout in (GROUPED, TOKEN_MAJOR):
+            every = [few._replace(max_tokens=bound, layout=layout) for bound in bounds]
+            if layout == TOKEN_MAJOR:
+                every = [sizes._replace(alignment=1) for sizes in every]
+            self.plan(topk_idx, every[0])
+            for given in (None, weights):
+                for sizes in every:
+                    out = self.dispatch(x, given, topk_idx, sizes, plain)
+                    route = _route(topk_idx, out, sizes)
+                    row_weights = None if given is None else out.recv_weights
+                    if layout == GROUPED:
+                        self.combine(out.recv_x, row_weights, route)
+                        self.combine(out.recv_x, row_weights, route, x)
+                self.dispatch_start(0, x, given, topk_idx, every[0], plain)
+                started = self.dispatch_wait(0, x, given, topk_idx, every[0], plain)
+                if layout == GROUPED:
+                    small = started.recv_x, row_weights, _route(topk_idx, started, every[0])
+                    self.combine_start(0, *small)
+                    self.combine_wait(0, *small)
+                    self.combine_backward(x, out.recv_x, row_weights, route)
+                    self.combine_backward(x, None, row_weights, route)
+                self.dispatch_planned(x, given, route, plain)
+                self.dispatch_backward(out.recv_x, row_weights, route)
+            self.dispatch_backward(None, out.recv_weights, route)
+            if layout == GROUPED and config.symmetric_rows:
+                self.combine_gathered(self.empty_rows(0), route)
+        self.dispatch_dynamic(x, None, topk_idx, Sizes(UNBOUNDED, 1, 0, 1, TOKEN_MAJOR), plain)
         torch.cuda.synchronize(self._device)
         self.check_errors()
-
-    def _warm_tokens(self, x: Tensor, weights: Tensor, topk_idx: Tensor, sizes: Sizes) -> None:
-        """The same with token-major rows."""
-        sizes = sizes._replace(alignment=1)
-        for given in (None, weights):
-            recv_x, recv_weights, *placed, _ = self.dispatch_tokens(x, given, topk_idx, sizes)
-            row_weights = None if given is None else recv_weights
-            route = _route(topk_idx, placed, sizes.capacity, sizes)
-            self.dispatch_tokens_start(0, x, given, topk_idx, sizes)
-            self.dispatch_tokens_wait(0)
-            self.dispatch_tokens_planned(x, given, route)
-            self.dispatch_tokens_backward(recv_x, row_weights, route)
-        self.dispatch_tokens_backward(None, recv_weights, route)
-        self.dispatch_tokens_dynamic(x, None, topk_idx, 1)
 
     # ------------------------------------------------------------------ failures (failures.py)
 
@@ -528,10 +481,10 @@ def _combine_backward(
 ) -> tuple[Tensor, Tensor]:
     if recv_weights is not None:
         return path.combine_backward(grad_out, y, recv_weights, route)
-    grad_y = path.along("combine_backward", grad_out, None, route)[0]
+    grad_y = path.along("combine_backward", grad_out, None, route, Delivery()).recv_x
     return grad_y, grad_out.new_empty(0, dtype=torch.float32)
 
 
-def _route(topk_idx: Tensor, placed: Sequence[Tensor], num_rows: int, sizes: Sizes) -> Route:
-    send_rows, lists, offs, counts, _ = placed
-    return Route(topk_idx, send_rows, lists, offs, counts, sizes.alignment, num_rows, sizes.max_tokens)
+def _route(topk_idx: Tensor, out: DispatchTensors, sizes: Sizes) -> Route:
+    placed = Placed(out.send_rows, out.arrivals, out.offs, out.counts, out.dropped, out.recv_idx)
+    return route_of(topk_idx, placed, sizes)

@@ -64,7 +64,7 @@ def _of_one(noted: Operation) -> str:
     met = f"has not seen {_ranks(noted.unseen)} in it"
     if noted.met is not None:
         met = f"has seen all ranks in it {1e6 * (noted.met - noted.begun):.0f} us later"
-    rows = f", format {noted.format}" if noted.format else ""
+    rows = f"{', token-major' * noted.token_major}{f', format {noted.format}' * bool(noted.format)}"
     return f"{noted.number} ep::{noted.kind} (max_tokens {noted.max_tokens}{rows}) begun at {begun}, {met}"
 
 

@@ -14,18 +14,17 @@ from cute_kernels.latency.dispatch import LatencyDispatch
 from cute_kernels.latency.sizes import WARPS, packets
 
 from ...formats import OF_TOKENS
-from ...records import Delivery, Route, Sizes
-from ..base import DispatchTensors
+from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Route, Sizes
 from .launcher import Launcher
 from .outputs import Outputs
-from .row_format import RowFormat, given_scales, row_format, with_scales
+from .row_format import RowFormat, row_format
 
 FEW_TOKENS = 16
 """A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
 receive."""
 
-NOTHING = (None,) * 8
-"""What stands for `DispatchTensors` where a kernel only sends."""
+NOTHING: Any = DispatchTensors(*[None] * len(DispatchTensors._fields))  # type: ignore[arg-type]
+"""The outputs of a kernel that only sends."""
 
 PARTS = ((True, True), (True, False), (False, True))
 """What a kernel does, send and receive: a whole operation, a start, a wait."""
@@ -104,28 +103,24 @@ class LatencyPath:
         return self.deal or self._with_puts(senders, self._far * max_tokens, send)
 
     def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
-        *, send: bool = True, token_major: bool = False,
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery,
+        *, send: bool = True,
     ) -> DispatchTensors:  # fmt: skip
-        """ep::dispatch or ep::dispatch_tokens. Complete when the kernel ends: every row that any rank routed here has
-        been seen."""
-        how = row_format(delivery)
-        out = self._outputs.dispatched(x, topk_weights is not None, topk_idx, sizes, how, token_major)
-        recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
-        received = out if token_major else (*out, None)
-        self._launch_dispatch(
-            (send, True), x, topk_weights, topk_idx, sizes, delivery, received, recv_scales, token_major=token_major
+        """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
+        token_major = sizes.layout == TOKEN_MAJOR
+        received = self._outputs.received(
+            x, topk_weights is not None, sizes.capacity, row_format(delivery), sizes.slots, token_major
         )
-        return with_scales(out, recv_scales, delivery)
+        placed = self._outputs.placed(topk_idx, sizes.capacity, token_major)
+        out: DispatchTensors = tuple.__new__(DispatchTensors, (*received, *placed))
+        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, delivery, out)
+        return out
 
     def send_dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
-        *, token_major: bool = False,
-    ) -> None:  # fmt: skip
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> None:
         """The first part of a dispatch; the other is one that does not `send`."""
-        self._launch_dispatch(
-            (True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING, None, token_major=token_major
-        )
+        self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
 
     def _launch_dispatch(
         self,
@@ -134,32 +129,24 @@ class LatencyPath:
         topk_weights: Tensor | None,
         topk_idx: Tensor,
         sizes: Sizes,
-        delivery: Delivery | None,
-        out: tuple[Tensor | None, ...],
-        recv_scales: Tensor | None,
-        *,
-        token_major: bool,
+        delivery: Delivery,
+        out: DispatchTensors,
     ) -> None:
-        """`out`: local ids last, of token-major rows."""
-        how = row_format(delivery)
-        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
-        capacity, alignment, slots, max_tokens = sizes
-        weighted = topk_weights is not None
+        how, max_tokens, weighted = row_format(delivery), sizes.max_tokens, topk_weights is not None
+        token_major = sizes.layout == TOKEN_MAJOR
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
-        kind = "dispatch_tokens" if token_major else "dispatch"
         # Where rows only leave it is all the same how they arrive.
         layout, by_token = (how.layout, token_major) if part[1] else ("", False)
         launch = self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)
-        terms = marks.pack(kind, max_tokens, weighted, latency=True, format=how.format)
-        scales, zeros = given_scales(delivery), int(how.zeros)
+        terms = marks.pack("dispatch", max_tokens, weighted, latency=True, format=how.format, token_major=token_major)
         with self._course:
             launch(
                 terms,
-                x=x, topk_weights=topk_weights, scales=scales, recv_scales=recv_scales, topk_idx=topk_idx,
-                send_rows=send_rows, arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_x=recv_x,
-                recv_weights=recv_weights, recv_idx=recv_idx, tokens=topk_idx.shape[0], max_tokens=max_tokens,
-                capacity=capacity, alignment=alignment, slots=slots, zeros=zeros,
-                senders=senders, first_receiver=first_receiver, blocks=blocks,
+                x=x, topk_weights=topk_weights, scales=delivery.scales, topk_idx=topk_idx, tokens=topk_idx.shape[0],
+                max_tokens=max_tokens, capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+                zeros=int(how.zeros), senders=senders, first_receiver=first_receiver, blocks=blocks,
+                recv_x=out.recv_x, recv_scales=out.recv_scales, recv_weights=out.recv_weights, recv_idx=out.recv_idx,
+                send_rows=out.send_rows, arrivals=out.arrivals, offs=out.offs, counts=out.counts, dropped=out.dropped,
             )  # fmt: skip
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, *, send: bool = True) -> Tensor:

@@ -12,13 +12,15 @@ from cute_kernels.heap import Problem
 
 from ... import arrivals
 from ...formats import Grid, format_of, scales_shape
-from ...records import Placed, Sizes
-from ..base import DispatchTensors
-from .row_format import AS_IT_IS, RowFormat
+from ...records import NO_IDS, NO_SCALES, Placed, Received
+from .row_format import AS_GIVEN, RowFormat
 from .sizing import DTYPES
 
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """What makes an output: (shape, strides, dtype) -> a tensor whose values are undefined."""
+
+
+_new = tuple.__new__  # makes records in a third of the time
 
 
 def allocator(device: torch.device) -> New:
@@ -40,57 +42,41 @@ class Outputs:
         self._local = (num_local_experts,)
         self._device = device
 
-    def placed(self, topk_idx: Tensor, num_rows: int) -> Placed:
-        return Placed(*self._placed(allocator(self._device), topk_idx, num_rows))
-
-    def dispatched(
-        self, x: Tensor, weighted: bool, topk_idx: Tensor, sizes: Sizes, how: RowFormat, token_major: bool = False
-    ) -> DispatchTensors:
-        """What a dispatch returns, without scales; of token-major rows with local ids."""
-        rows = self.rows(x, weighted, sizes.capacity, how, token_major)
-        placed = self._placed(allocator(self._device), topk_idx, sizes.capacity)
-        return (*rows, *placed, self.ids(sizes.capacity)) if token_major else (*rows, *placed)
-
-    def ids(self, num_rows: int) -> Tensor:
-        """int32 [num_rows, K] for local ids."""
-        return allocator(self._device)((num_rows, self._top_k), (self._top_k, 1), torch.int32)
-
-    def _row_dtype(self, x: Tensor, how: RowFormat) -> torch.dtype:
-        return x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
-
-    def scales(self, how: RowFormat, num_rows: int, slots: int) -> Tensor | None:
-        """For the scales of rows that arrive; None where they have none."""
-        if not how.layout:
-            return None
-        grid = Grid(num_rows, slots, self._local[0], self._hidden)
-        shape, dtype = scales_shape(format_of(how.format), how.layout, grid)
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * size)
-        return allocator(self._device)(tuple(shape), tuple(strides), dtype)
-
-    def _placed(self, new: New, topk_idx: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        tokens, top_k = topk_idx.shape
+    def placed(self, topk_idx: Tensor, num_rows: int, token_major: bool = False) -> Placed:
+        new, (tokens, top_k) = allocator(self._device), topk_idx.shape
         ints, local = torch.int32, self._local
-        return (
+        made = (
             new((tokens, top_k), (top_k, 1), ints),
             new((arrivals.size(num_rows, self._world_size),), (1,), ints),
             new(local, (1,), ints),
             new(local, (1,), ints),
             new(local, (1,), ints),
+            new((num_rows, top_k), (top_k, 1), ints) if token_major else NO_IDS[self._device],
         )
+        return _new(Placed, made)
 
-    def rows(
-        self, x: Tensor, weighted: bool, num_rows: int, how: RowFormat = AS_IT_IS, token_major: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """[num_rows, H] like x, or as they arrive in a format, and float32 [num_rows] for weights, [num_rows, K] of
-        token-major rows, or [0]."""
-        new = allocator(self._device)
-        hidden = x.shape[1]
-        rows = new((num_rows, hidden), (hidden, 1), self._row_dtype(x, how))
+    def received(
+        self, x: Tensor, weighted: bool, num_rows: int, how: RowFormat = AS_GIVEN, slots: int = 0,
+        token_major: bool = False,
+    ) -> Received:  # fmt: skip
+        """Rows that arrive of x, or of gradients like x; their scales and their weights."""
+        new, hidden = allocator(self._device), x.shape[1]
+        dtype = x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
+        rows = new((num_rows, hidden), (hidden, 1), dtype)
+        scales = self._scales(new, how, num_rows, slots) if how.layout else NO_SCALES[self._device]
         if weighted and token_major:
-            return rows, new((num_rows, self._top_k), (self._top_k, 1), torch.float32)
-        return rows, new((num_rows if weighted else 0,), (1,), torch.float32)
+            weights = new((num_rows, self._top_k), (self._top_k, 1), torch.float32)
+        else:
+            weights = new((num_rows if weighted else 0,), (1,), torch.float32)
+        return _new(Received, (rows, scales, weights))
+
+    def _scales(self, new: New, how: RowFormat, num_rows: int, slots: int) -> Tensor:
+        grid = Grid(num_rows, slots, self._local[0], self._hidden)
+        shape, dtype = scales_shape(format_of(how.format), how.layout, grid)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        return new(tuple(shape), tuple(strides), dtype)
 
     def tokens(self, y: Tensor, tokens: int) -> Tensor:
         """[tokens, H] for what rows `y` come home as."""

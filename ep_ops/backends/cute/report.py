@@ -174,6 +174,9 @@ class Report:
 def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
     if other.kind != own.kind:
         return f" in ep::{other.kind}: the ranks call operators in different orders"
+    if other.token_major != own.token_major:
+        theirs, ours = ("token-major" if one.token_major else "grouped by expert" for one in (other, own))
+        return f", whose rows are {theirs}, not {ours}: all ranks must pass the same layout"
     if other.max_tokens != own.max_tokens:
         return f", which passed max_tokens {other.max_tokens}, not {own.max_tokens}: all ranks must pass the same"
     if other.format != own.format:

@@ -1,14 +1,12 @@
-"""Of a delivery, what kernels are compiled for, and what they are given."""
+"""The compile-time part of a `Delivery`: which kernels its rows need."""
 
 from __future__ import annotations
 
 import functools
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ...formats import format_of, layout_of
-from ...records import NO_SCALES, Delivery
+from ...records import Delivery
 
 
 class RowFormat(NamedTuple):
@@ -25,12 +23,12 @@ class RowFormat(NamedTuple):
         return "row" not in self.format
 
 
-AS_IT_IS = RowFormat()
+AS_GIVEN = RowFormat()
 
 
-def row_format(delivery: Delivery | None) -> RowFormat:
-    if delivery is None:
-        return AS_IT_IS
+def row_format(delivery: Delivery) -> RowFormat:
+    if not delivery.format and delivery.zeros:
+        return AS_GIVEN
     return _row_format(delivery.format, delivery.scales_as, delivery.scales is not None, delivery.zeros)
 
 
@@ -38,17 +36,3 @@ def row_format(delivery: Delivery | None) -> RowFormat:
 def _row_format(format: str, scales_as: str, given: bool, zeros: bool) -> RowFormat:
     layout = layout_of(format_of(format), scales_as) if format else ""
     return RowFormat(format.removeprefix("wire:"), layout, given, zeros)
-
-
-def given_scales(delivery: Delivery | None) -> Tensor | None:
-    return None if delivery is None else delivery.scales
-
-
-def with_scales(out: tuple[Tensor, ...], recv_scales: Tensor | None, delivery: Delivery | None) -> tuple[Tensor, ...]:
-    """What a dispatch returns: scales behind the rows where it was told of a delivery, of no elements if there are
-    none."""
-    if delivery is None:
-        return out
-    recv_x = out[0]
-    scales = NO_SCALES[recv_x.device] if recv_scales is None else recv_scales
-    return (recv_x, scales, *out[1:])

@@ -20,12 +20,11 @@ from cute_kernels.throughput.pull_scaled import PullScaled
 
 from ... import arrivals
 from ...formats import OF_TOKENS
-from ...records import Delivery, Placed, Route, Sizes
-from ..base import DispatchTensors
+from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Placed, Received, Route, Sizes
 from ..budget import Budget
 from .launcher import Launcher
 from .outputs import Outputs
-from .row_format import AS_IT_IS, RowFormat, given_scales, row_format, with_scales
+from .row_format import AS_GIVEN, RowFormat, row_format
 from .sm_model import MARGIN, TokenTraffic, row_blocks
 from .streams import Side
 
@@ -77,6 +76,18 @@ def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
     return found
 
 
+def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
+    """The route of a plan."""
+    along = topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts
+    return Route(*along, sizes.alignment, sizes.capacity, sizes.max_tokens, None, sizes.slots, sizes.layout)
+
+
+def _ids(placed: Placed, token_major: bool) -> dict[str, Tensor]:
+    """The argument of the kernels of token-major rows that others do not have."""
+    return {"recv_idx": placed.recv_idx} if token_major else {}
+
+
+_new = tuple.__new__  # makes records in a third of the time
 _ALL = slice(None)
 
 Some = TypeVar("Some", Tensor, Tensor | None)
@@ -103,30 +114,19 @@ class ThroughputPath:
 
     def plan(self, topk_idx: Tensor, sizes: Sizes, num_rows: int | None = None) -> Placed:
         """With room for `num_rows` in the lists, if that is not the capacity."""
-        num_rows = sizes.capacity if num_rows is None else num_rows
-        placed = self._outputs.placed(topk_idx, num_rows)
-        self._plan(marks.pack("plan", sizes.max_tokens, rows=False), topk_idx, placed, sizes, num_rows)
+        num_rows, token_major = sizes.capacity if num_rows is None else num_rows, sizes.layout == TOKEN_MAJOR
+        placed = self._outputs.placed(topk_idx, num_rows, token_major)
+        terms = marks.pack("plan", sizes.max_tokens, rows=False, token_major=token_major)
+        self._plan(terms, topk_idx, placed, sizes, num_rows)
         return placed
 
-    def plan_tokens(self, topk_idx: Tensor, sizes: Sizes) -> tuple[Placed, Tensor]:
-        """The first half of a dynamic token-major dispatch: its route, and the local ids of as many rows as there can
-        be."""
-        placed = self._outputs.placed(topk_idx, sizes.capacity)
-        recv_idx = self._outputs.ids(sizes.capacity)
-        terms = marks.pack("dispatch_tokens_dynamic", sizes.max_tokens, rows=False)
-        self._plan(terms, topk_idx, placed, sizes, sizes.capacity, recv_idx)
-        return placed, recv_idx
-
-    def _plan(
-        self, terms: int, topk_idx: Tensor, placed: Placed, sizes: Sizes, num_rows: int, recv_idx: Tensor | None = None
-    ) -> None:
-        """Tells and places a route, and nothing else; of token-major rows, whose local ids go to `recv_idx`."""
-        variant = (True, False, False, True)
-        blocks, ids = self._publish_blocks(variant, 0), {}
-        if recv_idx is not None:
-            ids = {"recv_idx": recv_idx}
-            blocks += bool(self._problem.domains)  # they are relayed
-        publish = self._kernel(Publish if recv_idx is None else PublishTokens, *variant)
+    def _plan(self, terms: int, topk_idx: Tensor, placed: Placed, sizes: Sizes, num_rows: int) -> None:
+        """Publish and place a route, and nothing else."""
+        variant, token_major = (True, False, False, True), sizes.layout == TOKEN_MAJOR
+        blocks = self._publish_blocks(variant, 0)
+        if token_major:
+            blocks += bool(self._problem.domains)  # local ids are relayed
+        publish, ids = self._kernel(PublishTokens if token_major else Publish, *variant), _ids(placed, token_major)
         with self._course:
             publish(
                 terms,
@@ -164,28 +164,24 @@ class ThroughputPath:
         return contextlib.nullcontext() if self._side is None else self._side.entered()
 
     def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None,
-        token_major: bool = False,
-    ) -> DispatchTensors:  # fmt: skip
-        how, weighted = row_format(delivery), topk_weights is not None
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors:
+        how, weighted, token_major = row_format(delivery), topk_weights is not None, sizes.layout == TOKEN_MAJOR
         traffic = self._traffic_of(sizes.capacity, x.shape[0], token_major)
         pulling = self._pulling(how, traffic)
         beyond = max(0, self._beyond[0] - pulling) if pulling > 1 else 0
-        out = self._outputs.dispatched(x, weighted, topk_idx, sizes, how, token_major)
-        recv_scales = self._outputs.scales(how, sizes.capacity, sizes.slots)
-        recv_x, recv_weights, send_rows, arrivals, offs, counts, dropped = out[:7]
-        ids = {"recv_idx": out[7]} if token_major else {}
-        capacity, alignment, slots, max_tokens = sizes
-        terms = marks.pack("dispatch_tokens" if token_major else "dispatch", max_tokens, weighted, format=how.format)
+        capacity, alignment, slots, max_tokens, _ = sizes
+        received = self._outputs.received(x, weighted, capacity, how, slots, token_major)
+        placed = self._outputs.placed(topk_idx, capacity, token_major)
+        recv_x, recv_scales, recv_weights = received
+        terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
         if self.rounds(max_tokens) > 1:
-            placed = Placed(*out[2:7])
-            self._plan(terms, topk_idx, placed, sizes, capacity, ids.get("recv_idx"))
-            route = Route(topk_idx, *placed[:4], alignment, capacity, max_tokens, None, slots, token_major)
-            self._along(terms, x, topk_weights, route, delivery, (recv_x, recv_weights, recv_scales))
-            return with_scales(out, recv_scales, delivery)
+            self._plan(terms, topk_idx, placed, sizes, capacity)
+            self._along(terms, x, topk_weights, route_of(topk_idx, placed, sizes), delivery, received)
+            return _new(DispatchTensors, (*received, *placed))
         variant = (True, self._stages(how), weighted, False, how.format, how.given)
-        publish = self._kernel(PublishTokens if token_major else Publish, *variant)
-        scales, staging = given_scales(delivery), self._publish_blocks(variant, pulling)
+        publish, ids = self._kernel(PublishTokens if token_major else Publish, *variant), _ids(placed, token_major)
+        staging = self._publish_blocks(variant, pulling)
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         expected = traffic.expected(x.shape[0])
@@ -197,19 +193,21 @@ class ThroughputPath:
         with self._course:
             publish(
                 terms,
-                x=x, scales=scales, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
-                arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
-                tokens=topk_idx.shape[0], max_tokens=max_tokens, capacity=capacity, num_rows=capacity,
-                alignment=alignment, slots=slots, blocks=staging, **ids,
+                x=x, scales=delivery.scales, topk_idx=topk_idx, topk_weights=topk_weights,
+                send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs, counts=placed.counts,
+                dropped=placed.dropped, recv_weights=recv_weights, tokens=topk_idx.shape[0],
+                max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment, slots=slots,
+                blocks=staging, **ids,
             )  # fmt: skip
             for pull, blocks in pulls:
                 pull(
                     terms,
-                    x=x, arrivals=arrivals, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
-                    recv_scales=recv_scales, max_tokens=max_tokens, alignment=alignment, num_rows=capacity,
-                    slots=slots, zeros=zeros, dealt=dealt, expected=expected, joining=joining, blocks=blocks,
+                    x=x, arrivals=placed.arrivals, offs=placed.offs, counts=placed.counts, recv_x=recv_x,
+                    recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=max_tokens, alignment=alignment,
+                    num_rows=capacity, slots=slots, zeros=zeros, dealt=dealt, expected=expected, joining=joining,
+                    blocks=blocks,
                 )  # fmt: skip
-        return with_scales(out, recv_scales, delivery)
+        return _new(DispatchTensors, (*received, *placed))
 
     @property
     def _beyond(self) -> tuple[int, int]:
@@ -246,35 +244,28 @@ class ThroughputPath:
         """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
         return self._problem.world_size > 1 or bool(how.format)
 
-    def along(
-        self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None,
-        token_major: bool = False,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
         """Dispatch along a known route, as an operation of that kind."""
-        how, weighted = row_format(delivery), topk_weights is not None
-        recv_x, recv_weights = self._outputs.rows(x, weighted, route.num_rows, how, token_major)
-        recv_scales = self._outputs.scales(how, route.num_rows, route.slots)
-        terms = marks.pack(kind, route.max_tokens, weighted, format=how.format)
-        route = route._replace(token_major=token_major)
-        self._along(terms, x, topk_weights, route, delivery, (recv_x, recv_weights, recv_scales))
-        return with_scales((recv_x, recv_weights), recv_scales, delivery)
+        how, weighted, token_major = row_format(delivery), topk_weights is not None, route.layout == TOKEN_MAJOR
+        received = self._outputs.received(x, weighted, route.num_rows, how, route.slots, token_major)
+        terms = marks.pack(kind, route.max_tokens, weighted, format=how.format, token_major=token_major)
+        self._along(terms, x, topk_weights, route, delivery, received)
+        return received
 
     def _along(
-        self, terms: int, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None,
-        received: tuple[Tensor, Tensor, Tensor | None],
-    ) -> None:  # fmt: skip
-        """Rows, weights and scales of a known route, into the tensors `received`; its `token_major` says of which kind
-        they are."""
-        how, scales, weighted = row_format(delivery), given_scales(delivery), topk_weights is not None
-        traffic = self._traffic_of(route.num_rows, x.shape[0], route.token_major)
+        self, terms: int, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery, received: Received
+    ) -> None:
+        """Dispatch along a known route into `received`."""
+        how, weighted, token_major = row_format(delivery), topk_weights is not None, route.layout == TOKEN_MAJOR
+        traffic = self._traffic_of(route.num_rows, x.shape[0], token_major)
         pulling = self._pulling(how, traffic)
-        recv_x, recv_weights, recv_scales = received
+        recv_x, recv_scales, recv_weights = received
         joining = max(0, self._beyond[0] - pulling)
         whole = self.rounds(route.max_tokens) == 1
-        if not whole and weighted and route.token_major:
+        if not whole and weighted and token_major:
             with self._on_stream():
                 recv_weights.zero_()  # a round does not know what lies behind the last copy
-        zeros = int(how.zeros and not route.token_major)
+        zeros = int(how.zeros and not token_major)
         for here, part in self._parts(route):
             of_x = _of(x, here)
             publish = self._publishing(
@@ -285,7 +276,7 @@ class ThroughputPath:
                 recv_weights,
                 part,
                 how,
-                _of(scales, here),
+                _of(delivery.scales, here),
                 cleared=whole,
             )
             pull = self._kernel(Pull, weighted, publish is None, False, False, how.format, how.layout)
@@ -334,16 +325,15 @@ class ThroughputPath:
         return out
 
     def dispatch_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route, token_major: bool = False
+        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        kind = "dispatch_tokens_backward" if token_major else "dispatch_backward"
-        topk_idx, outputs = route.topk_idx, self._outputs
+        topk_idx, outputs, token_major = route.topk_idx, self._outputs, route.layout == TOKEN_MAJOR
         traffic = self._traffic_of(route.num_rows, topk_idx.shape[0], token_major)
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
         grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
         launch = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
-        terms = marks.pack(kind, route.max_tokens, scalars, rows)
+        terms = marks.pack("dispatch_backward", route.max_tokens, scalars, rows, token_major=token_major)
         for here, part in self._parts(route):
             tokens, pushing = part.topk_idx.shape[0], self._pushing(traffic, part.topk_idx.shape[0], rows)
             of_x = _of(grad_x, here) if rows else grad_x
@@ -361,7 +351,7 @@ class ThroughputPath:
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route
     ) -> tuple[Tensor, Tensor]:
         """Of a weighted combine."""
-        grad_y, grad_weights = self._outputs.rows(grad_out, True, route.num_rows)
+        grad_y, _, grad_weights = self._outputs.received(grad_out, True, route.num_rows)
         blocks = self._budget.scaled
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         for here, part in self._parts(route):
@@ -399,7 +389,7 @@ class ThroughputPath:
         topk_weights: Tensor | None,
         recv_weights: Tensor | None,
         route: Route,
-        how: RowFormat = AS_IT_IS,
+        how: RowFormat = AS_GIVEN,
         scales: Tensor | None = None,
         *,
         cleared: bool = True,
@@ -410,7 +400,7 @@ class ThroughputPath:
         if not any(variant[:4]):
             return None
         return functools.partial(
-            self._kernel(PublishTokens if route.token_major and variant[2] else Publish, *variant),
+            self._kernel(PublishTokens if route.layout == TOKEN_MAJOR and variant[2] else Publish, *variant),
             terms,
             x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
             arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],

@@ -6,9 +6,9 @@ Experts lie on ranks in contiguous blocks. Rank r has T_r <= max_tokens tokens, 
 The askers of e are numbered 0, 1, ... in the order of (source rank, token, k). With ``pad(n)`` = n rounded up to
 ``alignment``, the segment of e begins
 
-* flat layout (slots == 0): where that of the expert before it ends: at the sum of ``pad(askers)`` of the rank's
+* layout "grouped" (slots == 0): where that of the expert before it ends: at the sum of ``pad(askers)`` of the rank's
   earlier experts, but never past the rank's ``capacity``, which is also where the last one ends;
-* padded layout (slots > 0): at ``(local index of e) * slots``, and ends ``slots`` rows later.
+* layout "padded" (slots > 0): at ``(local index of e) * slots``, and ends ``slots`` rows later.
 
 Asker number p gets row ``begin + p`` if that lies within the segment, and is *dropped* otherwise. Each rank's own
 capacity, alignment and slots apply to its rows; all ranks learn them. A naming outside [-1, E) is refused.
@@ -58,16 +58,17 @@ communicator that is not ``strict``, nowhere).
 k), 0 where there is no row. Of combine: with g the rows of ``grad_out`` dispatched along the route, ``grad_y = g`` or
 ``weight * g`` rounded to its dtype, and ``grad_recv_weights`` the fp32 dot product of g and y.
 
-**Token-major.** ``dispatch_tokens`` gives a row to each *copy* and not to each (token, k): the copies for a rank are
-numbered 0, 1, ... in the order of (source rank, token), copy number p has row p if p is below the rank's capacity, and
-is dropped otherwise, with all that it asks for. Its route is that of a dispatch in which every rank is one expert
-(alignment 1), asked for by the first k of a token that names it: ``send_rows`` holds the row there, and -1 at the k
-behind it; ``copies``, ``owned`` and ``sources`` say what they always do, R counting copies. So combines and their
-backwards run along it as along any other, and add up one row for each rank. But ``counts`` [El] has how many (row, k)
-name each local expert, ``offs`` [El] their sums up to and with each, and ``dropped`` [El] those of dropped copies.
-``recv_idx`` [R, K] holds, for each k of the token, the local expert that it names, -1 where it names none of this rank
-and in rows without a copy; ``recv_weights`` [R, K] the weight beside it, and 0 where that is -1. Backward, rows are
-combined, and the weight of a (token, k) gets what its place in the row of its copy has; other places are not read.
+**Token-major.** With layout "token_major" a dispatch gives a row to each *copy* and not to each (token, k): the copies
+for a rank are numbered 0, 1, ... in the order of (source rank, token), copy number p has row p if p is below the rank's
+capacity, and is dropped otherwise, with all that it asks for. Its route is that of a dispatch in which every rank is
+one expert (alignment 1), asked for by the first k of a token that names it: ``send_rows`` holds the row there, and -1
+at the k behind it; ``copies``, ``owned`` and ``sources`` say what they always do, R counting copies. So combines and
+their backwards run along it as along any other, and add up one row for each rank. But ``counts`` [El] has how many
+(row, k) name each local expert, ``offs`` [El] their sums up to and with each, and ``dropped`` [El] those of dropped
+copies. ``recv_idx`` [R, K] holds, for each k of the token, the local expert that it names, -1 where it names none of
+this rank and in rows without a copy; ``recv_weights`` [R, K] the weight beside it, and 0 where that is -1. Backward,
+rows are combined, and the weight of a (token, k) gets what its place in the row of its copy has; other places are not
+read.
 
 **Split operations.** ``*_start`` followed by ``*_wait`` with the same arguments is the whole operator; so it is of
 gradients, whose waits take sizes alone. Between the two nothing of the communicator may run but split operations of

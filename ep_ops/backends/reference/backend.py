@@ -12,13 +12,23 @@ from torch import Tensor
 from ... import arrivals
 from ...config import Member
 from ...group.exchange import Exchange
-from ...records import UNTOLD, Delivery, Operation, Placed, Route, Sizes
+from ...records import (
+    TOKEN_MAJOR,
+    UNKNOWN_ROW,
+    Delivery,
+    DispatchTensors,
+    Operation,
+    Placed,
+    Received,
+    Route,
+    Sizes,
+)
 from .. import split
-from ..base import Blank, DispatchTensors, Formats, lies_elsewhere, not_gatherable
+from ..base import Blank, Formats, lies_elsewhere, not_gatherable
 from ..budget import Budget
 from . import copies, quantised
-from .meeting import Meeting
-from .placing import UNBOUNDED, place
+from .meeting import Meeting, layout_index
+from .placing import place
 from .ranks import Ranks
 from .transfer import Transfer
 
@@ -53,88 +63,63 @@ class ReferenceBackend:
         return self._plan("plan", topk_idx, sizes, {})
 
     def _plan(
-        self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None,
-        token_major: bool = False,
-    ) -> Placed:  # fmt: skip
-        """``same``: what ranks must agree on besides ``max_tokens``."""
+        self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None
+    ) -> Placed:
+        """``same``: what ranks must agree on besides ``max_tokens`` and the layout."""
         tokens = topk_idx.shape[0]
-        same = {"max_tokens": sizes.max_tokens, **same}
+        same = {"max_tokens": sizes.max_tokens, "layout": layout_index(sizes.layout), **same}
         problem = problem or self.ranks.problem(topk_idx)
         rooms = self._meeting.meet(operator, same, (sizes.capacity, sizes.alignment, sizes.slots), problem)
 
         padded_idx = topk_idx.new_full((sizes.max_tokens, topk_idx.shape[1]), -1)
         padded_idx[:tokens] = topk_idx
         everyone = self.exchange.all_gather(padded_idx).long()  # [W, max_tokens, K], the same on all ranks
-        return place(self.ranks, everyone, rooms.tolist(), sizes, tokens, token_major)
+        placed = place(self.ranks, everyone, rooms.tolist(), sizes, tokens)
+        if sizes.layout != TOKEN_MAJOR:
+            return placed
+        return placed._replace(recv_idx=copies.local_ids(self.rows, self._along(topk_idx, placed, sizes)))
+
+    def _along(self, topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
+        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.ranks.world_size)
+        return Route(
+            topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts, sizes.alignment, num_rows,
+            sizes.max_tokens, slots=sizes.slots, layout=sizes.layout,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ dispatch
 
     def dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         """Plan and move."""
-        self._begin()
-        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
-        placed = self._plan("dispatch", topk_idx, sizes, same, problem)
-        return *self.rows.to_rows(x, topk_weights, _along(topk_idx, placed, sizes), delivery), *placed
+        return self._dispatch("dispatch", x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, alignment: int, max_tokens: int,
-        delivery: Delivery | None = None,
-    ) -> DispatchTensors:  # fmt: skip
-        """:meth:`dispatch` into exactly ``offs[-1]`` rows; nothing is dropped."""
-        self._begin()
-        sizes = Sizes(UNBOUNDED, alignment, 0, max_tokens)
-        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
-        placed = self._plan("dispatch_dynamic", topk_idx, sizes, same, problem)
-        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.ranks.world_size)
-        route = _along(topk_idx, placed, sizes._replace(capacity=num_rows))
-        return *self.rows.to_rows(x, topk_weights, route, delivery), *placed
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors:
+        """:meth:`dispatch` into exactly as many rows as there are; nothing is dropped."""
+        return self._dispatch("dispatch_dynamic", x, topk_weights, topk_idx, sizes, delivery)
 
-    def dispatch_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
-    ) -> tuple[Tensor, ...]:
+    def _dispatch(
+        self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors:
+        self._begin()
+        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        placed = self._plan(operator, topk_idx, sizes, same, problem)
+        received = self._move(x, topk_weights, self._along(topk_idx, placed, sizes), delivery)
+        return DispatchTensors(*received, *placed)
+
+    def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
         """Move along a known route."""
         self._begin()
-        self._meeting.along("dispatch_planned", _terms(topk_weights, delivery), route, quantised.problem(delivery))
+        same = {**_terms(topk_weights, delivery), "layout": layout_index(route.layout)}
+        self._meeting.along("dispatch_planned", same, route, quantised.problem(delivery))
+        return self._move(x, topk_weights, route, delivery)
+
+    def _move(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
+        if route.layout == TOKEN_MAJOR:
+            return copies.to_token_rows(self.rows, x, topk_weights, route, delivery)
         return self.rows.to_rows(x, topk_weights, route, delivery)
-
-    # ------------------------------------------------------------------ token-major dispatch
-
-    def dispatch_tokens(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery | None = None
-    ) -> DispatchTensors:
-        """Plan and move; ``sizes`` has alignment 1 and no slots."""
-        return self._dispatch_tokens("dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
-
-    def dispatch_tokens_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, max_tokens: int,
-        delivery: Delivery | None = None,
-    ) -> DispatchTensors:  # fmt: skip
-        """:meth:`dispatch_tokens` into as many rows as there are copies; nothing is dropped."""
-        sizes = Sizes(UNBOUNDED, 1, 0, max_tokens)
-        return self._dispatch_tokens("dispatch_tokens_dynamic", x, topk_weights, topk_idx, sizes, delivery)
-
-    def _dispatch_tokens(
-        self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None,
-    ) -> DispatchTensors:  # fmt: skip
-        self._begin()
-        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
-        placed = self._plan(operator, topk_idx, sizes, same, problem, token_major=True)
-        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.ranks.world_size)
-        route = _along(topk_idx, placed, sizes._replace(capacity=num_rows))
-        recv_idx = copies.local_ids(self.rows, route)
-        return *copies.to_token_rows(self.rows, x, topk_weights, route, delivery), *placed, recv_idx
-
-    def dispatch_tokens_planned(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
-    ) -> tuple[Tensor, ...]:
-        """Move along the route of a token-major dispatch."""
-        self._begin()
-        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
-        self._meeting.along("dispatch_tokens_planned", same, route, problem)
-        return copies.to_token_rows(self.rows, x, topk_weights, route, delivery)
 
     # ------------------------------------------------------------------ combine
 
@@ -158,7 +143,7 @@ class ReferenceBackend:
         problem, most = None, self.symmetric_rows
         if self.strict:
             problem = not_gatherable(y, self._memory if most else None, most, self.name_of_communicator)
-        if bool((route.send_rows == UNTOLD).any()):
+        if bool((route.send_rows == UNKNOWN_ROW).any()):
             problem = "the route is that of places, which does not say where rows lie at other ranks; allowed: combine"
         self._meeting.along("combine_gathered", {}, route, problem)
         if self.strict and lies_elsewhere(y, self._memory):
@@ -168,28 +153,14 @@ class ReferenceBackend:
     # ------------------------------------------------------------------ split operations
 
     def dispatch_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> Tensor:
         return self._start(flight, "dispatch", split.ticket(x), x, topk_weights, topk_idx, sizes, delivery)
 
     def dispatch_wait(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None = None,
-    ) -> DispatchTensors:  # fmt: skip
+        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> DispatchTensors:
         return self._wait(flight, "dispatch", x, topk_weights, topk_idx, sizes, delivery)
-
-    def dispatch_tokens_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None = None,
-    ) -> Tensor:  # fmt: skip
-        return self._start(flight, "dispatch_tokens", split.ticket(x), x, topk_weights, topk_idx, sizes, delivery)
-
-    def dispatch_tokens_wait(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes,
-        delivery: Delivery | None = None,
-    ) -> DispatchTensors:  # fmt: skip
-        return self._wait(flight, "dispatch_tokens", x, topk_weights, topk_idx, sizes, delivery)
 
     def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
         return self._start(flight, "combine", split.ticket(y), y, recv_weights, route)
@@ -202,12 +173,6 @@ class ReferenceBackend:
     ) -> Tensor:
         made = split.ticket(route.topk_idx)
         return self._start(flight, "dispatch_backward", made, grad_recv_x, grad_recv_weights, route)
-
-    def dispatch_tokens_backward_start(
-        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> Tensor:
-        made = split.ticket(route.topk_idx)
-        return self._start(flight, "dispatch_tokens_backward", made, grad_recv_x, grad_recv_weights, route)
 
     def combine_backward_start(
         self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
@@ -250,23 +215,13 @@ class ReferenceBackend:
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        return self._dispatch_backward("dispatch_backward", grad_recv_x, grad_recv_weights, route)
-
-    def dispatch_tokens_backward(
-        self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        return self._dispatch_backward("dispatch_tokens_backward", grad_recv_x, grad_recv_weights, route)
-
-    def _dispatch_backward(
-        self, operator: str, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> tuple[Tensor, Tensor]:
-        """``grad_recv_weights`` [R], or [R, K] of token-major rows."""
         self._begin()
         same = {
             "grad_recv_x given": int(grad_recv_x is not None),
             "grad_recv_weights given": int(grad_recv_weights is not None),
+            "layout": layout_index(route.layout),
         }
-        self._meeting.along(operator, same, route)
+        self._meeting.along("dispatch_backward", same, route)
         grad_x = grad_topk_weights = torch.empty(0, dtype=self.rows.weights_dtype, device=self.ranks.device)
         if grad_recv_x is not None:
             grad_x = self.rows.to_tokens(grad_recv_x, None, route)
@@ -280,7 +235,7 @@ class ReferenceBackend:
         self._begin()
         same = {"y given": int(y is not None), "recv_weights given": int(recv_weights is not None)}
         self._meeting.along("combine_backward", same, route)
-        grad_y, none = self.rows.to_rows(grad_out, None, route)
+        grad_y, _, none = self.rows.to_rows(grad_out, None, route, Delivery())
         if recv_weights is None:
             return grad_y, none
         grad_y, grad_recv_weights = self.rows.with_weights(grad_y, y, recv_weights, route)
@@ -288,7 +243,7 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ the rest of a backend
 
-    def refuse(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
+    def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """Meets the others where they run the operator (a split one: in its start), who raise the reason."""
         whole, part = split.parts_of(operator)
         started = self._order.started
@@ -303,7 +258,7 @@ class ReferenceBackend:
     ) -> None:
         """Refuse the operation, if that has not met the others yet."""
         if not self._meeting.met:
-            self.refuse(operator, f"{type(error).__name__}: {error}".rstrip(": "), flight, max_tokens)
+            self.reject(operator, f"{type(error).__name__}: {error}".rstrip(": "), flight, max_tokens)
 
     def compile(self, formats: Formats = ()) -> None:
         """Nothing to do."""
@@ -335,11 +290,6 @@ class ReferenceBackend:
         self.exchange.group = None
 
 
-def _terms(topk_weights: Tensor | None, delivery: Delivery | None) -> dict[str, int]:
+def _terms(topk_weights: Tensor | None, delivery: Delivery) -> dict[str, int]:
     """What ranks must agree on in a dispatch."""
     return {"topk_weights given": int(topk_weights is not None), **quantised.agreed(delivery)}
-
-
-def _along(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
-    ints = sizes.alignment, sizes.capacity, sizes.max_tokens
-    return Route(topk_idx, *placed[:4], *ints, slots=sizes.slots)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...records import Delivery, Route
+from ...records import GROUPED, Delivery, Received, Route
 from .ranks import Ranks
 from .transfer import Transfer
 
 
-def to_token_rows(
-    rows: Transfer, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
-) -> tuple[Tensor, ...]:
+def to_token_rows(rows: Transfer, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
     """As `Transfer.to_rows`. The copies are rows of one group, which begins at row 0."""
     copies = route.sources[-1:]
-    *recv, none = rows.to_rows(x, None, route._replace(offs=copies, counts=copies), delivery)
-    return *recv, none if topk_weights is None else _to_copies(rows, topk_weights, route, 0)
+    received = rows.to_rows(x, None, route._replace(offs=copies, counts=copies, layout=GROUPED), delivery)
+    if topk_weights is None:
+        return received
+    return received._replace(recv_weights=_to_copies(rows, topk_weights, route, 0))
 
 
 def local_ids(rows: Transfer, route: Route) -> Tensor:

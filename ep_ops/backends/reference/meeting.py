@@ -8,15 +8,21 @@ import torch
 from torch import Tensor
 
 from ... import arrivals
-from ...records import Route
-from .quantised import NAMES
+from ...records import TOKEN_MAJOR, Route
+from . import quantised
 from .transfer import Transfer
 
 OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
-    "combine_gathered", "dispatch_tokens", "dispatch_tokens_dynamic", "dispatch_tokens_planned",
-    "dispatch_tokens_backward",
+    "combine_gathered",
 )  # fmt: skip
+NAMES = {**quantised.NAMES, "layout": ("grouped or padded", "token_major")}
+"""What ranks agree on, by name: they tell each other the index."""
+
+
+def layout_index(layout: str) -> int:
+    """What ranks must agree on: one may have grouped rows and another one padded ones, which both sort by expert."""
+    return int(layout == TOKEN_MAJOR)
 
 
 class Meeting:

@@ -6,18 +6,14 @@ import torch
 from torch import Tensor
 
 from ... import arrivals
-from ...records import Placed, Sizes
+from ...records import NO_IDS, TOKEN_MAJOR, UNBOUNDED, Placed, Sizes
 from .ranks import Ranks
 
-UNBOUNDED = -1  # in the place of a capacity: as many rows as are asked for
 
-
-def place(
-    ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, tokens: int, token_major: bool
-) -> Placed:
+def place(ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, tokens: int) -> Placed:
     """``everyone``: int64 [W, max_tokens, K] ids of all tokens; ``rooms``: capacity, alignment and slots of each rank;
-    ``sizes`` and ``tokens``: this rank's own."""
-    capacity, alignment, _, _ = sizes
+    ``sizes`` and ``tokens``: this rank's own. Without ``recv_idx``."""
+    capacity, alignment, token_major = sizes.capacity, sizes.alignment, sizes.layout == TOKEN_MAJOR
     destination = ranks.named(everyone)
     asks, held = everyone, ranks.experts_per_rank
     if token_major:  # a rank is what its tokens ask for, once
@@ -50,6 +46,7 @@ def place(
         offs.int(),
         counts.int(),
         dropped.int(),
+        NO_IDS[everyone.device],
     )
 
 

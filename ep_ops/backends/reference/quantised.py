@@ -22,15 +22,14 @@ NAMES = {"format": tuple(dict.fromkeys(["", *(name.removeprefix("wire:") for nam
 NAN_CODE, NAN_BYTE = 0x7F, 0xFF
 
 
-def agreed(delivery: Delivery | None) -> dict[str, int]:
+def agreed(delivery: Delivery) -> dict[str, int]:
     """What ranks must agree on."""
-    travels = "" if delivery is None else delivery.format.removeprefix("wire:")
-    return {"format": NAMES["format"].index(travels)}
+    return {"format": NAMES["format"].index(delivery.format.removeprefix("wire:"))}
 
 
-def problem(delivery: Delivery | None) -> str | None:
+def problem(delivery: Delivery) -> str | None:
     """What is wrong with the values of given scales, or None."""
-    if delivery is None or delivery.scales is None:
+    if delivery.scales is None:
         return None
     form = format_of(delivery.format)
     if not form.power or form.scale_dtype != torch.float32:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ... import arrivals
 from ...formats import exact_dtype
 from ...group.exchange import Exchange
-from ...records import Delivery, Route
+from ...records import NO_SCALES, Delivery, Received, Route
 from . import quantised, tree
 from .placing import padded
 from .ranks import Ranks
@@ -47,29 +47,24 @@ class Transfer:
 
     # ------------------------------------------------------------------ to rows
 
-    def to_rows(
-        self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery | None = None
-    ) -> tuple[Tensor, ...]:
-        """recv_x, recv_scales if that is told of a delivery, recv_weights."""
+    def to_rows(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
         asker, sent = self.sent(route)
         recv_row, recv_counts = self.received(route)
         token = asker // route.topk_idx.shape[1]
 
         def moved(values: Tensor, unused: float) -> Tensor:
             """``values`` of what goes out, as rows here."""
-            zeros = delivery is None or delivery.zeros
-            rows = _blank((route.num_rows, *values.shape[1:]), values.dtype, route, unused, zeros)
+            rows = _blank((route.num_rows, *values.shape[1:]), values.dtype, route, unused, delivery.zeros)
             rows[recv_row] = self.exchange.all_to_all(values, sent, recv_counts)
             return rows
 
-        if delivery is not None and delivery.format:
-            recv: tuple[Tensor, ...] = quantised.to_rows(x, token, delivery, route, moved, self.unused)
+        if delivery.format:
+            recv_x, recv_scales = quantised.to_rows(x, token, delivery, route, moved, self.unused)
         else:
-            recv_x = moved(x[token], self.unused)
-            recv = (recv_x,) if delivery is None else (recv_x, recv_x.new_empty(0, dtype=torch.float32))
+            recv_x, recv_scales = moved(x[token], self.unused), NO_SCALES[x.device]
         if topk_weights is None:
-            return *recv, x.new_empty(0, dtype=self.weights_dtype)
-        return *recv, moved(topk_weights.flatten()[asker], self.unused)
+            return Received(recv_x, recv_scales, x.new_empty(0, dtype=self.weights_dtype))
+        return Received(recv_x, recv_scales, moved(topk_weights.flatten()[asker], self.unused))
 
     def with_weights(
         self, grad_y: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route

@@ -153,8 +153,8 @@ class Buffer(LowLatency):
                 raise ValueError("topk_idx or topk_weights are given beside handle, which has them; allowed: None")
             route = handle.route
             comm = self.communicators.of(rows, handle.num_experts, route.topk_idx.shape[1], route.max_tokens)
-            recv_x, _, recv_scales = comm.dispatch_tokens_planned(rows, route, **asked)
-            return with_scales(recv_x, recv_scales, scales), None, None, None, None, after(async_finish)
+            again = comm.dispatch_planned(rows, route, **asked)
+            return with_scales(again.x, again.scales, scales), None, None, None, None, after(async_finish)
 
         if num_tokens_per_expert is None or num_tokens_per_rank is None or is_token_in_rank is None:
             raise ValueError(
@@ -169,12 +169,14 @@ class Buffer(LowLatency):
         if num_worst_tokens:
             comm = self.communicators.of(rows, num_experts, ids.shape[1], num_worst_tokens // self.group_size)
             bound = num_worst_tokens // self.group_size
-            sent = comm.dispatch_tokens(rows, ids, topk_weights, capacity=num_worst_tokens, max_tokens=bound, **asked)
+            room: dict[str, Any] = {"capacity": num_worst_tokens, "max_tokens": bound}
+            sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", **room, **asked)
             counts: list[int] = []
         else:
             bound = self.max_tokens_per_rank or self.communicators.agreed(rows.shape[0], rows.device)
             comm = self.communicators.of(rows, num_experts, ids.shape[1], bound)
-            sent = comm.dispatch_tokens_dynamic(rows, ids, topk_weights, max_tokens=bound, **asked)
+            room = {"exact": True, "max_tokens": bound}
+            sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", **room, **asked)
             named = sent.route.counts
             if topk_idx is None:
                 own = num_experts // self.group_size
@@ -182,7 +184,7 @@ class Buffer(LowLatency):
             counts = [-(-count // expert_alignment) * expert_alignment for count in named.tolist()]
         prefix = sent.route.sources.new_full((self.group_size, self.group_size), -1)
         prefix[:, self.rank] = sent.route.sources[1:]
-        recv_idx = None if topk_idx is None else sent.local_idx.to(topk_idx.dtype)
+        recv_idx = None if topk_idx is None or sent.local_idx is None else sent.local_idx.to(topk_idx.dtype)
         made = Handle(prefix, sent.route, num_experts)
         received = with_scales(sent.x, sent.scales, scales)
         return received, recv_idx, sent.weights, counts, made, after(async_finish)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_ops.communicator import Communicator
 from ep_ops.group.exchange import Exchange
 from ep_ops.nn.sums import sum_rows
-from ep_ops.records import Route
+from ep_ops.records import TOKEN_MAJOR, Route
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """[., H]; or float8_e4m3fn [., H] and their scales, float32 [., H / 128] or int32 (see :func:`format_of`)."""
@@ -65,7 +65,7 @@ class Communicators:
                 needed for two biases.
         """
         comm = self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens)
-        several = not route.token_major
+        several = route.layout != TOKEN_MAJOR
         if not isinstance(bias, tuple) and (round_partial or not several):
             return comm.combine(x.contiguous(), route, residual=bias)
         if several and round_partial:

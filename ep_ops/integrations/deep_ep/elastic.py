@@ -198,13 +198,9 @@ class ElasticBuffer:
                 raise ValueError("topk_idx or do_cpu_sync is given beside handle, which decides both; allowed: None")
             route = handle.route
             comm = self._communicator(rows, handle.num_experts, route)
-            if handle.do_expand:
-                recv_x, weights, *more = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
-                recv_scales = more[0] if more else None
-            else:
-                recv_x, weights, recv_scales = comm.dispatch_tokens_planned(rows, route, topk_weights, **asked)
-            received = with_scales(recv_x, recv_scales, scales)
-            return received, handle.local_idx, weights, handle, after(async_with_compute_stream)
+            again = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
+            received = with_scales(again.x, again.scales, scales)
+            return received, handle.local_idx, again.weights, handle, after(async_with_compute_stream)
 
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         if topk_idx is None or num_experts is None or most <= 0:
@@ -216,15 +212,14 @@ class ElasticBuffer:
         given, bound = (rows, topk_idx, topk_weights), {"max_tokens": most, **asked}
         comm = self.communicators.of(rows, num_experts, topk_idx.shape[1], most)
         if do_expand:
-            how = comm.dispatch_dynamic if sync else comm.dispatch
-            expanded = how(*given, alignment=align, zeros=True, **bound)
-            recv_x, recv_scales, weights, route = expanded.x, expanded.scales, expanded.weights, expanded.route
-            local_idx, psum = None, route.psum
+            sent = comm.dispatch(*given, alignment=align, zeros=True, exact=sync, **bound)
         else:
-            by_token = comm.dispatch_tokens_dynamic if sync else comm.dispatch_tokens
-            sent = by_token(*given, **bound)
-            recv_x, recv_scales, weights, route = sent.x, sent.scales, sent.weights, sent.route
-            local_idx = sent.local_idx.to(topk_idx.dtype)
+            sent = comm.dispatch(*given, layout="token_major", exact=sync, **bound)
+        recv_x, weights, route, recv_scales, local_idx = sent.x, sent.weights, sent.route, sent.scales, sent.local_idx
+        if local_idx is None:
+            psum = route.psum
+        else:
+            local_idx = local_idx.to(topk_idx.dtype)
             psum = ((route.counts + align - 1) // align * align).cumsum(0, dtype=torch.int32)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += route.counts

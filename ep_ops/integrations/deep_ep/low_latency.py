@@ -65,7 +65,9 @@ class LowLatency:
             asked["format"] = "e4m3/128/pow2" if round_scale else "e4m3/128/fp32"
             asked["scales_as"] = "packed" if use_ue8m0 else "columns"
         comm = self.communicators.of(x, num_experts, topk_idx.shape[1], tokens)
-        sent = comm.dispatch(x.contiguous(), topk_idx, max_tokens=tokens, slots=slots, alignment=1, **asked)
+        sent = comm.dispatch(
+            x.contiguous(), topk_idx, max_tokens=tokens, layout="padded", slots=slots, alignment=1, **asked
+        )
         counts = sent.route.counts
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += counts
@@ -104,7 +106,7 @@ class LowLatency:
         # Weights come with the combine alone: they go to their rows, with the smallest x there is.
         blank = x.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
         comm = self.communicators.of(blank, num_experts, top_k, tokens)
-        _, row_weights = comm.dispatch_planned(blank, route, topk_weights.float().contiguous())
+        row_weights = comm.dispatch_planned(blank, route, topk_weights.float().contiguous()).weights
         comm = self.communicators.of(x.view(-1, hidden), num_experts, top_k, tokens)
         combined = comm.combine(x.reshape(-1, hidden), route, row_weights)
         return combined if out is None else out.copy_(combined), after(async_finish), _nothing
