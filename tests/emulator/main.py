@@ -16,6 +16,7 @@ from . import (
     deaths,
     dsl,
     formats,
+    given,
     latency,
     latency_tokens,
     lists,
@@ -143,6 +144,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     **combine.CHECKS,
     **rounds.CHECKS,
     **lists.CHECKS,
+    **given.CHECKS,
     **sum_rows.CHECKS,
     **swiglu.CHECKS,
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """`python -m emulator.mutations [NAME ...]`: each wait of the kernels across NVLink domains, and those of token-major
 rows of few tokens, are left out in turn, in a copy of their source, and some schedule of a check must go wrong.
-Minutes; nothing runs it but whoever changes a wait.
+Minutes; a nightly workflow runs it, and whoever changes a wait. So are a few barriers and bounds of kernels within a
+domain.
 
 The waits have the names that they have on docs/across-domains.md. What finds those between operations is that when one
 has ended nothing is under way that was put in it, and a network in which words are behind all else that moves.
@@ -9,6 +10,8 @@ Of these the emulator shows nothing, because there is one order of all loads and
 - what `wire.arrived` does, which makes data visible that came another way than its word;
 - `sync_warp` before the lane that ends a dispatch of few tokens: no route comes of a rank that refuses, so the refusal
   is known when ranks meet, and the kernel ends when its last lane does;
+- what only orders loads and stores: the relay's fence, the latency kernels' `hold_epoch`, and `sync_warp` behind the
+  leader's store where they place rows, whose lanes meet again anyway (tests/kernels look at the PTX);
 - the barriers before a put of a whole block: the network's own stand-in for that put has one, as NVSHMEM's has.
 """
 
@@ -51,8 +54,8 @@ MUTATIONS = {
         '                ptx.st_release_sys(ranks.own + 17 * 8',
     ),
     "sent": Mutation(
-        "latency_across_refused", OPERATION,
-        'expected += await_word_of(ranks, "put_counts", rank)', "expected += Int64(0) "
+        "latency_across_refused", OPERATION, 'expected += number_in(await_word_of(ranks, "put_counts", rank))',
+        "expected += Int64(0)",
     ),
     "come": Mutation(
         "latency_across_refused", OPERATION, "while come < expected and not stop", "while Int64(1) < 0"
@@ -62,8 +65,8 @@ MUTATIONS = {
         "                come = Boolean(True)\n            if",
     ),
     "weights arrived, rows arrived": Mutation(
-        "across_pairs_small", SENDING, "            came = (seen >> SHIFT) == (ranks.mark >> SHIFT)\n",
-        "            seen = (seen & ((1 << SHIFT) - 1)) | ((ranks.mark >> SHIFT) << SHIFT)\n"
+        "across_pairs_small", SENDING, "            came = same_operation(seen, ranks.mark)\n",
+        "            seen = with_number(ranks.mark, seen & ((1 << 27) - 1))\n"
         "            came = Boolean(True)\n",
     ),
     "weights told": Mutation(
@@ -146,6 +149,18 @@ MUTATIONS = {
     ),
     "few, weights of other ranks' experts": Mutation(
         "latency_tokens", DISPATCH, "asked_expert(tables, source, k, entries, low, high) >= 0", "entries >= 0"
+    ),
+    "rows behind the last": Mutation(
+        "given_many", "throughput/combine.py", "        row = cutlass.min(row, args.num_rows - 1)\n", ""
+    ),
+    "few, rows behind the last": Mutation(
+        "given_few", "latency/combine_sender.py",
+        "                if row >= args.num_rows:\n                    row = Int32(-1)\n                packet = (item",
+        "                packet = (item",
+    ),
+    "few, rows behind the last, of own tokens": Mutation(
+        "given_few", COMBINE, "            if row >= args.num_rows:\n                row = Int32(-1)\n            own",
+        "            own",
     ),
 }  # fmt: skip
 

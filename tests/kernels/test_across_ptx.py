@@ -54,6 +54,19 @@ def test_over_nvlink(name: str) -> None:
     assert f".target {arch}" in ptx and "nvshmem" not in ptx
     assert ".local" not in ptx, f"{kernel} uses local memory"
     assert shared_bytes <= NEEDED_SHARED_BYTES
+    if name == "publish":
+        assert_relays_behind_a_fence(ptx)
+
+
+def assert_relays_behind_a_fence(ptx: str) -> None:
+    """A word that the relaying block has acquired is passed on behind a fence, which orders what came with the word."""
+    passed_on = 0
+    for store in re.finditer(r"st\.relaxed\.sys\.global\.b64 \[%rd\d+\], (%rd\d+);", ptx):
+        load = ptx.rfind(f"ld.acquire.sys.global.b64 {store[1]},", 0, store.start())
+        if load >= 0:
+            passed_on += 1
+            assert "fence.acq_rel.sys" in ptx[load : store.start()]
+    assert passed_on > 0
 
 
 @needs_assembler

@@ -16,9 +16,10 @@ from forks import forks
 pytest.importorskip("greenlet", reason="needs greenlet, whose threads stand for those of a GPU")
 
 from emulator.main import CHECKS, main
+from emulator.mutations import MUTATIONS, ROOT
 
-ALWAYS = ("latency", "throughput")
-ONE_OF = ("death_few_dispatch", "wire_nvshmem", "across_small")
+ALWAYS = ("latency", "throughput", "throughput_dropping")
+ONE_OF = ("death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
 DRAWN = 2
 """How many of the other checks are run, others each time. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
 SLOW = ("across_", "death_", "domains_", "formats_", "rounds", "tokens", "latency_across", "throughput_")
@@ -32,6 +33,14 @@ def some() -> list[str]:
     # All workers of a run must draw the same.
     draw = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8)))
     return [*ALWAYS, draw.choice(ONE_OF), *draw.sample([name for name in others if not name.startswith(SLOW)], DRAWN)]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_still_apply(name: str) -> None:
+    """What a nightly run leaves out of the kernels is there, and its check exists."""
+    check, file, old, new = MUTATIONS[name]
+    source = (ROOT / "cute_kernels" / file).read_text()
+    assert check in CHECKS and source.count(old) == 1 and new != old
 
 
 @pytest.mark.parametrize("name", some())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def test_dispatch(name: str, arch: str) -> None:
     assert "fence.acq_rel" not in ptx and "membar" not in ptx
     # Releases only in reports: of a wait that failed, of an id that no expert has.
     assert count(ptx, "st.release.sys") <= 4
+    if name == "uneven":
+        assert_epoch_is_held(ptx)
+        # Where rows are placed: the leader's update comes after every lane's read, and before what reads it next.
+        step = r"bar\.warp\.sync.*\n(?:.*\n){0,8}?.*st\.shared\.b16.*\n(?:.*\n){0,3}?.*bar\.warp\.sync"
+        assert len(re.findall(step, ptx)) * 2 == count(ptx, "bar.warp.sync") > 0
+
+
+def assert_epoch_is_held(ptx: str) -> None:
+    """The block's threads wait for their loads of the epoch before one of them opens the next epoch."""
+    assert 0 < ptx.find("@none nanosleep.u32 20") < ptx.find("atom.relaxed.gpu.global.add.u32")
 
 
 @needs_assembler
@@ -100,6 +111,8 @@ def test_combine(name: str, weighted: bool, arch: str) -> None:
     assert (count(ptx, "mul.rn.f32") > 0) == weighted and count(ptx, "add.rn.f32") > 0
     assert "fma.rn.f32" not in ptx
     assert "fence.acq_rel" not in ptx and "membar" not in ptx
+    if name == "uneven":
+        assert_epoch_is_held(ptx)
 
 
 @pytest.mark.parametrize("kernel", [LatencyDispatch, LatencyCombine])
