@@ -6,6 +6,8 @@
 
 SHELL := /bin/bash
 TORCH ?= 2.13.0
+# Wheels of torch without CUDA, for machines without GPUs. Not used where it does not answer within 5 seconds.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of its wheel only the device library is used, with which kernels are compiled; pip may say that torch wants another one.
 NVSHMEM ?= 3.7.2
 
@@ -37,9 +39,14 @@ $(READY): pyproject.toml Makefile
 	  python3 -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$$(echo $(VENV)/lib/python3*/site-packages)/outer.pth"; \
 	  $(VENV)/bin/python -m pip install -qq -e ".[dev,cu$$cuda]"; \
 	else \
-	  echo "== $(VENV): torch $(TORCH) and the development tools (a few minutes, once)"; \
 	  python3 -m venv $(VENV); \
-	  $(VENV)/bin/python -m pip install -qq --no-compile "torch==$(TORCH)"; \
+	  index=; size="up to 3 GB, with CUDA libraries"; \
+	  if ! command -v nvidia-smi >/dev/null && python3 -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=5)' $(CPU_INDEX) 2>/dev/null; then \
+	    index="--index-url $(CPU_INDEX)"; size="200 MB, for CPUs only"; \
+	  fi; \
+	  echo "== $(VENV): downloading torch $(TORCH) ($$size), once"; \
+	  $(VENV)/bin/python -m pip install --no-compile $$index "torch==$(TORCH)"; \
+	  echo "== $(VENV): the development tools (about 500 MB, a few minutes, once)"; \
 	  $(VENV)/bin/python -m pip install -qq --no-compile -e ".[dev]"; \
 	  $(VENV)/bin/python -m pip install -qq --no-compile --no-deps "nvidia-nvshmem-cu13==$(NVSHMEM)"; \
 	fi

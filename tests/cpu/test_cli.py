@@ -309,15 +309,7 @@ def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert run([sys.executable, "-c", script]).stdout.strip() == "[]"
 
 
-OF_THE_README = """
-weights, experts = torch.rand(9, 64).topk(8)
-x = torch.randn(9, 64, dtype=comm.dtype)
-w = torch.randn(64, 64, 64, dtype=comm.dtype)
-expected = (weights.unsqueeze(2) * torch.einsum("th,tkhj->tkj", x.float(), w[experts].float())).sum(1)
-torch.testing.assert_close(moe(x, experts, weights, w).float(), expected, rtol=2e-2, atol=1.0)
-comm.destroy()
-dist.destroy_process_group()
-"""
+OF_THE_README = "\nassert x.grad.isfinite().all() and x.grad.any() and y.shape == x.shape\n"
 GRAPH = [("fullgraph=True", 'fullgraph=True, backend="aot_eager"')]
 OF_THE_QUICKSTART = "\nassert all(w.grad.isfinite().all() and w.grad.any() for w in (router, w_in, w_out))\n"
 
@@ -331,7 +323,7 @@ def run_script(path: str) -> None:
 @pytest.mark.parametrize(
     ("page", "smaller", "behind"),
     [
-        ("README.md", [*GRAPH, ("2048", "64"), ("4096", "32")], OF_THE_README),
+        ("README.md", [*GRAPH, ("512", "32"), ("256", "64")], OF_THE_README),
         ("docs/quickstart.md", [*GRAPH, ("= 256, 256, 128,", "= 32, 64, 32,")], OF_THE_QUICKSTART),
     ],
     ids=["README", "quickstart"],
