@@ -36,8 +36,13 @@ BULK_OUT = "cp.async.bulk.global.shared::cta.bulk_group"
 
 
 @functools.cache
+def compiled_kernel(kernel: Any, arch: str) -> Any:
+    """With its PTX and its cubin."""
+    return jit.compile_kernel(kernel, arch, keep_ptx=True)
+
+
 def compiled_ptx(kernel, arch: str) -> str:
-    ptx = jit.compile_kernel(kernel, arch, keep_ptx=True).__ptx__
+    ptx = compiled_kernel(kernel, arch).__ptx__
     assert not unused_acquires(ptx), "ptx.ld_acquire_sys says what comes of it"
     return ptx
 
