@@ -254,6 +254,6 @@ def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
         return max(now.dispatch, min(now.beyond[0], now.most_dispatch)), now.combine
     if op in TOKEN_MAJOR:
         backend: Any = comm.backend
-        return backend.throughput.token_major_sms
+        return backend.throughput.sms.token_major
     own = {"combine_gathered": now.gather, "combine_backward": now.scaled}
     return now.dispatch, own.get(op, now.combine)

@@ -15,7 +15,7 @@ from cute_kernels.internode.wire import Nvlink
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import sm_model
-from ep_ops.backends.cute.throughput import STAGING_BLOCKS, ThroughputPath
+from ep_ops.backends.cute.throughput import ThroughputPath
 from ep_ops.records import Delivery, Route, Sizes
 
 
@@ -53,7 +53,7 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody joins, and few multiprocessors stage; a budget is followed."""
     budget = Budget(20, 30, 22, 24, beyond=(66, 99))
     whole, recorder = throughput(budget, monkeypatch)
-    path = ThroughputPath(recorder, whole._outputs, budget, whole._traffic, side=object())  # type: ignore[arg-type]
+    path = ThroughputPath(recorder, whole._outputs, budget, whole.sms.average, side=object())  # type: ignore[arg-type]
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     for asked, (dispatch, combine) in (((None, None), (20, 30)), ((8, 12), (8, 12))):
         recorder.launched.clear()
@@ -66,7 +66,7 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
             path.dispatch_backward(recv_x, recv_weights, route)
             path.along("combine_backward", x, None, route, Delivery())
         publish, pull, add, add_back, publish_back, pull_back = (given for _, _, given in recorder.launched)
-        staging = 1 + min(STAGING_BLOCKS, dispatch)
+        staging = 1 + min(sm_model.STAGING_BLOCKS, dispatch)
         assert publish["blocks"] == PROBLEM.tiles + staging and publish_back["blocks"] == staging
         assert pull["blocks"] == pull["dealt"] == pull_back["blocks"] == dispatch
         assert pull["joining"] == pull_back["joining"] == 0

@@ -39,9 +39,9 @@ from .launcher import Launcher
 from .outputs import Outputs
 from .row_format import row_format
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
-from .sm_model import MARGIN, TokenTraffic, default_budget
+from .sm_model import TokenTraffic, default_budget, most_pulling
 from .streams import Flights, Given, Run
-from .throughput import STAGING_BLOCKS, ThroughputPath, kernels_of, route_of
+from .throughput import ThroughputPath, kernels_of, route_of
 
 __all__ = ["CuteBackend", "all_kernels", "kernels_of"]
 
@@ -97,9 +97,7 @@ class CuteBackend:
         sms = self._launcher.multiprocessors
         slices = Slices(problem.row_bytes, problem.dtype).slices
         traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, slices, self._across)
-        # Beside a pull run the blocks that place the route and some that stage rows.
-        most = sms - problem.tiles - STAGING_BLOCKS - MARGIN
-        self.budget = default_budget(traffic, sms, most, config.dispatch_sms, config.combine_sms)
+        self.budget = default_budget(traffic, sms, most_pulling(problem, sms), config.dispatch_sms, config.combine_sms)
         outputs = Outputs(problem, member.num_local_experts, member.device)
         self._latency_tokens = token_bound(config, problem) or -1  # a call's bound may be 0
         self.latency = latency.LatencyPath(self._launcher, outputs, max(0, self._latency_tokens))

@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cute_kernels.heap import RING_BYTES, SEND, Problem
 
@@ -184,6 +185,74 @@ def default_budget(
     )  # fmt: skip
 
 
+class OperationSms:
+    """How many SMs each throughput operation takes: what the budget allows, as far as the model says that its rows need
+    them.
+
+    `aside`: the operations run concurrently with computation. They leave it what they can do without: no blocks join
+    them, and few SMs stage rows.
+    """
+
+    def __init__(self, problem: Problem, budget: Budget, average: TokenTraffic, sms: int, aside: bool = False) -> None:
+        self.budget, self.average, self._aside = budget, average, aside
+        self._problem, self._sms = problem, sms
+
+    @property
+    def beyond(self) -> tuple[int, int]:
+        """SMs that a rank with more rows than others may take in a dispatch and in a combine."""
+        return (0, 0) if self._aside else self.budget.beyond
+
+    def traffic_of(self, rows: int, tokens: int, token_major: bool = False) -> TokenTraffic:
+        """What an average rank moves. A combine does not know that its rows are token-major, but a buffer of such rows
+        has room for no more than one from each token of each rank."""
+        return self.average.copies if token_major else self.average.within(rows, tokens)
+
+    @property
+    def token_major(self) -> tuple[int, int]:
+        """SMs of a dispatch and of a combine of token-major rows."""
+        copies = self.average.copies
+        return self.dispatch(copies), self.combine(copies)
+
+    def dispatch(self, traffic: TokenTraffic) -> int:
+        """SMs that fetch rows of that traffic."""
+        most = self.budget.dispatch
+        return min(most, traffic.dispatch_sms(self._sms)) if self.budget.modelled[0] else most
+
+    def combine(self, traffic: TokenTraffic) -> int:
+        """SMs that push and sum rows of that traffic."""
+        most = self.budget.combine
+        return min(most, traffic.combine_sms(self._sms)) if self.budget.modelled[1] else most
+
+    def pulling(self, traffic: TokenTraffic, in_format: bool) -> int:
+        """SMs that fetch rows. Rows in a format are short and come with scales to store: unless a budget was set they
+        get as many SMs as a rank with more rows."""
+        more = min(self.beyond[0], self.budget.most_dispatch) if in_format else 0
+        return max(self.dispatch(traffic), more)
+
+    def pushing(self, traffic: TokenTraffic, tokens: int, rows: bool) -> dict[str, int]:
+        """Return the number of blocks of a combine of that traffic and how they are dealt out. Without `rows` (of
+        weights alone) none may join."""
+        blocks = self.combine(traffic)
+        return {
+            "pushers": traffic.pushers(blocks),
+            "dealt": blocks,
+            "expected": traffic.expected(tokens, SEND),
+            "blocks": max(blocks, self.beyond[1]) if rows else blocks,
+        }
+
+    def publishing(self, variant: tuple[Any, ...], pulling: int) -> int:
+        """Return the number of blocks of a publish kernel of a `variant` (route, rows, weights, ...): tile blocks, and
+        blocks that stage, announce and, across NVLink domains, send and relay rows. They leave `pulling` SMs to the
+        kernel that runs next, at the same time."""
+        route, rows, weights, *_ = variant
+        tile_blocks = self._problem.tiles if route or weights else 0
+        staging = self._sms - MARGIN - tile_blocks - pulling
+        if self._aside:
+            staging = min(staging, 1 + min(STAGING_BLOCKS, pulling))
+        staging = max(row_blocks(self._problem), staging)
+        return tile_blocks + (staging if rows else 0)
+
+
 # Co-residency. Blocks that wait for others keep their place on the GPU, so those that they wait for must find one. In a
 # throughput dispatch these are the tile blocks of all ranks, the announcing block and one that stages, and across
 # NVLink domains the relaying block and one that sends. Latency kernels have no more blocks than there are SMs, and two
@@ -191,6 +260,14 @@ def default_budget(
 
 MARGIN = 2
 """SMs that are left free, so that a block of somebody else's kernel delays nothing."""
+STAGING_BLOCKS = 16
+"""SMs that the budget of a dispatch leaves to staging and announcing. One SM took 3.9 ms for 59 MB; other numbers below
+this one have not been measured."""
+
+
+def most_pulling(problem: Problem, sms: int) -> int:
+    """Return the most SMs that may pull: blocks that place the route and some that stage rows run at the same time."""
+    return sms - problem.tiles - STAGING_BLOCKS - MARGIN
 
 
 def needed(problem: Problem) -> int:

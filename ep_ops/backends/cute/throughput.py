@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from cute_kernels import marks
-from cute_kernels.heap import SEND, Problem
+from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
@@ -25,12 +25,8 @@ from ..budget import Budget
 from .launcher import Launcher
 from .outputs import Outputs
 from .row_format import AS_GIVEN, RowFormat, row_format
-from .sm_model import MARGIN, TokenTraffic, row_blocks
+from .sm_model import OperationSms, TokenTraffic
 from .streams import Side
-
-STAGING_BLOCKS = 16
-"""Multiprocessors that the budget of a dispatch leaves to staging and announcing. Fewer have not been tried, but for a
-single one that staged and announced, which took 3.9 ms for 59 MB."""
 
 
 def kernels_of(problem: Problem) -> list[Any]:
@@ -109,8 +105,8 @@ class ThroughputPath:
         """`side`: the stream that they run on, beside computation, to which they leave what they can do without: no
         blocks join, and few multiprocessors stage."""
         self._kernel, self._side, self._course = launcher.get, side, launcher.course
-        self._problem, self._all_blocks = launcher.problem, launcher.multiprocessors
-        self._outputs, self._budget, self._traffic = outputs, budget, traffic
+        self._problem, self._outputs = launcher.problem, outputs
+        self.sms = OperationSms(launcher.problem, budget, traffic, launcher.multiprocessors, side is not None)
 
     def plan(self, topk_idx: Tensor, sizes: Sizes, num_rows: int | None = None) -> Placed:
         """With room for `num_rows` in the lists, if that is not the capacity."""
@@ -123,7 +119,7 @@ class ThroughputPath:
     def _plan(self, terms: int, topk_idx: Tensor, placed: Placed, sizes: Sizes, num_rows: int) -> None:
         """Publish and place a route, and nothing else."""
         variant, token_major = (True, False, False, True), sizes.layout == TOKEN_MAJOR
-        blocks = self._publish_blocks(variant, 0)
+        blocks = self.sms.publishing(variant, 0)
         if token_major:
             blocks += bool(self._problem.domains)  # local ids are relayed
         publish, ids = self._kernel(PublishTokens if token_major else Publish, *variant), _ids(placed, token_major)
@@ -167,9 +163,9 @@ class ThroughputPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         how, weighted, token_major = row_format(delivery), topk_weights is not None, sizes.layout == TOKEN_MAJOR
-        traffic = self._traffic_of(sizes.capacity, x.shape[0], token_major)
-        pulling = self._pulling(how, traffic)
-        beyond = max(0, self._beyond[0] - pulling) if pulling > 1 else 0
+        traffic = self.sms.traffic_of(sizes.capacity, x.shape[0], token_major)
+        pulling = self.sms.pulling(traffic, bool(how.format))
+        beyond = max(0, self.sms.beyond[0] - pulling) if pulling > 1 else 0
         capacity, alignment, slots, max_tokens, _ = sizes
         received = self._outputs.received(x, weighted, capacity, how, slots, token_major)
         placed = self._outputs.placed(topk_idx, capacity, token_major)
@@ -181,7 +177,7 @@ class ThroughputPath:
             return _new(DispatchTensors, (*received, *placed))
         variant = (True, self._stages(how), weighted, False, how.format, how.given)
         publish, ids = self._kernel(PublishTokens if token_major else Publish, *variant), _ids(placed, token_major)
-        staging = self._publish_blocks(variant, pulling)
+        staging = self.sms.publishing(variant, pulling)
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         expected = traffic.expected(x.shape[0])
@@ -209,37 +205,6 @@ class ThroughputPath:
                 )  # fmt: skip
         return _new(DispatchTensors, (*received, *placed))
 
-    @property
-    def _beyond(self) -> tuple[int, int]:
-        return (0, 0) if self._side else self._budget.beyond
-
-    def _traffic_of(self, rows: int, tokens: int, token_major: bool = False) -> TokenTraffic:
-        """What an average rank moves. A combine is not told that its rows are token-major, but there is room for no
-        more than one from each token of each rank."""
-        return self._traffic.copies if token_major else self._traffic.within(rows, tokens)
-
-    @property
-    def token_major_sms(self) -> tuple[int, int]:
-        """SMs of a dispatch and of a combine of token-major rows."""
-        copies = self._traffic.copies
-        return self.dispatch_sms(copies), self.combine_sms(copies)
-
-    def dispatch_sms(self, traffic: TokenTraffic) -> int:
-        """SMs that fetch rows of that traffic."""
-        most = self._budget.dispatch
-        return min(most, traffic.dispatch_sms(self._all_blocks)) if self._budget.modelled[0] else most
-
-    def combine_sms(self, traffic: TokenTraffic) -> int:
-        """SMs that push and sum rows of that traffic."""
-        most = self._budget.combine
-        return min(most, traffic.combine_sms(self._all_blocks)) if self._budget.modelled[1] else most
-
-    def _pulling(self, how: RowFormat, traffic: TokenTraffic) -> int:
-        """SMs that fetch rows. In a format these are short, and have scales to be stored besides: without a budget that
-        was set they get as many as a rank with more rows."""
-        more = min(self._beyond[0], self._budget.most_dispatch) if how.format else 0
-        return max(self.dispatch_sms(traffic), more)
-
     def _stages(self, how: RowFormat) -> bool:
         """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
         return self._problem.world_size > 1 or bool(how.format)
@@ -257,10 +222,10 @@ class ThroughputPath:
     ) -> None:
         """Dispatch along a known route into `received`."""
         how, weighted, token_major = row_format(delivery), topk_weights is not None, route.layout == TOKEN_MAJOR
-        traffic = self._traffic_of(route.num_rows, x.shape[0], token_major)
-        pulling = self._pulling(how, traffic)
+        traffic = self.sms.traffic_of(route.num_rows, x.shape[0], token_major)
+        pulling = self.sms.pulling(traffic, bool(how.format))
         recv_x, recv_scales, recv_weights = received
-        joining = max(0, self._beyond[0] - pulling)
+        joining = max(0, self.sms.beyond[0] - pulling)
         whole = self.rounds(route.max_tokens) == 1
         if not whole and weighted and token_major:
             with self._on_stream():
@@ -295,12 +260,12 @@ class ThroughputPath:
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        traffic = self._traffic_of(route.num_rows, route.topk_idx.shape[0])
+        traffic = self.sms.traffic_of(route.num_rows, route.topk_idx.shape[0])
         launch = self._kernel(Combine, True, recv_weights is not None, False, residual is not None)
         terms = marks.pack("combine", route.max_tokens)
         for here, part in self._parts(route):
             tokens, of_residual, of_out = part.topk_idx.shape[0], _of(residual, here), _of(out, here)
-            pushing = self._pushing(traffic, tokens, True)
+            pushing = self.sms.pushing(traffic, tokens, True)
             with self._course:
                 launch(
                     terms,
@@ -314,7 +279,7 @@ class ThroughputPath:
         """`bases`: a table of the address of row 0 at each rank, of `num_rows` each."""
         tokens = route.topk_idx.shape[0]
         out = self._outputs.tokens(y, tokens)
-        launch, blocks = self._kernel(Gather), self._budget.gather
+        launch, blocks = self._kernel(Gather), self.sms.budget.gather
         terms = marks.pack("combine_gathered", route.max_tokens)
         with self._course:
             launch(
@@ -328,14 +293,14 @@ class ThroughputPath:
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
         topk_idx, outputs, token_major = route.topk_idx, self._outputs, route.layout == TOKEN_MAJOR
-        traffic = self._traffic_of(route.num_rows, topk_idx.shape[0], token_major)
+        traffic = self.sms.traffic_of(route.num_rows, topk_idx.shape[0], token_major)
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
         grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
         launch = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
         terms = marks.pack("dispatch_backward", route.max_tokens, scalars, rows, token_major=token_major)
         for here, part in self._parts(route):
-            tokens, pushing = part.topk_idx.shape[0], self._pushing(traffic, part.topk_idx.shape[0], rows)
+            tokens, pushing = part.topk_idx.shape[0], self.sms.pushing(traffic, part.topk_idx.shape[0], rows)
             of_x = _of(grad_x, here) if rows else grad_x
             of_weights = _of(grad_weights, here) if scalars else grad_weights
             with self._course:
@@ -352,7 +317,7 @@ class ThroughputPath:
     ) -> tuple[Tensor, Tensor]:
         """Of a weighted combine."""
         grad_y, _, grad_weights = self._outputs.received(grad_out, True, route.num_rows)
-        blocks = self._budget.scaled
+        blocks = self.sms.budget.scaled
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         for here, part in self._parts(route):
             of_out = _of(grad_out, here)
@@ -370,16 +335,6 @@ class ThroughputPath:
                     num_rows=part.num_rows, blocks=blocks,
                 )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
-
-    def _pushing(self, traffic: TokenTraffic, tokens: int, rows: bool) -> dict[str, int]:
-        """How many blocks a combine of that traffic has, and how it deals them out; without rows none may join."""
-        blocks = self.combine_sms(traffic)
-        return {
-            "pushers": traffic.pushers(blocks),
-            "dealt": blocks,
-            "expected": traffic.expected(tokens, SEND),
-            "blocks": max(blocks, self._beyond[1]) if rows else blocks,
-        }
 
     def _publishing(
         self,
@@ -405,16 +360,5 @@ class ThroughputPath:
             x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
             arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],
             max_tokens=route.max_tokens, capacity=route.num_rows if cleared else 0, num_rows=route.num_rows,
-            alignment=1, slots=0, blocks=self._publish_blocks(variant, pulling),
+            alignment=1, slots=0, blocks=self.sms.publishing(variant, pulling),
         )  # fmt: skip
-
-    def _publish_blocks(self, variant: tuple[Any, ...], pulling: int) -> int:
-        """Of the publish kernel, which leaves `pulling` multiprocessors to the kernel that comes next and runs at the
-        same time: all that there are but for a margin stage, announce, and, across NVLink domains, send and relay."""
-        route, rows, weights, *_ = variant
-        tiles = self._problem.tiles if route or weights else 0
-        staging = self._all_blocks - MARGIN - tiles - pulling
-        if self._side:
-            staging = min(staging, 1 + min(STAGING_BLOCKS, pulling))
-        staging = max(row_blocks(self._problem), staging)
-        return tiles + (staging if rows else 0)
