@@ -17,7 +17,7 @@ from torch.library import opcheck
 import ep_ops
 from ep_ops.formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, quantise
 from ep_ops.operators import OPERATORS
-from ep_ops.records import NoScales
+from ep_ops.records import NoElements
 
 HIDDEN, TOP_K, EXPERTS, ALIGNMENT = 256, 2, 4, 8
 QUANTISED = tuple(name for name, form in FORMATS.items() if not form.wire)
@@ -467,6 +467,6 @@ def test_no_scales_can_be_used_everywhere(comm: ep_ops.Communicator) -> None:
     """What stands for them is made once, maybe in inference mode."""
     x, idx, _ = inputs(5)
     with torch.inference_mode():
-        made = NoScales()[torch.device("cpu")]
+        made = NoElements(torch.float32)[torch.device("cpu")]
         assert not made.is_inference() and made.shape == (0,) and made.dtype == torch.float32
     assert comm.dispatch(x.requires_grad_(), idx).scales is None
