@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 from .. import registry
 from .rejection import reject
@@ -78,6 +79,8 @@ def _reject_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -
         if not _fits(kind, given):
             found = "None" if given is None else f"a {type(given).__name__}"
             reason = f"{argument.name} is {found}; allowed: {_ALLOWED[kind]}"
+            if isinstance(given, DTensor):
+                reason += f" of this rank alone, as {argument.name}.to_local() returns"
             comm = registry.living.get(by_name.get("comm", ""))
             error = TypeError(reason)
             if comm is None:
@@ -87,9 +90,9 @@ def _reject_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -
 
 def _fits(kind: str, given: Any) -> bool:
     if kind == "Optional[Tensor]":
-        return given is None or isinstance(given, Tensor)
+        return given is None or _fits("Tensor", given)
     if kind == "Tensor":
-        return isinstance(given, Tensor)
+        return isinstance(given, Tensor) and not isinstance(given, DTensor)
     if kind == "int":
         return isinstance(given, torch.dtype) or hasattr(given, "__index__")
     if kind == "bool":
