@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import stat
 import sys
 import tempfile
 import threading
@@ -113,6 +114,12 @@ def refusal(folder: Path) -> str | None:
         return f"it belongs to user {facts.st_uid}, and this process is of user {os.geteuid()}"
     if facts.st_mode & 0o022:
         return f"other users can write into it (mode {facts.st_mode & 0o777:o}; chmod 700 helps)"
+    for parent in folder.resolve().parents:  # who can write there can put another folder in its place
+        facts = parent.stat()
+        if facts.st_uid not in (0, os.geteuid()):
+            return f"{parent} belongs to user {facts.st_uid}, and this process is of user {os.geteuid()}"
+        if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+            return f"other users can write into {parent} (mode {facts.st_mode & 0o777:o}; chmod go-w helps)"
     return None
 
 
@@ -122,7 +129,9 @@ def _private_dir() -> Path | None:
     if folder is None:
         return None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for made in (*reversed(folder.parents), folder):
+            if not made.is_dir():
+                made.mkdir(mode=0o700, exist_ok=True)
         why = refusal(folder)
     except OSError as error:
         why = str(error)
@@ -168,6 +177,7 @@ def versions() -> dict[str, str]:
         "cuda": f"{cutlass.CUDA_VERSION.major}.{cutlass.CUDA_VERSION.minor}",  # of the compiler inside the DSL
         "cuda-bindings": installed("cuda-bindings"),
         "tvm-ffi": installed("apache-tvm-ffi"),
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_")},  # its options
     }
 
 

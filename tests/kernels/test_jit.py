@@ -133,9 +133,12 @@ def test_every_version_and_the_sources_have_a_part_in_the_name(monkeypatch: pyte
         names.append(jit.object_name(SMALL, ARCH))
     monkeypatch.setattr(jit, "versions", lambda: versions)
     assert jit.object_name(SMALL, ARCH) == names[0]
+    monkeypatch.undo()
+    monkeypatch.setenv("CUTE_DSL_COMPILER_OPT", "-lineinfo")
+    names.append(jit.object_name(SMALL, ARCH))
     monkeypatch.setattr(jit, "_sources", lambda: "changed")
     names.append(jit.object_name(SMALL, ARCH))
-    assert len(set(names)) == len(names) == 4 + 6
+    assert len(set(names)) == len(names) == 5 + len(versions)
 
 
 def test_kernels_of_one_name_in_two_modules_are_two() -> None:
@@ -204,6 +207,22 @@ def test_the_folder_is_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     finally:
         os.umask(mask)
     assert nested.stat().st_mode & 0o777 == 0o700 and jit.refusal(nested) is None
+
+
+def test_a_folder_that_others_can_replace(tmp_path: Path) -> None:
+    """Who can write into a folder above it can put another one in its place, unless that is as /tmp is."""
+    folder = tmp_path / "shared" / "own"
+    folder.mkdir(parents=True)
+    folder.chmod(0o700)
+    for mode, said in ((0o755, None), (0o1777, None), (0o777, "shared"), (0o775, "shared")):
+        folder.parent.chmod(mode)
+        why = jit.refusal(folder)
+        assert (
+            why is None if said is None else f"other users can write into {folder.parent} (mode {mode:o};" in str(why)
+        )
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert "can write into" in str(jit.refusal(link)), "what a link names counts"
 
 
 def load_only_from_elsewhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ between. So a second start receives first what the operation under way is sent, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -164,12 +165,13 @@ def capture_of(device: torch.device) -> int:
     """The number of the capture that the current stream is part of; 0: none."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
-    from cuda.bindings import driver
-
-    error, _, number, *_ = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream(device).cuda_stream)
-    if int(error) != 0:
-        raise RuntimeError(f"cuStreamGetCaptureInfo: {error}")
-    return int(number)
+    # Not by cuda.bindings, which ask for edges as well and fail of programmatic ones.
+    stream, status, number = torch.cuda.current_stream(device).cuda_stream, ctypes.c_int(), ctypes.c_uint64()
+    asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    error = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(*asked)
+    if error != 0:
+        raise RuntimeError(f"cuStreamGetCaptureInfo_v2 returned {error}")
+    return number.value
 
 
 def _used(tensors: Given, stream: torch.cuda.Stream) -> None:
