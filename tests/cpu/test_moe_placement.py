@@ -119,7 +119,7 @@ def test_a_swap_leaves_no_rank_with_an_expert_twice(there: list[list[int]], swap
 def counts(seed: int, rows: str) -> tuple[Stats, list[Tensor], list[int]]:
     rank = dist.get_rank()
     capacity = {"grouped": 16, "padded": 3, "token_major": 9}[rows]
-    way = dict(layout=rows, alignment=1, capacity=capacity, placement=REPLICAS, statistics=True)
+    way = dict(layout=rows, alignment=1, capacity=capacity, placement=REPLICAS, statistics=True, overlap=True)
     loads = []
     with communicator(**way, quant=Quant("e4m3/32/mx")) as moe, torch.no_grad():
         moe.reset_stats()
@@ -127,7 +127,8 @@ def counts(seed: int, rows: str) -> tuple[Stats, list[Tensor], list[int]]:
             moe.place(placement)
             given = drawn(seed + turn, rank, MOST)
             output, handle = moe.dispatch(given.x, given.ids, given.weights)
-            moe.combine(torch.zeros(handle.route.num_rows, H), handle)
+            y = torch.zeros(handle.route.num_rows, H)
+            _ = moe.combine_async(y, handle).wait() if turn == 1 else moe.combine(y, handle)
             loads.append(moe.load())
         stats = moe.stats()
         moe.reset_stats()

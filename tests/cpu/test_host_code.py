@@ -1,0 +1,66 @@
+"""Code of the host between a call and a backend whose failures show on other ranks alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import toy
+
+import ep_ops
+from ep_ops.backends.cute.sizing import MOST_ROUNDS, least_round, round_tokens
+from ep_ops.config import Config
+from ep_ops.group import agreement
+from ep_ops.operators import eager
+
+
+def test_what_the_others_are_told_of_a_misfit() -> None:
+    """The flight and the bound of the call, each in its place."""
+    with toy.communicator() as comm:
+        x, idx, _ = toy.inputs(5)
+        by_type = {"Tensor": idx, "int": 1, "str": "", "bool": True, "Optional[Tensor]": None}
+        given = {"x": "no tensor", "flight": 1, "max_tokens": 9, "comm": comm.name}
+        arguments = torch.ops.ep.dispatch_start.default._schema.arguments
+        args = [given.get(argument.name, by_type[str(argument.type)]) for argument in arguments]
+        with mock.patch.object(comm.backend, "reject") as reject:
+            with pytest.raises(TypeError, match="x is a str; allowed: a tensor"):
+                eager.call("dispatch_start", *args)
+        assert reject.call_args.args == ("dispatch_start", "x is a str; allowed: a tensor", 1, 9)
+
+
+@pytest.mark.parametrize("unfit", [0, 1])
+def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
+    """Where "auto" was asked for all take the reference backend, for what one of them lacks."""
+    with toy.communicator() as comm:
+        own = dataclasses.replace(comm.config, backend="auto")
+    words = [(own, None, None, "dtype is not one of them" if rank == unfit else None) for rank in range(2)]
+    exchange: Any = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"))
+    with (
+        mock.patch.object(agreement, "_told_by_all", lambda exchange, word: words),
+        mock.patch.object(agreement, "choose_backend", lambda facts: ("cute", "")),
+        mock.patch.object(agreement, "divide", lambda facts, size: ((0, 1),)),
+    ):
+        assert agreement.agree(exchange, own, None, words[0][3], lambda config: None).backend == "reference"
+
+
+def test_as_many_rounds_as_a_refusal_counts() -> None:
+    """Of memory that takes the most rounds: it is enough, and less is not."""
+    sizes: dict[str, Any] = dict(
+        world_size=2, num_experts=8, hidden_size=4096, top_k=2, max_tokens_per_rank=MOST_ROUNDS * 256,
+        latency_max_tokens=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError) as told:
+        ep_ops.memory_plan(staging_bytes=1000, **sizes)
+    (least,) = re.findall(r"holds (\d+) bytes", str(told.value))
+    ep_ops.memory_plan(staging_bytes=int(least), **sizes)
+    with pytest.raises(ValueError, match="in 64 rounds of 256 tokens"):
+        ep_ops.memory_plan(staging_bytes=int(least) - 1, **sizes)
+    given = {**sizes, "experts_per_rank": (4, 4), "backend": "cute", "name": "x", "device_type": "cuda"}
+    fields = {field.name for field in dataclasses.fields(Config)}
+    config = Config(**{name: value for name, value in given.items() if name in fields}, staging_bytes=int(least))
+    assert round_tokens(dataclasses.replace(config, domains=((0, 1),))) == least_round(config) == 256
