@@ -25,7 +25,7 @@ def several() -> None:
         pytest.skip("needs several ranks")
 
 
-def make(name: str, **others: Any) -> ep_ops.Communicator:
+def make(name: str, **others: Any) -> Any:
     """With all kernels compiled and loaded."""
     sizes: dict[str, Any] = dict(num_experts=EXPERTS, hidden_size=HIDDEN, top_k=2, max_tokens_per_rank=512)
     comm = ep_ops.Communicator(**{**sizes, "backend": "cute", "timeout": 30.0 * SHARING, "name": name, **others})
@@ -83,11 +83,11 @@ def test_no_memory_between_the_halves_of_a_dynamic_dispatch(monkeypatch, togethe
     """The rank that has most rows has no room for them."""
     with make("halves") as comm:
         x, idx = tokens()
-        comm.dispatch_dynamic(x, idx)
+        comm.dispatch(x, idx, exact=True)
         with monkeypatch.context() as patch:
             if comm.rank == 0:
                 patch.setattr(comm.backend.throughput, "along", failing)
-            error, seconds = raised(lambda: comm.dispatch_dynamic(x, idx), comm)
+            error, seconds = raised(lambda: comm.dispatch(x, idx, exact=True), comm)
         with together():
             assert error is not None and "OutOfMemoryError: injected" in f"{type(error).__name__}: {error}", error
             assert seconds < 15 * SHARING, seconds
