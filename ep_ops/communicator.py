@@ -128,7 +128,7 @@ class Communicator(Methods):
         self.dtype, self.weights_dtype = config.dtype, exact_dtype(config.dtype)
         self.symmetric_rows, self.strict = config.symmetric_rows, config.strict
         self.domains, self.rails = config.domains, rails_of(config.domains)
-        self.place = self.num_local_experts, self.world_size, self.name  # what operators that plan are told
+        self.plan_args = self.num_local_experts, self.world_size, self.name  # arguments of operators that plan
         self.accepted: set[tuple[int, ...]] = set()
 
     @classmethod

@@ -294,9 +294,9 @@ def most_rows(
     return world_size * max_tokens * each + num_local_experts * (alignment - 1)
 
 
-def most_token_rows(world_size: int, max_tokens: int) -> int:
-    """Return the most token-major rows that can arrive at a rank: one for each token of each rank."""
-    return world_size * max_tokens
+def most_token_rows(world_size: int, max_tokens: int, num_local_experts: int) -> int:
+    """Return the most token-major rows that can arrive at a rank: one per token of each rank, if it has experts."""
+    return world_size * max_tokens if num_local_experts else 0
 
 
 def worst_case_rows(world_size: int, max_tokens: int, top_k: int, num_local_experts: int, alignment: int) -> int:

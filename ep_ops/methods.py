@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import formats, inputs
 from .backends.base import Backend
-from .config import worst_case_rows
+from .config import most_token_rows, worst_case_rows
 from .group.survivors import ExpertIds
 from .operators.eager import call
 from .operators.rejection import reject
@@ -45,7 +45,7 @@ class Methods:
     weights_dtype: torch.dtype
     backend: Backend
     expert_ids: ExpertIds | None
-    place: tuple[int, int, str]  # arguments of operators that plan: num_local_experts, world_size, name
+    plan_args: tuple[int, int, str]  # arguments of operators that plan: num_local_experts, world_size, name
     warned_rows: float  # a default capacity of more rows warns
     overflowed: Overflow | None
 
@@ -79,7 +79,7 @@ class Methods:
         if topk_idx is None:  # without a tensor PyTorch does not know which kernel to call
             self._reject("plan", "topk_idx is None; allowed: a tensor", max_tokens=tokens)
         topk_idx, batch = inputs.to_plan(self, topk_idx)
-        placed = call("plan", topk_idx, rows, align, slots, tokens, *self.place, layout)
+        placed = call("plan", topk_idx, rows, align, slots, tokens, *self.plan_args, layout)
         send_rows, arrivals, offs, counts, dropped, recv_idx = placed
         if self.overflowed is not None:
             self.overflowed.add(dropped)
@@ -139,9 +139,9 @@ class Methods:
         how = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
         rows, align, slots, tokens, layout = sizes
         if exact:
-            out = call(operator, *given, align, tokens, *self.place, layout, *how)
+            out = call(operator, *given, align, tokens, *self.plan_args, layout, *how)
             return self._dispatched(out, *given, (out[0].shape[0], align, 0, tokens, layout), batch, format, scales_as)
-        out = call(operator, *given, rows, align, slots, tokens, *self.place, layout, *how)
+        out = call(operator, *given, rows, align, slots, tokens, *self.plan_args, layout, *how)
         return self._dispatched(out, *given, sizes, batch, format, scales_as)
 
     def dispatch_planned(
@@ -236,7 +236,7 @@ class Methods:
             scales = inputs.scales(scales, batch)
         how = Delivery(scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros)
         rows, align, slots, tokens, layout = sizes
-        along = rows, align, slots, tokens, *self.place, layout
+        along = rows, align, slots, tokens, *self.plan_args, layout
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *along, *how, flight)
         return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, how, flight)
 
@@ -247,7 +247,7 @@ class Methods:
         ticket, x, topk_weights, topk_idx, sizes, batch, how, flight = started
         given = x, topk_weights, topk_idx
         rows, align, slots, tokens, layout = sizes
-        along = rows, align, slots, tokens, *self.place, layout
+        along = rows, align, slots, tokens, *self.plan_args, layout
         out = call("dispatch_wait", ticket, *given, *along, *how, flight)
         return self._dispatched(out, *given, sizes, batch, how.format, how.scales_as)
 
@@ -301,7 +301,7 @@ class Methods:
         elif layout == PADDED:
             capacity = self.num_local_experts * slots
         elif layout == TOKEN_MAJOR:
-            capacity = self._default_rows(self.world_size * tokens if self.num_local_experts else 0, tokens)
+            capacity = self._default_rows(most_token_rows(self.world_size, tokens, self.num_local_experts), tokens)
         else:  # an alignment below 1 is for the operator to reject
             capacity = self._default_rows(self.capacity(tokens, max(align, 1)), tokens)
         return capacity, align, slots, tokens, layout

@@ -21,6 +21,7 @@ from torch import Tensor
 from ep_ops import backends
 from ep_ops.arguments import device_of, group_of
 from ep_ops.communicator import Communicator, refuse_destroyed
+from ep_ops.config import most_token_rows
 from ep_ops.group.exchange import Exchange
 from ep_ops.operators.rejection import reject
 from ep_ops.overflow import recomputing
@@ -267,8 +268,9 @@ class MoECommunicator:
             most = max(most, comm.alignment)
             return {"slots": most if capacity is None else min(capacity, most), "max_tokens": max_tokens}  # type: ignore[type-var]
         if capacity is not None:
-            every = comm.world_size * max_tokens
-            most = every if self.config.layout == TOKEN_MAJOR else comm.capacity(max_tokens)
+            most = comm.capacity(max_tokens)
+            if self.config.layout == TOKEN_MAJOR:
+                most = most_token_rows(comm.world_size, max_tokens, comm.num_local_experts)
             capacity = min(capacity, most)  # type: ignore[type-var]
         return {"capacity": capacity, "max_tokens": max_tokens}
 

@@ -16,7 +16,7 @@ from cute_kernels.refusal import Refuse
 from cute_kernels.throughput.ring import Slices
 
 from ... import arrivals, symmetric
-from ...config import Config, Member
+from ...config import Config, Member, most_rows, most_token_rows
 from ...records import (
     FLIGHTS,
     GROUPED,
@@ -141,11 +141,11 @@ class CuteBackend:
         """A plan of the rows that are received. Waits for the device."""
         ranks, tokens, alignment = self._problem.world_size, sizes.max_tokens, sizes.alignment
         if sizes.layout == TOKEN_MAJOR:
-            most = ranks * tokens if self._local_experts else 0
+            most = most_token_rows(ranks, tokens, self._local_experts)
             placed = self.throughput.plan(topk_idx, sizes._replace(capacity=most))
             num_rows = int(placed.arrivals[-1])  # the last of `sources`: how many copies there are
         else:
-            most = ranks * tokens * self._problem.top_k + self._local_experts * (alignment - 1)
+            most = most_rows(ranks, tokens, self._problem.top_k, self._local_experts, alignment, repeats=True)
             capacity = NO_CAPACITY_LIMIT // alignment * alignment
             placed = self.throughput.plan(topk_idx, sizes._replace(capacity=capacity), most)
             num_rows = int(placed.offs[-1]) if self._local_experts else 0
