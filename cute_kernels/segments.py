@@ -7,6 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 from cutlass.cute import arch
 
+TOGETHER = 4
+"""Consecutive experts that a lane takes at a time: one scan over the warp serves all of them."""
+
 
 @cute.jit
 def inclusive_sum(value: Int32) -> Int32:
@@ -35,18 +38,26 @@ def place_segments(tables: Any, experts: tuple[Int32, Int32], low: Int32 | int, 
     carry = Int32(0)
     chunk = first
     while chunk < end:
-        e = chunk + lane
-        padded = Int32(0)
-        if e < end:
-            padded = (tables.asked[e - low] + alignment - 1) // alignment * alignment
-        total = inclusive_sum(padded)
-        if e < end:
-            begin = carry + total - padded
-            limit = capacity
-            if slots > 0:
-                begin = (e - first) * slots
-                limit = begin + slots
-            tables.start[e - low] = begin
-            tables.limit[e - low] = limit
+        e = chunk + lane * TOGETHER
+        padded = []
+        for i in range_constexpr(TOGETHER):
+            asked = Int32(0)
+            if e + i < end:
+                asked = tables.asked[e + i - low]
+            padded.append((asked + alignment - 1) // alignment * alignment)
+        mine = padded[0]
+        for i in range_constexpr(1, TOGETHER):
+            mine += padded[i]
+        total = inclusive_sum(mine)
+        begin = carry + total - mine
+        for i in range_constexpr(TOGETHER):
+            if e + i < end:
+                start, limit = begin, capacity
+                if slots > 0:
+                    start = (e + i - first) * slots
+                    limit = start + slots
+                tables.start[e + i - low] = start
+                tables.limit[e + i - low] = limit
+            begin += padded[i]
         carry += arch.shuffle_sync(total, 31)
-        chunk += 32
+        chunk += 32 * TOGETHER

@@ -5,7 +5,7 @@ being ordered by (source rank, token, k). A block that moves rows asks for the e
 writes the route for all experts.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -131,55 +131,39 @@ def asked_expert(tables: RouteTables, source: Int32, entry: Int32, entries: Int3
     return expert
 
 
+class EntryRange(NamedTuple):
+    """Where a warp's consecutive chunks of 32 entries begin and end; a chunk has entries of one source rank."""
+
+    begin: Int32  # the warp's first chunk
+    end: Int32  # the chunk behind its last one
+    each: Int32  # chunks of a source
+    source: Int32  # of the first chunk
+    number: Int32  # of the first chunk, among those of its source
+
+
 @cute.jit
 def place_entries(
     problem: cutlass.Constexpr[Problem], tables: RouteTables, entries: Int32, low: Int32, high: Int32
-) -> None:
-    """By the whole block, behind a barrier after `clear_counts` and `keep_route`; ends with a barrier.
+) -> None:  # fmt: skip
+    """Find the row of every entry for the experts low..high-1, which are those of one rank or of all.
 
-    `entries` is how many each source may have. low..high-1 are the experts of one rank or of all. Then `rows` of
-    (source, entry) at source * (entries rounded up to 32) + entry is the row at the expert's rank, or -1.
+    By the whole block, behind a barrier after `clear_counts` and `keep_route`; ends with a barrier. `entries` is how
+    many each source may have. Then `rows` of (source, entry) at source * (entries rounded up to 32) + entry is the row
+    at the expert's rank, or -1.
     """
     tid, _, _ = arch.thread_idx()
-    lane = arch.lane_idx()
     warp = arch.make_warp_uniform(tid // 32)
-    experts = high - low
-    # Each warp takes consecutive chunks of 32 entries of one source.
     chunks = (entries + 31) // 32
     each = (problem.world_size * chunks + WARPS - 1) // WARPS
     begin = warp * each
     end = cutlass.min(begin + each, problem.world_size * chunks)
-
-    chunk = begin
-    while chunk < end:
-        source = chunk // chunks
-        expert = asked_expert(tables, source, (chunk - source * chunks) * 32 + lane, entries, low, high)
-        same = arch.match_sync(0xFFFFFFFF, expert)
-        below = Int32(arch.popc(same & arch.lanemask_lt()))
-        at = warp * experts + expert
-        number = Int32(-1)
-        if expert >= 0:
-            number = Int32(tables.earlier[at]) + below
-        # The leader's update comes after every lane's read.
-        arch.sync_warp()
-        if expert >= 0 and below == 0:
-            tables.earlier[at] = Uint16(number + Int32(arch.popc(same)))
-        arch.sync_warp()
-        tables.rows[chunk * 32 + lane] = number
-        chunk += 1
+    # One division for all chunks of the warp: it takes as long as everything else that is done for a chunk.
+    source = Int32(begin // chunks)
+    mine = EntryRange(begin, end, chunks, source, begin - source * chunks)
+    count_entries(tables, mine, entries, low, high)
     arch.sync_threads()
-
-    e = tid
-    while e < experts:
-        total = Int32(0)
-        for w in range_constexpr(WARPS):
-            n = Int32(tables.earlier[w * experts + e])
-            tables.earlier[w * experts + e] = Uint16(total)
-            total += n
-        tables.asked[e] = total
-        e += THREADS
+    sum_earlier(tables, high - low)
     arch.sync_threads()
-
     # A warp for each destination: where its segments start. With more ranks than warps, they take turns.
     destination = Int32(warp)
     while destination < problem.world_size:
@@ -190,20 +174,73 @@ def place_entries(
             place_segments(tables, (first, behind), low, settings)
         destination += WARPS
     arch.sync_threads()
+    number_rows_of_entries(tables, mine, entries, low, high)
+    arch.sync_threads()
 
-    chunk = begin
-    while chunk < end:
-        source = chunk // chunks
-        expert = asked_expert(tables, source, (chunk - source * chunks) * 32 + lane, entries, low, high)
+
+@cute.jit
+def count_entries(tables: RouteTables, mine: EntryRange, entries: Int32, low: Int32, high: Int32) -> None:
+    """By a warp: `rows` of its entries is how many of its own entries before name the same expert, and `earlier` of the
+    warp how many name each."""
+    tid, _, _ = arch.thread_idx()
+    lane, warp = arch.lane_idx(), arch.make_warp_uniform(tid // 32)
+    source, number, chunk = Int32(mine.source), Int32(mine.number), Int32(mine.begin)
+    while chunk < mine.end:
+        expert = asked_expert(tables, source, number * 32 + lane, entries, low, high)
+        same = arch.match_sync(0xFFFFFFFF, expert)
+        below = Int32(arch.popc(same & arch.lanemask_lt()))
+        at = warp * (high - low) + expert
+        earlier = Int32(-1)
+        if expert >= 0:
+            earlier = Int32(tables.earlier[at]) + below
+        # The leader's update comes after every lane's read.
+        arch.sync_warp()
+        if expert >= 0 and below == 0:
+            tables.earlier[at] = Uint16(earlier + Int32(arch.popc(same)))
+        arch.sync_warp()
+        tables.rows[chunk * 32 + lane] = earlier
+        chunk += 1
+        number += 1
+        if number == mine.each:
+            source += 1
+            number = Int32(0)
+
+
+@cute.jit
+def sum_earlier(tables: RouteTables, experts: Int32) -> None:
+    """By the whole block: `earlier` of each warp becomes what lies before the warp's own entries, `asked` the total."""
+    e, _, _ = arch.thread_idx()
+    while e < experts:
+        # All reads come before the first write, so that no read waits for a write.
+        found = [Int32(tables.earlier[w * experts + e]) for w in range(WARPS)]
+        total = Int32(0)
+        for w in range_constexpr(WARPS):
+            tables.earlier[w * experts + e] = Uint16(total)
+            total += found[w]
+        tables.asked[e] = total
+        e += THREADS
+
+
+@cute.jit
+def number_rows_of_entries(tables: RouteTables, mine: EntryRange, entries: Int32, low: Int32, high: Int32) -> None:
+    """By a warp, behind `sum_earlier` and `place_segments`: `rows` of its entries becomes their rows."""
+    tid, _, _ = arch.thread_idx()
+    lane, warp = arch.lane_idx(), arch.make_warp_uniform(tid // 32)
+    source, number, chunk = Int32(mine.source), Int32(mine.number), Int32(mine.begin)
+    while chunk < mine.end:
+        expert = asked_expert(tables, source, number * 32 + lane, entries, low, high)
         row = Int32(-1)
         if expert >= 0:
-            earlier = Int32(tables.earlier[warp * experts + expert])
+            earlier = Int32(tables.earlier[warp * (high - low) + expert])
             row = tables.rows[chunk * 32 + lane] + tables.start[expert] + earlier
             if row >= tables.limit[expert]:
                 row = Int32(-1)
         tables.rows[chunk * 32 + lane] = row
         chunk += 1
-    arch.sync_threads()
+        number += 1
+        if number == mine.each:
+            source += 1
+            number = Int32(0)
 
 
 @cute.jit
