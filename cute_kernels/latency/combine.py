@@ -129,6 +129,8 @@ class LatencyCombine(CombineSender):
         acc = cute.make_rmem_tensor((self.values,), Float32)
         last = Int32(-1)  # row here, of all that this lane meets
         item = share.first
+        if item >= args.tokens * count:
+            self.end_waits(share.warp)
         while item < args.tokens * count:
             token = item // count
             packet = item - token * count
@@ -160,11 +162,14 @@ class LatencyCombine(CombineSender):
                     address += COPIES * self.tokens * self.row_stride
                     first += COPIES
                     left = left >> COPIES
+            if item + share.step >= args.tokens * count:
+                self.end_waits(share.warp)
             packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
             offset = packet * PAYLOAD_BYTES + lane_offset(lane)
             store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
             item += share.step
-        # Told behind the loop: registers are few in it.
+        self.trigger_dependents(share.warp)
+        # Reported behind the loop, in which registers are few.
         report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit

@@ -129,6 +129,10 @@ class LatencyDispatch(DispatchSender):
                     place_entries(p, tables, args.max_tokens * p.top_k, low, high)
                 # Blocks that take rows: all but one or two.
                 takers = cutlass.max(blocks - first_receiver - 2, 1)
+                if const_expr(self.triggers):
+                    # The routes were all that blocks without rows wait for.
+                    if bid - first_receiver >= takers and warp == WARPS - 1:
+                        arch.griddepcontrol_launch_dependents()
                 if bid == blocks - 1:
                     if const_expr(self.token_major):
                         write_send_rows(p, tables, args)
@@ -247,6 +251,8 @@ class LatencyDispatch(DispatchSender):
         vectors = self.row_stride // 16
         place = cute.make_rmem_tensor((BATCH,), Int32)  # a lane's part of a packet: which 16 bytes of the staging
         rows = cute.make_rmem_tensor((BATCH,), Int32)
+        if item >= total:
+            self.end_waits(share.warp)
         while item < total:
             waiting = Int32(0)
             for u in range_constexpr(BATCH):
@@ -304,6 +310,8 @@ class LatencyDispatch(DispatchSender):
                     source = (first // count) % p.world_size
                     if sync.warp_gives_up(ranks, start, "token", source, token, Int64(0)):
                         waiting = Int32(0)
+            if item + BATCH * step >= total:
+                self.end_waits(share.warp)
             for u in range_constexpr(BATCH):
                 left = arch.vote_ballot_sync(rows[u] >= 0)
                 mine = (words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
@@ -326,6 +334,7 @@ class LatencyDispatch(DispatchSender):
                         row = Int64(arch.shuffle_sync(rows[u], k))
                         store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
             item += BATCH * step
+        self.trigger_dependents(share.warp)
 
     @cute.jit
     def await_rows(

@@ -2,9 +2,16 @@
 
 from typing import Any, ClassVar
 
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute import arch
+
 from ..heap import Problem
-from .packets import THREADS
+from .packets import THREADS, WARPS
 from .sizes import LatencyHeap
+
+WAITS_DONE = 2
+"""Number of the block's named barrier at which each warp reports that its waits have ended."""
 
 
 class SplitOperation:
@@ -34,3 +41,33 @@ class SplitOperation:
     def options(self) -> dict[str, Any]:
         together = {"use_pdl": self.send and self.receive, "min_blocks_per_mp": 2, "preferred_smem_carveout": 100}
         return {"block": (THREADS, 1, 1), **together}
+
+    @property
+    def triggers(self) -> bool:
+        """Whether the kernel triggers its dependents (programmatic dependent launch) before it ends.
+
+        A block triggers when all of its warps have observed everything that they wait for. The blocks of the next
+        kernel then start while the last rows are stored. An earlier trigger would let the next kernel take the
+        multiprocessors that a peer's progress depends on (docs/progress.md). Across NVLink domains the operation ends
+        with a wait of its own, and dependents start when the kernel ends.
+        """
+        return self.send and self.receive and self.problem.num_domains == 1
+
+    @cute.jit
+    def end_waits(self, warp: Int32) -> None:
+        """Report, by each warp of a receiving block and once, that the warp has observed all that it waits for.
+
+        Warps other than the last one do not wait here.
+        """
+        if const_expr(self.triggers):
+            if warp < WARPS - 1:
+                arch.barrier_arrive(barrier_id=WAITS_DONE, number_of_threads=THREADS)
+
+    @cute.jit
+    def trigger_dependents(self, warp: Int32) -> None:
+        """Trigger, by each warp of a receiving block behind its last store. The last warp waits for all `end_waits` of
+        the block first; what it stored before is visible to dependents by their own wait for this kernel's end."""
+        if const_expr(self.triggers):
+            if warp == WARPS - 1:
+                arch.barrier(barrier_id=WAITS_DONE, number_of_threads=THREADS)
+                arch.griddepcontrol_launch_dependents()
