@@ -98,7 +98,10 @@ class CombineSender(SplitOperation, Kernel):
             while left != 0:
                 i = lowest(left)
                 left = left & (left - 1)
-                ahead = row_at(at, near, found, left)
+                ahead = Int32(-1)
+                # With few tokens a warp has one copy, and does not wait for the row of another one.
+                if left != 0:
+                    ahead = row_at(at, near, found, left)
                 owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
                 now = sync.again(ranks)
                 last = cutlass.max(last, row)

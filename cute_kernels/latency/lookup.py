@@ -6,13 +6,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..arrivals import Copy, Lists, guarded, lists, token_of
 from ..copies import lowest
 from ..heap import Problem
+
+COMPARED = 8
+"""The most ranks among which the source of a copy is found by comparisons, which take less time than a division."""
 
 
 class Found(NamedTuple):
@@ -108,8 +111,14 @@ def copy_at(problem: cutlass.Constexpr[Problem], at: Lists, index: Int32, max_to
     place = at.copies + Int64(index) * 8
     begin, home = ptx.ld_pair(place)
     end = ptx.ld_i32(place + 8)
-    source = Uint32(home) // (Uint32(max_tokens) * problem.most_copies)
-    return Copy(begin, end, home, Int32(source))
+    each = Uint32(max_tokens) * problem.most_copies  # homes of a source
+    source = Int32(0)
+    if const_expr(problem.world_size > COMPARED):
+        source = Int32(Uint32(home) // each)
+    else:
+        for rank in range_constexpr(1, problem.world_size):
+            source += Int32(Uint32(home) >= rank * each)
+    return Copy(begin, end, home, source)
 
 
 @cute.jit
