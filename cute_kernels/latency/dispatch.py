@@ -16,6 +16,7 @@ there the last block meets all ranks, too.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,6 +24,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
+from ..copies import lowest
 from ..delivery import Arrived
 from ..domains import is_near
 from ..experts import first_expert, local_experts
@@ -65,7 +67,19 @@ from .reach import Peers
 from .sizes import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 
 BATCH = 4
-"""How many packets a warp waits for together."""
+"""How many packets of token-major rows a warp waits for together."""
+EAGER_BATCH = 3
+"""How many packets a warp waits for together where each is stored when it arrives. Registers hold no more."""
+HELD, POLLS = 8, 16
+"""Lowest bits of the parts of a batch's state, behind a bit for each packet that is not stored yet."""
+
+
+class Batch(NamedTuple):
+    """Packets that a warp waits for together, in registers; their numbers are `step` apart."""
+
+    words: Any  # [4 × packets] a lane's 16 bytes of each
+    vectors: Any  # [packets] which 16 bytes of the staging these are
+    rows: Any  # [packets] a row of the packet's token, one a lane, or -1
 
 
 @dataclass(frozen=True)
@@ -237,109 +251,192 @@ class LatencyDispatch(DispatchSender):
         return to._replace(begins=Begins(end - first, Int64(0), tables.start))
 
     @cute.jit
-    def take_rows(self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """A block's share of the packets of all rows that come here: wait for each, store it to all its places."""
+    def take_rows(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, share: WarpShare
+    ) -> None:  # fmt: skip
+        """By a block: wait for its share of the packets of all rows that come here, and store each to all its rows.
+
+        Of rows grouped by expert, which have several rows for a packet, each packet is stored as soon as it arrives, so
+        that the stores overlap with what is still on the link. Token-major rows, with one store for a packet, are
+        stored when the whole batch has arrived: their loop has no registers for more.
+        """
         p = self.problem
-        count = self.row_packets
-        lane = share.lane
-        total = args.max_tokens * (p.world_size * count)
-        stride = source_stride(args.max_tokens * p.top_k)
-        staging = ranks.at(ranks.own, "lines")
-        step = share.step
+        size = BATCH if self.token_major else EAGER_BATCH
+        total = args.max_tokens * (p.world_size * self.row_packets)
+        words = cute.make_rmem_tensor((4 * size,), Uint32)
+        batch = Batch(words, *(cute.make_rmem_tensor((size,), Int32) for _ in range(2)))
         item = share.first
-        words = cute.make_rmem_tensor((4 * BATCH,), Uint32)
-        vectors = self.row_stride // 16
-        place = cute.make_rmem_tensor((BATCH,), Int32)  # a lane's part of a packet: which 16 bytes of the staging
-        rows = cute.make_rmem_tensor((BATCH,), Int32)
         if item >= total:
             self.end_waits(share.warp)
         while item < total:
-            waiting = Int32(0)
-            for u in range_constexpr(BATCH):
-                mine = item + u * step
-                token = mine // (p.world_size * count)
-                source = (mine // count) % p.world_size
-                packet = mine % count
-                rows[u] = Int32(-1)
-                if const_expr(self.token_major):
-                    if mine < total and lane == 0:
-                        rows[u] = tables.rows[source * args.max_tokens + token]
-                else:
-                    if mine < total and lane < p.top_k:
-                        rows[u] = tables.rows[source * stride + token * p.top_k + lane]
-                number = Int32(token)
-                if const_expr(p.bundles):
-                    if mine < total:
-                        number = number_of(ranks, tables, source, token)
-                place[u] = (source * self.tokens + number) * vectors + packet * (PACKET_BYTES // 16) + lane
-                if arch.vote_any_sync(rows[u] >= 0):
-                    if source == ranks.rank:
-                        if const_expr(self.format != ""):
-                            raw = row_words(self.delivery.form, self.given, False, ranks, args, token, packet, lane)
-                        else:
-                            vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
-                            raw = ptx.ld_v4(args.x + Int64(token) * p.row_bytes + vector)
-                        own = seal(raw, lane, Int64(0))
-                        for i in range_constexpr(4):
-                            words[4 * u + i] = own[i]
-                    else:
-                        waiting = waiting | (1 << u)
+            state = self.look_up_batch(ranks, tables, args, batch, item, share)
             if const_expr(p.num_domains > 1):
-                self.await_rows(ranks, tables, args, item + lane * step, Int32(total))
-            polls = Int32(0)
-            start = Int64(0)
-            while waiting != 0:
-                for u in range_constexpr(BATCH):
-                    if (waiting >> u) & 1 != 0:
-                        got = ld_line(staging + Int64(place[u]) * 16)
-                        for i in range_constexpr(4):
-                            words[4 * u + i] = got[i]
-                missing = Int32(0)
-                for u in range_constexpr(BATCH):
-                    if (waiting >> u) & 1 != 0:
-                        if not arrived(words[4 * u + 2], words[4 * u + 3], lane, ranks.mark):
-                            missing = missing | (1 << u)
-                waiting = missing
-                polls += 1
-                if polls == sync.POLLS_PER_CHECK and waiting != 0:
-                    polls = Int32(0)
-                    if start == 0:
-                        start = Int64(arch.globaltimer())
-                    first = item + step * Int32(arch.popc((waiting & -waiting) - 1))
-                    token = first // (p.world_size * count)
-                    source = (first // count) % p.world_size
-                    if sync.warp_gives_up(ranks, start, "token", source, token, Int64(0)):
-                        waiting = Int32(0)
-            if item + BATCH * step >= total:
-                self.end_waits(share.warp)
-            for u in range_constexpr(BATCH):
-                left = arch.vote_ballot_sync(rows[u] >= 0)
-                mine = (words[4 * u], words[4 * u + 1], words[4 * u + 2], words[4 * u + 3])
-                # Found again from the place: registers are few.
-                packet = place[u] % vectors // (PACKET_BYTES // 16)
-                offset = packet * PAYLOAD_BYTES + lane_offset(lane)
-                if const_expr(self.weights):
-                    if left != 0:
-                        first = (offset - p.row_bytes) // 4 if offset >= p.row_bytes else Int32(-4)
-                        if const_expr(self.format != ""):
-                            first = first_weight(packet, lane) if lane_offset(lane) >= 16 * WEIGHTS else Int32(-4)
-                        self.store_weights(tables, args, mine, first, item + u * step, lane)
-                if const_expr(self.format != ""):
-                    if left != 0:
-                        store_row(self.delivery, self.arrived(tables, args), mine, packet, rows[u], lane)
-                else:
-                    while left != 0:
-                        k = arch.popc((left & -left) - 1)
-                        left = left & (left - 1)
-                        row = Int64(arch.shuffle_sync(rows[u], k))
-                        store_payload(mine, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
-            item += BATCH * step
+                self.await_rows(ranks, tables, args, item + share.lane * share.step, Int32(total), size)
+            if const_expr(self.token_major):
+                self.await_batch(ranks, batch, item, share, state)
+                if item + size * share.step >= total:
+                    self.end_waits(share.warp)
+                for u in range_constexpr(size):
+                    self.store_packet(tables, args, batch, u, item + u * share.step, share.lane)
+            else:
+                self.store_on_arrival(ranks, tables, args, batch, item, share, state)
+                if item + size * share.step >= total:
+                    self.end_waits(share.warp)
+            item += size * share.step
         self.trigger_dependents(share.warp)
 
     @cute.jit
+    def look_up_batch(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, batch: Batch, item: Int32,
+        share: WarpShare,
+    ) -> Int32:  # fmt: skip
+        """By a warp: which packets of a batch have rows, and where. Returns a bit for each of them, and from bit `HELD`
+        on a bit for each that this rank holds itself, whose words are then in the batch."""
+        p = self.problem
+        lane, count = share.lane, self.row_packets
+        total = args.max_tokens * (p.world_size * count)
+        stride = source_stride(args.max_tokens * p.top_k)
+        state = Int32(0)
+        for u in range_constexpr(BATCH if self.token_major else EAGER_BATCH):
+            mine = item + u * share.step
+            token = mine // (p.world_size * count)
+            source = (mine // count) % p.world_size
+            packet = mine % count
+            batch.rows[u] = Int32(-1)
+            if const_expr(self.token_major):
+                if mine < total and lane == 0:
+                    batch.rows[u] = tables.rows[source * args.max_tokens + token]
+            else:
+                if mine < total and lane < p.top_k:
+                    batch.rows[u] = tables.rows[source * stride + token * p.top_k + lane]
+            number = Int32(token)
+            if const_expr(p.bundles):
+                if mine < total:
+                    number = number_of(ranks, tables, source, token)
+            line = (source * self.tokens + number) * (self.row_stride // 16)
+            batch.vectors[u] = line + packet * (PACKET_BYTES // 16) + lane
+            if arch.vote_any_sync(batch.rows[u] >= 0):
+                state = state | (1 << u)
+                if source == ranks.rank:
+                    state = state | (1 << (HELD + u))
+                    own = seal(self.own_words(ranks, args, token, packet, lane), lane, Int64(0))
+                    for i in range_constexpr(4):
+                        batch.words[4 * u + i] = own[i]
+        return state
+
+    @cute.jit
+    def own_words(
+        self, ranks: sync.Ranks, args: LatencyDispatchArgs, token: Int32, packet: Int32, lane: Int32
+    ) -> Words:  # fmt: skip
+        """A lane's payload vector of a packet of one of this rank's own rows, without weights."""
+        p = self.problem
+        if const_expr(self.format != ""):
+            return row_words(self.delivery.form, self.given, False, ranks, args, token, packet, lane)
+        vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
+        return ptx.ld_v4(args.x + Int64(token) * p.row_bytes + vector)
+
+    @cute.jit
+    def await_batch(self, ranks: sync.Ranks, batch: Batch, item: Int32, share: WarpShare, state: Int32) -> None:
+        """By a warp: until all packets of a batch have arrived, or the wait is given up, which is reported."""
+        staging = ranks.at(ranks.own, "lines")
+        waiting = state & ~(state >> HELD) & ((1 << BATCH) - 1)
+        polls = Int32(0)
+        start = Int64(0)
+        while waiting != 0:
+            self.load_packets(batch, staging, waiting, BATCH)
+            missing = Int32(0)
+            for u in range_constexpr(BATCH):
+                if (waiting >> u) & 1 != 0:
+                    if not arrived(batch.words[4 * u + 2], batch.words[4 * u + 3], share.lane, ranks.mark):
+                        missing = missing | (1 << u)
+            waiting = missing
+            polls += 1
+            if polls == sync.POLLS_PER_CHECK and waiting != 0:
+                polls = Int32(0)
+                if start == 0:
+                    start = Int64(arch.globaltimer())
+                if self.gives_up(ranks, start, item + share.step * lowest(waiting)):
+                    waiting = Int32(0)
+
+    @cute.jit
+    def store_on_arrival(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, batch: Batch, item: Int32,
+        share: WarpShare, state: Int32,
+    ) -> None:  # fmt: skip
+        """By a warp: stores each packet of a batch when it arrives. What does not arrive in time is reported.
+
+        One register holds it all: a bit for each packet that is not stored, from bit `HELD` on one for each that this
+        rank holds, and from bit `POLLS` on how often the others were looked for since the last check of the deadline.
+        """
+        staging = ranks.at(ranks.own, "lines")
+        every = (1 << EAGER_BATCH) - 1
+        start = Int64(0)
+        while state & every != 0:
+            self.load_packets(batch, staging, state & ~(state >> HELD), EAGER_BATCH)
+            for u in range_constexpr(EAGER_BATCH):
+                if (state >> u) & 1 != 0:
+                    whole = arrived(batch.words[4 * u + 2], batch.words[4 * u + 3], share.lane, ranks.mark)
+                    if whole or (state >> (HELD + u)) & 1 != 0:
+                        self.store_packet(tables, args, batch, u, item + u * share.step, share.lane)
+                        state = state & ~(1 << u)
+            state += 1 << POLLS
+            if state >> POLLS == sync.POLLS_PER_CHECK and state & every != 0:
+                state = state & ((1 << POLLS) - 1)
+                if start == 0:
+                    start = Int64(arch.globaltimer())
+                if self.gives_up(ranks, start, item + share.step * lowest(state & every)):
+                    state = Int32(0)
+
+    @cute.jit
+    def load_packets(self, batch: Batch, staging: Int64, wanted: Int32, size: cutlass.Constexpr[int]) -> None:
+        """By a warp: what lies now in the staging of the `wanted` packets of a batch."""
+        for u in range_constexpr(size):
+            if (wanted >> u) & 1 != 0:
+                got = ld_line(staging + Int64(batch.vectors[u]) * 16)
+                for i in range_constexpr(4):
+                    batch.words[4 * u + i] = got[i]
+
+    @cute.jit
+    def gives_up(self, ranks: sync.Ranks, start: Int64, item: Int32) -> Boolean:
+        """By a warp that has waited for a packet since `start`: whether it waits no longer."""
+        p, count = self.problem, self.row_packets
+        token = item // (p.world_size * count)
+        source = (item // count) % p.world_size
+        return sync.warp_gives_up(ranks, start, "token", source, token, Int64(0))
+
+    @cute.jit
+    def store_packet(
+        self, tables: RouteTables, args: LatencyDispatchArgs, batch: Batch, u: cutlass.Constexpr[int], item: Int32,
+        lane: Int32,
+    ) -> None:  # fmt: skip
+        """By a warp: stores packet `u` of a batch to all rows of its token, and the weights that it carries."""
+        p = self.problem
+        words = (batch.words[4 * u], batch.words[4 * u + 1], batch.words[4 * u + 2], batch.words[4 * u + 3])
+        left = arch.vote_ballot_sync(batch.rows[u] >= 0)
+        # Found again from the vector's number: registers are few.
+        packet = batch.vectors[u] % (self.row_stride // 16) // (PACKET_BYTES // 16)
+        offset = packet * PAYLOAD_BYTES + lane_offset(lane)
+        if const_expr(self.weights):
+            if left != 0:
+                first = (offset - p.row_bytes) // 4 if offset >= p.row_bytes else Int32(-4)
+                if const_expr(self.format != ""):
+                    first = first_weight(packet, lane) if lane_offset(lane) >= 16 * WEIGHTS else Int32(-4)
+                self.store_weights(tables, args, words, first, item, lane)
+        if const_expr(self.format != ""):
+            if left != 0:
+                store_row(self.delivery, self.arrived(tables, args), words, packet, batch.rows[u], lane)
+        else:
+            while left != 0:
+                k = arch.popc((left & -left) - 1)
+                left = left & (left - 1)
+                row = Int64(arch.shuffle_sync(batch.rows[u], k))
+                store_payload(words, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
+
+    @cute.jit
     def await_rows(
-        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, item: Int32, total: Int32
-    ) -> None:
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, item: Int32, total: Int32,
+        size: cutlass.Constexpr[int],
+    ) -> None:  # fmt: skip
         """By a whole warp: until those of its next packets have come that belong to rows from other domains, kept or
         dropped. Each lane has its own `item`, the first ones those of the batch."""
         p = self.problem
@@ -348,7 +445,7 @@ class LatencyDispatch(DispatchSender):
         token = item // (p.world_size * count)
         source = (item // count) % p.world_size
         comes = Boolean(False)
-        if lane < BATCH and item < total:
+        if lane < size and item < total:
             if not is_near(ranks, source):
                 first, end = local_experts(p, ranks.rank)
                 for k in range_constexpr(p.top_k):

@@ -133,7 +133,7 @@ MUTATIONS = {
     ),
     "settle, few tokens": Mutation("latency_across_refused", FAR, "    operation.end_refused(ranks)\n", ""),
     "few, lines arrived": Mutation(
-        "latency_tokens", DISPATCH, "                waiting = missing\n", "                waiting = Int32(0)\n"
+        "latency_tokens", DISPATCH, "            waiting = missing\n", "            waiting = Int32(0)\n"
     ),
     "few, copies counted": Mutation(
         "latency_tokens_many", PLACE, "    arch.sync_threads()\n    found = Int32(0)\n", "    found = Int32(0)\n"
