@@ -14,6 +14,7 @@ from test_ptx import assembled, compiled_ptx, count, needs_assembler
 from cute_kernels.heap import Heap, Problem
 from cute_kernels.latency.combine import LatencyCombine
 from cute_kernels.latency.dispatch import LatencyDispatch
+from cute_kernels.latency.dispatch_sender import AHEAD
 from cute_kernels.latency.reach import words_of
 from cute_kernels.latency.sizes import (
     MOST_BLOCK_BYTES,
@@ -64,9 +65,9 @@ def test_registers_and_spills_of_split_operations(kernel, tmp_path: Path) -> Non
 def test_dispatch(name: str, arch: str) -> None:
     problem, tokens = PROBLEMS[name]
     ptx = compiled_ptx(LatencyDispatch(problem, tokens, True), arch)
-    # The route to each peer in turn, and a row to each of a set of ranks, whose words are gone through one after the
+    # The route to each peer in turn, and some rows, each to a set of ranks, whose words are gone through one after the
     # other: whole lines, and nothing that waits for them to arrive.
-    assert count(ptx, "st.volatile.global.v4.b32") == (problem.world_size > 1) * (1 + words_of(problem))
+    assert count(ptx, "st.volatile.global.v4.b32") == (problem.world_size > 1) * (1 + AHEAD * words_of(problem))
     assert count(ptx, "ld.volatile.global.v4.b32") >= 1
     assert count(ptx, "griddepcontrol.wait") == 1
     # Dependents come when all that is awaited has been seen: by blocks that take rows, and by those that take none.
