@@ -9,8 +9,8 @@ they are, but for this:
 * Each assertion is counted, and the test goes on behind one that fails. The last line tells how many held and failed.
 * ``bench`` and ``bench_kineto`` call what they measure once (on a CPU not at all) and return made-up times.
 * Without a GPU, or with ``--cpu`` before the path: the device "cuda" is "cpu", the backend "nccl" is "gloo",
-  ``torch.cuda.synchronize`` and ``set_device`` do nothing, ``torch.compile`` compiles nothing, and all-to-alls move
-  float8, which gloo has not, as bytes.
+  ``torch.cuda.synchronize`` and ``set_device`` do nothing, ``torch.compile`` compiles nothing, and collectives are
+  called as gloo takes them: all-to-alls move float8 as bytes, all-gathers flat tensors.
 * ``deep_ep`` is ``ep_ops.integrations.deep_ep``, to which no name is added. ``deep_ep._C`` is empty.
 
 The exit status is 0 if assertions were run, all of them held, and nothing else was raised.
@@ -102,7 +102,7 @@ def _load_test(path: pathlib.Path, cpu: bool, run_as: str | None = None) -> type
     """Import a test of DeepEP and what it imports of the checkout."""
     deep_ep.install()
     if cpu:
-        start, exchange = dist.init_process_group, dist.all_to_all_single
+        start, exchange, gather = dist.init_process_group, dist.all_to_all_single, dist.all_gather_into_tensor
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.set_device = lambda device: None
         dist.init_process_group = lambda device_id=None, **given: start(**given)  # type: ignore[assignment]
@@ -111,6 +111,9 @@ def _load_test(path: pathlib.Path, cpu: bool, run_as: str | None = None) -> type
             exchange(*(one.view(torch.uint8) if getattr(one, "itemsize", 0) == 1 else one for one in given), **named)
 
         dist.all_to_all_single = all_to_all_single  # type: ignore[assignment]
+        dist.all_gather_into_tensor = lambda out, given, **named: gather(  # type: ignore[assignment]
+            out.view(-1), given.view(-1), **named
+        )
     utils = next(up for up in path.parents if (up / "deep_ep").is_dir()) / "deep_ep" / "utils"
     helpers = {f"deep_ep.utils.{name}": utils / f"{name}.py" for name in HELPERS}
     if not utils.is_dir():  # version 1: a file beside the tests
@@ -168,7 +171,8 @@ def main() -> int:
     places = sorted({f"{file}:{line}" for (file, line, right), count in COUNTS.items() if count and not right})
     if raised is not None:
         print(raised, file=sys.stderr)
-    print(f"{path.name}: {held} assertions held, {failed} failed{' in ' + ', '.join(places) if places else ''}")
+    stopped = "" if raised is None else "; stopped by the exception above"
+    print(f"{path.name}: {held} assertions held, {failed} failed{' in ' if places else ''}{', '.join(places)}{stopped}")
     return int(raised is not None or failed > 0 or held == 0)
 
 

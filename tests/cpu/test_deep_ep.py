@@ -218,7 +218,8 @@ def _few(given: list[Given], most: int) -> dict[str, Any]:
     rows, _, handle, *_ = buffer.low_latency_dispatch(mine.x, mine.idx, most, EXPERTS, use_fp8=False)
     expert = torch.arange(1, OWN + 1)[:, None, None] + dist.get_rank() * OWN
     y = (rows.nan_to_num() * expert).bfloat16()
-    combined, event, hook = buffer.low_latency_combine(y, mine.idx, mine.weights, handle, async_finish=True)
+    overlap = dict(overlap=False, packed_recv_count=rows, comp_signal=rows, block_m=64, threshold=2, num_sms=3)
+    combined, event, hook = buffer.low_latency_combine(y, mine.idx, mine.weights, handle, async_finish=True, **overlap)
     event.current_stream_wait()
     out["combined"] = combined
     target = torch.empty_like(mine.x)
@@ -288,6 +289,9 @@ def _refusals() -> list[str]:
         lambda: buffer.dispatch(x, topk_idx=idx, handle=(None,) * 3),
         lambda: buffer.low_latency_dispatch(x, idx, 4, EXPERTS, dispatch_wait_recv_cost_stats=x),
         lambda: buffer.low_latency_dispatch(x, idx, 4, 5),
+        lambda: buffer.low_latency_dispatch(x, idx, 4, EXPERTS, use_nvfp4=True),
+        lambda: buffer.low_latency_dispatch(x, idx, 4, EXPERTS, x_global_scale=x),
+        lambda: buffer.low_latency_combine(x, idx, x, None, overlap=True, comp_signal=idx, block_m=64, threshold=2),
         lambda: buffer.low_latency_combine(x, idx, x, None, combine_wait_recv_cost_stats=x),
         lambda: buffer.low_latency_combine(x, idx, x, None, zero_copy=True),
         buffer.low_latency_clean_mask_buffer, lambda: buffer.low_latency_update_mask_buffer(1, True),
@@ -312,6 +316,7 @@ def test_what_is_refused() -> None:
         "ValueError: num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None",
         "ValueError: scales of x have shape (2, 2)", "ValueError: topk_idx or topk_weights are given",
         "NotImplementedError: dispatch_wait_recv_cost_stats", "ValueError: num_experts is 5",
+        *2 * ["NotImplementedError: use_nvfp4 or x_global_scale is given"], "NotImplementedError: overlap is set",
         "NotImplementedError: combine_wait_recv_cost_stats", "ValueError: zero_copy is set",
         *3 * ["NotImplementedError: ranks cannot be masked"], "NotImplementedError: get_local_buffer_tensor",
         "RuntimeError: there is no event to wait for",

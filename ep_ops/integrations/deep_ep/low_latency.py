@@ -46,7 +46,7 @@ class LowLatency:
         self, x: Tensor, topk_idx: Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
         cumulative_local_expert_recv_stats: Tensor | None = None, dispatch_wait_recv_cost_stats: Tensor | None = None,
         use_fp8: bool = True, round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False,
-        return_recv_hook: bool = False,
+        return_recv_hook: bool = False, use_nvfp4: bool = False, x_global_scale: Tensor | None = None,
     ) -> tuple[Packed, Tensor, LowLatencyHandle, EventOverlap, Hook]:  # fmt: skip
         """Rows [El, W C, H], those of an expert at its beginning, by source rank and token; int32 [El] how many; a
         handle, an event, and a hook, which does nothing: everything is there when this returns.
@@ -55,7 +55,15 @@ class LowLatency:
         powers of two; ``use_ue8m0`` besides: four of their exponents in an int32, [El, W C, ceil(H / 512)].
         (docs/formats.md has the formulas; unrounded scales differ from DeepEP's in the last place.) What nobody has
         sent is undefined. K may not name an expert twice.
+
+        Raises:
+            NotImplementedError: ``use_nvfp4`` or ``x_global_scale`` (NVFP4 rows), which branches of DeepEP take, or
+                ``dispatch_wait_recv_cost_stats``.
         """
+        if use_nvfp4 or x_global_scale is not None:
+            raise NotImplementedError(
+                "use_nvfp4 or x_global_scale is given: rows travel as bfloat16 or e4m3, not NVFP4"
+            )
         if dispatch_wait_recv_cost_stats is not None:
             raise NotImplementedError("dispatch_wait_recv_cost_stats: how long ranks wait is not measured")
         refuse_experts(num_experts, self.group_size)
@@ -89,12 +97,27 @@ class LowLatency:
     def low_latency_combine(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, use_logfmt: bool = False,
         zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False,
-        out: Tensor | None = None, combine_wait_recv_cost_stats: Tensor | None = None,
+        out: Tensor | None = None, combine_wait_recv_cost_stats: Tensor | None = None, overlap: bool = False,
+        packed_recv_count: Tensor | None = None, comp_signal: Tensor | None = None, block_m: int = 0,
+        threshold: int = 0, num_sms: int = 0, src_signals: Tensor | None = None, src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook]:  # fmt: skip
         """The rows ``x`` [El, W C, H] home, times ``topk_weights`` [T, K], added up: [T, H], in ``out`` if given; an
         event, and a hook, which does nothing. ``zero_copy``: the rows are those of
         :meth:`get_next_low_latency_combine_buffer`. ``use_logfmt`` allows rows to travel less exactly than they are;
-        they do not."""
+        they do not.
+
+        SGLang passes the arguments from ``overlap`` on with its single-batch overlap. Without ``overlap`` the others
+        have no effect: the combine begins after the work on the current stream.
+
+        Raises:
+            NotImplementedError: ``overlap`` is set: combines cannot wait for the signals of a GEMM that still runs; or
+                ``combine_wait_recv_cost_stats``.
+        """
+        if overlap:
+            raise NotImplementedError(
+                "overlap is set: a combine cannot follow the signals (comp_signal, src_signals) of a GEMM that still"
+                " runs; allowed: False"
+            )
         if combine_wait_recv_cost_stats is not None:
             raise NotImplementedError("combine_wait_recv_cost_stats: how long ranks wait is not measured")
         if zero_copy:
