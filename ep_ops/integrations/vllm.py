@@ -1,4 +1,4 @@
-"""vLLM 0.33: what comes before and after the experts in its modular kernels, for rows that are not quantised.
+"""vLLM 0.33: the classes before and after the experts in its modular kernels, for bfloat16 and FP8 activations.
 
     comm = Communicator.shared(
         get_ep_group().device_group, num_experts=moe.num_experts, hidden_size=moe.hidden_dim,
@@ -28,6 +28,7 @@ try:
         TopKWeightAndReduceDelegate,
         TopKWeightAndReduceNoOP,
     )
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
     from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
 except ImportError as error:
     raise ImportError(
@@ -36,6 +37,7 @@ except ImportError as error:
     ) from error
 
 from ep_ops.communicator import Communicator
+from ep_ops.formats.quantise import to_e4m3
 from ep_ops.records import Dispatched
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
@@ -76,18 +78,17 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self, a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None,
         apply_router_weight_on_input: bool, quant_config: Any, defer_input_quant: bool = False,
     ) -> Pair:  # fmt: skip
-        """Sends ``a1`` [T, H], of the communicator's dtype, with ``topk_weights`` [T, K] to the experts ``topk_ids``
+        """Send ``a1`` [T, H], of the communicator's dtype, with ``topk_weights`` [T, K] to the experts ``topk_ids``
         [T, K] (-1: none) of ``num_experts``, which the ranks hold in contiguous blocks. ``expert_map`` is not needed.
 
-        NotImplementedError where experts want their input quantised; ValueError for another number of experts, and for
-        weights on the input where K is not 1.
+        Unless ``defer_input_quant`` is set, rows are quantized to e4m3 as they are sent, if ``quant_config`` asks for
+        it: with a scale for each 128 numbers of a row, for each row, or with the static scale ``a1_scale`` of all rows.
+
+        Raises:
+            NotImplementedError: another quantization.
+            ValueError: another number of experts, or weights on the input with K other than 1.
         """
         at, comm = self._at()
-        if quant_config.quant_dtype is not None and not defer_input_quant:
-            raise NotImplementedError(
-                f"quant_config.quant_dtype is {quant_config.quant_dtype}; {type(self).__name__} takes None alone, or"
-                f" experts whose expects_unquantized_inputs is True: rows travel as {comm.dtype}, without scales"
-            )
         if num_experts != comm.num_experts:
             raise ValueError(f"num_experts is {num_experts}; communicator {comm.name!r} has {comm.num_experts}")
         if apply_router_weight_on_input:
@@ -96,7 +97,9 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                     f"topk_ids has shape {tuple(topk_ids.shape)}; with apply_router_weight_on_input it must be [T, 1]"
                 )
             a1 = a1 * topk_weights.to(a1.dtype)
-        started = comm.dispatch_start(a1, topk_ids, topk_weights, **self._room(comm), zeros=True)
+        quantized = {} if defer_input_quant else self._quantized(quant_config, a1)
+        a1 = quantized.pop("x", a1)
+        started = comm.dispatch_start(a1, topk_ids, topk_weights, **self._room(comm), zeros=True, **quantized)
         arrived = functools.cache(functools.partial(comm.dispatch_wait, started))
 
         def receiver() -> mk.PrepareResultType:
@@ -104,7 +107,11 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             self.dropped.add_(sent.dropped)
             counts = mk.ExpertTokensMetadata(expert_num_tokens=sent.route.counts, expert_num_tokens_cpu=None)
             rows, ids, weights = self._rows(comm, sent)
-            return rows, None, counts, ids, weights
+            scales = None
+            if sent.scales is not None:
+                static = quant_config.a1_scale if quant_config.is_per_tensor else None
+                scales = self._scales(comm, sent.scales, static)
+            return rows, scales, counts, ids, weights
 
         return arrived, receiver
 
@@ -164,6 +171,41 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         if metadata is None:
             return comm.max_tokens_per_rank
         return math.ceil(int(metadata.num_tokens_across_dp_cpu.max()) / self._sp_size)
+
+    def _quantized(self, quant_config: Any, a1: Tensor) -> dict[str, Any]:
+        """Return the arguments of a dispatch with which rows arrive as ``quant_config`` asks, ``x`` among them if rows
+        are quantized before."""
+        dtype, block, static = quant_config.quant_dtype, quant_config.block_shape, quant_config.a1_scale
+        if dtype is None:
+            return {}
+        if dtype == torch.float8_e4m3fn:
+            if block is not None and block[1] == 128:
+                return {"format": "e4m3/128/pow2" if self._powers() else "e4m3/128/fp32", "scales_as": self._layout()}
+            if block is None and quant_config.is_per_act_token:
+                return {"format": "e4m3/row/fp32"}
+            if block is None and static is not None and static.numel() == 1:
+                codes = to_e4m3(a1.float() * static.float().reciprocal())
+                scales = static.float().reshape(1).expand(a1.shape[0]).contiguous()
+                return {"x": codes, "scales": scales, "format": "e4m3/row/fp32"}
+        raise NotImplementedError(
+            f"quant_config has quant_dtype {dtype}, block_shape {block}, per_act_token_quant"
+            f" {quant_config.per_act_token_quant} and {'no' if static is None else 'an'} a1_scale; allowed: None, or"
+            " float8_e4m3fn with blocks of 128, with a scale for each token, or with a static a1_scale of one number"
+        )
+
+    def _powers(self) -> bool:
+        """Whether experts take scales that are powers of two."""
+        return is_deep_gemm_e8m0_used()
+
+    def _layout(self) -> str:
+        """The layout of received scales of blocks."""
+        return "rows"
+
+    def _scales(self, comm: Communicator, scales: Tensor, static: Tensor | None) -> Tensor:
+        """Return received scales in the shape in which vLLM passes them to experts."""
+        if static is not None:
+            return static
+        return scales.unsqueeze(1) if scales.dim() == 1 else scales
 
     def _room(self, comm: Communicator) -> dict[str, Any]:
         """What a dispatch is told of sizes."""
@@ -230,6 +272,7 @@ class BatchedPrepareAndFinalize(_PrepareAndFinalize):
 
     def __init__(self, *comms: Communicator, slots: int | None = None, sp_size: int = 1) -> None:
         super().__init__(*comms, sp_size=sp_size)
+        self._packed = False
         ranks = comms[0].world_size
         self._slots = ranks * comms[0].max_tokens_per_rank if slots is None else slots
         if self._slots < ranks or self._slots % ranks:
@@ -239,12 +282,27 @@ class BatchedPrepareAndFinalize(_PrepareAndFinalize):
     def activation_format(self) -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.BatchedExperts
 
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Called by vLLM with the experts: some take four exponents of power-of-two scales in an int32."""
+        self._packed = fused_experts.supports_packed_ue8m0_act_scales()
+
     def max_num_tokens_per_rank(self) -> int:
         """What experts of this format multiply with the number of ranks: the slots that each rank has a share in."""
         return self._slots // self.num_dispatchers()
 
     def _room(self, comm: Communicator) -> dict[str, Any]:
         return {"slots": self._slots, "max_tokens": self._max_tokens(comm), "alignment": 1}
+
+    def _powers(self) -> bool:
+        return self._packed
+
+    def _layout(self) -> str:
+        return "packed" if self._packed else "columns"
+
+    def _scales(self, comm: Communicator, scales: Tensor, static: Tensor | None) -> Tensor:
+        if static is not None:
+            return static.reshape(1, 1, 1).expand(comm.num_local_experts, 1, 1)
+        return scales.view(comm.num_local_experts, self._slots, 1) if scales.dim() == 1 else scales
 
     def _rows(self, comm: Communicator, sent: Dispatched) -> tuple[Tensor, None, None]:
         return sent.x.view(comm.num_local_experts, self._slots, comm.hidden_size), None, None

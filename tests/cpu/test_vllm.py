@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import quantised
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -36,8 +37,10 @@ def vllm() -> None:
 
 
 def communicator(**others: Any) -> Communicator:
-    sizes: dict[str, Any] = dict(top_k=TOP_K, dtype=torch.float32, device="cpu", timeout=60.0) | others
-    return Communicator(num_experts=EXPERTS, hidden_size=HIDDEN, max_tokens_per_rank=MOST, **sizes)
+    sizes: dict[str, Any] = dict(
+        hidden_size=HIDDEN, top_k=TOP_K, dtype=torch.float32, device="cpu", timeout=60.0
+    ) | others  # fmt: skip
+    return Communicator(num_experts=EXPERTS, max_tokens_per_rank=MOST, **sizes)
 
 
 def inputs(rank: int, top_k: int = TOP_K, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -279,6 +282,77 @@ def test_whole_and_asynchronous(vllm: None, ranks: int, form: str) -> None:
         run(ranks, by_hand, form, how)
 
 
+def fp8_config(kind: str) -> Any:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+    static = torch.tensor([0.02]) if kind == "static" else None
+    block = [128, 128] if kind.startswith("block") else None
+    return FusedMoEQuantConfig.make(
+        torch.float8_e4m3fn, block_shape=block, per_act_token_quant=kind == "token", a1_scale=static
+    )
+
+
+def decoded_rows(form: str, kind: str, rows: Tensor, scales: Tensor) -> Tensor:
+    """Rows in float32, from scales in the shape that vLLM's experts take."""
+    blocks = rows.float().unflatten(-1, (-1, 128))
+    if kind == "block packed":
+        exponents = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., : blocks.shape[-2]]
+        return (blocks * (exponents.int() << 23).view(torch.float32).unsqueeze(-1)).flatten(-2)
+    lead = rows.shape[:-1]
+    wanted = {"block": (*lead, 2), "token": (*lead, 1), "static": (1,) if form == "standard" else (len(rows), 1, 1)}
+    assert scales.shape == wanted[kind] and scales.dtype == torch.float32
+    if kind != "block":
+        return rows.float() * scales
+    assert scales.stride(-1) == 1 or form == "batched"
+    return (blocks * scales.unsqueeze(-1)).flatten(-2)
+
+
+def fp8(form: str, kind: str) -> None:
+    """The expert ``i`` multiplies with i + 1 what rows decode to; -1 and NaN stand for rows that nobody has sent."""
+    width, x = 256, torch.randn(TOKENS[dist.get_rank()], 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    _, weights, ids = inputs(dist.get_rank())
+    form_of_numbers = {"block": "128/fp32", "block packed": "128/pow2", "token": "row/fp32"}
+    if kind == "static":
+        plain = (x / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.02
+    else:
+        codes, numbers = quantised.quantised(x, form_of_numbers[kind])
+        each = numbers.float().repeat_interleave(128, 1) if kind.startswith("block") else numbers.float()
+        plain = codes.view(torch.float8_e4m3fn).float() * each
+    with communicator(hidden_size=width) as comm:
+        prepare_finalize = made(form, comm)
+        prepare_finalize.post_init_setup(
+            SimpleNamespace(supports_packed_ue8m0_act_scales=lambda: kind == "block packed")
+        )
+        rows, scales, meta, row_ids, row_weights = prepare_finalize.prepare(
+            x, weights, ids, EXPERTS, None, False, fp8_config(kind), False
+        )
+        assert rows.dtype == torch.float8_e4m3fn
+        y = decoded_rows(form, kind, rows, scales)
+        if form == "standard":
+            y = torch.where(row_ids >= 0, y * (row_ids + 1), torch.nan)
+            rest = row_weights, row_ids
+        else:
+            place = torch.arange(rows.shape[1]) < meta.expert_num_tokens[:, None]
+            number = torch.arange(1, comm.num_local_experts + 1)[:, None, None] + comm.first_local_expert
+            y, rest = torch.where(place[..., None], y * number, torch.nan), (weights, ids)
+        out = torch.empty_like(x)
+        prepare_finalize.finalize(out, y, *rest, False, reduction("Delegate"))
+        factor = torch.where(ids >= 0, (ids + 1) * weights, 0).sum(1, keepdim=True)
+        # A code of the static scale may round otherwise where x / scale and x * (1 / scale) differ.
+        tolerance = 0.3 if kind == "static" else 1e-5
+        torch.testing.assert_close(out, plain * factor, atol=tolerance, rtol=1e-5)
+        if kind == "static":
+            assert ((out - plain * factor).abs() > 1e-4).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(("form", "kind"), [
+    *((form, kind) for form in ("standard", "batched") for kind in ("block", "token", "static")),
+    ("batched", "block packed"),
+])  # fmt: skip
+def test_fp8_rows(vllm: None, form: str, kind: str) -> None:
+    run(2, fp8, form, kind)
+
+
 def two_under_way(form: str) -> None:
     """Two micro-batches in the order in which vLLM's dual batch overlap runs them, hooks in each other's turn."""
     from vllm.v1.worker import ubatching
@@ -379,7 +453,9 @@ def test_what_is_refused(vllm: None) -> None:
     with communicator() as comm:
         standard, batched = made("standard", comm), made("batched", comm)
         for prepare_finalize in (standard, batched):
-            with pytest.raises(NotImplementedError, match="quant_dtype is torch.float8_e4m3fn; .*without scales"):
+            with pytest.raises(
+                NotImplementedError, match="quant_dtype torch.float8_e4m3fn, block_shape None, .*no a1_"
+            ):
                 prepare_finalize.prepare(x, weights, ids, EXPERTS, None, False, fp8, False)
             with pytest.raises(ValueError, match="num_experts is 7; communicator .* has 6"):
                 prepare_finalize.prepare(x, weights, ids, 7, None, False, unquantised(), False)
