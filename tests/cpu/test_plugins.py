@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -19,15 +21,24 @@ if sys.version_info < (3, 11):
     pytest.skip("reads pyproject.toml: needs Python 3.11", allow_module_level=True)
 import tomllib
 
-GROUPS = ("vllm.general_plugins", "sglang.srt.plugins")
+LOADERS = {
+    "vllm.general_plugins": ("vllm.plugins", "load_general_plugins"),
+    "sglang.srt.plugins": ("sglang.srt.plugins", "load_plugins"),
+}
+"""By group of entry points: the module and the function by which the framework calls them."""
 DECLARED = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
 
 
 def _worker(rank: int, group: str, file: str, queue: Any) -> None:
-    """What a worker of either framework does: run all plugins, then import DeepEP."""
+    """What a worker of either framework does: run all plugins, by its own loader if it is installed, then import DeepEP
+    and use it."""
     sys.path.insert(0, os.environ["EP_OPS_TEST_METADATA"])
-    for plugin in entry_points(group=group):
-        plugin.load()()
+    module, function = LOADERS[group]
+    if importlib.util.find_spec(module.partition(".")[0]) is not None:
+        getattr(importlib.import_module(module), function)()
+    else:
+        for plugin in entry_points(group=group):
+            plugin.load()()
     import deep_ep
     import torch
     import torch.distributed as dist
@@ -68,14 +79,17 @@ def metadata(tmp_path: Path) -> Path:
     info, text = tmp_path / "ep_ops_of_this_checkout-0.dist-info", configparser.ConfigParser()
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ep_ops_of_this_checkout\nVersion: 0\n")
-    for group in GROUPS:
+    for group in LOADERS:
         text[group] = DECLARED["entry-points"][group]
     with (info / "entry_points.txt").open("w") as file:
         text.write(file)
     return tmp_path
 
 
-def test_workers_dispatch_through_ep_ops(metadata: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", LOADERS)
+def test_workers_dispatch_through_ep_ops(metadata: Path, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if group != "vllm.general_plugins" and importlib.util.find_spec("sglang") is None:
+        pytest.skip("without SGLang it does the same as with the group of vLLM")
     monkeypatch.setenv("EP_OPS_DEEP_EP", "1")
     monkeypatch.setenv("EP_OPS_DEEP_EP_MAX_TOKENS", "4")
     name = "ep_ops.integrations.deep_ep"
@@ -83,11 +97,11 @@ def test_workers_dispatch_through_ep_ops(metadata: Path, monkeypatch: pytest.Mon
         (name, 4, [1.0, 2.0], [2], [2.0, 1.0]),  # expert 0: the first token of each rank
         (name, 4, [1.0, 1.0, 2.0, 2.0], [4], [4.0, 2.0]),
     ]
-    assert _workers(GROUPS[0], metadata, 2) == wanted
+    assert _workers(group, metadata, 2) == wanted
 
 
 def test_both_groups_name_the_same_function() -> None:
-    for group in GROUPS:
+    for group in LOADERS:
         (value,) = DECLARED["entry-points"][group].values()
         assert EntryPoint("ep_ops", value, group).load() is plugins.stand_in_for_deep_ep
 
