@@ -291,7 +291,7 @@ class BatchedPrepareAndFinalize(_PrepareAndFinalize):
         return self._slots // self.num_dispatchers()
 
     def _room(self, comm: Communicator) -> dict[str, Any]:
-        return {"slots": self._slots, "max_tokens": self._max_tokens(comm), "alignment": 1}
+        return {"layout": "padded", "slots": self._slots, "max_tokens": self._max_tokens(comm), "alignment": 1}
 
     def _powers(self) -> bool:
         return self._packed
