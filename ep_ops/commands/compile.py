@@ -40,7 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _first_sentences() -> dict[str, str]:
     """Return what the docstring of :class:`Config` says first about each option."""
     entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(Config) or "", re.MULTILINE)
-    return {name: re.split(r"\.\s", text)[0].replace("\n", " ").rstrip(".") for name, text in entries}
+    plain = {name: re.sub(r":\w+:`|`", "", re.split(r"\.\s", text)[0]) for name, text in entries}
+    return {name: text.replace("\n", " ").rstrip(".") for name, text in plain.items()}
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -248,3 +248,8 @@ def test_nothing_stays_under_way_where_something_is_raised():
                 next(left)
             left.close()
             assert torch.equal(layer(x), expected)
+
+
+def test_a_layer_needs_a_communicator() -> None:
+    with pytest.raises(TypeError, match="comm is 64; expected an ep_ops.Communicator"):
+        MoELayer(64, 8)  # type: ignore[arg-type]
