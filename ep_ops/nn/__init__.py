@@ -9,7 +9,7 @@ from ep_ops.nn.live_rows import swiglu_quantised, swiglu_rows
 from ep_ops.nn.losses import expert_counts, load_balancing_loss, router_z_loss, update_expert_bias_
 from ep_ops.nn.moe_layer import DenseMoE, MoELayer, Routing, swiglu
 from ep_ops.nn.parallel import clip_grad_norm_, expert_parameters, keep_experts_apart
-from ep_ops.nn.per_expert import expert_of_rows, of_rows
+from ep_ops.nn.per_expert import expert_of_rows, mask_rows, of_rows
 from ep_ops.nn.places import gather_mm, places_route, weights_of_places
 from ep_ops.nn.routing import Routed, Router
 from ep_ops.nn.scaled import scaled_grouped_mm
@@ -18,7 +18,7 @@ from ep_ops.overflow import recomputing
 __all__ = [
     "Computed", "DenseMoE", "ExpertLists", "Experts", "MoELayer", "Routed", "Router", "Routing", "clip_grad_norm_",
     "expert_counts", "expert_lists", "expert_of_rows", "expert_parameters", "gather_mm", "gather_rows",
-    "grouped_mm", "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "of_rows", "places_route",
-    "recomputing", "reduce_rows", "resharding_state_dict", "router_z_loss", "scaled_grouped_mm", "swiglu",
-    "swiglu_quantised", "swiglu_rows", "update_expert_bias_", "weights_of_places",
+    "grouped_mm", "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "mask_rows", "of_rows",
+    "places_route", "recomputing", "reduce_rows", "resharding_state_dict", "router_z_loss", "scaled_grouped_mm",
+    "swiglu", "swiglu_quantised", "swiglu_rows", "update_expert_bias_", "weights_of_places",
 ]  # fmt: skip

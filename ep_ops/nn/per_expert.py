@@ -57,3 +57,26 @@ def of_rows(values: Tensor, route: Route) -> Tensor:
     if values.shape[0] == 0:
         return values.new_zeros(expert.shape[0], *values.shape[1:])
     return torch.where(owned, values[expert.clamp(min=0)], 0)
+
+
+def mask_rows(x: Tensor, route: Route) -> Tensor:
+    """Return x with zeros in the rows that hold no token; their gradient is zero as well. Differentiable.
+
+    Rows that hold no token are undefined (NaN on the reference backend), in received rows and in the gradient that a
+    combine returns. A product over whole batches of rows, such as ``torch.bmm`` over [El, slots, H], multiplies them
+    into the gradient of the weights. Mask the rows before the first product and after the last one::
+
+        h = mask_rows(got.x, got.route).view(num_local_experts, slots, H)
+        y = mask_rows(experts(h).view(-1, H), got.route)
+
+    Args:
+        x: rows along ``route``, [R, ...].
+        route: of a grouped or padded layout, R = ``route.num_rows``.
+
+    Raises:
+        ValueError: the route is token-major, or x has another number of rows than the route.
+    """
+    holds = expert_of_rows(route) >= 0
+    if x.shape[:1] != holds.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [{holds.shape[0]} (num_rows of the route), ...]")
+    return torch.where(holds.view(-1, *[1] * (x.ndim - 1)), x, 0)

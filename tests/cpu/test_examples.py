@@ -64,10 +64,50 @@ def test_train_under_torchrun() -> None:
 def test_the_others_run() -> None:
     for rank, text in enumerate(run_ranks(2, printed, "decode")):
         assert re.fullmatch(rf"rank {rank} of 2: \d+ steps, eager, differ by \S+ from eager ones\n", text), text
-    for name in ("port_all_to_all", "token_major"):
+    for name in ("padded", "port_all_to_all", "token_major"):
         for rank, text in enumerate(run_ranks(2, printed, name)):
             found = re.fullmatch(rf"rank {rank} of 2: results and gradients differ by (\S+)\n", text)
             assert found and float(found[1]) < 1e-5, text
+
+
+def test_bits_do_not_depend_on_batch_or_mode() -> None:
+    for rank, text in enumerate(run_ranks(2, printed, "reproducible")):
+        assert text == f"rank {rank} of 2: the same bits in 6 modes, (1, 7, 128) tokens\n"
+
+
+def pipelined() -> list[tuple[float | None, float, list[torch.Tensor], list[torch.Tensor]]]:
+    return [pipelined_by(kind) for kind in ("gpipe", "1f1b", "interleaved")]
+
+
+def pipelined_by(kind: str) -> tuple[float | None, float, list[torch.Tensor], list[torch.Tensor]]:
+    """Loss and router gradients of this rank's blocks in a pipeline, and of a dense model on the same batch."""
+    module = example("pipeline")
+    mine = torch.randn(2, 96, 32, generator=torch.Generator().manual_seed(dist.get_rank() % 2))
+    blocks, loss = module.pipelined_loss(kind, *mine)
+    gradients = []
+    for block in blocks:
+        (router,) = (p for name, p in block.named_parameters() if "router" in name)
+        assert router.grad is not None
+        gradients.append(router.grad)
+    count = 2 * len(blocks)
+    sizes = type("Sizes", (), {"top_k": 2, "num_experts": 6, "hidden_size": 32, "dtype": torch.float32})
+    dense = [module.Block(DenseMoE(sizes, 64, seed=number)) for number in range(count)]
+    out = mine[0]
+    for block in dense:
+        out = block(out)
+    expected = module.loss_of(out, mine[1])
+    expected.backward()
+    numbers = [dist.get_rank() // 2 + 2 * i for i in range(len(blocks))]
+    return loss, float(expected.detach()), gradients, [dense[number].moe.router.weight.grad for number in numbers]
+
+
+def test_pipelines_are_right() -> None:
+    for rank, found in enumerate(run_ranks(4, pipelined)):
+        for loss, dense, gradients, expected in found:
+            assert (loss is None) == (rank < 2)
+            if loss is not None:
+                torch.testing.assert_close(loss, dense)
+            torch.testing.assert_close(gradients, expected)
 
 
 def test_replicas_balance_a_skewed_load() -> None:
