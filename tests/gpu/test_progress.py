@@ -17,7 +17,7 @@ from sharing import own_gpu
 from torch import Tensor
 
 import ep_ops
-from ep_ops.backends.cute import residency
+from ep_ops.backends.cute import sm_model
 
 pytestmark = own_gpu
 TIMEOUT = 5.0
@@ -84,14 +84,14 @@ class Steps:
         self.out.clear()
 
 
-@pytest.mark.parametrize("taken", [1, residency.MARGIN, 60, None])
+@pytest.mark.parametrize("taken", [1, sm_model.MARGIN, 60, None])
 @pytest.mark.parametrize("kind", ["many", "few"])
 def test_blocks_that_stay(kind, taken, comms, together) -> None:
     """Of a kernel that holds so many multiprocessors, or all but what is needed, and does not end before the operations
     have."""
     launcher = comms[kind][0].backend._launcher
     if taken is None:
-        left = residency.needed(launcher.problem) if kind == "many" else -(-launcher.multiprocessors // 2)
+        left = sm_model.needed(launcher.problem) if kind == "many" else -(-launcher.multiprocessors // 2)
         taken = launcher.multiprocessors - left
     steps, theirs = Steps(comms[kind][0], taken), torch.cuda.Stream()
     if dist.is_initialized():
