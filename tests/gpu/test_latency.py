@@ -121,7 +121,7 @@ class Oracle:
 
     def __init__(self, tokens: int, hidden: int, bound: int | None = None, slots: int = 0) -> None:
         self.tokens, self.hidden = tokens, hidden
-        self.sizes = {"max_tokens": bound or max(tokens, 1), "slots": slots}
+        self.sizes: dict = {"max_tokens": bound or max(tokens, 1), **(cases.room(None, slots) if slots else {})}
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -99,7 +99,7 @@ class Failures:
         if refused is not None:
             # Not on the current stream: while that is captured nothing runs on it.
             with torch.cuda.device(self._device), torch.cuda.stream(self._resets):
-                self._state[REFUSED] = 0
+                self._state[REFUSED : REFUSED + 1].zero_()  # a launch: copies from the host are not allowed then
             raise ValueError(f"communicator {self._config.name!r}: {refused}")
 
     def _turns_of(self, terms: marks.Terms) -> int:
