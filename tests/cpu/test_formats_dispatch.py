@@ -209,7 +209,7 @@ def _check(world_size: int, route: str, dtype: torch.dtype) -> None:
                         same(tensors[2], weights)
                     if which != "planned":
                         for tensor, field in zip(
-                            tensors[3:], ("send_rows", "arrivals", "offs", "counts", "dropped"), strict=True
+                            tensors[3:8], ("send_rows", "arrivals", "offs", "counts", "dropped"), strict=True
                         ):
                             same(tensor, getattr(plan, field))
             values = [quantised.dequantised(c, s, dtype) for c, s in zip(one.codes, one.scales, strict=True)]

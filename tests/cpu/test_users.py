@@ -261,7 +261,7 @@ def test_no_gpu() -> None:
 
 
 def test_experts_per_rank_is_a_number() -> None:
-    with pytest.raises(ValueError, match="experts_per_rank is 4; it must hold one int for each rank"):
+    with pytest.raises(ValueError, match="experts_per_rank is 4; it must hold one int >= 0 for each of 1 ranks"):
         ep_ops.Communicator(**SIZES, experts_per_rank=4)
 
 
