@@ -120,7 +120,7 @@ PUBLISHED = (
     Published("mscclpp, GB200", Layout(1, 16), None, "dispatch", 925, "µs", "GB200"),
 )
 """Tokens, hidden size and top-k are those of `Layout` unless they are named: 4096 (few: 128), 7168, 8. Routing is taken
-to be even over all experts, also where it was limited to groups, and the dtype to be bf16 where none is told."""
+to be even over all experts, also where it was limited to groups, and the dtype to be bf16 where none is stated."""
 
 
 def best(run: dict[str, Any], direction: str) -> float:

@@ -46,12 +46,12 @@ def address_of_entries(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) ->
 
 
 def address_of_message(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
-    """Where its counts lie, and what is told behind them."""
+    """Return the address of the message of a source rank's tile in a rank's heap: its counts, then its entries."""
     return heap + offset_of_message(ranks, "messages", source, tile)
 
 
 def offset_of_message(ranks: Ranks, name: str, rank: Int32, tile: Int32) -> Int64:
-    """Of a section that has room for what each tile tells, by rank."""
+    """Return the offset of a tile's message in a section that has one for each (rank, tile)."""
     return ranks.at(Int64(0), name) + Int64(rank * ranks.heap.problem.tiles + tile) * ranks.heap.message_bytes
 
 

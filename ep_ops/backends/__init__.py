@@ -33,7 +33,7 @@ def _plain(kind: str, member: Member) -> Backend:
 
 
 def _cute(member: Member) -> Backend:
-    """The cute backend, if all ranks could make theirs; what one raises is told to all."""
+    """Return the cute backend. If one rank cannot create its own, every rank raises that rank's reason."""
     from .cute import CuteBackend
 
     made, error = None, None

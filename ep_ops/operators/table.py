@@ -125,7 +125,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch",
         f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
-        "x [T, H] and weights [T, K] → rows [R, H] in the layout that is asked for, R fixed by the caller; no host"
+        "x [T, H] and weights [T, K] → rows [R, H] in the given layout, R fixed by the caller; no host"
         " synchronization on GPUs",
         checks.dispatch,
         lambda backend, a: backend.dispatch(

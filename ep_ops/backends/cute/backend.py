@@ -369,7 +369,7 @@ class CuteBackend:
         whole = ("plan", "dispatch_dynamic")  # the second ends where its plan does
         if rounds == 1 or operator in whole or (operator == "combine_gathered" and not self._across):
             return 1
-        return rounds + (operator == "dispatch")  # the route is told before
+        return rounds + (operator == "dispatch")  # the route is published first
 
     def empty_rows(self, num_rows: int) -> Tensor:
         config = self._config

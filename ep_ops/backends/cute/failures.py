@@ -109,8 +109,8 @@ class Failures:
         return self.turns(terms.kind, terms.max_tokens)
 
     def give_up(self, why: str) -> None:
-        """End the communicator on all ranks, which are told the reason, since this one cannot do what they expect. What
-        tells them is launched on the current stream, behind whatever has been launched of an operation."""
+        """End the communicator on all ranks with a reason, because this rank cannot run what they expect. A kernel on
+        the current stream, behind all launches of the interrupted operation, sends the reason to the peers."""
         if self.broken is None:
             self.broken = f"rank {self._rank}: {why}"
             self._alarm(why)
