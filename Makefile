@@ -11,6 +11,9 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Of its wheel only the device library is used, with which kernels are compiled; pip may say that torch wants another one.
 NVSHMEM ?= 3.7.2
 
+# Every process would compile what it imports anew, torch with it: seconds each, and tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 READY := $(VENV)/.ready
 PYTHON ?= $(VENV)/bin/python
