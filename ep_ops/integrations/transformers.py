@@ -17,19 +17,25 @@ come and go. Every rank passes its own tokens, and all ranks run the same layers
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from ep_ops import registry
 from ep_ops.communicator import Communicator
 from ep_ops.nn import expert_of_rows
+from ep_ops.nn.experts import check_split, experts_dtensor, refuse_plain
 
 _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
 
@@ -51,46 +57,67 @@ def spread_experts(
     model: nn.Module, group: dist.ProcessGroup | None = None, *, max_tokens_per_rank: int, capacity: int | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Leaves each rank of ``group`` (None: the default group) its share of the experts of all MoE layers of ``model``,
-    and has their tokens sent there. Call it on all ranks, where the model has the same weights, in the dtype and on the
-    device that it is to run in, before optimizers are made. Arguments as for :func:`register`; ``top_k``, experts that
-    a token names, where the model's configuration does not say. Returns the names of the layers' experts; ValueError
-    if there are none, or if nobody says top_k.
+    """Keep this rank's share of the experts of all MoE layers of ``model``, and send their tokens to the ranks that
+    hold them.
 
-    Gradients of the experts then hold the tokens of all ranks (see ``ep_ops.nn.keep_experts_apart``).
-    ``save_pretrained`` of ``model`` raises a NotImplementedError unless it is given a ``state_dict``: this rank's has a
-    part of the experts.
+    Call it on all ranks of ``group`` (None: the default group), where the model has the same weights, in the dtype and
+    on the device that it is to run in, before optimizers are made. On more than one rank the experts' parameters are
+    then DTensors of all experts, ``Shard(0)`` over ``expert_mesh()`` of the communicator, as those of
+    :class:`ep_ops.nn.Experts`: PyTorch's checkpoints, optimizers and norms work as docs/training.md says, and gradients
+    hold the tokens of all ranks. ``save_pretrained`` gathers all experts on rank 0, and all ranks have to call it.
+
+    Llama 4 is supported, whose own experts compute every token; here they compute the tokens that chose them.
+
+    Args:
+        max_tokens_per_rank, capacity, options: as for :func:`register`. ``top_k``, experts that a token names, is
+            needed where the model's configuration does not say.
+
+    Returns:
+        Names of the modules of experts, each of which has the attribute ``comm``.
+
+    Raises:
+        ValueError: there are no experts, top_k is not known, the model is spread already, or ``experts_per_rank`` is
+            not the default.
     """
+    for block in model.modules():
+        if isinstance(block, Llama4TextMoe):
+            _give_routing(block)
     found = [name for name, module in model.named_modules() if _is_experts(module)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers would spread over ranks")
     for name in found:
         if model.get_submodule(name)._is_expert_parallel:
             raise ValueError(f"{name} of {type(model).__name__} is spread over ranks already; allowed: once")
-    options |= {"max_tokens_per_rank": max_tokens_per_rank}
     for name in found:
         experts: Any = model.get_submodule(name)
-        parameter = next(experts.parameters())
-        top_k = options.get("top_k") or _top_k(experts)
-        comm = Communicator.shared(
-            group, num_experts=experts.num_experts, hidden_size=_hidden_size(experts), dtype=parameter.dtype,
-            device=parameter.device, **options | {"top_k": top_k},
-        )  # fmt: skip
-        mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
-        whole = dict(experts.named_parameters(recurse=False))
-        spread = [held for held, p in whole.items() if p.shape[:1] == (comm.num_experts,)]
-        for held in spread:
-            own = nn.Parameter(whole[held].detach()[mine].clone(), requires_grad=whole[held].requires_grad)
-            setattr(experts, held, own)
-        experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
-        own_experts = functools.partial(_through, comm, capacity, experts, experts.forward)
-        experts.forward = own_experts
-        experts.expert_parameters = functools.partial(_parameters, experts, spread)
-        experts.comm = comm
+        _spread(experts, group, capacity, options | {"max_tokens_per_rank": max_tokens_per_rank})
     saves: Any = model
     if hasattr(model, "save_pretrained"):
         saves.save_pretrained = functools.partial(_save_whole, model, type(saves).save_pretrained)
     return found
+
+
+def _spread(experts: Any, group: dist.ProcessGroup | None, capacity: int | None, options: dict[str, Any]) -> None:
+    """Spread one module of experts."""
+    parameter = next(experts.parameters())
+    top_k = options.get("top_k") or _top_k(experts)
+    comm = Communicator.shared(
+        group, num_experts=experts.num_experts, hidden_size=_hidden_size(experts), dtype=parameter.dtype,
+        device=parameter.device, **options | {"top_k": top_k},
+    )  # fmt: skip
+    check_split(comm, "spread_experts")
+    mine = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
+    whole = dict(experts.named_parameters(recurse=False))
+    spread = [name for name, p in whole.items() if p.shape[:1] == (comm.num_experts,)]
+    for name in spread:
+        own = experts_dtensor(comm, whole[name].detach()[mine].clone())
+        setattr(experts, name, nn.Parameter(own, requires_grad=whole[name].requires_grad))
+    experts.register_load_state_dict_pre_hook(refuse_plain)
+    experts.num_experts, experts._is_expert_parallel = comm.num_local_experts, True
+    own_experts = functools.partial(_through, comm, capacity, experts, experts.forward)
+    experts.forward = own_experts
+    experts.expert_parameters = functools.partial(_parameters, experts, spread)
+    experts.comm = comm
 
 
 class EpOps(EPImplementation):
@@ -133,22 +160,69 @@ def _through(
     comm: Communicator, capacity: int | None, experts: Any, forward: Callable[..., Tensor], hidden_states: Tensor,
     top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The tokens to their experts, through these, and back. ``forward``: of this rank's ``experts``."""
+    """Send the tokens to their experts, through ``forward`` of this rank's ``experts``, and back."""
     sent = comm.dispatch(hidden_states.contiguous(), top_k_index, top_k_weights, capacity=capacity)
-    expert = expert_of_rows(sent.route)
+    expert, weights = expert_of_rows(sent.route), sent.weights
     there = (expert >= 0).unsqueeze(1)
-    # Rows that nobody owns are undefined. The layer's code skips an expert of the number that there are; its eager loop
-    # does not in all models, and computes a row of zeros with weight zero.
+    # Rows that no token owns are undefined. The layer's code skips them by the id num_experts; its eager loop does not
+    # in all models, and computes a row of zeros with weight zero.
     rows = torch.where(there, sent.x, 0)
-    nobody = 0 if experts.config._experts_implementation == "eager" else comm.num_local_experts
+    if getattr(experts, "weights_first", False):
+        assert weights is not None
+        rows, weights = rows * torch.where(there, weights.unsqueeze(1), 0).to(rows.dtype), None
+    config = getattr(experts, "config", None)
+    nobody = 0 if config is not None and config._experts_implementation == "eager" else comm.num_local_experts
     ids = torch.where(there, expert.unsqueeze(1), nobody)
-    if comm.num_local_experts:
-        y = forward(rows, ids, there.to(rows.dtype))
-    else:  # no rows, which not all implementations take; they hang on the parameters, lest others wait in backward
-        y = rows + sum(parameter.sum() for parameter in experts.parameters()).to(rows.dtype)
-    if torch.is_grad_enabled():  # nor is the gradient of such rows defined, which a weight of zero does not stop
+    with _local_parameters(experts):
+        if comm.num_local_experts:
+            y = forward(rows, ids, there.to(rows.dtype))
+        else:  # no rows, which not all implementations take; parameters take part, since others wait in backward
+            y = rows + sum(parameter.sum() for parameter in experts.parameters()).to(rows.dtype)
+    if torch.is_grad_enabled():  # the gradient of undefined rows is undefined too, and a weight of zero keeps NaN
         y = torch.where(there, y, 0)
-    return comm.combine(y, sent.route, sent.weights)
+    return comm.combine(y, sent.route, weights)
+
+
+@contextlib.contextmanager
+def _local_parameters(experts: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are DTensors are this rank's shards, which the layer's code can compute with."""
+    parameters: dict[str, Any] = experts._parameters
+    whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    parameters.update({name: p.to_local() for name, p in whole.items()})
+    try:
+        yield
+    finally:
+        parameters.update(whole)
+
+
+def _give_routing(block: Any) -> None:
+    """Give Llama 4's experts the interface of other models' experts.
+
+    Its layer multiplies a token by its scores, zero for experts that it did not choose, passes the products through all
+    experts and adds up. Experts map zeros to zeros, so the chosen ones suffice.
+    """
+    experts = block.experts
+    if hasattr(experts, "weights_first"):
+        return
+    experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, False, False
+    experts.is_transposed, experts._is_expert_parallel, experts.weights_first = True, False, True
+    experts.top_k = block.top_k
+    experts._apply_gate = functools.partial(_gated, experts)
+    experts.forward = functools.partial(grouped_mm_experts_forward, experts)
+    block.forward = functools.partial(_llama4_forward, block)
+
+
+def _gated(experts: Any, gate_and_up: Tensor) -> Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return up * experts.act_fn(gate)
+
+
+def _llama4_forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace ``Llama4TextMoe.forward``; same results."""
+    x = hidden_states.reshape(-1, block.hidden_dim)
+    scores, logits = block.router(x)
+    ids = logits.topk(block.top_k, dim=1).indices
+    return block.shared_expert(x) + block.experts(x, ids, scores.gather(1, ids)), logits
 
 
 def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:
@@ -157,12 +231,11 @@ def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:
 
 
 def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``save_pretrained``, of what has all experts."""
-    if (args[2] if len(args) > 2 else kwargs.get("state_dict")) is None:
-        raise NotImplementedError(
-            "save_pretrained would save the experts of one rank alone; allowed: state_dict=, of all of them, or"
-            " torch.distributed.checkpoint of ep_ops.nn.resharding_state_dict"
-        )
+    """Call ``save_pretrained`` with the state dict of all experts, unless it is given one or saves DTensors itself."""
+    given = inspect.signature(save).bind(model, *args, **kwargs).arguments
+    if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return save(**given | {"state_dict": whole})
     return save(model, *args, **kwargs)
 
 
@@ -178,6 +251,8 @@ def _hidden_size(experts: Any) -> int:
 
 def _top_k(experts: Any) -> int:
     """Experts that a token names, by whichever of its names the model's configuration has it."""
+    if hasattr(experts, "top_k"):
+        return experts.top_k
     sizes = experts.config.get_text_config()
     found = [value for name in _TOP_K if (value := getattr(sizes, name, None)) is not None]
     told = {number for value in found for number in (value if isinstance(value, list) else [value])}  # of each layer

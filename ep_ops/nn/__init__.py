@@ -1,6 +1,6 @@
 """Layers built on the operators, to copy from as much as to use, and row-wise operations between them."""
 
-from ep_ops.nn.checkpoint import load_experts, resharding_state_dict
+from ep_ops.nn.checkpoint import load_experts
 from ep_ops.nn.experts import Computed, Experts
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.interleave import interleave
@@ -19,6 +19,6 @@ __all__ = [
     "Computed", "DenseMoE", "ExpertLists", "Experts", "MoELayer", "Routed", "Router", "Routing", "clip_grad_norm_",
     "expert_counts", "expert_lists", "expert_of_rows", "expert_parameters", "gather_mm", "gather_rows",
     "grouped_mm", "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "mask_rows", "of_rows",
-    "places_route", "recomputing", "reduce_rows", "resharding_state_dict", "router_z_loss", "scaled_grouped_mm",
+    "places_route", "recomputing", "reduce_rows", "router_z_loss", "scaled_grouped_mm",
     "swiglu", "swiglu_quantised", "swiglu_rows", "update_expert_bias_", "weights_of_places",
 ]  # fmt: skip

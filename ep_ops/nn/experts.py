@@ -78,12 +78,7 @@ class Experts(nn.Module):
         check_size("intermediate_size", intermediate_size, 1)
         if dynamic and capacity is not None:
             raise ValueError(f"capacity={capacity} was given, but dynamic=True lets no row be dropped")
-        allowed = default_experts(comm.num_experts, comm.world_size)
-        if comm.experts_per_rank != allowed:
-            raise ValueError(
-                f"experts_per_rank of communicator {comm.name!r} is {comm.experts_per_rank}; Experts takes the default,"
-                f" {allowed}, which is how DTensors are sharded"
-            )
+        check_split(comm, "Experts")
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
         self.format, self.seed = format, seed
         held, hidden, device = comm.num_local_experts, comm.hidden_size, default_device(comm)
@@ -91,7 +86,7 @@ class Experts(nn.Module):
         self.w_in = nn.Parameter(self.from_local(made(held, hidden, 2 * intermediate_size)))
         self.w_out = nn.Parameter(self.from_local(made(held, intermediate_size, hidden)))
         self.register_buffer("dropped", torch.zeros(held, dtype=torch.int32, device=device), persistent=False)
-        self.register_load_state_dict_pre_hook(_refuse_plain)
+        self.register_load_state_dict_pre_hook(refuse_plain)
         self.reset_parameters()
 
     def from_local(self, local: Tensor) -> Tensor:
@@ -99,12 +94,7 @@ class Experts(nn.Module):
 
         For parameters of one's own, one for each expert, as adapters and biases. Differentiable.
         """
-        mesh = self.comm.expert_mesh()
-        if mesh is None:
-            return local
-        shape = torch.Size((self.comm.num_experts, *local.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return experts_dtensor(self.comm, local)
 
     def reset_parameters(self) -> None:
         """Draw the initial weights of this rank's experts, and set ``dropped`` to zero.
@@ -226,7 +216,7 @@ def _end(wait: Callable[[Any], Any], started: Any) -> None:
         wait(started)
 
 
-def _refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """TypeError for state dicts of ordinary tensors where parameters are DTensors."""
     for name, parameter in module.named_parameters():
         given = state.get(prefix + name)
@@ -236,6 +226,26 @@ def _refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others
                 " load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,"
                 " options=StateDictOptions(full_state_dict=True))"
             )
+
+
+def check_split(comm: Communicator, what: str) -> None:
+    """Raise ValueError if ranks hold other numbers of experts than ``Shard(0)`` of a DTensor gives them."""
+    allowed = default_experts(comm.num_experts, comm.world_size)
+    if comm.experts_per_rank != allowed:
+        raise ValueError(
+            f"experts_per_rank of communicator {comm.name!r} is {comm.experts_per_rank}; {what} takes the default,"
+            f" {allowed}, which is how DTensors are sharded"
+        )
+
+
+def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
+    """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; ``local`` on one rank."""
+    mesh = comm.expert_mesh()
+    if mesh is None:
+        return local
+    shape = torch.Size((comm.num_experts, *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def check_size(name: str, size: Any, least: int) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -90,21 +89,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     ranks, others sharded by FSDP2 or ordinary tensors that all ranks hold. Every parameter counts once, so the norm is
     that of the model with all experts, and equal on all ranks. Collective.
     """
-    local: dict[int, Any] = {}
-    for _, layer in expert_layers(model):
-        comm: Any = layer.comm
-        local |= {id(p): comm.group for p in layer.expert_parameters() if comm.world_size > 1}  # type: ignore[operator]
-    kinds: dict[Any, list[nn.Parameter]] = {}  # by the ranks that share a parameter
+    kinds: dict[Any, list[nn.Parameter]] = {}  # by mesh
     for p in model.parameters():
         if p.grad is not None:
-            kinds.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else local.get(id(p)), []).append(p)
+            kinds.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
     total = torch.zeros((), device=next(model.parameters()).device)
-    for kind, held in kinds.items():
+    for held in kinds.values():
         norm = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
-        square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
-        if isinstance(kind, dist.ProcessGroup):
-            dist.all_reduce(square, group=kind)
-        total = total + square
+        total = total + (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
     total = total.sqrt()
     for held in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)

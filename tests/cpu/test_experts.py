@@ -103,6 +103,7 @@ def without_experts_on_one_rank() -> None:
         assert not layer.experts.dropped.any()
         misuse(comm)
         losses(comm)
+        exported(comm)
     with ep_ops.Communicator(**SIZES, dtype=torch.float32, experts_per_rank=[2, 1, 1, 1]) as other:
         with pytest.raises(ValueError, match=r"is \(2, 1, 1, 1\); Experts takes the default, \(2, 2, 1, 0\)"):
             Experts(other, F)
@@ -116,6 +117,16 @@ def misuse(comm: ep_ops.Communicator) -> None:
     with pytest.raises(TypeError, match=r"topk_idx is a DTensor; .* topk_idx.to_local\(\)"):
         experts(x.to_local(), DTensor.from_local(ids, comm.expert_mesh(), [Replicate()]), weights)
     assert experts(x.to_local(), ids, weights).shape == (3, H)  # and all goes on
+
+
+def exported(comm: ep_ops.Communicator) -> None:
+    """Strict export keeps the parameters as DTensors, and the program runs on all ranks."""
+    experts, x = Experts(comm, F), torch.randn(3, H)
+    given = x, torch.randint(5, (3, 2)), torch.rand(3, 2)
+    program = torch.export.export(experts, given, strict=True)
+    assert all(isinstance(program.state_dict[name], DTensor) for name in ("w_in", "w_out"))
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(*given), experts(*given))
 
 
 def losses(comm: ep_ops.Communicator) -> None:

@@ -276,6 +276,30 @@ def test_deepseek() -> None:
         assert len(ours) > 30
 
 
+def clipped_by_torchtitan() -> None:
+    """Its gradient norm of a model with ``ep_ops.nn.Experts``, which it knows by the name of their mesh's dimension."""
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.distributed.utils import clip_grad_norm_ as clip
+
+    from ep_ops.nn import MoELayer, clip_grad_norm_, keep_experts_apart
+
+    ranks = dist.get_world_size()
+    sizes: dict[str, Any] = dict(num_experts=5, hidden_size=16, top_k=2, max_tokens_per_rank=8, dtype=torch.float32)
+    with ep_ops.Communicator(**sizes, device="cpu") as comm:
+        layer = keep_experts_apart(MoELayer(comm, 8), ranks)
+        mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+        fully_shard(layer, mesh=mesh, ignored_params=set(layer.experts.parameters()))
+        layer(torch.randn(5, 16)).square().sum().backward()
+        norm = clip_grad_norm_(layer, 1e9)
+        torch.testing.assert_close(clip(layer.parameters(), float(norm) / 4, foreach=True, ep_enabled=True), norm)
+        torch.testing.assert_close(clip_grad_norm_(layer, 1e9), norm / 4)
+
+
+@needs_torchtitan
+def test_gradient_norm() -> None:
+    run_ranks(2, clipped_by_torchtitan)
+
+
 @needs_torchtitan
 def test_use_ep_ops() -> None:
     """Sizes are filled in, CUDA graphs allowed, and saved is what is sent, unless the policy is the user's own."""

@@ -14,6 +14,14 @@ pytest.importorskip("transformers.distributed.expert_parallel", reason="needs tr
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
 import ep_ops
 from ep_ops.nn import expert_parameters
@@ -32,14 +40,28 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "gpt_oss": dict(num_local_experts=6, layer_types=["full_attention"] * 2),
 }  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "llama4_text": dict(num_local_experts=6, intermediate_size_mlp=48, moe_layers=[1]),
+    "afmoe": dict(num_experts=6, num_shared_experts=1, global_attn_every_n_layers=2, sliding_window=4),
+    "jamba": dict(
+        num_experts=6, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_expand=2
+    ),
+    "qwen3_next": dict(
+        num_experts=6, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        full_attention_interval=2, shared_expert_intermediate_size=24,
+    ),
+}  # fmt: skip
+"""Other attention or state-space layers around the experts. transformers itself does not spread Llama 4's."""
 
 
-def made(kind: str, experts: str) -> Any:
+def made(kind: str, experts: str, **sizes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES | MODELS[kind])
-    config._attn_implementation, config._experts_implementation = "eager", experts
+    config = AutoConfig.for_model(kind, **SIZES | (MODELS | MORE)[kind] | sizes)
+    config._attn_implementation = "eager"
+    if kind != "llama4_text":  # which has one implementation
+        config._experts_implementation = experts
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():  # biases begin as zeros
         torch.nn.init.normal_(parameter, std=0.2)
@@ -57,14 +79,13 @@ def loss_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     """Largest relative differences: of the logits, and of each gradient of the losses' sum over ranks."""
-    from torch.distributed.tensor import DTensor
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     from ep_ops.integrations.transformers import register, spread_experts
 
     model, dense = made(kind, implementation), made(kind, implementation)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    names = [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+    names = [name for name, module in model.named_modules() if type(module).__name__.endswith("Experts")]
     batches = [0] * ranks if how == "same batch" else range(ranks)  # of each rank
     if how != "spread" and how != "compiled":
         register(max_tokens_per_rank=16)
@@ -79,6 +100,7 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     else:
         assert spread_experts(model, max_tokens_per_rank=16) == names and names
         held = [p for name in names for p in model.get_submodule(name).parameters()]
+        assert all(isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("ep",) for p in held)
         for _ in range(2):
             assert list(map(id, expert_parameters(model))) == list(map(id, held))
     if "compiled" in how:
@@ -111,21 +133,29 @@ def spread(kind: str, how: str, implementation: str) -> dict[str, float]:
     return found
 
 
-WAYS = [
-    *(("spread", implementation) for implementation in ("eager", "grouped_mm", "batched_mm")),
-    ("registered", "grouped_mm"), ("same batch", "grouped_mm"),
-]  # fmt: skip
-COMPILED = ("qwen3_moe", "gpt_oss")  # one graph; graphs around a router, and experts with biases
+def spread_all(how: str, implementation: str, kinds: list[str]) -> dict[str, float]:
+    return {
+        f"{kind} {name}": difference for kind in kinds for name, difference in spread(kind, how, implementation).items()
+    }
 
 
-@pytest.mark.parametrize(("how", "implementation", "kind"), [
-    *((*way, kind) for way in WAYS for kind in MODELS),
-    *((how, "grouped_mm", kind) for how in ("compiled", "registered and compiled") for kind in COMPILED),
+COMPILED = ["qwen3_moe", "gpt_oss"]  # one graph; graphs around a router, and experts with biases
+
+
+@pytest.mark.parametrize(("how", "implementation", "kinds"), [
+    ("spread", "eager", list(MODELS)),
+    ("spread", "grouped_mm", [*MODELS, *MORE]),
+    ("spread", "batched_mm", list(MODELS)),
+    ("registered", "grouped_mm", [kind for kind in [*MODELS, *MORE] if kind != "llama4_text"]),
+    ("same batch", "grouped_mm", list(MODELS)),
+    ("compiled", "grouped_mm", COMPILED),
+    ("registered and compiled", "grouped_mm", COMPILED),
 ])  # fmt: skip
-def test_spread_experts(kind: str, how: str, implementation: str) -> None:
-    for found in run_ranks(2, spread, kind, how, implementation):
+def test_spread_experts(how: str, implementation: str, kinds: list[str]) -> None:
+    for found in run_ranks(2, spread_all, how, implementation, kinds):
         worst = max(found, key=lambda name: found[name])
         assert found[worst] < 1e-3, (worst, found[worst])
+        assert {name.split()[0] for name in found} == set(kinds) and len(found) > 10 * len(kinds)
 
 
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -173,13 +203,12 @@ def spread_others(kind: str) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     held = expert_parameters(model)
     for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-        everyone = p.shape == q.shape  # which all ranks hold, and data parallelism averages
-        assert any(p is own for own in held) != everyone
+        everyone = not isinstance(p, DTensor)  # which all ranks hold, and data parallelism averages
+        assert any(p is own for own in held) != everyone and p.shape == q.shape
         if everyone:
             dist.all_reduce(p.grad)
-        torch.testing.assert_close(
-            p.grad, q.grad if everyone else q.grad[3 * rank : 3 * rank + 3], rtol=1e-3, atol=1e-3
-        )
+        got = p.grad if everyone else p.grad.to_local()
+        torch.testing.assert_close(got, q.grad if everyone else q.grad[3 * rank : 3 * rank + 3], rtol=1e-3, atol=1e-3)
     for comm in list(ep_ops.registry.living.values()):
         comm.destroy()
 
@@ -216,6 +245,8 @@ def spread_again() -> None:
 
     model, dense = made("qwen3_moe", "grouped_mm"), made("qwen3_moe", "grouped_mm")
     (first, *_) = spread_experts(model, max_tokens_per_rank=16)
+    with pytest.raises(ValueError, match=r"is \(2, 4\); spread_experts takes the default, \(3, 3\)"):
+        spread_experts(dense, max_tokens_per_rank=16, experts_per_rank=[2, 4])
     with pytest.raises(ValueError, match=f"{first} of Qwen3MoeForCausalLM is spread over ranks already"):
         spread_experts(model, max_tokens_per_rank=16)
     ids = tokens(dist.get_rank())
@@ -230,35 +261,80 @@ def test_a_model_is_spread_once() -> None:
     run_ranks(2, spread_again)
 
 
-def saved(path: str) -> None:
-    from torch.distributed import checkpoint as dcp
+def adamw(model: Any, steps: int) -> torch.optim.Optimizer:
+    """Gradients depend on parameter and step only, so that every number of ranks trains the same model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    for step in range(steps):
+        for number, p in enumerate(model.parameters()):
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + number))
+            p.grad = distribute(grad, p) if isinstance(p, DTensor) else grad
+        optimizer.step()
+    return optimizer
+
+
+def distribute(whole: torch.Tensor, like: DTensor) -> DTensor:
+    held = like.to_local().shape[0]
+    first = sum(map(len, whole.chunk(like.device_mesh.size())[: like.device_mesh.get_local_rank()]))
+    local = whole[first : first + held].clone()
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def save_spread(path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from ep_ops.integrations.transformers import spread_experts
-    from ep_ops.nn import resharding_state_dict
 
-    model, dense = made("qwen3_moe", "grouped_mm"), made("qwen3_moe", "grouped_mm")
+    model, dense = made("qwen3_moe", "grouped_mm", num_experts=5), made("qwen3_moe", "grouped_mm", num_experts=5)
     (first, *_) = spread_experts(model, max_tokens_per_rank=16)
-    for asked in (model.save_pretrained, copy.deepcopy(model).save_pretrained):
-        with pytest.raises(NotImplementedError, match="save_pretrained would save the experts of one rank alone"):
-            asked(path)
-    comm = model.get_submodule(first).comm
-    dcp.save(resharding_state_dict(model, comm), checkpoint_id=f"{path}/spread")
+    with pytest.raises(TypeError, match=rf"{first}.gate_up_proj is a .*set_model_state_dict"):
+        model.load_state_dict(dense.state_dict())
+    set_model_state_dict(model, dense.state_dict(), options=StateDictOptions(full_state_dict=True))
+    for number, saving in enumerate((model, copy.deepcopy(model))):
+        with torch.no_grad():
+            for p in model.parameters():  # the copy keeps its own
+                p.fill_(0) if number else None
+        saving.save_pretrained(f"{path}/whole{number}", max_shard_size="20KB")
+        dist.barrier()
+        read = AutoModelForCausalLM.from_pretrained(f"{path}/whole{number}")
+        torch.testing.assert_close(read.state_dict(), dense.state_dict(), rtol=0, atol=0)
+    set_model_state_dict(model, dense.state_dict(), options=StateDictOptions(full_state_dict=True))
+    state, optim = get_state_dict(model, adamw(model, 2))
+    dcp.save({"model": state, "optim": optim}, checkpoint_id=f"{path}/dcp")
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+
+
+def load_spread(path: str) -> int:
+    """Load model and optimizer; compare them with a model that is not spread."""
+    from ep_ops.integrations.transformers import spread_experts
+
+    model, dense = made("qwen3_moe", "grouped_mm", num_experts=5), made("qwen3_moe", "grouped_mm", num_experts=5)
+    wanted = adamw(dense, 2)
+    spread_experts(model, max_tokens_per_rank=16)
+    optimizer = adamw(model, 0)
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(torch.nan)
-    dcp.load(resharding_state_dict(model, comm), checkpoint_id=f"{path}/spread")
-    ids = tokens(dist.get_rank())
-    torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])
-    comm.destroy()
-    model.save_pretrained(f"{path}/whole", state_dict=dense.state_dict())
-    dist.barrier()
-    read = AutoModelForCausalLM.from_pretrained(f"{path}/whole")
-    torch.testing.assert_close(read.state_dict(), dense.state_dict(), rtol=0, atol=0)
+    state, optim = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optim": optim}, checkpoint_id=f"{path}/dcp")
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
+    shards = 0
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        for key in ("", "exp_avg", "exp_avg_sq"):
+            got, expected = (optimizer.state[p][key], wanted.state[q][key]) if key else (p, q)
+            if isinstance(got, DTensor):
+                shards, got = shards + 1, got.full_tensor()
+            assert torch.equal(got, expected)
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+    return shards
 
 
-def test_nothing_is_saved_in_part(tmp_path: pathlib.Path) -> None:
-    run_ranks(2, saved, str(tmp_path))
+def test_checkpoints(tmp_path: pathlib.Path) -> None:
+    """Five experts on two ranks (3, 2) are saved and read on three (2, 2, 1), on one, and as a whole model."""
+    run_ranks(2, save_spread, str(tmp_path))
+    assert run_ranks(3, load_spread, str(tmp_path)) == [12] * 3
+    assert run_ranks(1, load_spread, str(tmp_path)) == [0]
 
 
 def generated() -> None:
@@ -321,7 +397,7 @@ def more_ranks_than_experts(kind: str, frozen: bool) -> None:
             dist.all_reduce(p.grad)
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
         elif rank < 2 and q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad[rank : rank + 1], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(p.grad.to_local(), q.grad[rank : rank + 1], rtol=1e-3, atol=1e-5)
     for comm in list(ep_ops.registry.living.values()):
         comm.destroy()
 

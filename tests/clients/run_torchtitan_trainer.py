@@ -1,0 +1,210 @@
+"""Train torchtitan's small DeepSeek-V3 in torchtitan's own trainer, with its all-to-all dispatcher and with that of
+``ep_ops.integrations.torchtitan``, and compare the losses and gradient norms of all steps.
+
+    torchrun --standalone --nproc-per-node 2 tests/clients/run_torchtitan_trainer.py --steps 10
+
+All ranks share the experts, and FSDP2 shards the rest. The model has three layers, two of them with experts, and trains
+on sequences that follow a rule, so that the loss falls. ``--checkpointing`` and ``--compile`` choose torchtitan's
+activation checkpointing and compiled blocks for both runs; ``--cuda-graphs`` has the run with ep_ops captured by the
+trainer (the other cannot be).
+
+What is replaced: the tokenizer and the data. Without a GPU also: the device and its memory statistics, the
+attention (scaled_dot_product_attention), FSDP2's averages (sums, all that gloo has), and the change of timeouts.
+
+The exit status is 0 if every loss and every norm differs by less than ``--tolerance``, relatively, if the loss fell,
+and if each layer dispatched once for each step (twice under full checkpointing).
+"""
+# ruff: noqa: E402  the device is replaced before torchtitan reads it
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = not torch.cuda.is_available()
+if CPU:  # before anything reads the device's name
+    from torchtitan.tools import utils
+
+    module: Any = types.ModuleType("cpu")
+    module.device_count = lambda: 1
+    module.set_device = module.reset_peak_memory_stats = module.empty_cache = module.synchronize = lambda *_: None
+    module.current_device = lambda: 0
+    module.get_device_name = lambda *_: "CPU"
+    module.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 30)
+    module.memory_stats = lambda *_: {}
+    utils.device_type, utils.device_module = "cpu", module
+
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.distributed import utils as distributed
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.deepseek_v3 import model_registry
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.trainer import Trainer
+
+import ep_ops
+from ep_ops.integrations.torchtitan import use_ep_ops
+
+LAYERS = 2  # with experts
+
+
+class Numbers(BaseTokenizer):
+    """Of the data below, which are numbers already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Any, **others: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **others: Any) -> list[int]:
+        return [int(word) for word in args[0].split()]
+
+    def decode(self, *args: Any, **others: Any) -> str:
+        return " ".join(map(str, args[0]))
+
+    def get_vocab_size(self) -> int:
+        return 2048
+
+
+class Sequences(BaseDataLoader):
+    """Each number is the one before plus a step that the sequence has drawn from five."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int, **others: Any) -> None:
+        self.draw = torch.Generator().manual_seed(dp_rank)
+        self.shape = local_batch_size, seq_len
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        batch, length = self.shape
+        while True:
+            first, step = (torch.randint(1, most, (batch, 1), generator=self.draw) for most in (64, 6))
+            numbers = (first + step * torch.arange(length + 1)) % 64
+            yield {"input": numbers[:, :-1].contiguous()}, numbers[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def configured(args: argparse.Namespace, ours: bool, folder: str) -> Any:
+    config = deepseek_v3_debugmodel()
+    spec = config.model_spec
+    if CPU:
+        spec = config.model_spec = model_registry("debugmodel", attn_backend="varlen")
+        for layer in spec.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        spec.parallelize_fn = _with_sums(spec.parallelize_fn)
+    del spec.model.layers[LAYERS + 1 :]
+    config.dump_folder, config.tokenizer, config.dataloader = folder, Numbers.Config(), Sequences.Config()
+    config.checkpoint.enable = config.validator.enable = False
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 4, 32, args.steps
+    config.training.mixed_precision_param = args.dtype
+    config.training.disable_cuda_graphs = not (ours and args.cuda_graphs)
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.expert_parallel_degree = dist.get_world_size()
+    config.debug.seed = 0
+    config.compile.enable = args.compile
+    config.activation_checkpoint = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
+        args.checkpointing
+    ]
+    if ours:
+        found = use_ep_ops(config, dtype=args.dtype)
+        assert len(found) == LAYERS, found
+    return config
+
+
+def _with_sums(parallelize: Any) -> Any:
+    def wrapped(*args: Any, **others: Any) -> Any:
+        model = parallelize(*args, **others)
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return wrapped
+
+
+def train(config: Any) -> tuple[list[tuple[float, float]], collections.Counter[str]]:
+    """Loss and gradient norm of each step, and how often each operator of ep_ops ran."""
+    torch.manual_seed(0)
+    trainer = Trainer(config)
+    curve: list[tuple[float, float]] = []
+    trainer.metrics_processor.log = lambda step, loss, most, norm, **others: curve.append((loss, norm))
+    counts: collections.Counter[str] = collections.Counter()
+    for comm in ep_ops.registry.living.values():
+        for name in ("dispatch", "combine"):
+            _count(comm.backend, name, counts)
+    trainer.train()
+    trainer.close()
+    for comm in list(ep_ops.registry.living.values()):
+        comm.destroy()
+    return curve, counts
+
+
+def _count(backend: Any, name: str, counts: collections.Counter[str]) -> None:
+    run = getattr(backend, name)
+
+    def counted(*args: Any, **others: Any) -> Any:
+        counts[name] += 1
+        return run(*args, **others)
+
+    setattr(backend, name, counted)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="selective")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32" if CPU else "bfloat16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--cuda-graphs", action="store_true")
+    parser.add_argument("--tolerance", type=float, default=0.01)
+    args = parser.parse_args()
+    if CPU:
+        distributed.set_pg_timeouts = lambda *_, **__: None
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if CPU else "nccl")
+    torch.autograd.set_multithreading_enabled(False)  # as the trainer does, which leaves a group that exists alone
+    with tempfile.TemporaryDirectory() as folder:
+        (theirs, none), (ours, counts) = (train(configured(args, which, folder)) for which in (False, True))
+    worst = max(abs(a - b) / abs(b) for step in zip(ours, theirs, strict=True) for a, b in zip(*step, strict=True))
+    if dist.get_rank() == 0:
+        for step, ((loss, norm), (their_loss, their_norm)) in enumerate(zip(ours, theirs, strict=True), 1):
+            print(f"step {step}: loss {loss:.6f} and {their_loss:.6f}, norm {norm:.6f} and {their_norm:.6f}")
+        print(f"largest relative difference {worst:.2e}; operators of ep_ops: {dict(counts)}")
+    times = 2 if args.checkpointing == "full" else 1
+    wrong = {
+        f"a difference of {worst}": worst >= args.tolerance,
+        f"losses that do not fall: {ours}": len(ours) != args.steps or ours[-1][0] >= 0.9 * ours[0][0],
+        f"operators of the other run: {none}": bool(none),
+        f"{counts}": not args.cuda_graphs and counts["dispatch"] != times * LAYERS * args.steps,
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    for text in (text for text, found in wrong.items() if found):
+        print("FAILED:", text)
+    return int(any(wrong.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
