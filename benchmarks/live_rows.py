@@ -18,7 +18,7 @@ from ep_ops import formats
 from ep_ops.bench.machine import describe
 from ep_ops.bench.options import a_file, gpus, positive
 from ep_ops.bench.timing import Timer
-from ep_ops.nn import swiglu, swiglu_quantised, swiglu_rows
+from ep_ops.nn import swiglu, swiglu_quantized, swiglu_rows
 from ep_ops.records import Route
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -45,14 +45,14 @@ def ways(route: Route, x: Tensor, grad: Tensor) -> dict[str, dict[str, Callable[
     own = x.detach().requires_grad_()
     exact = formats.format_of(FORMAT)
 
-    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales = formats.quantise(swiglu(x), exact)
+    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = formats.quantize(swiglu(x), exact)
         return codes, scales.t().contiguous()
 
     def both(forward: Callable[[Tensor], Tensor]) -> Callable[[int], Any]:
         return lambda i: torch.autograd.grad(forward(own), own, grad)
 
-    compiled, compiled_cast = torch.compile(swiglu), torch.compile(quantised)
+    compiled, compiled_cast = torch.compile(swiglu), torch.compile(quantized)
     return {
         "forward": {
             OURS: lambda i: swiglu_rows(x, route),
@@ -65,7 +65,7 @@ def ways(route: Route, x: Tensor, grad: Tensor) -> dict[str, dict[str, Callable[
             "PyTorch, compiled": both(compiled),
         },
         f"forward, {FORMAT} in {LAYOUT}": {
-            OURS: lambda i: swiglu_quantised(x, route, FORMAT, LAYOUT),
+            OURS: lambda i: swiglu_quantized(x, route, FORMAT, LAYOUT),
             "PyTorch, compiled": lambda i: compiled_cast(x),
         },
     }

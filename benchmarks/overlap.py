@@ -73,9 +73,9 @@ def picture(run: dict[str, Any], path: Path) -> Path:
     lanes = {"computation": "#57a0d3", "communication": "#e08e79"}
     for axis, name in zip(axes[:, 0], lines, strict=True):
         kernels = [Kernel(*kernel) for kernel in run["timelines"][name]]
-        for place, (lane, colour) in enumerate(lanes.items()):
+        for place, (lane, color) in enumerate(lanes.items()):
             bars = [(k.start / 1e3, (k.end - k.start) / 1e3) for k in kernels if k.lane == lane]
-            axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour)
+            axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=color)
         axis.set(yticks=range(len(lanes)), yticklabels=list(lanes), title=name)
     axes[-1, 0].set_xlabel("ms")
     return save(figure, run, run["workload"]["dtype"], path.with_suffix(""), "timeline")

@@ -179,11 +179,11 @@ def latency_plot(run: dict[str, Any], stem: Path) -> list[Path]:
     plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(6.2 * len(panels), 5), sharey=True, squeeze=False)
     for axis, (title, ops) in zip(axes[0], panels.items(), strict=True):
-        for op, colour in ops.items():
+        for op, color in ops.items():
             tokens = [t for t, _ in lines[op]]
             mean, p99 = ([result[key] for _, result in lines[op]] for key in ("us", "us_p99"))
-            axis.plot(tokens, mean, "o-", color=colour, label=latency_report.NAMES[op], markersize=4)
-            axis.fill_between(tokens, mean, p99, color=colour, alpha=0.2, linewidth=0)
+            axis.plot(tokens, mean, "o-", color=color, label=latency_report.NAMES[op], markersize=4)
+            axis.fill_between(tokens, mean, p99, color=color, alpha=0.2, linewidth=0)
         over_tokens(axis, [t for t, _ in lines[next(iter(ops))]])
         if run["flag"]:
             axis.axhline(run["flag"]["us"], color="k", linestyle="--", linewidth=1, label=latency_report.NAMES["flag"])

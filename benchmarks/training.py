@@ -1,4 +1,4 @@
-"""Loss curves of a small language model whose mixture-of-experts layer dispatches quantised rows, beside bfloat16's.
+"""Loss curves of a small language model whose mixture-of-experts layer dispatches quantized rows, beside bfloat16's.
 
 benchmarks/training.py --steps 300 --out training.json --plot training.svg        # all GPUs, or two CPU processes
 benchmarks/training.py --device cpu --hidden 128 --sequences 8 --steps 200

@@ -47,7 +47,7 @@ class Delivery:
         return self.problem.hidden_size if self.layout else self.problem.row_bytes
 
     @property
-    def travelling_bytes(self) -> int:
+    def traveling_bytes(self) -> int:
         """Of a row on its way."""
         return self.form.staged_bytes if self.format else self.problem.row_bytes
 

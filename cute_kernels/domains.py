@@ -72,7 +72,7 @@ def is_near(ranks: Any, rank: Int32) -> Boolean:
 
 
 @cute.jit
-def neighbour(ranks: Any, step: Int32) -> Int32:
+def neighbor(ranks: Any, step: Int32) -> Int32:
     """The rank so many places further in this one's domain, around."""
     return near_rank(ranks, (index_of(ranks, ranks.rank) + step) % ranks.heap.problem.domain_ranks)
 

@@ -1,4 +1,4 @@
-"""Quantised rows on their way: how many bytes a row's codes and scales take between two ranks.
+"""Quantized rows on their way: how many bytes a row's codes and scales take between two ranks.
 
 A format is named as operators name it, without ``wire:``, which says what becomes of rows where they arrive
 (`delivery.py`). What codes and scales are: docs/formats.md.

@@ -26,7 +26,7 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
             return dist.group.WORLD
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             warnings.warn(
-                "this communicator is of this process alone: torch.distributed is not initialised, though WORLD_SIZE is"
+                "this communicator is of this process alone: torch.distributed is not initialized, though WORLD_SIZE is"
                 f" {os.environ['WORLD_SIZE']}. Call torch.distributed.init_process_group() before.",
                 RuntimeWarning, stacklevel=3,
             )  # fmt: skip

@@ -18,7 +18,7 @@ from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, Format, f
 
 from .arrivals import rows_of, size
 from .config import Member
-from .formats.quantise import refuse_hidden
+from .formats.quantize import refuse_hidden
 from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR, Sizes
 
 _INT32 = torch.int32
@@ -316,7 +316,7 @@ def _delivery(comm: Member, a: Any) -> None:
     if not a.format:
         if a.scales is not None or a.scales_as:
             given = "scales are given" if a.scales is not None else f"scales_as is {a.scales_as!r}"
-            raise ValueError(f"format is '' and {given}; allowed: the format of quantised rows, {', '.join(FORMATS)}")
+            raise ValueError(f"format is '' and {given}; allowed: the format of quantized rows, {', '.join(FORMATS)}")
         return _rows(comm, "x", a.x, count, why)
     form = format_of(a.format)
     layout_of(form, a.scales_as)
@@ -324,7 +324,7 @@ def _delivery(comm: Member, a: Any) -> None:
     if a.scales is None:
         return _rows(comm, "x", a.x, count, why)
     if form.wire:
-        raise ValueError(f"scales are given, and format is {a.format!r}, which quantises x itself; allowed: none")
+        raise ValueError(f"scales are given, and format is {a.format!r}, which quantizes x itself; allowed: none")
     if a.x is not None and a.x.dtype is not ELEMENT:
         raise TypeError(f"x has dtype {a.x.dtype}, and scales are given; allowed: {ELEMENT} (or x without scales)")
     _rows(comm, "x", a.x, count, why, ELEMENT)

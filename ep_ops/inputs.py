@@ -52,7 +52,7 @@ def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tenso
 
 def rows(wanted: Wanted, x: Tensor) -> Tensor:
     """[..., H] as [T, H]; under autocast, which leaves activations in several dtypes, in the communicator's (but for
-    those of one byte a number, which are quantised already)."""
+    those of one byte a number, which are quantized already)."""
     if not isinstance(x, Tensor):
         return x
     if x.dim() > 2:

@@ -115,7 +115,7 @@ class Methods:
                 layout "padded".
             max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
             alignment: segments are padded to a multiple of it; default: the communicator's. Token-major rows have none.
-            scales: scales of an x that is quantised already (docs/formats.md).
+            scales: scales of an x that is quantized already (docs/formats.md).
             format: what rows arrive as, such as "e4m3/128/pow2"; empty: as x is.
             scales_as: layout of the scales of received rows; empty: the format's first.
             zeros: whether padding rows hold zeros, else they are undefined. None: where gradients are on, since

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 class Delivery(NamedTuple):
     """How the rows of a dispatch arrive (docs/formats.md)."""
 
-    scales: Tensor | None = None  # of an x that is quantised already, [T, G], or [T] of whole rows
+    scales: Tensor | None = None  # of an x that is quantized already, [T, G], or [T] of whole rows
     format: str = ""  # what rows arrive as; empty: as they were given
     scales_as: str = ""  # how the scales of received rows lie; empty: the format's first layout
     zeros: bool = True  # whether padding rows hold zeros; else they are undefined
@@ -182,7 +182,7 @@ class Dispatched(NamedTuple):
     )  # [R] weight of each row, token-major [R, K], 0 where local_idx is -1; None if none were given
     route: Route
     dropped: Tensor  # int32 [El] rows routed here that did not fit; token-major: (token, k) whose row did not fit
-    scales: Tensor | None = None  # of quantised rows, in the layout that was asked for (docs/formats.md)
+    scales: Tensor | None = None  # of quantized rows, in the layout that was asked for (docs/formats.md)
     local_idx: Tensor | None = None  # int32 [R, K] local expert of each (row, k), -1 if none here; token-major only
 
 
@@ -214,11 +214,11 @@ class Operation(NamedTuple):
 
     number: int  # on its communicator, from 1 on
     kind: str  # the operator
-    scalars: bool  # weights, or gradients of weights, travelled
-    rows: bool  # rows travelled
+    scalars: bool  # weights, or gradients of weights, traveled
+    rows: bool  # rows traveled
     latency: bool  # on latency kernels
     max_tokens: int  # modulo 2**17
-    format: str  # what rows travelled as; empty: as they are
+    format: str  # what rows traveled as; empty: as they are
     token_major: bool  # its rows are token-major (combines do not say)
     begun: float
     met: float | None  # when it had seen that all ranks have begun it; None: it has not

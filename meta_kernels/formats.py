@@ -1,7 +1,7 @@
 """Formats of rows by name, and the shapes and dtypes of their scales in every layout. What they mean: docs/formats.md.
 
 A *format* says what rows arrive as: element type / numbers that share a scale / kind of scale. With ``wire:`` before
-it, only what travels is quantised. A *layout* says how the scales of received rows lie.
+it, only what travels is quantized. A *layout* says how the scales of received rows lie.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Format(NamedTuple):
     block: int  # numbers that share a scale; 0: the whole row
     multiple: int  # what the hidden size must be a multiple of
     power: bool  # scales are powers of two
-    scale_dtype: torch.dtype  # of the scales beside an x that is quantised already, and of received ones in rows
+    scale_dtype: torch.dtype  # of the scales beside an x that is quantized already, and of received ones in rows
     layouts: tuple[str, ...]  # that received scales may lie in, the first one unless another is asked for
-    wire: bool = False  # rows arrive dequantised
+    wire: bool = False  # rows arrive dequantized
 
 
 SWIZZLED = ("swizzled/torch", "swizzled/quack", "swizzled/flashinfer")

@@ -62,7 +62,7 @@ from .place import (
     write_segments,
 )
 from .place_tokens import place_tokens, write_copies, write_send_rows
-from .quantised import WEIGHTS, first_weight, row_words, store_row
+from .quantized import WEIGHTS, first_weight, row_words, store_row
 from .reach import Peers
 from .sizes import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 

@@ -23,7 +23,7 @@ from .bundled import bundle_of, bundles, tokens_for
 from .far import far_rank, put_far, store_far
 from .packets import WARPS, WarpShare, Words, lane_vector, seal, st_line
 from .place import own_route_words
-from .quantised import packets_of, row_words
+from .quantized import packets_of, row_words
 from .reach import Peers, heap_of, rotated
 from .sizes import PACKET_BYTES, PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, packets
 from .split import SplitOperation

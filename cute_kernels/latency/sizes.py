@@ -94,7 +94,7 @@ class LatencyHeap(Heap):
         super().__init__(p)
         self.tokens = tokens
         self.weight_bytes = (p.top_k * 4 + 15) // 16 * 16
-        # Rows in a format need no more packets, unless they are so short that weights do (quantised.py).
+        # Rows in a format need no more packets, unless they are so short that weights do (quantized.py).
         self.row_stride = max(packets(p.row_bytes + self.weight_bytes), -(-p.top_k // 4)) * PACKET_BYTES
         self.route_packets = route_packets(p, tokens)
         lines = {

@@ -2,7 +2,7 @@
 read or written.
 
 A row of x is F gates and behind them as many ups; what is made of it is silu(gate) times up, F numbers. All is done in
-fp32 and rounded once; a result that is quantised is so as it would be behind this, from numbers of x's dtype.
+fp32 and rounded once; a result that is quantized is so as it would be behind this, from numbers of x's dtype.
 
 A piece of a row is what the lanes of a warp hold at once. The pieces of all rows that segments have are dealt out to
 the warps of the grid, whatever the number of rows that there is room for; where a row lies each warp finds out by
@@ -21,7 +21,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..delivery import Arrived, Delivery
-from ..quantise import encode, largest, numbers_of, of_group, scale_of, store_codes
+from ..quantize import encode, largest, numbers_of, of_group, scale_of, store_codes
 from ..segments import inclusive_sum
 from .row_pieces import WARPS, RowPieces
 
@@ -32,7 +32,7 @@ class SwiGLUArgs(NamedTuple):
     x: Int64  # [R, 2 F]
     grad: Int64  # backward: that of the result, [R, F]
     out: Int64  # [R, F]; backward: the gradient of x, [R, 2 F]
-    scales: Int64  # of a quantised result
+    scales: Int64  # of a quantized result
     offs: Int64  # [El] int32
     counts: Int64  # [El] int32
     num_rows: Int32  # R
@@ -100,7 +100,7 @@ class SwiGLU(RowPieces):
         else:
             to = Arrived(args.out, Int64(0), args.scales, args.num_rows, args.slots)
             if kept:
-                self.quantise(to, row, first, self.made(args, row, kept, first))
+                self.quantize(to, row, first, self.made(args, row, kept, first))
             elif number == 0:
                 self.delivery.zero(to, row, row + 1, arch.lane_idx(), False)
 
@@ -159,7 +159,7 @@ class SwiGLU(RowPieces):
         return ptx.unpack([words[4 * vector + i] for i in range(4)], self.dtype)
 
     @cute.jit
-    def quantise(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:
+    def quantize(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:
         delivery, form, dtype = self.delivery, self.delivery.form, self.dtype
         lanes = form.block // numbers_of(dtype)  # that hold a block
         codes_at, place = to.rows + Int64(row) * self.hidden_size, delivery.place(to, row)

@@ -4,7 +4,7 @@ Blocks that work side by side:
   tile blocks       (the first `problem.tiles`) tell the peers of a tile of their own tokens: counts to all, entries to
                     the holders of their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
   announcing block  (the next) tells the peers of each chunk
-  staging blocks    copy x into staging, chunk by chunk (stage.py), or quantise it on the way (stage_quantised.py)
+  staging blocks    copy x into staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py)
 Where there are several NVLink domains (internode/sending.py), the relaying block comes before the announcing one, and
 of the others two thirds send rows to other domains; in domains of one rank all do, and nothing is announced.
 Each tile block tells before it waits, staging blocks wait for nobody, the announcing block for staging blocks. So all
@@ -34,7 +34,7 @@ from .placing import finish_tile, new_tables, offset_of_weight, place_tile, plac
 from .ring import RingShape
 from .route import Counters, publish_tile, put_messages, tile_of
 from .stage import announce, ring_shape, stage
-from .stage_quantised import quantise_row, stage_quantised
+from .stage_quantized import quantize_row, stage_quantized
 
 THREADS = 32 * PLACING_WARPS
 
@@ -132,7 +132,7 @@ class Publish(Kernel):
             announce(ranks, smem, args.tokens, THREADS, self.format != "")
         elif const_expr(self.format != ""):
             form = Form(self.format, self.problem.hidden_size)
-            stage_quantised(form, self.given, THREADS, ranks, args, block - 1, blocks - 1)
+            stage_quantized(form, self.given, THREADS, ranks, args, block - 1, blocks - 1)
         else:
             stage(self.ring, ranks, smem, args.x, args.tokens, block - 1, blocks - 1)
 
@@ -164,7 +164,7 @@ class Publish(Kernel):
             while token < p.batch_tokens:
                 if (mask >> token) & 1 != 0:
                     row = to + Int64(row_in(mask, token)) * form.staged_bytes
-                    quantise_row(form, self.given, ranks, args, first + token, row)
+                    quantize_row(form, self.given, ranks, args, first + token, row)
                 token += THREADS // 32
 
     @cute.jit

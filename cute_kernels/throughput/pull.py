@@ -26,7 +26,7 @@ from ..delivery import Arrived, Delivery
 from ..experts import local_experts
 from ..heap import RING_BYTES, Heap
 from ..launch import Kernel, RankArgs
-from ..quantise import decode, exact_scale, numbers_of
+from ..quantize import decode, exact_scale, numbers_of
 from ..swizzled import Begins
 from .pipeline import deal_out, run
 from .ring import MAX_PIECE, Ring, RingShape, init_ring_barriers
@@ -85,7 +85,7 @@ class Pull(Kernel):
     @property
     def ring(self) -> RingShape:
         """Of rows in a format a stage holds a whole one: the scales of all its numbers are there."""
-        nbytes = self.delivery.travelling_bytes
+        nbytes = self.delivery.traveling_bytes
         return RingShape.of(nbytes, RING_BYTES, nbytes if self.format else MAX_PIECE)
 
     @property
@@ -291,7 +291,7 @@ class Pull(Kernel):
     @cute.jit
     def store_numbers(self, staged: Any, row: Int32, to: Arrived) -> None:
         """To each row that a lane holds. A lane decodes as many codes at a time as make 16 bytes of numbers, so that
-        neighbouring lanes store neighbouring bytes."""
+        neighboring lanes store neighboring bytes."""
         p, form = self.problem, self.delivery.form
         each = numbers_of(p.dtype)
         rows = arch.vote_ballot_sync(row >= 0)

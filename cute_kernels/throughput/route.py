@@ -172,7 +172,7 @@ def load_asked(
     problem: cutlass.Constexpr[Problem], args: Any, first: Int32, end: Int32, step: cutlass.Constexpr[int]
 ) -> Asked:
     """By a warp: a lane's (token, k) in a step of the round that begins with token `first`. Lanes of a token are
-    neighbours. Warps beyond those that count have none."""
+    neighbors. Warps beyond those that count have none."""
     top_k = problem.top_k
     tokens_each = 32 // top_k  # of a warp's step
     tid, _, _ = arch.thread_idx()

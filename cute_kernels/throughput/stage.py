@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, Uint8
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..domains import neighbour
+from ..domains import neighbor
 from ..heap import CHUNK_BYTES, Problem
 from .ring import Ring, RingShape, init_ring_barriers
 
@@ -132,7 +132,7 @@ def announce(
                 if (arch.shuffle_sync(theirs, w) >> lane) & 1 != 0:
                     r = Int32(1)
                     while r < problem.domain_ranks:
-                        flags = ranks.at(ranks.peer(neighbour(ranks, r)), "chunk") + first * 8
+                        flags = ranks.at(ranks.peer(neighbor(ranks, r)), "chunk") + first * 8
                         ptx.st_relaxed_sys(flags + Int64(at) * 8, ranks.mark)
                         r += 1
             done = done | theirs
@@ -143,4 +143,4 @@ def announce(
         announced += found
     nearest = 0 if own else 1
     if tid >= nearest and tid < problem.domain_ranks:
-        ranks.signal("staged", neighbour(ranks, tid), ranks.rank)
+        ranks.signal("staged", neighbor(ranks, tid), ranks.rank)

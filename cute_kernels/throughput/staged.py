@@ -82,14 +82,14 @@ def source_row(
         base = ranks.at(ranks.peer(source), "rows")
     elif source != ranks.rank:
         base = ranks.at(ranks.peer(source), "rows")
-    at = base + Int64(token) * delivery.travelling_bytes
+    at = base + Int64(token) * delivery.traveling_bytes
     if const_expr(ranks.heap.problem.num_domains > 1):
         slot = slot_of(ranks, source)
         if slot > 0:
             batch = token // ranks.heap.problem.batch_tokens
             row = row_in(ready >> 1, token - batch * ranks.heap.problem.batch_tokens)
             at = ranks.peer(stager_of(ranks, source)) + offset_of_batch(ranks, "rows_in", slot, batch)
-            at += Int64(row) * delivery.travelling_bytes
+            at += Int64(row) * delivery.traveling_bytes
     return at
 
 

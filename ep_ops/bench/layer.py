@@ -41,7 +41,7 @@ from .options import add_options, add_sizes, names_of, positive, read
 from .ranks import Run, on_every_rank
 
 WAYS = {
-    "exact": "exact size, one host synchronisation",
+    "exact": "exact size, one host synchronization",
     "mean": "1.25 × the mean",
     "worst": "worst case",
     "all_rows": "worst case, SwiGLU by PyTorch over all rows",

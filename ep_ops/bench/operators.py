@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator, Dispatched, Route, arrivals, formats
-from ep_ops.formats.quantise import powers
+from ep_ops.formats.quantize import powers
 
 from .baselines import eager_combine, eager_dispatch
 from .presets import FORMATS
@@ -235,8 +235,8 @@ class Calls:
                 count = self.workload.hidden // form.block
                 exponents = scales.flatten().view(torch.uint8).view(scales.shape[0], -1)
                 scales = powers(exponents[:, :count].int())
-            rows = formats.dequantise(sent.x, scales, form, s.x.dtype)
-            exact = formats.dequantise(*formats.quantise(s.x, form), form, s.x.dtype)
+            rows = formats.dequantize(sent.x, scales, form, s.x.dtype)
+            exact = formats.dequantize(*formats.quantize(s.x, form), form, s.x.dtype)
             found[op] = comm.combine(rows, sent.route, sent.weights), exact * weight_sum
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 

@@ -16,7 +16,7 @@ FORMATS = {
     "dispatch_fp8_planned": ("e4m3/128/pow2", "columns"),
     "dispatch_fp8_packed_planned": ("e4m3/128/pow2", "packed"),
 }
-"""Dispatches that quantise: what rows arrive as, and how their scales lie."""
+"""Dispatches that quantize: what rows arrive as, and how their scales lie."""
 TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
 """Of a row for each copy of a token."""
 OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR)

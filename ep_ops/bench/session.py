@@ -174,7 +174,7 @@ class Session(Run):
             "given_sms": case.dispatch_sms,
             "dispatch_sms": dispatch_sms,
             "combine_sms": combine_sms,
-            "nvlink_bytes": crossings * rows * travelling_bytes(op, workload),
+            "nvlink_bytes": crossings * rows * traveling_bytes(op, workload),
             "rows_expanded": list(calls.traffic.expanded),
             **timing.record(),
         }
@@ -240,7 +240,7 @@ def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[
     return comm.sm_budget(dispatch=dispatch, combine=combine)
 
 
-def travelling_bytes(op: str, workload: Workload) -> int:
+def traveling_bytes(op: str, workload: Workload) -> int:
     """Of a row on its way."""
     return Form(FORMATS[op][0], workload.hidden).staged_bytes if op in FORMATS else workload.row_bytes
 

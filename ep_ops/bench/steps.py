@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ep_ops import Communicator
 from ep_ops.backends.cute.outputs import allocator
-from ep_ops.formats import dequantise, format_of, quantise
+from ep_ops.formats import dequantize, format_of, quantize
 from ep_ops.records import Delivery, Sizes
 
 from .operators import relative_error
@@ -91,7 +91,7 @@ class Steps:
         if not self._rows:
             form = format_of(self.format)
             sent = [self.dispatched(i) for i in range(self.count)]
-            self._rows = [dequantise(s.x, s.scales.contiguous(), form, self.comm.dtype) for s in sent]
+            self._rows = [dequantize(s.x, s.scales.contiguous(), form, self.comm.dtype) for s in sent]
         return self._rows[i % self.count]
 
     # ------------------------------------------------------------------ split operations
@@ -130,7 +130,7 @@ class Steps:
                 times = goes_to(topk_idx, self.workload.experts, self.comm.world_size).sum(0)[:, None]
             if self.format:
                 form = format_of(self.format)
-                x = dequantise(*quantise(x, form), form, x.dtype)
+                x = dequantize(*quantize(x, form), form, x.dtype)
                 worst = max(worst, 0.0 if self._same_codes(i) else float("inf"))
             expected = x.float() * times
             worst = max(worst, float("inf") if out is None else relative_error(out, expected))

@@ -22,7 +22,7 @@ from ep_ops.backends import no_device_library
 from ep_ops.backends.cute.sizing import across
 from ep_ops.config import Config, options
 from ep_ops.formats import format_of, layout_of
-from ep_ops.formats.quantise import refuse_hidden
+from ep_ops.formats.quantize import refuse_hidden
 from ep_ops.memory import planned
 
 

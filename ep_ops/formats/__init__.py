@@ -1,4 +1,4 @@
-"""Quantised rows: what their formats are (``meta_kernels.formats``), how numbers become codes and scales (quantise),
+"""Quantized rows: what their formats are (``meta_kernels.formats``), how numbers become codes and scales (quantize),
 how scales lie for those who read them (layouts), and what grouped GEMMs take beside rows (groups).
 
 docs/formats.md says all of it in one page.
@@ -11,7 +11,7 @@ from meta_kernels.rows import exact_dtype
 
 from .groups import Segments
 from .layouts import ScaleLayout, view
-from .quantise import dequantise, quantise
+from .quantize import dequantize, quantize
 
 __all__ = [
     "FORMATS",
@@ -21,12 +21,12 @@ __all__ = [
     "Grid",
     "ScaleLayout",
     "Segments",
-    "dequantise",
+    "dequantize",
     "exact_dtype",
     "format_of",
     "layout_of",
     "per_row",
-    "quantise",
+    "quantize",
     "scales_shape",
     "view",
 ]

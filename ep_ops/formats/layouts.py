@@ -23,7 +23,7 @@ from torch import Tensor
 from meta_kernels.formats import SWIZZLED, TILE, Format, Grid, per_row, scales_shape
 
 from .groups import Segments
-from .quantise import exponents, powers
+from .quantize import exponents, powers
 
 
 class ScaleLayout(NamedTuple):

@@ -58,7 +58,7 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
         non_blocking_capacity_factor: the part of the worst case, in (0, 1], that a rank has rows for; what does not fit
             is dropped and counted. None or 1: the worst case, in which every token names ``min(top_k, local experts)``
             experts of this rank. (With None torchtitan's trainer refuses CUDA graphs.)
-        pad_multiple: each expert's rows are padded to a multiple of it with zeros, which quantised experts need, and
+        pad_multiple: each expert's rows are padded to a multiple of it with zeros, which quantized experts need, and
             which its count then includes. None: no padding.
         dtype: of the tokens: "bfloat16", "float32" or "float16", as ``training.mixed_precision_param``.
         options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one. (To it ``hidden_dim``,
@@ -140,7 +140,7 @@ class SaveDispatch(SelectiveAC):
 
 def use_ep_ops(config: Any, *, capacity_factor: float = 1.0, **fields: Any) -> list[str]:
     """Has all MoE layers in ``config``, a ``Trainer.Config`` or a model's configuration, send their tokens through this
-    library, and its ``SelectiveAC`` save them. Call it after converters (quantisation) and before the model is built.
+    library, and its ``SelectiveAC`` save them. Call it after converters (quantization) and before the model is built.
 
     Args:
         capacity_factor: see ``non_blocking_capacity_factor`` of :class:`EpOpsTokenDispatcher`'s Config.

@@ -121,7 +121,7 @@ class MoECommunicator:
         names (int32 or int64, -1 none). T may be several dimensions ([B, S, H] with [B, S, K]).
 
         Args:
-            quant: how rows are quantised on their way, or were already; None: as the configuration says.
+            quant: how rows are quantized on their way, or were already; None: as the configuration says.
             previous_handle: of an earlier dispatch, whose route these rows take, whatever the placement has become
                 since; then ``topk_ids`` is None. (Not in mode "latency": known routes have throughput kernels alone.)
             max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``. In mode "auto"

@@ -19,11 +19,11 @@ EXACT = "exact"
 
 
 class Quant(NamedTuple):
-    """How rows are quantised on their way to experts (docs/formats.md)."""
+    """How rows are quantized on their way to experts (docs/formats.md)."""
 
     format: str = ""  # what rows arrive as, such as "e4m3/128/pow2"; empty: as the input is
     scales_as: str = ""  # how the scales of received rows lie; empty: the format's first layout
-    scales: Tensor | None = None  # of an input that is quantised already: of dispatches, not of a configuration
+    scales: Tensor | None = None  # of an input that is quantized already: of dispatches, not of a configuration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ T = TypeVar("T")
 class DispatchOutput(NamedTuple):
     """What experts compute on. El local physical experts, R rows, S slots, K experts a token."""
 
-    x: Tensor  # [R, H], of layout "padded" [El, S, H]; codes of the format where rows are quantised
+    x: Tensor  # [R, H], of layout "padded" [El, S, H]; codes of the format where rows are quantized
     weights: Tensor | None  # [R] or [El, S] of each row, of token-major rows [R, K]; None if no weights were given
-    scales: Tensor | None  # of quantised rows (docs/formats.md)
+    scales: Tensor | None  # of quantized rows (docs/formats.md)
     counts: Tensor  # int32 [El] rows of each local expert; of token-major rows, of how many (row, k) it is the expert
     offs: Tensor  # int32 [El] where the segment of each ends, its padding included; of token-major rows sums of counts
     dropped: Tensor  # int32 [El] rows that did not fit

@@ -5,7 +5,7 @@ from ep_ops.nn.experts import Computed, Experts
 from ep_ops.nn.grouped import grouped_mm
 from ep_ops.nn.interleave import interleave
 from ep_ops.nn.lists import ExpertLists, expert_lists, gather_rows, reduce_rows
-from ep_ops.nn.live_rows import swiglu_quantised, swiglu_rows
+from ep_ops.nn.live_rows import swiglu_quantized, swiglu_rows
 from ep_ops.nn.losses import expert_counts, load_balancing_loss, router_z_loss, update_expert_bias_
 from ep_ops.nn.moe_layer import DenseMoE, MoELayer, Routing, swiglu
 from ep_ops.nn.parallel import clip_grad_norm_, expert_parameters, keep_experts_apart
@@ -20,5 +20,5 @@ __all__ = [
     "expert_counts", "expert_lists", "expert_of_rows", "expert_parameters", "gather_mm", "gather_rows",
     "grouped_mm", "interleave", "load_experts", "keep_experts_apart", "load_balancing_loss", "mask_rows", "of_rows",
     "places_route", "recomputing", "reduce_rows", "router_z_loss", "scaled_grouped_mm",
-    "swiglu", "swiglu_quantised", "swiglu_rows", "update_expert_bias_", "weights_of_places",
+    "swiglu", "swiglu_quantized", "swiglu_rows", "update_expert_bias_", "weights_of_places",
 ]  # fmt: skip

@@ -80,7 +80,7 @@ def places_at_most(taken: int, num_local_experts: int, alignment: int) -> int:
 
 def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
     """x [R, H] -> [L, H]: the row of each place, zeros where nothing is. For GEMMs that do not gather themselves; codes
-    and scales of quantised rows may be gathered as well.
+    and scales of quantized rows may be gathered as well.
 
     The gradient of a row is the sum of its places', k ascending, as of :func:`reduce_rows`. ValueError for another
     number of rows than the lists were made of.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ep_ops import formats
 from ep_ops.formats import Grid, ScaleLayout, Segments
-from ep_ops.formats.quantise import refuse_hidden
+from ep_ops.formats.quantize import refuse_hidden
 from ep_ops.group.topology import lack_of_kernels
 from ep_ops.nn.per_expert import refuse_no_route
 from ep_ops.operators.eager import call, refuse_transforms
@@ -50,10 +50,10 @@ def swiglu_rows(gate_and_up: Tensor, route: Route) -> Tensor:
     return call("swiglu", *_checked(gate_and_up, route))
 
 
-def swiglu_quantised(
+def swiglu_quantized(
     gate_and_up: Tensor, route: Route, format: str = "e4m3/128/pow2", scales_as: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """[R, 2F] -> codes float8_e4m3fn [R, F] and their scales: :func:`swiglu_rows`, and what it gives quantised as
+    """[R, 2F] -> codes float8_e4m3fn [R, F] and their scales: :func:`swiglu_rows`, and what it gives quantized as
     docs/formats.md says, in one pass.
 
     ``format`` is ``e4m3/128/pow2``, ``e4m3/128/fp32`` or ``e4m3/32/mx``, ``scales_as`` one of its layouts ``rows``,
@@ -68,8 +68,8 @@ def swiglu_quantised(
     form, layout = _format(format, scales_as)
     refuse_hidden(gate_and_up.shape[1] // 2, form)
     if gate_and_up.dtype == torch.float64:
-        raise TypeError("gate_and_up is torch.float64; rows that are quantised are bfloat16, float16 or float32")
-    codes, scales = call("swiglu_quantised", *rows, format, layout)
+        raise TypeError("gate_and_up is torch.float64; rows that are quantized are bfloat16, float16 or float32")
+    codes, scales = call("swiglu_quantized", *rows, format, layout)
     grid = Grid(codes.shape[0], route.slots, route.offs.shape[0], codes.shape[1])
     return codes, formats.view(scales, layout, grid)
 
@@ -182,7 +182,7 @@ def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
     return out
 
 
-def _fake_quantised(
+def _fake_quantized(
     x: Tensor, offs: Tensor, counts: Tensor, alignment: int, slots: int, format: str, layout: str
 ) -> tuple[Tensor, Tensor]:
     hidden = x.shape[1] // 2
@@ -191,12 +191,12 @@ def _fake_quantised(
     return x.new_empty(x.shape[0], hidden, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=dtype)
 
 
-def _quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     rows, (format, layout), hidden = _Rows(*arguments[:4]), arguments[4:], x.shape[1] // 2
     kernels = kernels_of(x, hidden)
     if kernels is None:
         form = formats.format_of(format)
-        codes, scales = formats.quantise(_swiglu(x, *rows), form)
+        codes, scales = formats.quantize(_swiglu(x, *rows), form)
         kept, live = _covered(x, rows)
         codes = torch.where(live & ~kept, 0, codes.view(torch.uint8)).view(codes.dtype)
         as_bytes = scales.dtype == torch.float8_e8m0fnu
@@ -204,7 +204,7 @@ def _quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         scales = torch.where(kept, own, torch.where(live, 0, unused).to(own.dtype)).view(scales.dtype)
         grid = Grid(x.shape[0], rows.slots, rows.offs.shape[0], hidden)
         return codes, ScaleLayout(form, layout, grid, rows.segments).pack(scales, True, torch.nan)
-    codes, scales = _fake_quantised(x, *arguments)
+    codes, scales = _fake_quantized(x, *arguments)
     kernel = _kernel(x, hidden, False, format, layout)
     kernels.swiglu(kernel, x.contiguous(), codes, rows.segments, rows.slots, scales=scales)
     return codes, scales
@@ -242,8 +242,8 @@ def _gradient(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 define(f"swiglu(Tensor x, {_ROWS}) -> Tensor out", _swiglu, _fake_swiglu)
 define(f"swiglu_backward(Tensor grad, Tensor x, {_ROWS}) -> Tensor grad_x", _backward, _fake_backward)
 define(
-    f"swiglu_quantised(Tensor x, {_ROWS}, str format, str layout) -> (Tensor codes, Tensor scales)", _quantised,
-    _fake_quantised,
+    f"swiglu_quantized(Tensor x, {_ROWS}, str format, str layout) -> (Tensor codes, Tensor scales)", _quantized,
+    _fake_quantized,
 )  # fmt: skip
 differentiate("swiglu", _gradient, _save)
-differentiate("swiglu_quantised", _gradient, _save)
+differentiate("swiglu_quantized", _gradient, _save)

@@ -1,4 +1,4 @@
-"""The first GEMM of experts on rows that were dispatched quantised, each row with one scale."""
+"""The first GEMM of experts on rows that were dispatched quantized, each row with one scale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = "e4m3/row/fp32"
 
 
 def scaled_grouped_mm(rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Multiply each expert's quantised rows by its own matrix: :func:`grouped_mm` of what a dispatch with the format
+    """Multiply each expert's quantized rows by its own matrix: :func:`grouped_mm` of what a dispatch with the format
     ``e4m3/row/fp32`` brings.
 
     rows e4m3 [R, M] with scales fp32 [R], w bfloat16 [El, M, N], offs [El] int32 -> bfloat16 [R, N]. M and N are
@@ -48,14 +48,14 @@ class _Scaled(torch.autograd.Function):
         ctx.save_for_backward(rows, scales, w, offs)
         form = formats.format_of(ROW)
         of_columns = w.transpose(1, 2)  # [El, N, M]
-        codes, by = formats.quantise(of_columns.reshape(-1, w.shape[1]), form)
+        codes, by = formats.quantize(of_columns.reshape(-1, w.shape[1]), form)
         if rows.is_cuda and torch.cuda.get_device_capability(rows.device) == (9, 0):
             codes, by = codes.view(of_columns.shape), by.view(of_columns.shape[:2])
             return torch._scaled_grouped_mm(
                 rows, codes.transpose(1, 2), scales, by, offs.int(), out_dtype=torch.bfloat16
             )
-        exact = formats.dequantise(codes, by, form, w.dtype).view(of_columns.shape).transpose(1, 2)
-        return grouped_mm(formats.dequantise(rows, scales, form, w.dtype), exact, offs)
+        exact = formats.dequantize(codes, by, form, w.dtype).view(of_columns.shape).transpose(1, 2)
+        return grouped_mm(formats.dequantize(rows, scales, form, w.dtype), exact, offs)
 
     @staticmethod
     @functools.partial(once, "scaled_grouped_mm")
@@ -65,6 +65,6 @@ class _Scaled(torch.autograd.Function):
         own = grouped_mm(grad, w.transpose(1, 2), offs) if ctx.needs_input_grad[0] else None
         of_w = None
         if ctx.needs_input_grad[2]:
-            exact = formats.dequantise(rows, scales, formats.format_of(ROW), w.dtype)
+            exact = formats.dequantize(rows, scales, formats.format_of(ROW), w.dtype)
             of_w = torch._grouped_mm(exact.t(), grad, offs=offs)
         return own, None, of_w, None

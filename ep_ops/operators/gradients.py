@@ -44,11 +44,11 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
     if a.x.dtype is ELEMENT:
         if asked.x:
             raise NotImplementedError(
-                f"x is {a.x.dtype} and asks for a gradient, which rows that are quantised already do not carry; pass x"
-                " as it was before (it is quantised on the way, and its gradient is that of the rows) or x.detach()"
+                f"x is {a.x.dtype} and asks for a gradient, which rows that are quantized already do not carry; pass x"
+                " as it was before (it is quantized on the way, and its gradient is that of the rows) or x.detach()"
             )
         constant.append(recv_x)
-    elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantised rows are rows of x's dtype
+    elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantized rows are rows of x's dtype
         free_gradient(ctx, output, recv_x, constant)
     ctx.mark_non_differentiable(*constant)
 

@@ -7,7 +7,7 @@ caches and exported programs depend on nothing else.
 T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts. x, y, out and their gradients are
 [., H] of the communicator's dtype, as is the residual, weights and their gradients float32 (float64 with float64
 rows), everything else int32 (see ``ep_ops.backends.reference`` for what the values mean). Optional results that were
-not asked for have shape [0]. A dispatch with a ``format`` takes and returns quantised rows and their scales
+not asked for have shape [0]. A dispatch with a ``format`` takes and returns quantized rows and their scales
 (docs/formats.md). Of ``layout`` "token_major" (docs/token-major.md) R counts copies, and recv_weights, its gradient and
 recv_idx are [R, K]; combines do not depend on the layout.
 

@@ -1,6 +1,6 @@
 """Symmetric memory from NVSHMEM: ranks of other NVLink domains reach it, through NVSHMEM's calls.
 
-A process initialises NVSHMEM once, over the first group that asks for memory, and never finalises it: that is
+A process initializes NVSHMEM once, over the first group that asks for memory, and never finalises it: that is
 collective, and would wait for ranks that are dead. Allocating and giving back is collective over that group as well, so
 groups of other ranks are refused, and what has been freed is given back when memory is allocated the next time, as far
 as all ranks have freed it. With a dead peer nothing is given back before the process ends.
@@ -27,10 +27,10 @@ UNIQUE_ID_BYTES = 128
 
 
 class Heap:
-    """What this process has of NVSHMEM, once it is initialised."""
+    """What this process has of NVSHMEM, once it is initialized."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
-        self.members = members  # global ranks that initialised it, by their numbers in NVSHMEM
+        self.members = members  # global ranks that initialized it, by their numbers in NVSHMEM
         self.numbered = 0  # allocations so far
         self.blocks: dict[int, int] = {}  # address of each that has not been given back
         self.freed: set[int] = set()  # those of them that nobody uses here
@@ -82,7 +82,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         freed = _agree(group, nbytes, heap, members)
         if heap is None:
-            _initialise(exchange)
+            _initialize(exchange)
             heap = Heap(members)
             _heaps.append(heap)
         for number in freed:
@@ -136,10 +136,10 @@ def _agree(group: Any, nbytes: int, heap: Heap | None, members: tuple[int, ...])
         raise RuntimeError("; ".join(problems))
     for rank, (_, _, others, _) in enumerate(words):
         if others not in (None, members) or (others is None) != (known is None):
-            initialised = next(found for _, _, found, _ in words if found is not None)
+            initialized = next(found for _, _, found, _ in words if found is not None)
             raise ValueError(
                 f"rank {rank} has not the NVSHMEM of group {list(members)} (global ranks): a process has one, of the"
-                f" first group that asks for its memory, which was {list(initialised)}; communicators of several NVLink"
+                f" first group that asks for its memory, which was {list(initialized)}; communicators of several NVLink"
                 " domains must all be of that group"
             )
     sizes = [size for size, _, _, _ in words]
@@ -148,7 +148,7 @@ def _agree(group: Any, nbytes: int, heap: Heap | None, members: tuple[int, ...])
     return sorted(set.intersection(*(set(freed) for _, _, _, freed in words)))
 
 
-def _initialise(exchange: Exchange) -> None:
+def _initialize(exchange: Exchange) -> None:
     """Collective: by rank 0's unique id."""
     bindings = _bindings()
     unique = bindings.uniqueid()

@@ -68,7 +68,7 @@ def computed(moe: MoECommunicator, output: DispatchOutput, w: Tensor) -> Tensor:
     rows, form = output.x.flatten(0, -2), moe.config.quant.format
     if rows.dtype == torch.float8_e4m3fn:
         assert output.scales is not None
-        rows = formats.dequantise(rows, output.scales, formats.format_of(form), torch.float32)
+        rows = formats.dequantize(rows, output.scales, formats.format_of(form), torch.float32)
     if moe.config.layout == "padded":
         live = torch.arange(output.x.shape[1]) < output.counts[:, None]
         rows = torch.where(live[..., None], rows.view(output.x.shape), 0)

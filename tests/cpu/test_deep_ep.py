@@ -11,7 +11,7 @@ from unittest import mock
 
 import cases
 import pytest
-import quantised
+import quantized
 import torch
 import torch.distributed as dist
 from deep_ep_cases import EXPERTS, HIDDEN, OWN, RANKS, TOP_K, Given, coming, draw, same, sums
@@ -39,13 +39,13 @@ def _many(given: list[Given], bound: int | None) -> dict[str, Any]:
     *out["aligned"], _, _ = buffer.dispatch(mine.x, **routed, expert_alignment=8)
     *out["worst"], worst, _ = buffer.dispatch(mine.x, **routed, num_worst_tokens=2 * 12)
     *out["without ids"], plain, _ = buffer.dispatch(mine.x, **known)
-    codes, scales = quantised.quantised(mine.x, "128/fp32")
-    quantised_x = codes.view(torch.float8_e4m3fn), scales.float()
-    (recv, recv_scales), *_ = buffer.dispatch(quantised_x, **routed)
-    out["quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
+    codes, scales = quantized.quantized(mine.x, "128/fp32")
+    quantized_x = codes.view(torch.float8_e4m3fn), scales.float()
+    (recv, recv_scales), *_ = buffer.dispatch(quantized_x, **routed)
+    out["quantized"] = recv.view(torch.uint8), recv_scales.contiguous()
     out["again"] = buffer.dispatch(2 * mine.x, handle=handle)[:5]
-    (recv, recv_scales), *_ = buffer.dispatch(quantised_x, handle=handle)
-    out["again quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
+    (recv, recv_scales), *_ = buffer.dispatch(quantized_x, handle=handle)
+    out["again quantized"] = recv.view(torch.uint8), recv_scales.contiguous()
     words = torch.arange(mine.x.shape[0], dtype=torch.int32)[:, None] - 2**30  # four exponents each
     out["words"] = buffer.dispatch((codes.view(torch.float8_e4m3fn), words), **routed)[0][1]
     rows, _, weights, _ = out["plain"]
@@ -101,10 +101,10 @@ def test_many_tokens(bound: int | None) -> None:
         assert got["prefix"][:, rank].tolist() == [sum(s <= r for s, _ in here) for r in range(RANKS)]
         same(got["again"][0], 2 * x)
         assert got["again"][1:] == (None,) * 4
-        codes, scales = quantised.quantised(x, "128/fp32")
+        codes, scales = quantized.quantized(x, "128/fp32")
         assert got["words"].dtype == torch.int32
         assert got["words"].tolist() == [[t - 2**30] for _, t in here]
-        for name in ("quantised", "again quantised"):
+        for name in ("quantized", "again quantized"):
             same(got[name][0], codes)
             same(got[name][1], scales.float())
 
@@ -257,11 +257,11 @@ def test_few_tokens() -> None:
                 if name == "plain":
                     same(got[name][expert, : len(asked)], x)
                     continue
-                codes, scales = quantised.quantised(x, "128/fp32" if name == "fp32" else "128/pow2")
+                codes, scales = quantized.quantized(x, "128/fp32" if name == "fp32" else "128/pow2")
                 same(got[name][0][expert, : len(asked)], codes)
                 recv = got[name][1][expert, : len(asked)]
                 if name == "packed":
-                    byte = [quantised.byte_of(scale) for scale in scales[:, 0].tolist()]
+                    byte = [quantized.byte_of(scale) for scale in scales[:, 0].tolist()]
                     assert recv.dtype == torch.int32 and recv[:, 0].tolist() == byte
                 else:
                     same(recv, scales.float())

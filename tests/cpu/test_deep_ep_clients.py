@@ -193,8 +193,8 @@ def _vllm(given: list[Given], kind: str, how: str) -> Tensor:
             buffer, max_tokens_per_rank=12, num_dispatchers=RANKS, use_fp8_dispatch=fp8
         )  # fmt: skip
         if fp8:
-            quantised = FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[128, 128])
-            arguments = (*arguments[:6], quantised, False)
+            quantized = FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[128, 128])
+            arguments = (*arguments[:6], quantized, False)
         if how == "whole":
             rows, scales, meta, *_ = ours.prepare(*arguments)
         else:

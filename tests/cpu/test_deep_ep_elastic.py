@@ -8,7 +8,7 @@ from typing import Any
 
 import cases
 import pytest
-import quantised
+import quantized
 import torch
 import torch.distributed as dist
 from deep_ep_cases import EXPERTS, HIDDEN, OWN, RANKS, TOKENS, TOP_K, Given, coming, draw, same
@@ -22,8 +22,8 @@ def _elastic(given: list[Given]) -> dict[tuple[bool, bool, int], dict[str, Any]]
     """By whether rows are expanded, whether the host waits, and the alignment."""
     mine, results = given[dist.get_rank()], {}
     buffer = ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=16, explicitly_destroy=True)
-    codes, scales = quantised.quantised(mine.x, "128/fp32")
-    quantised_x = codes.view(torch.float8_e4m3fn), scales.float()
+    codes, scales = quantized.quantized(mine.x, "128/fp32")
+    quantized_x = codes.view(torch.float8_e4m3fn), scales.float()
     for expand in (False, True):
         for sync in (False, True):
             for align in (1, 4):
@@ -40,9 +40,9 @@ def _elastic(given: list[Given]) -> dict[tuple[bool, bool, int], dict[str, Any]]
                 out["handle"] = {f.name: getattr(handle, f.name) for f in dataclasses.fields(handle)}
                 del out["handle"]["route"]
                 out["sources"], out["slots"] = handle.recv_src_metadata, handle.dst_buffer_slot_idx
-                (recv, recv_scales), *_ = buffer.dispatch(quantised_x, use_tma_aligned_col_major_sf=expand, **how)
-                out["quantised"] = recv.view(torch.uint8), recv_scales.contiguous()
-                packed = (quantised_x[0], words_of(mine))
+                (recv, recv_scales), *_ = buffer.dispatch(quantized_x, use_tma_aligned_col_major_sf=expand, **how)
+                out["quantized"] = recv.view(torch.uint8), recv_scales.contiguous()
+                packed = (quantized_x[0], words_of(mine))
                 (_, words), *_, again, _ = buffer.dispatch(packed, use_tma_aligned_col_major_sf=expand, **how)
                 out["words"] = words, buffer.dispatch(packed, handle=again)[0][1]
                 again = buffer.dispatch(2 * mine.x, topk_weights=mine.weights + 1, handle=handle)
@@ -98,14 +98,14 @@ def test_elastic_buffer() -> None:
             assert handle["num_expanded_tokens"] == (rows.shape[0] if expand else 0)
             assert (idx is None) == expand
             again, again_idx, again_weights = got["again"]
-            recv, scales = got["quantised"]
+            recv, scales = got["quantized"]
             for row, (at, k) in of.items():
                 x = given[here[at][0]].x[here[at][1]]
                 same(rows[row], x)
                 same(again[row], 2 * x)
                 for words in got["words"]:
                     same(words[row], words_of(given[here[at][0]])[here[at][1]])
-                codes, wanted = quantised.quantised(x[None], "128/fp32")
+                codes, wanted = quantized.quantized(x[None], "128/fp32")
                 same(recv[row], codes[0])
                 same(scales[row], wanted[0].float())
                 if k is None:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import cases
 import pytest
-import quantised
+import quantized
 import torch
 from torch import Tensor
 
 import ep_ops
-from ep_ops.formats import FORMATS, LAYOUTS, Format, Grid, ScaleLayout, Segments, dequantise, quantise, view
-from ep_ops.formats.quantise import to_e4m3
+from ep_ops.formats import FORMATS, LAYOUTS, Format, Grid, ScaleLayout, Segments, dequantize, quantize, view
+from ep_ops.formats.quantize import to_e4m3
 
-NAMES = tuple(quantised.BLOCKS)
+NAMES = tuple(quantized.BLOCKS)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -53,15 +53,15 @@ def bits(scales: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_against_loops(name: str, dtype: torch.dtype) -> None:
     x = awkward(dtype, cases.fresh_seed())
-    codes, scales = quantise(x, form(name))
-    expected_codes, expected_scales = quantised.quantised(x, name)
+    codes, scales = quantize(x, form(name))
+    expected_codes, expected_scales = quantized.quantized(x, name)
     assert codes.dtype == torch.float8_e4m3fn and scales.dtype == form(name).scale_dtype
     assert scales.shape == ((x.shape[0],) if name == "row/fp32" else expected_scales.shape)
     assert torch.equal(bits(scales), expected_scales)
     assert torch.equal(codes.view(torch.uint8), expected_codes)
     for wanted in DTYPES:
-        back = dequantise(codes, scales, form(name), wanted)
-        expected = quantised.dequantised(expected_codes, expected_scales, wanted)
+        back = dequantize(codes, scales, form(name), wanted)
+        expected = quantized.dequantized(expected_codes, expected_scales, wanted)
         torch.testing.assert_close(back, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -70,8 +70,8 @@ def test_every_code_and_what_lies_between() -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
     finite = every[every.isfinite()]
     got = to_e4m3(finite).view(torch.uint8)
-    assert got.tolist() == [quantised.encoded(number) for number in finite.tolist()]
-    numbers = torch.tensor([quantised.decoded(code) for code in range(256)])
+    assert got.tolist() == [quantized.encoded(number) for number in finite.tolist()]
+    numbers = torch.tensor([quantized.decoded(code) for code in range(256)])
     own = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(own, numbers, rtol=0, atol=0, equal_nan=True)
     beyond = torch.tensor([449.0, 464.0, 480.0, 1e38, torch.inf, torch.nan])
@@ -91,7 +91,7 @@ def test_powers_do_not_depend_on_how_a_quotient_is_rounded(name: str) -> None:
         amax = (mantissas + (exponent << 23)).int().view(torch.float32)
         x = torch.zeros(amax.numel(), form(name).block)
         x[:, 0] = -amax
-        _, scales = quantise(x, form(name))
+        _, scales = quantize(x, form(name))
         exact = torch.where(amax.double() > 448 * 2.0 ** (exponent - 135), 2.0, 1.0) * 2.0 ** (exponent - 135)
         assert torch.equal(bits(scales)[:, 0], exact)
         for rounded in (amax / torch.full((), 448.0), amax * torch.tensor(1 / 448)):
@@ -109,7 +109,7 @@ def test_as_deepgemm_casts_tokens() -> None:
         ("128/pow2", torch.pow(2.0, (amax / torch.full((), 448.0)).log2().ceil())),
     ):
         codes = (blocks * (torch.ones(()) / scales)[..., None]).to(torch.float8_e4m3fn).view(64, 512)
-        got, got_scales = quantise(x, form(name))
+        got, got_scales = quantize(x, form(name))
         assert torch.equal(got_scales, scales)
         assert torch.equal(got.view(torch.uint8), codes.view(torch.uint8))
 
@@ -120,7 +120,7 @@ def test_as_rceil_of_mx() -> None:
     blocks = x.float().view(64, -1, 32)
     exponent = (blocks.abs().amax(2) / 448).log2().ceil().clamp(min=-127)
     codes = (blocks / exponent.exp2()[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(64, 512)
-    got, got_scales = quantise(x, form("32/mx"))
+    got, got_scales = quantize(x, form("32/mx"))
     assert torch.equal(got_scales.view(torch.uint8).int(), exponent.int() + 127)
     assert torch.equal(got.view(torch.uint8), codes.view(torch.uint8))
 
@@ -129,7 +129,7 @@ def test_as_rceil_of_mx() -> None:
 def test_sizes_that_do_not_divide_are_refused(name: str) -> None:
     multiple = form(name).multiple
     with pytest.raises(ValueError, match=rf"hidden_size is {multiple + 8}; format 'e4m3/{name}' takes multiples of"):
-        quantise(torch.zeros(2, multiple + 8), form(name))
+        quantize(torch.zeros(2, multiple + 8), form(name))
 
 
 # ---------------------------------------------------------------------- layouts
@@ -158,7 +158,7 @@ PACKED = [
 def test_layouts(sizes: str, zeros: bool) -> None:
     """Against what reshaping and transposing make of the same rows, to the last byte; and read back."""
     counts, alignment, slots = SIZES[sizes]
-    padded = [quantised.up(count, alignment) for count in counts]
+    padded = [quantized.up(count, alignment) for count in counts]
     begins = [slots * i if slots else sum(padded[:i]) for i in range(len(counts))]
     rows = len(counts) * slots if slots else sum(padded) + 3 * alignment
     ends = torch.tensor([b + n for b, n in zip(begins, padded, strict=True)], dtype=torch.int32)
@@ -175,7 +175,7 @@ def test_layouts(sizes: str, zeros: bool) -> None:
     for name, hidden, layout in PACKED:
         grid = Grid(rows, slots, len(counts), hidden)
         made = ScaleLayout(form(name), layout, grid, segments)
-        count = hidden // quantised.BLOCKS[name]
+        count = hidden // quantized.BLOCKS[name]
         values = torch.randint(-126, 128, (rows, count), generator=draw).double().exp2()
         values[torch.rand(rows, count, generator=draw) < 0.1] = torch.inf
         if name == "128/fp32":
@@ -187,7 +187,7 @@ def test_layouts(sizes: str, zeros: bool) -> None:
             given = byte.to(torch.uint8).view(torch.float8_e8m0fnu)
         for fill in (torch.nan, 0.0):
             got = made.pack(given, zeros, fill)
-            expected = quantised.laid(values, covered if zeros else kept, layout, padded, slots, zeros, fill)
+            expected = quantized.laid(values, covered if zeros else kept, layout, padded, slots, zeros, fill)
             assert got.shape == expected.shape and got.is_contiguous()
             assert torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8)), (name, hidden, layout)
         back = made.in_rows(got)
@@ -195,7 +195,7 @@ def test_layouts(sizes: str, zeros: bool) -> None:
         if layout in ("columns", "packed"):
             seen = view(got, layout, grid)
             per = count if layout == "columns" else -(-count // 4)
-            rounded = quantised.up(slots or rows, 4)
+            rounded = quantized.up(slots or rows, 4)
             assert seen.shape == ((len(counts), slots, per) if slots else (rows, per))
             assert seen.stride() == ((per * rounded, 1, rounded) if slots else (1, rounded))
             if layout == "columns":

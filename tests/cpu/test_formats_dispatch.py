@@ -1,4 +1,4 @@
-"""Dispatch in every format against plain loops (tests/cases.py, tests/quantised.py), on 1, 2 and 4 ranks.
+"""Dispatch in every format against plain loops (tests/cases.py, tests/quantized.py), on 1, 2 and 4 ranks.
 
 Rows and scales that are undefined hold NaN on both sides.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import cases
 import pytest
-import quantised
+import quantized
 import torch
 from cases import RouteCase
 from ranks import run_ranks
@@ -56,7 +56,7 @@ def communicator(case: RouteCase, hidden: int, dtype: torch.dtype, **more: Any) 
 
 @dataclasses.dataclass
 class Given:
-    """Tokens of all ranks, quantised too."""
+    """Tokens of all ranks, quantized too."""
 
     name: str
     tokens: list[cases.Tokens]
@@ -64,10 +64,10 @@ class Given:
     scales: list[Tensor]
 
     def passed(self, rank: int) -> tuple[Tensor, Tensor]:
-        """x as it was quantised elsewhere, and its scales."""
+        """x as it was quantized elsewhere, and its scales."""
         scales = self.scales[rank]
         if self.name == "32/mx":
-            byte = [[quantised.byte_of(scale) for scale in row] for row in scales.tolist()]
+            byte = [[quantized.byte_of(scale) for scale in row] for row in scales.tolist()]
             given = torch.tensor(byte, dtype=torch.uint8).view(scales.shape).view(torch.float8_e8m0fnu)
         else:
             given = scales.float()
@@ -81,7 +81,7 @@ def draw(case: RouteCase, name: str, dtype: torch.dtype, seed: int) -> Given:
             row.mul_(2.0 ** ((token % 7) - 4))
             if token % 5 == 3:
                 row[: 32 * (rank + 1)] = (0.0, torch.inf, torch.nan, 1e-5)[token // 5 % 4]
-    made = [quantised.quantised(own.x, name) for own in tokens]
+    made = [quantized.quantized(own.x, name) for own in tokens]
     return Given(name, tokens, [codes for codes, _ in made], [scales for _, scales in made])
 
 
@@ -153,7 +153,7 @@ def expected(
         row = int(plan.table[source, token, k])
         if row >= 0:
             codes[row], scales[row], kept[row] = given.codes[source][token], given.scales[source][token], True
-    sizes = [quantised.up(count, case.alignment) for count in plan.counts.tolist()]
+    sizes = [quantized.up(count, case.alignment) for count in plan.counts.tolist()]
     for end, size, count in zip(plan.offs.tolist(), sizes, plan.counts.tolist(), strict=True):
         padding[end - size + count : end] = True
     if zeros:
@@ -161,11 +161,11 @@ def expected(
     known = kept | padding if zeros else kept
     slots = 0 if exact else case.slots[rank]
     if layout != "rows":
-        return codes, as_bytes(quantised.laid(scales, known, layout, sizes, slots, zeros, torch.nan))
+        return codes, as_bytes(quantized.laid(scales, known, layout, sizes, slots, zeros, torch.nan))
     if given.name == "32/mx":
         lines = torch.full(scales.shape, 255, dtype=torch.uint8)
         for row in known.nonzero().flatten().tolist():
-            lines[row] = torch.tensor([quantised.byte_of(scale) for scale in scales[row].tolist()], dtype=torch.uint8)
+            lines[row] = torch.tensor([quantized.byte_of(scale) for scale in scales[row].tolist()], dtype=torch.uint8)
         return codes, lines
     return codes, scales.float()[:, 0] if given.name == "row/fp32" else scales.float()
 
@@ -212,7 +212,7 @@ def _check(world_size: int, route: str, dtype: torch.dtype) -> None:
                             tensors[3:8], ("send_rows", "arrivals", "offs", "counts", "dropped"), strict=True
                         ):
                             same(tensor, getattr(plan, field))
-            values = [quantised.dequantised(c, s, dtype) for c, s in zip(one.codes, one.scales, strict=True)]
+            values = [quantized.dequantized(c, s, dtype) for c, s in zip(one.codes, one.scales, strict=True)]
             tokens = [cases.Tokens(x, own.weights) for x, own in zip(values, one.tokens, strict=True)]
             rows_ = cases.expected_dispatch(case, plans, tokens)[rank]
             for which in (True, False, "planned"):
@@ -228,14 +228,14 @@ def _check(world_size: int, route: str, dtype: torch.dtype) -> None:
 
 
 def _agreeing(asked: list[dict[str, Any]]) -> Any:
-    """Some ranks pass x through that others have quantised here."""
+    """Some ranks pass x through that others have quantized here."""
     rank = torch.distributed.get_rank()
     case = cases.route_cases(len(asked), 0)["random"]
     x = cases.random_tokens(case, 128, torch.bfloat16, 1)[rank].x
     with communicator(case, 128, torch.bfloat16) as comm:
         how = dict(asked[rank])
         if how.pop("passed", False):
-            codes, scales = quantised.quantised(x, "128/pow2")
+            codes, scales = quantized.quantized(x, "128/pow2")
             x, how["scales"] = codes.view(torch.float8_e4m3fn), scales.float() * how.pop("times", 1.0)
         try:
             sent = comm.dispatch(x, case.topk_idx[rank], max_tokens=case.max_tokens, **how)

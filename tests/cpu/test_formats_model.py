@@ -8,14 +8,14 @@ from typing import Any
 
 import cases
 import pytest
-import quantised
+import quantized
 import torch
 from ranks import run_ranks
 from torch import Tensor
 from torch.library import opcheck
 
 import ep_ops
-from ep_ops.formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, quantise
+from ep_ops.formats import FORMATS, Grid, ScaleLayout, dequantize, format_of, quantize
 from ep_ops.operators import OPERATORS
 from ep_ops.records import NoElements
 
@@ -55,7 +55,7 @@ def as_operators_return(scales: Tensor, layout: str) -> Tensor:
     """Of the view that a method returns of columns and packed scales."""
     if layout not in ("columns", "packed"):
         return scales
-    shape = [*scales.shape[:-2], scales.shape[-1], quantised.up(scales.shape[-2], 4)]
+    shape = [*scales.shape[:-2], scales.shape[-1], quantized.up(scales.shape[-2], 4)]
     return scales.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
@@ -76,8 +76,8 @@ def decoded(rows: Tensor, scales: Tensor, route: ep_ops.Route, name: str, layout
 def test_every_way_gives_what_decodes_to_x(comm: ep_ops.Communicator, name: str, layout: str, slots: int) -> None:
     x, idx, weights = inputs()
     form = format_of(name)
-    codes, scales = quantise(x, form)
-    values = dequantise(codes, scales, form, torch.float32)
+    codes, scales = quantize(x, form)
+    values = dequantize(codes, scales, form, torch.float32)
     asked: dict[str, Any] = {"format": name, "scales_as": "" if layout == "rows" else layout}
     padded = cases.room(None, slots)
     sent = [
@@ -121,13 +121,13 @@ def test_what_grouped_gemms_take_beside_rows(comm: ep_ops.Communicator) -> None:
 def test_tokens_of_several_dimensions_and_int64_ids(comm: ep_ops.Communicator) -> None:
     x, idx, weights = inputs(12)
     flat = comm.dispatch(x, idx, weights, format=MX)
-    codes, scales = quantise(x, format_of(MX))
+    codes, scales = quantize(x, format_of(MX))
     shaped = [t.view(3, 4, -1) for t in (x, idx.long(), weights)]
     batched = [
         comm.dispatch(*shaped, format=MX),
         comm.dispatch(codes.view(3, 4, -1), *shaped[1:], scales=scales.view(3, 4, -1), format=MX),
     ]
-    whole = quantise(x, format_of(ROW))
+    whole = quantize(x, format_of(ROW))
     rows = comm.dispatch(whole[0].view(3, 4, -1), shaped[1], scales=whole[1].view(3, 4), format=ROW)
     held = flat.route.recv_from >= 0
     assert torch.equal(rows.scales[held], whole[1][flat.route.recv_from[held] // TOP_K])
@@ -137,9 +137,9 @@ def test_tokens_of_several_dimensions_and_int64_ids(comm: ep_ops.Communicator) -
             assert torch.equal(got.view(torch.uint8)[held], wanted.view(torch.uint8)[held])
 
 
-def test_autocast_leaves_quantised_rows_alone(comm: ep_ops.Communicator) -> None:
+def test_autocast_leaves_quantized_rows_alone(comm: ep_ops.Communicator) -> None:
     x, idx, _ = inputs()
-    codes, scales = quantise(x, format_of(POW2))
+    codes, scales = quantize(x, format_of(POW2))
     plain = comm.dispatch(x, idx, format=POW2)
     with torch.autocast("cpu", torch.bfloat16):
         wide = comm.dispatch(x.float(), idx, format=POW2)
@@ -181,7 +181,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Decode(torch.autograd.Function):
-    """Stands for a GEMM that takes quantised rows: code times scale; its backward gives rows of x's dtype."""
+    """Stands for a GEMM that takes quantized rows: code times scale; its backward gives rows of x's dtype."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, scales: Tensor, route_rows: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def test_opcheck(lenient: ep_ops.Communicator, operator: str, name: str, layout:
         }  # fmt: skip
         opcheck(op.overload, tuple(known[field] for field in op.arguments._fields))
         if layout:
-            codes, scales = quantise(x, format_of(name))
+            codes, scales = quantize(x, format_of(name))
             known |= {"x": codes, "scales": scales}
             utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # others compare x
             opcheck(op.overload, tuple(known[field] for field in op.arguments._fields), test_utils=utils)
@@ -294,7 +294,7 @@ def test_opcheck(lenient: ep_ops.Communicator, operator: str, name: str, layout:
 
 
 def _gradients(format: str, slots: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Of x and weights, quantised and not, for the same gradients of rows on this rank."""
+    """Of x and weights, quantized and not, for the same gradients of rows on this rank."""
     rank, results = torch.distributed.get_rank(), []
     with communicator() as comm:
         for asked in (format, ""):
@@ -343,9 +343,9 @@ def test_gradients_of_another_dtype_are_brought_to_that_of_x(comm: ep_ops.Commun
     assert grads[0].dtype == torch.bfloat16 and torch.equal(*grads)
 
 
-def test_rows_that_are_quantised_already_have_no_gradient(comm: ep_ops.Communicator) -> None:
+def test_rows_that_are_quantized_already_have_no_gradient(comm: ep_ops.Communicator) -> None:
     x, idx, weights = inputs(5)
-    codes, scales = quantise(x, format_of(POW2))
+    codes, scales = quantize(x, format_of(POW2))
     sent = comm.dispatch(codes, idx, weights.requires_grad_(), scales=scales, format=POW2)
     assert not sent.x.requires_grad and sent.weights is not None
     sent.weights.nan_to_num().sum().backward()
@@ -359,7 +359,7 @@ def test_rows_that_are_quantised_already_have_no_gradient(comm: ep_ops.Communica
 
 def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
     """What is changed in dispatch(x, idx, format=POW2), the error, its text."""
-    codes, scales = quantise(torch.ones(9, HIDDEN), format_of(POW2))
+    codes, scales = quantize(torch.ones(9, HIDDEN), format_of(POW2))
     return {
         "unknown": ({"format": "e5m2/128/pow2"}, ValueError, r"format is 'e5m2/128/pow2'; allowed: '' .*'e4m3/32/mx'"),
         "layout": ({"scales_as": "swizzled/torch"}, ValueError, r"scales_as is 'swizzled/torch'; allowed for format"),
@@ -368,7 +368,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
             {"format": f"wire:{POW2}", "scales_as": "rows"}, ValueError, "brings no scales; allowed: ''",
         ),
         "wire and scales": (
-            {"format": f"wire:{POW2}", "x": codes, "scales": scales}, ValueError, "quantises x itself; allowed: none",
+            {"format": f"wire:{POW2}", "x": codes, "scales": scales}, ValueError, "quantizes x itself; allowed: none",
         ),
         "scales without format": ({"format": "", "scales": scales}, ValueError, "format is '' and scales are given"),
         "layout without format": ({"format": "", "scales_as": "rows"}, ValueError, "'' and scales_as is 'rows'"),

@@ -1,4 +1,4 @@
-"""A combine whose gradient travels in a format: beside the same gradient rounded by tests/quantised.py, and within the
+"""A combine whose gradient travels in a format: beside the same gradient rounded by tests/quantized.py, and within the
 format's bound of the one that travels as it is."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from typing import Any
 
 import cases
 import pytest
-import quantised
+import quantized
 import torch
 from ranks import run_ranks
 from test_formats_model import HIDDEN, MX, POW2, TOP_K, communicator, inputs
@@ -30,10 +30,10 @@ def gradients(rank: int, seed: int) -> Tensor:
 def rounded(grad: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """What arrives of it, and how far that may lie from it: half of the distance of two codes, which are 1/8 of a power
     of two apart, the smallest ones 2**-9; and, where scales are no powers of two, what fp32 and bfloat16 round."""
-    codes, scales = quantised.quantised(grad, format.partition("/")[2])
+    codes, scales = quantized.quantized(grad, format.partition("/")[2])
     each = scales.repeat_interleave(HIDDEN // scales.shape[1], 1)
     bound = torch.maximum(grad.double().abs() / 16, each / 1024)
-    arrives = quantised.dequantised(codes, scales, torch.bfloat16)
+    arrives = quantized.dequantized(codes, scales, torch.bfloat16)
     return arrives, bound if "fp32" not in format else bound * 1.001 + arrives.double().abs() / 256
 
 

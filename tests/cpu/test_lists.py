@@ -170,7 +170,7 @@ def test_what_is_undefined_reaches_no_gradient() -> None:
     assert weights.grad.tolist() == [[2.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
 
 
-def test_quantised_rows_are_gathered_too() -> None:
+def test_quantized_rows_are_gathered_too() -> None:
     """And their scales."""
     local_idx = torch.tensor([[0, 1], [1, -1], [-1, -1]]).int()
     lists = expert_lists(local_idx, 2, alignment=2)

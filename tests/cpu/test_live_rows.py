@@ -7,7 +7,7 @@ import math
 import random
 
 import pytest
-import quantised
+import quantized
 import torch
 from cases import fresh_seed
 from segments import Drawn, segments
@@ -16,7 +16,7 @@ from torch.library import opcheck
 from torch.utils import _pytree as pytree
 
 from benchmarks import live_rows
-from ep_ops.nn import swiglu_quantised, swiglu_rows
+from ep_ops.nn import swiglu_quantized, swiglu_rows
 from ep_ops.records import Route
 
 POW2, FP32, MX = "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx"
@@ -102,15 +102,15 @@ WAYS = [(POW2, "rows"), (POW2, "columns"), (POW2, "packed"), (FP32, "columns"), 
 
 @pytest.mark.parametrize("slots", [0, 12])
 @pytest.mark.parametrize(("name", "layout"), WAYS)
-def test_quantised(name: str, layout: str, slots: int) -> None:
-    """Codes and scales are those of the rounded result, by tests/quantised.py, and 0 in padding; gradients go straight
+def test_quantized(name: str, layout: str, slots: int) -> None:
+    """Codes and scales are those of the rounded result, by tests/quantized.py, and 0 in padding; gradients go straight
     through."""
     draw = random.Random(fresh_seed())
     of, route = case(draw, slots)
     x = of.poisoned(2 * 640, torch.bfloat16, draw, scale=10.0 ** draw.uniform(-4, 3)).requires_grad_()
-    codes, scales = swiglu_quantised(x, route, name, layout)
+    codes, scales = swiglu_quantized(x, route, name, layout)
     rows = swiglu_rows(x, route).detach()
-    want_codes, want_scales = quantised.quantised(rows[of.kept].float(), name.removeprefix("e4m3/"))
+    want_codes, want_scales = quantized.quantized(rows[of.kept].float(), name.removeprefix("e4m3/"))
     assert torch.equal(codes.view(torch.uint8)[of.kept], want_codes)
     assert (codes.view(torch.uint8)[of.padding] == 0).all()
 
@@ -120,13 +120,13 @@ def test_quantised(name: str, layout: str, slots: int) -> None:
     live[of.live] = True
     if layout == "rows":
         if name == MX:
-            own, want = scales.view(torch.uint8), every.clone().apply_(quantised.byte_of).to(torch.uint8)
+            own, want = scales.view(torch.uint8), every.clone().apply_(quantized.byte_of).to(torch.uint8)
         else:
             own, want = scales, every.float()
         assert torch.equal(own[live], want[live])
     else:
         sizes = [-(-count // route.alignment) * route.alignment for count in of.counts]
-        memory = quantised.laid(every, live, layout, sizes, slots, True, math.nan).transpose(-1, -2)
+        memory = quantized.laid(every, live, layout, sizes, slots, True, math.nan).transpose(-1, -2)
         taken = memory[..., : slots or of.rows, :].reshape(-1, memory.shape[-1])
         assert torch.equal(scales.reshape(taken.shape)[live], taken[live])
         assert scales.stride(-2) == 1
@@ -142,7 +142,7 @@ def test_compiled(dynamic: bool) -> None:
     """As part of a graph, with rows known late; the same numbers and gradients."""
 
     def step(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:
-        return swiglu_rows(x * 2, route), *swiglu_quantised(x * 2, route, POW2, "columns")
+        return swiglu_rows(x * 2, route), *swiglu_quantized(x * 2, route, POW2, "columns")
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -172,7 +172,7 @@ def test_opcheck(slots: int) -> None:
     opcheck(torch.ops.ep.swiglu.default, (x, *along))
     opcheck(torch.ops.ep.swiglu_backward.default, (x.detach()[:, :128].contiguous(), x.detach(), *along))
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")  # gradients of codes have another dtype
-    opcheck(torch.ops.ep.swiglu_quantised.default, (x, *along, POW2, "rows"), test_utils=utils)
+    opcheck(torch.ops.ep.swiglu_quantized.default, (x, *along, POW2, "rows"), test_utils=utils)
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -186,7 +186,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_functional_derivatives_are_refused() -> None:
     of, route = case(random.Random(fresh_seed()))
     x = torch.randn(of.rows, 256)
-    for run in (lambda x: swiglu_rows(x, route), lambda x: swiglu_quantised(x, route)[0].float()):
+    for run in (lambda x: swiglu_rows(x, route), lambda x: swiglu_quantized(x, route)[0].float()):
         with pytest.raises(NotImplementedError, match="given a tensor with a tangent"):
             torch.func.jvp(run, (x,), (x,))
         with pytest.raises(NotImplementedError, match="given a tensor of a gradient transform"):
@@ -206,15 +206,15 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match="gate_and_up is torch.int32"):
         swiglu_rows(x.int(), route)
     with pytest.raises(ValueError, match="format is 'e4m3/row/fp32'"):
-        swiglu_quantised(x, route, "e4m3/row/fp32")
+        swiglu_quantized(x, route, "e4m3/row/fp32")
     with pytest.raises(ValueError, match="scales_as is 'packed'"):
-        swiglu_quantised(x, route, FP32, "packed")
+        swiglu_quantized(x, route, FP32, "packed")
     with pytest.raises(ValueError, match="scales_as is 'swizzled/torch'"):
-        swiglu_quantised(x, route, MX, "swizzled/torch")
+        swiglu_quantized(x, route, MX, "swizzled/torch")
     with pytest.raises(ValueError, match="multiples of 128"):
-        swiglu_quantised(x[:, :320], route)
+        swiglu_quantized(x[:, :320], route)
     with pytest.raises(TypeError, match="float64"):
-        swiglu_quantised(x.double(), route)
+        swiglu_quantized(x.double(), route)
 
 
 def test_benchmark_compares_the_same() -> None:

@@ -124,7 +124,7 @@ def gradients(seed: int, way: dict[str, Any], compiled: bool) -> list[list[Tenso
     [*((rows, False, 2) for rows in ROWS), ("grouped", True, 2), ("padded", True, 1), ("token_major", True, 1)],
 )
 def test_gradients(rows: str, compiled: bool, ranks: int) -> None:
-    """With replicas, statistics and split operations; rows quantised on the wire, to what they are."""
+    """With replicas, statistics and split operations; rows quantized on the wire, to what they are."""
     way = dict(layout=rows, placement=REPLICAS, statistics=True, overlap=rows != "grouped")
     way["quant"] = Quant("wire:e4m3/128/pow2" if rows == "padded" else "")
     torch._dynamo.reset()
@@ -414,7 +414,7 @@ def test_all_layouts_of_scales_are_known() -> None:
             output, handle = moe.dispatch(given.x, given.ids, given.weights)
             assert output.x.shape == (E, 16, H) and output.x.dtype == torch.float8_e4m3fn
             assert output.weights is not None and output.weights.shape == (E, 16) and output.scales is not None
-            codes, scales = formats.quantise(given.x, formats.format_of(form))
+            codes, scales = formats.quantize(given.x, formats.format_of(form))
             passed, _ = moe.dispatch(codes, given.ids, None, Quant(form, scales_as, scales))
             live = torch.arange(16) < output.counts[:, None]
             assert torch.equal(passed.x.view(torch.uint8)[live], output.x.view(torch.uint8)[live])

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of quantised rows, the layer that has one, and the benchmarks of both."""
+"""Grouped GEMMs of quantized rows, the layer that has one, and the benchmarks of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from quantised import quantised
+from quantized import quantized
 from ranks import run_ranks
 from torch import Tensor
 
@@ -25,7 +25,7 @@ R, M, N, OFFS = 40, 32, 48, (8, 8, 31)  # rows behind the last segment; an exper
 def given() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes with a NaN behind the segments, scales, matrices, ends of segments."""
     draw = torch.Generator().manual_seed(cases.fresh_seed())
-    codes, scales = quantised(torch.randn(R, M, generator=draw), "row/fp32")
+    codes, scales = quantized(torch.randn(R, M, generator=draw), "row/fp32")
     codes, scales = codes.clone(), scales.float().flatten()
     codes[-1], scales[-1] = 0x7F, torch.nan
     w = torch.randn(len(OFFS), M, N, generator=draw).bfloat16()
@@ -36,7 +36,7 @@ def test_products_and_gradients() -> None:
     codes, scales, w, offs = given()
     rows = (codes.double() * scales.double()[:, None])[: OFFS[-1]]
     expert = torch.bucketize(torch.arange(OFFS[-1]), offs, right=True)
-    columns, by = quantised(w.float().transpose(1, 2).reshape(-1, M), "row/fp32")
+    columns, by = quantized(w.float().transpose(1, 2).reshape(-1, M), "row/fp32")
     exact = (columns.view(torch.float8_e4m3fn).double() * by.double()).view(-1, N, M).transpose(1, 2)
     w.requires_grad_()
     out = scaled_grouped_mm(codes, scales, w, offs)
@@ -117,10 +117,10 @@ def test_benchmarks_on_cpu_processes(tmp_path: Path) -> None:
     rows = {result["way"]: result["capacity"] for result in of_layer["results"]}
     assert rows["exact"] is None and rows["mean"] < rows["worst"] == rows["all_rows"]
     assert all(result["forward_backward"] > 0 and result["dropped"] == 0 for result in of_layer["results"])
-    plain, quantised_rows = of_training["results"]
+    plain, quantized_rows = of_training["results"]
     assert plain["format"] == "" and plain["output_error"] == 0 and plain["gap"] == 0
-    assert 0.01 < quantised_rows["output_error"] < training.MAX_OUTPUT_ERROR and quantised_rows["correct"]
-    assert len(plain["losses"]) == 2 and plain["losses"] != quantised_rows["losses"]
+    assert 0.01 < quantized_rows["output_error"] < training.MAX_OUTPUT_ERROR and quantized_rows["correct"]
+    assert len(plain["losses"]) == 2 and plain["losses"] != quantized_rows["losses"]
     assert "e4m3/row/fp32" in (tmp_path / "curves.svg").read_text()
 
 

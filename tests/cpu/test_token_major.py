@@ -7,7 +7,7 @@ from typing import Any
 
 import cases
 import pytest
-import quantised
+import quantized
 import tokens as oracle
 import torch
 import toy
@@ -208,7 +208,7 @@ def test_formats(world_size: int, how: str) -> None:
             rows = capacity[rank]
             if layout == "columns":
                 assert got["strides"] == (1, -(-rows // 4) * 4)
-            values = [quantised.dequantised(c, s, torch.bfloat16) for c, s in zip(one.codes, one.scales, strict=True)]
+            values = [quantized.dequantized(c, s, torch.bfloat16) for c, s in zip(one.codes, one.scales, strict=True)]
             tokens = [Tokens(x, own.weights) for x, own in zip(values, one.tokens, strict=True)]
             assert_same(got["wire"][0], oracle.expected_rows(copies[rank], tokens)[0])
             assert got["wire"][1] is None and HIDDEN[name] == tokens[0].x.shape[1]
@@ -223,7 +223,7 @@ def _same_codes(here: oracle.Copies, given: Any, x: Tensor, scales: Tensor) -> N
         assert torch.equal(x[row], given.codes[source][token])
         wanted = given.scales[source][token]
         if given.name == "32/mx":
-            assert scales[row].tolist() == [quantised.byte_of(scale) for scale in wanted.tolist()]
+            assert scales[row].tolist() == [quantized.byte_of(scale) for scale in wanted.tolist()]
         else:
             assert_same(scales[row].view(-1), wanted.float())
     behind = len(here.rows)  # undefined

@@ -310,8 +310,8 @@ def test_use_ep_ops() -> None:
     from ep_ops.operators import SAVE_FOR_CHECKPOINT
 
     config = deepseek(ranks=2)
-    quantised = config.model_spec.model.layers[2].moe.routed_experts
-    quantised.token_dispatcher = TorchAOTokenDispatcher.Config(**SIZES, pad_multiple=32)
+    quantized = config.model_spec.model.layers[2].moe.routed_experts
+    quantized.token_dispatcher = TorchAOTokenDispatcher.Config(**SIZES, pad_multiple=32)
     assert not config.training.disable_cuda_graphs
     with pytest.raises(ValueError, match="CUDA graphs"):
         config._validate_cuda_graphs()

@@ -247,7 +247,7 @@ def test_gradient_transforms_are_refused(comm: ep_ops.Communicator) -> None:
     torch.testing.assert_close(own, 2 * x.sum(0))  # what is no operator's input may be differentiated
 
 
-def test_not_initialised_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_initialized_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(RuntimeWarning, match="of this process alone.*init_process_group") as told:
         ep_ops.Communicator(**SIZES).destroy()

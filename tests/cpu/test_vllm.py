@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import quantised
+import quantized
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -83,7 +83,7 @@ def made(form: str, *comms: Communicator, **others: Any) -> Any:
     return {"batched": BatchedPrepareAndFinalize, "standard": PrepareAndFinalize}[form](*comms, **others)
 
 
-def unquantised() -> Any:
+def unquantized() -> Any:
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 
     return FUSED_MOE_UNQUANTIZED_CONFIG
@@ -178,7 +178,7 @@ def in_kernel(form: str, asked: str, dtype: torch.dtype, limits: dict[str, Any])
     )  # fmt: skip
     with communicator(dtype=dtype) as comm:
         prepare_finalize = made(form, comm, **limits)
-        sizes: dict[str, Any] = {"moe_config": moe, "quant_config": unquantised()}
+        sizes: dict[str, Any] = {"moe_config": moe, "quant_config": unquantized()}
         if form == "batched":
             sizes["max_num_tokens"] = prepare_finalize.max_num_tokens_per_rank()
             sizes["num_dispatchers"] = prepare_finalize.num_dispatchers()
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_counted(vllm: None, form: str, limits: dict[str, A
 def layer(prepare_finalize: Any, comm: Communicator, given: list[Tensor], on_input: bool, how: str) -> Tensor:
     """By prepare and finalize, or by their asynchronous forms with hooks or without."""
     x, weights, ids = given
-    arguments = *given, EXPERTS, None, on_input, unquantised()
+    arguments = *given, EXPERTS, None, on_input, unquantized()
     if how == "whole":
         rows, scales, meta, row_ids, row_weights = prepare_finalize.prepare(*arguments, defer_input_quant=False)
     else:
@@ -315,7 +315,7 @@ def fp8(form: str, kind: str) -> None:
     if kind == "static":
         plain = (x / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.02
     else:
-        codes, numbers = quantised.quantised(x, form_of_numbers[kind])
+        codes, numbers = quantized.quantized(x, form_of_numbers[kind])
         each = numbers.float().repeat_interleave(128, 1) if kind.startswith("block") else numbers.float()
         plain = codes.view(torch.float8_e4m3fn).float() * each
     with communicator(hidden_size=width) as comm:
@@ -376,7 +376,7 @@ def two_under_way(form: str) -> None:
             for at in (0, 1):
                 turn(at)
                 ubatching.dbo_maybe_run_recv_hook()
-                steps.append(prepare_finalize.prepare_async(*given[at], EXPERTS, None, False, unquantised(), False))
+                steps.append(prepare_finalize.prepare_async(*given[at], EXPERTS, None, False, unquantized(), False))
                 ubatching.dbo_register_recv_hook(steps[at][0])
             for at in (0, 1):
                 turn(at)
@@ -393,7 +393,7 @@ def two_under_way(form: str) -> None:
                 close(out[at], dense(*given[at]))
             turn(2)
             with pytest.raises(ValueError, match="comms holds 2; micro-batch 2 needs a communicator of its own"):
-                prepare_finalize.prepare(*given[0], EXPERTS, None, False, unquantised(), False)
+                prepare_finalize.prepare(*given[0], EXPERTS, None, False, unquantized(), False)
     finally:
         ubatching._THREAD_ID_TO_CONTEXT.clear()
         ubatching._CURRENT_CONTEXTS.clear()
@@ -415,7 +415,7 @@ def bounded(sp_size: int) -> tuple[int, int]:
         with override_forward_context(context):
             out = layer(prepare_finalize, comm, given, False, "whole")
             close(out, dense(*given))
-            rows = prepare_finalize.prepare(*given, EXPERTS, None, False, unquantised(), False)[0]
+            rows = prepare_finalize.prepare(*given, EXPERTS, None, False, unquantized(), False)[0]
         return len(rows), prepare_finalize._sent[0].route.max_tokens
 
 
@@ -432,7 +432,7 @@ def test_nothing_waits_for_the_host(vllm: None, form: str) -> None:
 
         def step(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
             rows, _, _, row_ids, row_weights = prepare_finalize.prepare(
-                x, weights, ids, EXPERTS, None, False, unquantised(), False
+                x, weights, ids, EXPERTS, None, False, unquantized(), False
             )
             rest = (weights, ids) if row_ids is None else (row_weights, row_ids)
             out = torch.empty_like(x)
@@ -458,18 +458,18 @@ def test_what_is_refused(vllm: None) -> None:
             ):
                 prepare_finalize.prepare(x, weights, ids, EXPERTS, None, False, fp8, False)
             with pytest.raises(ValueError, match="num_experts is 7; communicator .* has 6"):
-                prepare_finalize.prepare(x, weights, ids, 7, None, False, unquantised(), False)
+                prepare_finalize.prepare(x, weights, ids, 7, None, False, unquantized(), False)
             with pytest.raises(ValueError, match=r"shape \(5, 3\); with apply_router_weight_on_input .* \[T, 1\]"):
-                prepare_finalize.prepare(x, weights, ids, EXPERTS, None, True, unquantised(), False)
+                prepare_finalize.prepare(x, weights, ids, EXPERTS, None, True, unquantized(), False)
             with pytest.raises(TypeError, match="x has dtype torch.float64"):
-                prepare_finalize.prepare(x.double(), weights, ids, EXPERTS, None, False, unquantised(), False)
+                prepare_finalize.prepare(x.double(), weights, ids, EXPERTS, None, False, unquantized(), False)
             with pytest.raises(RuntimeError, match="finalize was called without a prepare"):
                 prepare_finalize.finalize(x, x, weights, ids, False, reduction("Delegate"))
             with pytest.raises(ValueError, match="comms is empty"):
                 type(prepare_finalize)()
-        rows = standard.prepare(x, weights, ids, EXPERTS, None, False, fp8, True)[0]  # experts quantise them
+        rows = standard.prepare(x, weights, ids, EXPERTS, None, False, fp8, True)[0]  # experts quantize them
         assert rows.dtype == x.dtype
-        rows = batched.prepare(x, weights, ids, EXPERTS, None, False, unquantised(), False)[0]
+        rows = batched.prepare(x, weights, ids, EXPERTS, None, False, unquantized(), False)[0]
         with pytest.raises(ValueError, match="is TopKWeightAndReduceNoOP; allowed: TopKWeightAndReduceDelegate"):
             batched.finalize(x, rows, weights, ids, False, reduction("NoOP"))
         for factor in (0, 1.5, "1"):

@@ -1,4 +1,4 @@
-"""Checks of dispatches in a format, of both kinds of kernel, against tests/quantised.py."""
+"""Checks of dispatches in a format, of both kinds of kernel, against tests/quantized.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-import quantised
+import quantized
 import torch
 from torch import Tensor
 
@@ -47,7 +47,7 @@ class Call:
         """Room for scales; and x as codes, if it is given so."""
         self.codes, self.scales = [], []
         for tokens, at in zip(on.truth.tokens, on.at, strict=True):
-            codes, scales = quantised.quantised(tokens.x, self.short)
+            codes, scales = quantized.quantized(tokens.x, self.short)
             self.codes.append(codes)
             self.scales.append(scales)
             if self.given:
@@ -58,18 +58,18 @@ class Call:
         """As they come with x, or lie in rows."""
         if self.short != "32/mx":
             return scales.float()
-        bytes_ = [[quantised.byte_of(s) if s == s else 255 for s in row] for row in scales.tolist()]
+        bytes_ = [[quantized.byte_of(s) if s == s else 255 for s in row] for row in scales.tolist()]
         return torch.tensor(bytes_, dtype=torch.uint8).view(scales.shape)
 
     def room(self, on: Any, rank: int) -> dict[str, int]:
         """Of a rank's outputs."""
         case = on.truth.case
         rows, hidden, slots = case.capacity[rank], on.shape.hidden, case.slots[rank]
-        lines = quantised.up(slots, 4) * case.experts_per_rank[rank] if slots else quantised.up(rows, 4)
+        lines = quantized.up(slots, 4) * case.experts_per_rank[rank] if slots else quantized.up(rows, 4)
         count = self.scales[0].shape[1]
         held = case.experts_per_rank[rank]
         kind, _, consumer = self.layout.partition("/")
-        tiles = held * quantised.up(slots, 128) // 128 if slots else quantised.total_tiles(consumer, rows, held)
+        tiles = held * quantized.up(slots, 128) // 128 if slots else quantized.total_tiles(consumer, rows, held)
         quads = -(-count // 4)
         words = {
             "": 0, "rows": rows * count, "columns": lines * count, "packed": lines * quads,
@@ -94,7 +94,7 @@ class Call:
             codes[row], scales[row], owned[row] = self.codes[source][token], self.scales[source][token], True
         defined = truth.rows[rank].covered if self.zeros else owned
         if self.layout == "":
-            want = quantised.dequantised(codes, scales, torch.float32)
+            want = quantized.dequantized(codes, scales, torch.float32)
             want[~owned] = 0
             got = on.ranks.floats(at["recv_x"], rows, hidden)
             wrong = (got != want) & ~(got.isnan() & want.isnan())
@@ -110,12 +110,12 @@ class Call:
         swizzled = self.layout.startswith("swizzled")
         sizes = []
         if swizzled:  # token-major rows have no segments
-            sizes = [quantised.up(count, case.alignment) for count in truth.plans[rank].counts.tolist()]
+            sizes = [quantized.up(count, case.alignment) for count in truth.plans[rank].counts.tolist()]
         if self.layout == "rows":
             wants = [self.stored(torch.where(defined[:, None], scales, fill)).reshape(-1) for fill in (0.0, 1.0)]
         else:
             wants = [
-                quantised.laid(scales, defined, self.layout, sizes, slots, swizzled and self.zeros, fill)
+                quantized.laid(scales, defined, self.layout, sizes, slots, swizzled and self.zeros, fill)
                 for fill in (0.0, float("nan"))
             ]
         low, high = (want.contiguous().view(-1).view(torch.uint8) for want in wants)
@@ -233,8 +233,8 @@ def places(draw: random.Random) -> None:
     experts, alignment, count = draw.choice([1, 3, 40]), draw.choice([1, 16, 128]), draw.choice([4, 7])
     most = 300 if experts < 40 else 130
     kept = [draw.choice([0, draw.randint(1, 30), draw.randint(100, most)]) for _ in range(experts)]
-    sizes = [quantised.up(n, alignment) for n in kept]
-    slots = draw.choice([0, quantised.up(max(sizes), 4)])
+    sizes = [quantized.up(n, alignment) for n in kept]
+    slots = draw.choice([0, quantized.up(max(sizes), 4)])
     begins = [e * slots if slots else sum(sizes[:e]) for e in range(experts)]
     rows = slots * experts or sum(sizes) + draw.randint(0, 90)
     number = torch.arange(rows)[:, None]
@@ -245,7 +245,7 @@ def places(draw: random.Random) -> None:
     for consumer in ("torch", "quack", "flashinfer"):
         scales[padded & ~held] = 0
         want, other = (
-            quantised.laid(scales, padded, f"swizzled/{consumer}", sizes, slots, True, fill).flatten()
+            quantized.laid(scales, padded, f"swizzled/{consumer}", sizes, slots, True, fill).flatten()
             for fill in (0.0, math.nan)
         )
         memory = machine.new_memory(1 << 22)
@@ -265,7 +265,7 @@ def places(draw: random.Random) -> None:
                 first = kernel.found[row] - lie + 512 * word
                 assert torch.equal(there[first : first + 4], torch.full((4,), POISON_BYTE).byte()), "cleared or shared"
                 there[first : first + 4] = want[first : first + 4]
-                own = [quantised.byte_of(s) for s in scales[row, 4 * word : 4 * word + 4].tolist()]
+                own = [quantized.byte_of(s) for s in scales[row, 4 * word : 4 * word + 4].tolist()]
                 assert want[first : first + 4].tolist() == own + [0] * (4 - len(own)), f"row {row} of {consumer}"
         known = want == other
         assert torch.equal(there[known], want[known]), f"scales of {consumer}"
@@ -279,7 +279,7 @@ def places(draw: random.Random) -> None:
 
 
 class Parts:
-    """One warp that quantises rows, part by part, the last one first."""
+    """One warp that quantizes rows, part by part, the last one first."""
 
     options: ClassVar[dict[str, Any]] = {"block": (32, 1, 1)}
 
@@ -290,13 +290,13 @@ class Parts:
         )
 
     def kernel(self, _: Any) -> None:
-        from cute_kernels.throughput.stage_quantised import parts_of, quantise_part
+        from cute_kernels.throughput.stage_quantized import parts_of, quantize_part
 
         ranks: Any = SimpleNamespace(heap=SimpleNamespace(problem=self.problem))
         args = SimpleNamespace(x=Int64(self.x))
         for token, row in enumerate(self.rows):
             for part in reversed(range(parts_of(self.form, False, self.problem.dtype))):
-                quantise_part(self.form, False, ranks, args, Int32(token), Int64(row), Int32(part))
+                quantize_part(self.form, False, ranks, args, Int32(token), Int64(row), Int32(part))
 
 
 def parts(draw: random.Random) -> None:
@@ -314,12 +314,12 @@ def parts(draw: random.Random) -> None:
             given = memory.put(x.view(torch.int32), "x")
             rows = [memory.take(form.staged_bytes + 16, "row") for _ in x]
             run([Launch(Parts(form, dtype, given, rows), One())], draw)
-            codes, scales = quantised.quantised(x.float(), name)
+            codes, scales = quantized.quantized(x.float(), name)
             for row, want, its in zip(rows, codes, scales.tolist(), strict=True):
                 there = memory.tensor(row, (form.staged_bytes + 16,), torch.uint8)
                 assert torch.equal(there[:hidden], want.view(torch.uint8)), f"codes of {name}, {dtype}"
                 if form.in_bytes:
-                    stored = [quantised.byte_of(scale) if scale == scale else 255 for scale in its]
+                    stored = [quantized.byte_of(scale) if scale == scale else 255 for scale in its]
                     exact = torch.tensor(stored + [0] * (-len(its) % 4), dtype=torch.uint8)
                 else:
                     exact = torch.tensor(its).float().view(torch.uint8)

@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-import quantised
+import quantized
 import torch
 from segments import segments
 from torch import Tensor
@@ -90,20 +90,20 @@ def cast(draw: random.Random, name: str, layout: str, hidden: int, slots: int = 
     on = Rows(draw, hidden, slots, 4, 4)
     out, _ = on.launch(SwiGLU(hidden, "fp32"), 4 * on.rows * hidden)
     plain = on.memory.tensor(out, (on.rows, hidden), torch.float32)
-    codes, scales = quantised.quantised(plain[on.kept], name)
+    codes, scales = quantized.quantized(plain[on.kept], name)
     every = torch.zeros(on.rows, scales.shape[1], dtype=torch.float64)
     every[on.kept] = scales
     sizes = [-(-count // on.alignment) * on.alignment for count in on.of.counts]
     if layout != "rows":
         low, high = (
-            quantised.laid(every, on.live, layout, sizes, slots, False, fill).contiguous().view(-1).view(torch.uint8)
+            quantized.laid(every, on.live, layout, sizes, slots, False, fill).contiguous().view(-1).view(torch.uint8)
             for fill in (0.0, math.nan)
         )
         known = low == high
         if layout == "columns":
             known = known.view(-1, 4).all(1).repeat_interleave(4)
     else:
-        low = every.float() if name != "32/mx" else every.clone().apply_(quantised.byte_of).to(torch.uint8)
+        low = every.float() if name != "32/mx" else every.clone().apply_(quantized.byte_of).to(torch.uint8)
         low = low.view(on.rows, -1).view(torch.uint8)
         known = on.live[:, None].expand_as(low).reshape(-1)
         low = low.reshape(-1)

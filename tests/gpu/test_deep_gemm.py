@@ -79,7 +79,7 @@ def test_what_arrives_is_taken_as_it_is(layout, seed, together, deep_gemm):
         scales = sent.scales.contiguous().view(rows, -1)
         expert = route.m_indices.long()
         held = expert >= 0
-        values = formats.dequantise(sent.x, scales, form, torch.float32)[held]
+        values = formats.dequantize(sent.x, scales, form, torch.float32)[held]
         want = torch.empty(values.shape[0], OUT, device="cuda")
         for e in range(local):
             want[expert[held] == e] = values[expert[held] == e] @ exact[e].t()

@@ -65,7 +65,7 @@ def test_gathered(half, make, seed, together):
 @in_rounds
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way[0])
 def test_formats(way, half, make, few, seed, monkeypatch):
-    """Rows that are quantised on the way; the checking mode raises the first difference from the reference."""
+    """Rows that are quantized on the way; the checking mode raises the first difference from the reference."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     name, layout = way
     with make("cute", "formats", half, [way], hidden_size=FORMAT_HIDDEN, latency_max_tokens=few) as comm:

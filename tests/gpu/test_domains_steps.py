@@ -33,7 +33,7 @@ def wrong_gradients(
 
 @in_rounds
 def test_steps(half, make, few, seed, together):
-    """Back to back, without a host synchronisation, some of them in two halves; tokens and their bound change from step
+    """Back to back, without a host synchronization, some of them in two halves; tokens and their bound change from step
     to step."""
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     host = torch.Generator().manual_seed(seed + ranks()[0])

@@ -64,7 +64,7 @@ def drawn(seed: int, comm: ep_ops.Communicator, tokens: int) -> tuple[Tensor, Te
 @pytest.mark.parametrize("bound", [TOKENS, 2 * TOKENS], ids=["latency", "throughput"])
 @pytest.mark.parametrize(("dtype", "name", "layout"), CASES)
 def test_every_format(dtype, name, layout, bound, seed, monkeypatch):
-    """All dispatches, of rows that are quantised on the way and of such as are already, in every layout of rows; the
+    """All dispatches, of rows that are quantized on the way and of such as are already, in every layout of rows; the
     checking mode raises the first difference."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     rank, world_size = ranks()
@@ -84,7 +84,7 @@ def test_every_format(dtype, name, layout, bound, seed, monkeypatch):
                 comm.dispatch(x, idx, weights, alignment=alignment, max_tokens=bound, **how, exact=True)
             form = formats.format_of(name)
             if not form.wire:
-                codes, scales = formats.quantise(x, form)
+                codes, scales = formats.quantize(x, form)
                 comm.dispatch(codes, idx, weights, scales=scales, **sizes, **how)
                 comm.dispatch_wait(comm.dispatch_start(codes, idx, weights, scales=scales, **sizes, **how))
                 comm.dispatch_planned(codes, sent.route, scales=scales, **how)
@@ -179,14 +179,14 @@ def test_row_wise_grouped_gemm(seed, together):
         draw = torch.Generator(device="cuda").manual_seed(seed + comm.rank)
         x = torch.randn(TOKENS, HIDDEN, generator=draw, device="cuda").bfloat16()
         experts = torch.randn(comm.num_local_experts, out_features, HIDDEN, generator=draw, device="cuda")
-        codes, by = formats.quantise(experts.view(-1, HIDDEN), formats.format_of(ROW))
+        codes, by = formats.quantize(experts.view(-1, HIDDEN), formats.format_of(ROW))
         codes, by = codes.view(experts.shape), by.view(experts.shape[:2])
         sent = comm.dispatch(x, idx, max_tokens=2 * TOKENS, alignment=16, capacity=2048, format=ROW)
         got = torch._scaled_grouped_mm(
             sent.x, codes.transpose(1, 2), sent.scales, by, sent.route.offs, out_dtype=torch.bfloat16
         )
-        rows = formats.dequantise(sent.x, sent.scales, formats.format_of(ROW), torch.float32)
-        matrices = formats.dequantise(codes.view(-1, HIDDEN), by.view(-1), formats.format_of(ROW), torch.float32)
+        rows = formats.dequantize(sent.x, sent.scales, formats.format_of(ROW), torch.float32)
+        matrices = formats.dequantize(codes.view(-1, HIDDEN), by.view(-1), formats.format_of(ROW), torch.float32)
         expert = sent.route.m_indices.long()
         held = expert >= 0
         want = torch.einsum("rh,roh->ro", rows[held], matrices.view(experts.shape)[expert[held]])
@@ -197,4 +197,4 @@ def test_row_wise_grouped_gemm(seed, together):
         with together():
             torch.testing.assert_close(got[held].float(), want, rtol=1e-2, atol=0.5)
             error = (got[held].float() - full).norm() / full.norm()
-            assert error < 0.06, f"{float(error):.3f} from unquantised rows and weights"
+            assert error < 0.06, f"{float(error):.3f} from unquantized rows and weights"

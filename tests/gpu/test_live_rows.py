@@ -14,7 +14,7 @@ from sharing import few_processes
 from torch import Tensor
 
 from ep_ops import formats
-from ep_ops.nn import grouped_mm, swiglu, swiglu_quantised, swiglu_rows
+from ep_ops.nn import grouped_mm, swiglu, swiglu_quantized, swiglu_rows
 from ep_ops.records import Route
 
 POW2, FP32, MX = "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx"
@@ -60,7 +60,7 @@ def on_cpu(route: Route) -> Route:
 
 
 def close(got: Tensor, want: Tensor) -> None:
-    """To the neighbouring number of the dtype, or 2e-6 of fp32 (exponentials are not the CPU's)."""
+    """To the neighboring number of the dtype, or 2e-6 of fp32 (exponentials are not the CPU's)."""
     rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6}[got.dtype]
     # A derivative that is a small difference of large numbers has an error of those.
     atol = {torch.bfloat16: 1e-4, torch.float16: 1e-4, torch.float32: 5e-5}[got.dtype]
@@ -113,7 +113,7 @@ def test_extremes(dtype):
 
 @pytest.mark.parametrize("slots", [0, 12])
 @pytest.mark.parametrize(("dtype", "name", "layout"), WAYS)
-def test_quantised(dtype, name, layout, slots, seed):
+def test_quantized(dtype, name, layout, slots, seed):
     """Bit for bit what the definition makes of the kernel's own result without a format."""
     draw = random.Random(seed)
     of, route = drawn(draw, slots)
@@ -121,10 +121,10 @@ def test_quantised(dtype, name, layout, slots, seed):
     for row, value in zip(of.kept, (float("inf"), float("nan"), 0.0, 60000.0), strict=False):
         x[row, WIDE + 32 * row % 1024] = value
     x = x.cuda()
-    codes, scales = swiglu_quantised(x, route, name, layout)
+    codes, scales = swiglu_quantized(x, route, name, layout)
     form = formats.format_of(name)
     rows = swiglu_rows(x, route)
-    want_codes, want = formats.quantise(rows[of.kept].cpu(), form)
+    want_codes, want = formats.quantize(rows[of.kept].cpu(), form)
     assert torch.equal(as_bytes(codes)[of.kept].cpu(), as_bytes(want_codes))
     assert (as_bytes(codes)[of.padding] == 0).all()
 
@@ -141,13 +141,13 @@ def test_quantised(dtype, name, layout, slots, seed):
     assert torch.equal(ours[of.live], theirs[of.live])
 
 
-def test_gradient_of_quantised(seed):
+def test_gradient_of_quantized(seed):
     """Straight through: that of the result without a format."""
     draw = random.Random(seed)
     of, route = drawn(draw)
     x = of.poisoned(2 * WIDE, torch.bfloat16, draw).cuda().requires_grad_()
     grad = of.poisoned(WIDE, torch.bfloat16, draw).cuda()
-    codes, _ = swiglu_quantised(x, route)
+    codes, _ = swiglu_quantized(x, route)
     (ours,) = torch.autograd.grad(codes, x, grad)
     (through,) = torch.autograd.grad(swiglu_rows(x, route), x, grad)
     assert torch.equal(ours[of.live], through[of.live])
@@ -202,7 +202,7 @@ def test_captured(seed):
     def step() -> tuple[Tensor, ...]:
         y = swiglu_rows(x, route)
         (back,) = torch.autograd.grad(y, x, grad)
-        return y.detach(), back, *swiglu_quantised(x.detach(), route, POW2, "columns")
+        return y.detach(), back, *swiglu_quantized(x.detach(), route, POW2, "columns")
 
     put(drawings[0])
     side = torch.cuda.Stream()
@@ -229,7 +229,7 @@ def test_compiled(dynamic, seed):
 
     def step(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:
         y = swiglu_rows(x * 2, route)
-        codes, scales = swiglu_quantised(x * 2, route, POW2, "columns")
+        codes, scales = swiglu_quantized(x * 2, route, POW2, "columns")
         return y * 2, codes, scales
 
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Many operations back to back and from captured graphs, without a host synchronisation in between."""
+"""Many operations back to back and from captured graphs, without a host synchronization in between."""
 
 from __future__ import annotations
 

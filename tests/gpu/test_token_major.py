@@ -113,7 +113,7 @@ def test_every_operator(dtype, uneven, few, seed, together, monkeypatch):
 @pytest.mark.parametrize("few", [0, FEW], ids=["throughput", "latency"])
 @pytest.mark.parametrize(("name", "layout"), WAYS)
 def test_every_format(name, layout, few, seed, monkeypatch):
-    """Rows that are quantised on the way, and such as are already. With `few` the latency kernels dispatch all but
+    """Rows that are quantized on the way, and such as are already. With `few` the latency kernels dispatch all but
     those with a scale of the whole row."""
     monkeypatch.setenv("EP_OPS_CHECK", "1")
     _, world_size = ranks()
@@ -131,7 +131,7 @@ def test_every_format(name, layout, few, seed, monkeypatch):
             comm.dispatch_planned(x, sent.route, weights, **how)
             comm.dispatch_planned(x, sent.route, **how)
             if not form.wire:
-                codes, scales = formats.quantise(x, form)
+                codes, scales = formats.quantize(x, form)
                 comm.dispatch(codes, idx, weights, scales=scales, **sizes, **how, layout="token_major")
                 comm.dispatch_planned(codes, sent.route, weights, scales=scales, **how)
         torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from cute_kernels.heap import Problem
 from cute_kernels.latency.dispatch import LatencyDispatch
 from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
-from cute_kernels.throughput.stage_quantised import TEAM
+from cute_kernels.throughput.stage_quantized import TEAM
 from ep_ops.backends.cute.latency import PARTS
 
 LARGE = {dtype: Problem(4, (64,) * 4, 8, 7168, dtype, 4096) for dtype in ("bf16", "fp16", "fp32")}
@@ -60,7 +60,7 @@ def test_staging_of_other_rows(dtype: str) -> None:
     assert ENCODES in ptx and ("max.u16x2" in ptx) == (dtype != "fp32")
 
 
-def test_staging_of_what_is_quantised_already() -> None:
+def test_staging_of_what_is_quantized_already() -> None:
     assert ENCODES not in compiled_ptx(staging(LARGE["bf16"], MX, True), "sm_90a")
 
 
@@ -86,7 +86,7 @@ def test_few_tokens(form: str, layout: str, arch: str) -> None:
 @pytest.mark.drawn
 @pytest.mark.parametrize(("form", "layout"), [(POW2, "packed"), (MX, "")])
 def test_few_tokens_by_halves(form: str, layout: str) -> None:
-    """A start sends what a wait makes something of; rows that stay are quantised by the wait."""
+    """A start sends what a wait makes something of; rows that stay are quantized by the wait."""
     for part in PARTS[1:]:
         ptx = compiled_ptx(few(LARGE["bf16"], form, layout, part=part), "sm_90a")
         assert ENCODES in ptx and ".local" not in ptx

@@ -46,8 +46,8 @@ def test_plain(kernel: SwiGLU, arch: str) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "arch"), compiled(QUANTISED), ids=str)
-def test_quantised(kernel: SwiGLU, arch: str) -> None:
-    """What is quantised never leaves in its own dtype; padding alone is stored by 16 bytes."""
+def test_quantized(kernel: SwiGLU, arch: str) -> None:
+    """What is quantized never leaves in its own dtype; padding alone is stored by 16 bytes."""
     ptx = compiled_ptx(kernel, arch)
     assert ".local" not in ptx
     assert count(ptx, LOADS) == 2 * kernel.ahead and count(ptx, STORES) == 1

@@ -17,7 +17,7 @@ from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute.row_format import row_format
 from ep_ops.backends.cute.throughput import kernels_of_format
-from ep_ops.formats import format_of, quantise
+from ep_ops.formats import format_of, quantize
 from ep_ops.records import Delivery, Route, Sizes
 
 
@@ -27,7 +27,7 @@ def test_launches_in_a_format(beyond: tuple[int, int], monkeypatch: pytest.Monke
     path, recorder = throughput(Budget(20, 30, beyond=beyond), monkeypatch)
     name = "e4m3/32/mx"
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
-    codes, scales = quantise(x, format_of(name))
+    codes, scales = quantize(x, format_of(name))
     sizes = Sizes(48, 16, 0, 100)
     for weights in (None, torch.zeros(7, 4)):
         for rows, given in ((x, None), (codes, scales)):
@@ -62,7 +62,7 @@ def test_token_major_launches_in_a_format(name: str, monkeypatch: pytest.MonkeyP
     path, recorder = throughput(Budget(20, 30), monkeypatch, problem)
     x, idx, wire = torch.zeros(7, 128, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32), ":" in name
     layout = "" if wire else "columns"
-    inputs = [(x, None)] if wire else [(x, None), quantise(x, format_of(name))]
+    inputs = [(x, None)] if wire else [(x, None), quantize(x, format_of(name))]
     for weights in (None, torch.zeros(7, 4)):
         for rows, given in inputs:
             delivery = Delivery(given, name, layout)

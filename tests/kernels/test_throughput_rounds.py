@@ -21,7 +21,7 @@ from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute.row_format import row_format
 from ep_ops.backends.cute.throughput import ThroughputPath, kernels_of, kernels_of_format
-from ep_ops.formats import format_of, quantise
+from ep_ops.formats import format_of, quantize
 from ep_ops.records import Delivery, Route, Sizes
 
 ROUND = 32
@@ -77,7 +77,7 @@ def test_rounds_of_all_kinds(name: str, ranks: int, monkeypatch: pytest.MonkeyPa
     path, recorder = in_rounds(Problem(ranks, experts, 4, 128, "bf16", 512), monkeypatch)
     x, idx = torch.zeros(70, 128, dtype=torch.bfloat16), torch.zeros(70, 4, dtype=torch.int32)
     layout = "" if not name or ":" in name else "columns"
-    inputs = [(x, None), quantise(x, format_of(name))] if layout else [(x, None)]
+    inputs = [(x, None), quantize(x, format_of(name))] if layout else [(x, None)]
     for token_major, weighted, (rows, scales) in itertools.product((False, True), (False, True), inputs):
         recorder.launched.clear()
         weights = torch.zeros(70, 4) if weighted else None

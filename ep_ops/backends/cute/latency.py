@@ -44,7 +44,7 @@ def kernels_of(problem: Problem, tokens: int) -> list[Any]:
 
 
 def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any]:
-    """Those that dispatches in a format launch, whether or not x is quantised already."""
+    """Those that dispatches in a format launch, whether or not x is quantized already."""
     given = (False, True) if how.layout else (False,)
     found: list[Any] = []
     for weights, (send, receive), g in itertools.product((False, True), PARTS, given):

@@ -14,7 +14,7 @@ class RowFormat(NamedTuple):
 
     format: str = ""  # what rows travel as, without "wire:"; empty: as they are
     layout: str = ""  # of the scales that arrive; empty: none
-    given: bool = False  # x is quantised already
+    given: bool = False  # x is quantized already
     zeros: bool = True  # whether padding is cleared
 
     @property

@@ -56,7 +56,7 @@ def kernels_of(problem: Problem) -> list[Any]:
 
 
 def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
-    """Those that dispatches in a format launch, whether or not x is quantised already."""
+    """Those that dispatches in a format launch, whether or not x is quantized already."""
     alone = problem.world_size == 1
     parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
     given = (False, True) if how.layout else (False,)

@@ -36,8 +36,8 @@ along a route take the ``max_tokens`` that it was planned with, and rows as many
 padding rows of each segment, [begin + counts, offs), hold zeros. What other rows hold is undefined (here NaN, so that
 a model that reads them is found out; zeros in a communicator that is not ``strict``) and no operator reads them.
 
-**Formats.** With a ``format`` (docs/formats.md), x of each token is quantised at its owner as
-``ep_ops.formats.quantise`` says, or was quantised already. A kept row of ``recv_x`` holds the token's codes, and in
+**Formats.** With a ``format`` (docs/formats.md), x of each token is quantized at its owner as
+``ep_ops.formats.quantize`` says, or was quantized already. A kept row of ``recv_x`` holds the token's codes, and in
 ``recv_scales`` its scales lie where ``ep_ops.formats.layouts`` says. The padding rows of each segment hold codes and
 scales of 0, and swizzled scales are 0 behind each segment in its last tile too; whatever else no kept row has is
 undefined (here NaN: code 0x7F, byte 255). With ``wire:`` a kept row holds code times scale instead, rounded to x's
@@ -78,7 +78,7 @@ other flights.
 and whether they refuse their input; any mismatch, and the reason of a refusal, raises on all of them.
 
 One idea a file: the operators (backend), what all ranks know of each other (ranks), which rows there are (placing), how
-rows move along a route (rows), those of whole tokens (copies), in a format (quantised), the order of sums (tree), how
+rows move along a route (rows), those of whole tokens (copies), in a format (quantized), the order of sums (tree), how
 ranks meet (meeting).
 """
 

@@ -26,7 +26,7 @@ from ...records import (
 from .. import split
 from ..base import Blank, Formats, lies_elsewhere, not_gatherable
 from ..budget import Budget
-from . import copies, quantised
+from . import copies, quantized
 from .meeting import Meeting, layout_index
 from .placing import place
 from .ranks import Ranks
@@ -34,7 +34,7 @@ from .transfer import Transfer
 
 
 class ReferenceBackend:
-    """Runs on any device; holds no memory but the rows of empty_rows. Every operator synchronises with the host."""
+    """Runs on any device; holds no memory but the rows of empty_rows. Every operator synchronizes with the host."""
 
     name = "reference"
 
@@ -104,7 +104,7 @@ class ReferenceBackend:
         self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         self._begin()
-        same, problem = _terms(topk_weights, delivery), quantised.problem(delivery)
+        same, problem = _terms(topk_weights, delivery), quantized.problem(delivery)
         placed = self._plan(operator, topk_idx, sizes, same, problem)
         received = self._move(x, topk_weights, self._along(topk_idx, placed, sizes), delivery)
         return DispatchTensors(*received, *placed)
@@ -113,7 +113,7 @@ class ReferenceBackend:
         """Move along a known route."""
         self._begin()
         same = {**_terms(topk_weights, delivery), "layout": layout_index(route.layout)}
-        self._meeting.along("dispatch_planned", same, route, quantised.problem(delivery))
+        self._meeting.along("dispatch_planned", same, route, quantized.problem(delivery))
         return self._move(x, topk_weights, route, delivery)
 
     def _move(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
@@ -292,4 +292,4 @@ class ReferenceBackend:
 
 def _terms(topk_weights: Tensor | None, delivery: Delivery) -> dict[str, int]:
     """What ranks must agree on in a dispatch."""
-    return {"topk_weights given": int(topk_weights is not None), **quantised.agreed(delivery)}
+    return {"topk_weights given": int(topk_weights is not None), **quantized.agreed(delivery)}

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ... import arrivals
 from ...records import TOKEN_MAJOR, Route
-from . import quantised
+from . import quantized
 from .transfer import Transfer
 
 OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
     "combine_gathered",
 )  # fmt: skip
-NAMES = {**quantised.NAMES, "layout": ("grouped or padded", "token_major")}
+NAMES = {**quantized.NAMES, "layout": ("grouped or padded", "token_major")}
 """What ranks agree on, by name: they tell each other the index."""
 
 

@@ -9,7 +9,7 @@ from ... import arrivals
 from ...formats import exact_dtype
 from ...group.exchange import Exchange
 from ...records import NO_SCALES, Delivery, Received, Route
-from . import quantised, tree
+from . import quantized, tree
 from .placing import padded
 from .ranks import Ranks
 
@@ -59,7 +59,7 @@ class Transfer:
             return rows
 
         if delivery.format:
-            recv_x, recv_scales = quantised.to_rows(x, token, delivery, route, moved, self.unused)
+            recv_x, recv_scales = quantized.to_rows(x, token, delivery, route, moved, self.unused)
         else:
             recv_x, recv_scales = moved(x[token], self.unused), NO_SCALES[x.device]
         if topk_weights is None:

@@ -26,7 +26,7 @@ class Communicators:
         self._captured: list[Communicator] = []  # by CUDA graphs, which go on using them
 
     def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int) -> Communicator:
-        """For rows as those of ``x`` [., H] (bfloat16 where they are quantised), and at least ``max_tokens`` a rank,
+        """For rows as those of ``x`` [., H] (bfloat16 where they are quantized), and at least ``max_tokens`` a rank,
         the same number on all."""
         dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
         key = (x.shape[1], num_experts, top_k, dtype, x.device)

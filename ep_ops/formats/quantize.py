@@ -29,7 +29,7 @@ LARGEST = 448.0  # of e4m3
 FLOOR = 1e-4  # of amax, but in MX
 
 
-def quantise(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """x [T, H] of bf16, fp16 or fp32 -> codes e4m3 [T, H], scales of ``form.scale_dtype`` [T, G] ([T] of whole rows).
 
     ValueError where H does not divide.
@@ -54,8 +54,8 @@ def quantise(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     return codes, stored if form.block else stored[:, 0]
 
 
-def dequantise(codes: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
-    """What :func:`quantise` returned, as [T, H] of ``dtype``: code times scale in fp32, rounded (Inf if too large)."""
+def dequantize(codes: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
+    """What :func:`quantize` returned, as [T, H] of ``dtype``: code times scale in fp32, rounded (Inf if too large)."""
     count = per_row(form, codes.shape[1])
     exact = powers(scales.view(torch.uint8).int()) if scales.dtype == torch.float8_e8m0fnu else scales
     blocks = codes.float().view(codes.shape[0], count, codes.shape[1] // count)

@@ -1,4 +1,4 @@
-"""What quantised rows and their scales must be, number by number, straight from docs/formats.md.
+"""What quantized rows and their scales must be, number by number, straight from docs/formats.md.
 
 Nothing here uses ep_ops: a test compares the two. Numbers are Python floats (which hold every fp32 number, and products
 and quotients of two before they are rounded), bytes are ints.
@@ -82,7 +82,7 @@ def byte_of(scale: float) -> int:
     return 255 if math.isinf(scale) else 0 if scale == 0 else math.frexp(scale)[1] - 1 + 127
 
 
-def quantised(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """x [T, H] in format e4m3/``name``: codes uint8 [T, H], scales float64 [T, G]."""
     size = BLOCKS[name] or x.shape[1]
     kind = name.partition("/")[2]
@@ -96,7 +96,7 @@ def quantised(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def dequantised(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Code times scale, rounded to fp32 and then to ``dtype``."""
     numbers = torch.tensor([decoded(code) for code in range(256)], dtype=torch.float64)[codes.long()]
     return (numbers * scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1)).float().to(dtype)

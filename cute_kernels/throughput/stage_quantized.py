@@ -15,7 +15,7 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..formats import Form
 from ..heap import Problem
-from ..quantise import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes
+from ..quantize import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes
 
 AHEAD = 4
 """How many times 16 bytes a lane loads before it looks at the first."""
@@ -31,11 +31,11 @@ def parts_of(form: Form, given: bool, dtype: str) -> int:
 
 
 @cute.jit
-def stage_quantised(
+def stage_quantized(
     form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], threads: cutlass.Constexpr[int], ranks: sync.Ranks,
     args: Any, copier: Int32, copiers: Int32,
 ) -> None:  # fmt: skip
-    """By block `copier` of `copiers`. `given`: x and its scales are quantised already."""
+    """By block `copier` of `copiers`. `given`: x and its scales are quantized already."""
     problem = ranks.heap.problem
     parts = parts_of(form, given, problem.dtype)
     team = min(TEAM, threads // 32)
@@ -52,7 +52,7 @@ def stage_quantised(
         while item < items:
             token = first + item // parts
             row = staging + Int64(token) * form.staged_bytes
-            quantise_part(form, given, ranks, args, token, row, item % parts)
+            quantize_part(form, given, ranks, args, token, row, item % parts)
             item += team
         # All of the team's stores come before the mark.
         if const_expr(team > 1):
@@ -65,19 +65,19 @@ def stage_quantised(
 
 
 @cute.jit
-def quantise_row(
+def quantize_row(
     form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], ranks: sync.Ranks, args: Any, token: Int32,
     row: Int64,
 ) -> None:  # fmt: skip
     """By a warp: a token's row and its scales, into the place at `row`."""
     part = Int32(0)
     while part < parts_of(form, given, ranks.heap.problem.dtype):
-        quantise_part(form, given, ranks, args, token, row, part)
+        quantize_part(form, given, ranks, args, token, row, part)
         part += 1
 
 
 @cute.jit
-def quantise_part(
+def quantize_part(
     form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], ranks: sync.Ranks, args: Any, token: Int32,
     row: Int64, part: Int32,
 ) -> None:  # fmt: skip
@@ -86,9 +86,9 @@ def quantise_part(
     if const_expr(given):
         copy_part(form, ranks, args, token, row, part)
     elif const_expr(form.whole_row):
-        quantise_whole(form, problem, args.x + Int64(token) * problem.row_bytes, row)
+        quantize_whole(form, problem, args.x + Int64(token) * problem.row_bytes, row)
     else:
-        quantise_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row, part)
+        quantize_blocks(form, problem, args.x + Int64(token) * problem.row_bytes, row, part)
 
 
 @cute.jit
@@ -106,7 +106,7 @@ def load_one(x: Int64, vector: Int32, vectors: cutlass.Constexpr[int], words: An
 
 
 @cute.jit
-def quantise_blocks(
+def quantize_blocks(
     form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64, part: Int32
 ) -> None:
     """By a warp: a part of a row of blocks that are no longer than its lanes together. A lane has several vectors of a
@@ -130,7 +130,7 @@ def quantise_blocks(
             if vector < vectors:
                 store_codes(row, vector, codes)
         if const_expr(form.in_bytes):
-            # Four neighbouring blocks' exponents make a word.
+            # Four neighboring blocks' exponents make a word.
             word = stored << (8 * ((lane // lanes) & 3))
             if begin >= vectors:
                 word = Int32(0)
@@ -143,7 +143,7 @@ def quantise_blocks(
 
 
 @cute.jit
-def quantise_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64) -> None:
+def quantize_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Problem], x: Int64, row: Int64) -> None:
     """By a warp: a row with one scale, which is read twice."""
     dtype, lane = problem.dtype, arch.lane_idx()
     vectors = problem.hidden_size // numbers_of(dtype)
@@ -171,7 +171,7 @@ def quantise_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Pro
 def copy_part(
     form: cutlass.Constexpr[Form], ranks: sync.Ranks, args: Any, token: Int32, row: Int64, part: Int32
 ) -> None:
-    """By a warp: a part of a row that is quantised already; the first brings the scales."""
+    """By a warp: a part of a row that is quantized already; the first brings the scales."""
     vectors, lane = form.hidden_size // 16, arch.lane_idx()
     words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
     first = part * (32 * AHEAD)

@@ -16,7 +16,7 @@ from cutlass.cute import arch
 from .. import ptx
 from ..delivery import Arrived, Delivery
 from ..formats import Form
-from ..quantise import decode, encode, exact_scale, given_word, largest, of_group, scale_of
+from ..quantize import decode, encode, exact_scale, given_word, largest, of_group, scale_of
 from ..sync import Ranks
 from .packets import Words, lane_offset, lane_vector, marks, store_payload
 
@@ -51,7 +51,7 @@ def row_words(
     form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool], ranks: Ranks,
     args: Any, token: Int32, packet: Int32, lane: Int32,
 ) -> Words:  # fmt: skip
-    """By the whole warp: a lane's payload vector of a row's packet. `given`: x is quantised already."""
+    """By the whole warp: a lane's payload vector of a row's packet. `given`: x is quantized already."""
     p = ranks.heap.problem
     mine = lane_vector(lane)
     first = first_vector(form, packet)

@@ -1,6 +1,6 @@
-"""Quantised rows of the reference backend: what is sent of x, and what is made of it where it arrives.
+"""Quantized rows of the reference backend: what is sent of x, and what is made of it where it arrives.
 
-Codes and scales of a token travel as its row does: x is quantised at its owner, whatever becomes of it. Codes and bytes
+Codes and scales of a token travel as its row does: x is quantized at its owner, whatever becomes of it. Codes and bytes
 of scales are uint8 on the way, which every torch operation takes.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...formats import FORMATS, Grid, ScaleLayout, dequantise, format_of, layout_of, quantise
-from ...formats.quantise import are_powers
+from ...formats import FORMATS, Grid, ScaleLayout, dequantize, format_of, layout_of, quantize
+from ...formats.quantize import are_powers
 from ...records import Delivery, Route
 
 NAMES = {"format": tuple(dict.fromkeys(["", *(name.removeprefix("wire:") for name in FORMATS)]))}
@@ -51,7 +51,7 @@ def to_rows(
     ``moved`` brings to its rows what is sent, others hold what it is told; ``unused``: what undefined floats hold.
     """
     form = format_of(delivery.format)
-    codes, scales = (x, delivery.scales) if delivery.scales is not None else quantise(x, form)
+    codes, scales = (x, delivery.scales) if delivery.scales is not None else quantize(x, form)
     nan = math.isnan(unused)
     recv_codes = moved(codes.view(torch.uint8)[token], NAN_CODE if nan else 0).view(codes.dtype)
     if scales.dtype == torch.float8_e8m0fnu:
@@ -59,7 +59,7 @@ def to_rows(
     else:
         recv_scales = moved(scales[token], unused)
     if form.wire:
-        return dequantise(recv_codes, recv_scales, form, x.dtype), recv_scales.new_empty(0, dtype=torch.float32)
+        return dequantize(recv_codes, recv_scales, form, x.dtype), recv_scales.new_empty(0, dtype=torch.float32)
     grid = Grid(route.num_rows, route.slots, route.offs.numel(), x.shape[1])
     layout = ScaleLayout(form, layout_of(form, delivery.scales_as), grid, route.segments)
     return recv_codes, layout.pack(recv_scales, delivery.zeros, unused)
