@@ -49,7 +49,7 @@ def agree(exchange: Exchange, placement: Sequence[int] | None, problem: str | No
         exchange.all_gather_text(f"!{problem}")
         raise ValueError(problem)
     told = exchange.all_gather_text(f"{zlib.crc32(repr(placement and tuple(placement)).encode())}")
-    refusals = [f"refused by rank {rank}: {text[1:]}" for rank, text in enumerate(told) if text.startswith("!")]
+    refusals = [f"rejected by rank {rank}: {text[1:]}" for rank, text in enumerate(told) if text.startswith("!")]
     if refusals:
         raise ValueError("; ".join(refusals))
     if len(set(told)) > 1:

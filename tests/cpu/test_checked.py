@@ -449,7 +449,7 @@ def test_what_one_rank_refuses():
     """All raise the reason, and go on with the same number of operations."""
     (others, one), (own, other) = run_ranks(2, check_refusals)
     for text, reason, name in zip(others, own, ("x", "x", "residual"), strict=True):
-        assert reason.startswith(f"{name} has dtype torch.float64; allowed") and f"refused by rank 1: {reason}" in text
+        assert reason.startswith(f"{name} has dtype torch.float64; allowed") and f"rejected by rank 1: {reason}" in text
     assert one == other and "ep::plan, operation 5, is" in one
 
 
@@ -467,7 +467,7 @@ def check_reports():
 
 def test_what_the_kernels_of_one_rank_report():
     others, own = run_ranks(2, check_reports)
-    assert own == "topk_idx holds 9" and others == "dispatch: refused by rank 1: topk_idx holds 9"
+    assert own == "topk_idx holds 9" and others == "dispatch: rejected by rank 1: topk_idx holds 9"
 
 
 def test_what_cannot_be_told():

@@ -188,7 +188,7 @@ def _refusing(name: str, grad: bool) -> None:
                 call(comm, x, idx)
                 comm.check_errors()
         else:
-            with pytest.raises(ValueError, match="refused by rank 0") as told:
+            with pytest.raises(ValueError, match="rejected by rank 0") as told:
                 if known is not None:
                     comm.dispatch_planned(x, known)
                 OTHERS.get(name, lambda c, x, idx: c.dispatch(x, idx))(comm, x, idx)

@@ -281,4 +281,4 @@ def test_scales_that_are_no_powers_of_two_are_refused_everywhere() -> None:
     errors = run_ranks(2, _agreeing, [asked, asked | {"times": 1.5}])
     for error, _ in errors:
         assert "scales[0, 0] is " in error and "format 'e4m3/128/pow2' takes powers of two" in error
-    assert "refused by rank 1" in errors[0][0]
+    assert "rejected by rank 1" in errors[0][0]

@@ -77,5 +77,5 @@ def test_an_exception_on_one_rank(start: bool) -> None:
     """It ends the operation on all ranks, and the next one is as any other."""
     assert run_ranks(2, no_memory, start) == [
         ("OutOfMemoryError: no room", True),
-        ("ValueError: dispatch: refused by rank 0: OutOfMemoryError: no room", True),
+        ("ValueError: dispatch: rejected by rank 0: OutOfMemoryError: no room", True),
     ]

@@ -388,8 +388,8 @@ def _mismatch(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "error", "text", "own_text"), [
-    ("expert", ValueError, "plan: refused by rank 1: topk_idx[2, 1] is 4", "on rank 1; expert ids are 0..3"),
-    ("negative expert", ValueError, "dispatch: refused by rank 1: topk_idx[0, 0] is -2", "is -2 on rank 1"),
+    ("expert", ValueError, "plan: rejected by rank 1: topk_idx[2, 1] is 4", "on rank 1; expert ids are 0..3"),
+    ("negative expert", ValueError, "dispatch: rejected by rank 1: topk_idx[0, 0] is -2", "is -2 on rank 1"),
     ("operator", RuntimeError, "(rank 0: dispatch, rank 1: combine)", None),
     ("weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),
     ("dynamic weights", ValueError, "ranks disagree on topk_weights given: [0, 1] by rank", None),

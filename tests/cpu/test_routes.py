@@ -305,4 +305,4 @@ def check_refusal(kind: str) -> str:
 def test_refusals_reach_everybody(kind):
     other, own = run_ranks(2, check_refusal, kind)
     assert REFUSALS[kind] in own
-    assert "refused by rank 1: " + REFUSALS[kind] in other
+    assert "rejected by rank 1: " + REFUSALS[kind] in other

@@ -310,7 +310,7 @@ def test_routes_are_not_mixed_up() -> None:
     others, own = run_ranks(2, _mixed_up)
     for here, there in zip(own, others, strict=True):
         assert "weights are given for token-major rows" in here
-        assert f"refused by rank 1: {here}" in there
+        assert f"rejected by rank 1: {here}" in there
 
 
 def _counted() -> str:

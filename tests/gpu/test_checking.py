@@ -206,5 +206,5 @@ def test_what_one_rank_refuses(comm, seed, together):
     for reason, call in calls.items():
         text = text_of(call)
         with together():
-            assert reason in text and (odd or "refused by rank 0: " in text), text
+            assert reason in text and (odd or "rejected by rank 0: " in text), text
         step(whole, comm, seed)

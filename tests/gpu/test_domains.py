@@ -91,7 +91,7 @@ def test_what_one_rank_refuses(half, make, few, seed, together):
                 else:
                     comm.dispatch(x, idx, weights)
                     torch.cuda.synchronize()
-                    with pytest.raises(ValueError, match="refused by rank 0: x has dtype"):
+                    with pytest.raises(ValueError, match="rejected by rank 0: x has dtype"):
                         comm.check_errors()
                     comm.check_errors()
             sent = comm.dispatch(x, idx, weights)

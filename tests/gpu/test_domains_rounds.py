@@ -101,7 +101,7 @@ def test_rounds_in_one_domain(seed, together):
                         with pytest.raises(TypeError, match=text):
                             call()
                     else:
-                        with pytest.raises(ValueError, match=f"refused by rank 0: {text}"):
+                        with pytest.raises(ValueError, match=f"rejected by rank 0: {text}"):
                             call()
                             torch.cuda.synchronize()
                             comm.check_errors()

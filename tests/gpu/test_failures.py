@@ -226,7 +226,7 @@ def test_refusals_reach_everybody(kind, few, together):
                 if wrong:
                     assert refusal is None
                 elif kind != "wait" or refusal is not None:  # what a start has begun may have ended
-                    assert refusal is not None and f"refused by rank 0: {texts[kind]}" in refusal
+                    assert refusal is not None and f"rejected by rank 0: {texts[kind]}" in refusal
             again = comm.dispatch(x, idx)  # usable again
             out = comm.combine(again.x, again.route)
             torch.cuda.synchronize()

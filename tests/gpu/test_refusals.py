@@ -75,7 +75,7 @@ def test_max_tokens_beyond_the_most(together):
         error, _ = raised(lambda: comm.dispatch(x, idx, max_tokens=2000 if wrong else 512), comm)
         with together():
             assert isinstance(error, ValueError) and "max_tokens" in str(error), error
-            assert wrong or "refused by rank 0" in str(error), error
+            assert wrong or "rejected by rank 0" in str(error), error
         in_step(comm, together, max_tokens=512)
 
 
@@ -120,7 +120,7 @@ def test_a_kernel_that_cannot_be_loaded(monkeypatch, together):
             error, seconds = raised(lambda: comm.dispatch(x, idx), comm)
         with together():
             assert error is not None and "injected" in str(error) and seconds < 15 * SHARING, (error, seconds)
-            assert comm.rank == 0 or "refused by rank 0: ep::dispatch: OutOfMemoryError" in str(error), error
+            assert comm.rank == 0 or "rejected by rank 0: ep::dispatch: OutOfMemoryError" in str(error), error
         in_step(comm, together)
 
 

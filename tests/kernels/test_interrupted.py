@@ -89,7 +89,7 @@ def test_refusals_that_take_another_number(
     """Operations that follow would be paired with others: the communicator fails on all ranks, with both numbers."""
     refused_by_a_peer(failures, "dispatch", IN_THREE.max_tokens, turns)
     if agrees:
-        with pytest.raises(ValueError, match=r"^communicator 'ep': ep::dispatch \(operation 7\): refused by rank 1: w"):
+        with pytest.raises(ValueError, match=r"^communicator 'ep': ep::dispatch \(operation 7\): rejected by rank 1: w"):
             failures.check()
         assert kernels(device) == [] and not failures.has_failed()
         return
@@ -197,8 +197,8 @@ def test_between_the_halves_of_a_dynamic_dispatch(
         assert [(turn, turns) for turn, _, turns in device.refused] == [(turn, turns) for turn in range(turns)]
         device.refused.clear()
     # What all ranks raise nobody has to be told.
-    monkeypatch.setattr(failures, "check_last", raises(ValueError("refused by rank 1")))
-    with pytest.raises(ValueError, match="refused by rank 1"):
+    monkeypatch.setattr(failures, "check_last", raises(ValueError("rejected by rank 1")))
+    with pytest.raises(ValueError, match="rejected by rank 1"):
         call(backend, "dispatch_dynamic", X, None, IDX, Sizes(UNBOUNDED, 16, 0, MOST), PLAIN, max_tokens=MOST)
     assert kernels(device) == ["Publish"] and not device.refused
 
@@ -242,18 +242,18 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
     """Ranks stay in step: whatever a rank's host has launched before it hears of a refusal, the call that raises it is
     an operation of all ranks, whose results nobody gets here."""
     refused_by_a_peer(failures, "dispatch", 400, 1)
-    with pytest.raises(ValueError, match="refused by rank 1: why"):
+    with pytest.raises(ValueError, match="rejected by rank 1: why"):
         call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     assert kernels(device) == ["Publish", "Pull"]
     refused_by_a_peer(failures, "dispatch", 400, 1, epoch=9)
-    with pytest.raises(ValueError, match="refused by rank 1: why"):
+    with pytest.raises(ValueError, match="rejected by rank 1: why"):
         call(backend, "dispatch_start", 1, X, None, IDX, FEW, PLAIN, flight=1, max_tokens=8)
     assert kernels(device) == ["LatencyDispatch"] * 2 and not backend._order.started, "it was sent and received"
     recv_x, _, recv_weights, *placed = call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
     refused_by_a_peer(failures, "combine", 400, 1, epoch=11)
     device.take()
     failing(backend.throughput, "Combine", OOM, launches=False)
-    with pytest.raises(ValueError, match="refused by rank 1: why"):
+    with pytest.raises(ValueError, match="rejected by rank 1: why"):
         call(backend, "combine", X, None, route_of(placed, 400), max_tokens=400)
     assert kernels(device) == ["Refuse"], "it cannot run"
 
@@ -285,5 +285,5 @@ def test_a_refusal_heard_of_in_a_capture(failures: Failures, device: Device) -> 
     device.capturing = 1
     failures.check()
     device.capturing = 0
-    with pytest.raises(ValueError, match="refused by rank 1: why"):
+    with pytest.raises(ValueError, match="rejected by rank 1: why"):
         failures.check()

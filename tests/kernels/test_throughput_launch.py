@@ -148,7 +148,7 @@ def test_a_dynamic_dispatch_that_is_refused(
         made.dispatch_dynamic(*args)
         assert recorder.launched
         return
-    with pytest.raises(ValueError, match=r"'name': ep::plan \(operation 7\): refused by rank 2: why"):
+    with pytest.raises(ValueError, match=r"'name': ep::plan \(operation 7\): rejected by rank 2: why"):
         made.dispatch_dynamic(*args)
     assert not recorder.launched
 

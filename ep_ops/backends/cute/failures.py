@@ -85,7 +85,7 @@ class Failures:
         if refusal is not None:
             peer, epoch, doing, terms = refusal
             reason, turns = self._reason(peer, epoch)
-            why = f"{doing}: refused by rank {peer}: {reason}"
+            why = f"{doing}: rejected by rank {peer}: {reason}"
             expected = self._turns_of(terms)
             if turns and expected and turns != expected:
                 # What comes next would be paired with another operation of that rank, without a word.

@@ -92,4 +92,4 @@ class Meeting:
         if not refusing:
             return gathered[:, 3:], []
         reasons = self._exchange.all_gather_text(problem or "")
-        return gathered[:, 3:], [f"refused by rank {rank}: {reasons[rank]}" for rank in refusing]
+        return gathered[:, 3:], [f"rejected by rank {rank}: {reasons[rank]}" for rank in refusing]
