@@ -48,4 +48,17 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def schemas() -> str:
-    return "\n\n".join(f"### {op.name}\n\n```\nep::{op.name}{op.schema}\n```" for op in OPERATORS)
+    """The section on schemas of docs/operators.md: one argument or result on each line."""
+    return "\n\n".join(f"### {op.name}\n\n```\n{broken(op.name, op.schema)}\n```" for op in OPERATORS)
+
+
+def broken(name: str, schema: str) -> str:
+    arguments, _, results = schema.partition(" -> ")
+    return f"ep::{name}{lines(arguments)} -> {lines(results)}"
+
+
+def lines(items: str) -> str:
+    """``(a, b)`` over several lines."""
+    if not items.startswith("("):
+        return items
+    return "(\n" + "".join(f"    {item},\n" for item in items[1:-1].split(", ")) + ")"

@@ -172,8 +172,8 @@ def _same_sizes(comm: Member, num_local_experts: int, world_size: int) -> None:
 def _flight(a: Any) -> None:
     if a.flight not in _FLIGHTS:
         raise ValueError(
-            f"flight is {a.flight}; allowed: 0..{FLIGHTS - 1}, since {FLIGHTS} split operations of a communicator may"
-            " be under way at once"
+            f"flight is {a.flight}; allowed: 0..{FLIGHTS - 1}, since {FLIGHTS} split operations of a communicator can"
+            " be in progress at once"
         )
 
 
@@ -236,7 +236,8 @@ def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
     if len(shape) != 2 or shape[1] != comm.top_k:
         raise ValueError(f"topk_idx has shape {tuple(shape)}; allowed: [T, {comm.top_k}] (top_k of {comm.name!r})")
     if shape[0] > max_tokens:
-        raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most max_tokens {max_tokens}")
+        bound = "max_tokens" if max_tokens < comm.max_tokens_per_rank else "max_tokens_per_rank"
+        raise ValueError(f"topk_idx has {shape[0]} tokens; allowed: at most {bound} {max_tokens}")
     if topk_idx.dtype is not _INT32 or topk_idx.device != comm.device or not topk_idx.is_contiguous():
         _wrong_kind(comm, "topk_idx", topk_idx, _INT32)
 
@@ -370,7 +371,8 @@ def _tensor(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: 
 def _wrong_kind(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
     """Says what is wrong besides the shape. Callers look first whether anything is: each call costs host time."""
     if tensor.dtype is not dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}")
+        also = " (and int64 in methods of Communicator)" if name == "topk_idx" else ""
+        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}{also}")
     if tensor.device != comm.device:
         raise ValueError(f"{name} is on {tensor.device}; communicator {comm.name!r} is on {comm.device}")
     raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous")

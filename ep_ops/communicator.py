@@ -275,17 +275,17 @@ class Communicator(Methods):
         ranks = [self.members.index(member) for member in members if member in self.members]
         if len(ranks) != len(members) or ranks != sorted(ranks):
             raise ValueError(
-                f"group has global ranks {members}; allowed are some of {list(self.members)}, the ranks of communicator"
+                f"group has global ranks {members}; allowed: some of {list(self.members)}, the ranks of communicator"
                 f" {self.name!r}, in that order"
             )
         config, held = self.config, [self.experts_per_rank[rank] for rank in ranks]
         if not sum(held):
-            raise ValueError(f"no experts are left: ranks {members} hold none")
+            raise ValueError(f"group has global ranks {members}, which hold no experts; allowed: at least one rank with experts")
         domain_size = self._domain_size_of(ranks)
         if config.backend == "cute" and config.wire == "nvshmem" and domain_size < len(ranks) < self.world_size:
             raise ValueError(
-                f"communicator {self.name!r} reaches other NVLink domains through NVSHMEM, of which a process has one,"
-                f" of {self.world_size} ranks; allowed: a group of ranks of one domain"
+                f"communicator {self.name!r} uses NVSHMEM, which cannot continue with fewer than {self.world_size} ranks;"
+                " allowed: a group of ranks of one NVLink domain"
             )
         self._destroy(meet=False)
         config = dataclasses.replace(
@@ -303,8 +303,8 @@ class Communicator(Methods):
         sizes = {size for size in left if size}
         if len(sizes) > 1:
             raise ValueError(
-                f"group leaves {left} ranks of the NVLink domains {self.domains} of communicator {self.name!r}; it must"
-                " leave equally many of each, or none"
+                f"group leaves {left} ranks of the NVLink domains {self.domains} of communicator {self.name!r}; allowed:"
+                " the same number of each, or none"
             )
         return sizes.pop()
 
@@ -343,8 +343,8 @@ class Communicator(Methods):
             self.group = self._exchange.group = None
         if missing:
             unsaid = (
-                f"communicator {self.name!r}: rank {self.rank} destroyed it, and waited {self.config.timeout:g} s for"
-                f" ranks {missing}, which did not come"
+                f"communicator {self.name!r}: rank {self.rank} destroyed it after waiting {self.config.timeout:g} s"
+                f" for ranks {missing}, which did not call destroy"
             )
         if unsaid is not None:
             raise RuntimeError(unsaid)

@@ -228,4 +228,4 @@ class Operation(NamedTuple):
 
 def no_route(given: object) -> str:
     """Return the text of the error for something that stands in the place of a route."""
-    return f"route is a {type(given).__name__}; allowed: a Route, as the field `route` of what a dispatch returns"
+    return f"route is a {type(given).__name__}; allowed: a Route, such as the field `route` of a dispatch's result"

@@ -25,8 +25,8 @@ class Order:
         if flight in self.started:
             begun = self.started[flight]
             raise RuntimeError(
-                f"communicator {self._name!r}: flight {flight} is taken: ep::{begun}_start must be followed by"
-                f" ep::{begun}_wait; operations that are under way at once take flights of their own"
+                f"communicator {self._name!r}: flight {flight} is in use: ep::{begun}_start must be followed by"
+                f" ep::{begun}_wait. Pass another flight for a second operation at the same time"
             )
 
     def start(self, flight: int, operator: str) -> None:
@@ -39,8 +39,8 @@ class Order:
         if begun != operator:
             what = "nothing was started" if begun is None else f"ep::{begun}_start was called"
             raise RuntimeError(
-                f"communicator {self._name!r}: ep::{operator}_wait, but {what} in flight {flight}; a wait ends the"
-                " start before it of the same flight"
+                f"communicator {self._name!r}: ep::{operator}_wait was called, but {what} in flight {flight}; a wait"
+                " finishes the start that was called before it in the same flight"
             )
 
     def wait(self, flight: int, operator: str) -> None:
@@ -53,8 +53,9 @@ class Order:
         if self.started:
             begun = next(iter(self.started.values()))
             raise RuntimeError(
-                f"communicator {self._name!r}: ep::{begun}_start must be followed by ep::{begun}_wait before a whole"
-                " operator; between the two split operations of other flights may run, and other communicators"
+                f"communicator {self._name!r}: ep::{begun}_start must be followed by ep::{begun}_wait before an"
+                " operator that is not split. Until then, only split operations in the other flight and operators of"
+                " other communicators are allowed"
             )
 
 

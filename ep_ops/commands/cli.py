@@ -11,14 +11,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
+TOOLCHAIN = "cutlass", "tvm_ffi", "cuda"
+"""Packages that the extras cu12 and cu13 install."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted, 143 terminated."""
+    """Run one command of ``ep-ops``.
+
+    Args:
+        argv: the command's arguments. None: those of the process.
+
+    Returns:
+        Exit code: 0 done, 1 failed, 2 wrong usage or a missing optional package, 130 interrupted, 143 terminated.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if args[:1] == ["bench"]:
             return bench(args[1:])  # the benchmarks have their own options
         options = parser().parse_args(args)
         return options.run(options)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in TOOLCHAIN:
+            raise
+        hint = "pip install 'ep_ops[cu13]' (cu12 if torch.version.cuda begins with 12)"
+        print(f"ep-ops {args[0]} needs {package}: {hint}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as interrupt:
         print("\ninterrupted; all processes have ended", file=sys.stderr)
         return 143 if isinstance(interrupt, Terminated) else 130
@@ -84,7 +102,7 @@ def positive(text: str) -> int:
 
 def arch(text: str) -> str:
     if re.fullmatch(r"sm_(9\d|1\d\d)a", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of sm_90a, sm_100a and newer ones")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an architecture such as sm_90a or sm_100a; allowed: sm_90a and newer")
     return text
 
 
@@ -103,13 +121,16 @@ def run_demo(args: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = args.device if args.device != "auto" else ("cuda" if gpus else "cpu")
     ranks = args.ranks or (gpus if device == "cuda" else 2)
-    if device == "cuda" and not 1 <= ranks <= gpus:
-        print(f"ep-ops demo: {ranks} ranks need a GPU each, torch sees {gpus}; try --device cpu", file=sys.stderr)
+    if device == "cuda" and gpus == 0:
+        print("ep-ops demo: --device is cuda, but torch sees no GPU; use --device cpu", file=sys.stderr)
+        return 2
+    if device == "cuda" and ranks > gpus:
+        print(f"ep-ops demo: --ranks is {ranks}; allowed: at most {gpus}, the number of GPUs", file=sys.stderr)
         return 2
     on_gpu = device == "cuda"
     if args.backend == "cute" and not on_gpu:
         print(
-            "ep-ops demo: --backend is cute, which runs on GPUs; --device is cpu, or torch sees none", file=sys.stderr
+            "ep-ops demo: --backend cute needs a GPU; --device is cpu, or torch sees no GPU", file=sys.stderr
         )
         return 2
     signal.signal(signal.SIGTERM, terminate)
@@ -157,7 +178,7 @@ def run_compile(args: argparse.Namespace) -> int:
 
     arch = args.arch or ahead.arch_here()
     if arch is None:
-        print("ep-ops compile: torch sees no GPU here; say --arch sm_90a, or another", file=sys.stderr)
+        print("ep-ops compile: torch sees no GPU on this host; pass --arch, for example --arch sm_90a", file=sys.stderr)
         return 2
     try:
         config = ahead.checked_config(ahead.config_of(args), args.ranks)
@@ -195,7 +216,7 @@ def bench(argv: list[str]) -> int:
     """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
     if not argv or argv[0] not in BENCHMARKS:
         asked = argv[:1] in (["-h"], ["--help"])
-        lines = [f"ep-ops bench: {argv[0]!r} is no benchmark", ""] if argv and not asked else []
+        lines = [f"ep-ops bench: {argv[0]!r} is not a benchmark", ""] if argv and not asked else []
         lines += [
             f"usage: ep-ops bench {{{','.join(BENCHMARKS)}}} [options]   (--help after the kind lists its options)",
             "",

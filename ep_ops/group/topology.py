@@ -158,8 +158,8 @@ def divide(facts: Sequence[GpuFacts | None], domain_size: int | None) -> Domains
     if domain_size is None:
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"{told(facts, found)}; all must have as many ranks: domain_size={math.gcd(*sizes)} cuts them into"
-                " equal ones"
+                f"{told(facts, found)}; all domains must have the same number of ranks; domain_size={math.gcd(*sizes)}"
+                " divides them into equal ones"
             )
         return found
     if any(size % domain_size for size in sizes):

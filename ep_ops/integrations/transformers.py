@@ -28,9 +28,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-from transformers.integrations.moe import grouped_mm_experts_forward
-from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    from transformers.integrations.moe import grouped_mm_experts_forward
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+except ImportError as error:
+    raise ImportError(
+        f"ep_ops.integrations.transformers needs transformers 5.23, which failed to import: {error}. Install it with"
+        " pip install 'transformers>=5.23,<6'."
+    ) from error
 
 from ep_ops import registry
 from ep_ops.communicator import Communicator
@@ -84,10 +91,10 @@ def spread_experts(
             _give_routing(block)
     found = [name for name, module in model.named_modules() if _is_experts(module)]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no experts that transformers would spread over ranks")
+        raise ValueError(f"{type(model).__name__} has no MoE layer that transformers can spread over ranks")
     for name in found:
         if model.get_submodule(name)._is_expert_parallel:
-            raise ValueError(f"{name} of {type(model).__name__} is spread over ranks already; allowed: once")
+            raise ValueError(f"{name} of {type(model).__name__} is already spread over ranks; call spread_experts once")
     for name in found:
         experts: Any = model.get_submodule(name)
         _spread(experts, group, capacity, options | {"max_tokens_per_rank": max_tokens_per_rank})

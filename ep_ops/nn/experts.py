@@ -77,7 +77,7 @@ class Experts(nn.Module):
             raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
         check_size("intermediate_size", intermediate_size, 1)
         if dynamic and capacity is not None:
-            raise ValueError(f"capacity={capacity} was given, but dynamic=True lets no row be dropped")
+            raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")
         check_split(comm, "Experts")
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
         self.format, self.seed = format, seed
@@ -152,7 +152,7 @@ class Experts(nn.Module):
         ``dynamic``.
         """
         if self.dynamic:
-            raise RuntimeError("dynamic is True: exact sizes wait for the device, and split operations for nothing")
+            raise RuntimeError("steps() is not available with dynamic=True, because exact sizes need a host synchronization")
         dispatch = self.comm.dispatch_start(
             x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight, format=self.format
         )

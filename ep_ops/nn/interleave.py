@@ -37,5 +37,5 @@ def interleave(*batches: Iterator[Result | None]) -> list[Result]:
                 try:
                     results[turn] = next(batch)
                 except StopIteration:
-                    raise RuntimeError(f"generator {turn} ended without a result, which its last yield gives") from None
+                    raise RuntimeError(f"generator {turn} ended without yielding a result") from None
     return [result for result in results if result is not None]

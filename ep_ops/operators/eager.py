@@ -106,8 +106,11 @@ _ALLOWED = {
 
 
 def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
-    """NotImplementedError for derivatives that there are none of. Operators without a forward-mode derivative would
-    return zeros without a word, and torch.func.grad would fail in words about somebody else's autograd.Function."""
+    """Raise NotImplementedError for forward-mode and torch.func derivatives, which are not supported.
+
+    Without this check forward-mode derivatives would silently be zero, and torch.func.grad would fail with an error
+    about an autograd.Function that the user has not written.
+    """
     if forward_ad._current_level < 0 and (_is_compiling() or _transforms() is None):
         return
     for arg in args:
@@ -115,15 +118,15 @@ def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
             continue
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(arg).tangent is not None:
             raise NotImplementedError(
-                f"{name} was given a tensor with a tangent: forward-mode differentiation (torch.func.jvp, "
-                "torch.autograd.forward_ad) is not supported; backward and torch.autograd.grad are"
+                f"{name} does not support forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad);"
+                " allowed: backward and torch.autograd.grad"
             )
         if _is_compiling():  # whose own error names the transform
             continue
         if torch._C._functorch.is_gradtrackingtensor(arg) and arg.requires_grad and _is_grad_enabled():
             raise NotImplementedError(
-                f"{name} was given a tensor of a gradient transform: torch.func.grad, vjp and what is made of them are "
-                "not supported; backward and torch.autograd.grad are"
+                f"{name} does not support the transforms of torch.func (grad, vjp, jacrev, hessian);"
+                " allowed: backward and torch.autograd.grad"
             )
 
 

@@ -44,8 +44,8 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
     if a.x.dtype is ELEMENT:
         if asked.x:
             raise NotImplementedError(
-                f"x is {a.x.dtype} and asks for a gradient, which rows that are quantized already do not carry; pass x"
-                " as it was before (it is quantized on the way, and its gradient is that of the rows) or x.detach()"
+                f"x is {a.x.dtype} and requires a gradient; quantized input has none. Pass x unquantized, which dispatch"
+                " quantizes and differentiates, or x.detach()"
             )
         constant.append(recv_x)
     elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantized rows are rows of x's dtype
@@ -174,8 +174,8 @@ def _combine_start_backward(ctx: Any, asked: Any, ticket: Tensor) -> dict[str, T
 def _same_as_start(asked: Any, gradient: bool, operator: str) -> None:
     if gradient and not asked.ticket:
         raise RuntimeError(
-            f"ep::{operator}_wait was given tensors that ask for a gradient, and a ticket that has none: call"
-            f" ep::{operator}_start with the same tensors, and with gradients on"
+            f"ep::{operator}_wait got tensors that require a gradient, and a ticket that does not: call"
+            f" ep::{operator}_start with the same tensors and with gradients enabled"
         )
 
 

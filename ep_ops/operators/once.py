@@ -53,6 +53,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(
-            f"the gradient of {ctx.name} was differentiated: second derivatives (backward through what create_graph="
-            "True made, torch.autograd.functional.hessian) are not supported"
+            f"{ctx.name} does not support second derivatives (backward with create_graph=True,"
+            " torch.autograd.functional.hessian)"
         )

@@ -61,7 +61,7 @@ def install() -> None:
     _installed = True
     version = TorchVersion(torch.__version__)
     if version < TRIED[0] or version >= TRIED[1]:
-        _warn(f"this is torch {version}; tried are {TRIED[0]} up to, not including, {TRIED[1]}")
+        _warn(f"this is torch {version}; supported: {TRIED[0]} up to, not including, {TRIED[1]}")
         return
     try:
         with _disable_current_modes():  # we are in the middle of tracing something
@@ -72,8 +72,8 @@ def install() -> None:
 
 def _warn(why: str) -> None:
     warnings.warn(
-        f"ep_ops cannot tell Inductor to keep the order of its operators ({why}). Graphs with several independent"
-        " dispatches or combines may hang or mix them up when ranks have different numbers of tokens.",
+        f"ep_ops cannot make Inductor keep the order of its operators ({why}). Graphs with several independent"
+        " dispatches or combines may hang, or return wrong results, if ranks have different numbers of tokens.",
         stacklevel=3,
     )
 

@@ -1,20 +1,20 @@
-"""Every operator, once: from this table come registration, gradients, the tests' cases and the documentation's table.
+"""The table of operators. Registration, gradients, test cases and the documentation are derived from it.
 
-All are functional: they mutate nothing, and every output is fresh memory. A communicator goes by its name (``comm``),
-state lives behind that name, and each int that sets the size of an output is an argument: compiled graphs, their
-caches and exported programs depend on nothing else.
+All operators are functional: they mutate nothing, and every output is newly allocated. The communicator is passed by
+name (``comm``), and each int that sets the size of an output is an argument, so compiled graphs, their caches and
+exported programs depend on nothing else.
 
-T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts. x, y, out and their gradients are
-[., H] of the communicator's dtype, as is the residual, weights and their gradients float32 (float64 with float64
-rows), everything else int32 (see ``ep_ops.backends.reference`` for what the values mean). Optional results that were
-not asked for have shape [0]. A dispatch with a ``format`` takes and returns quantized rows and their scales
-(docs/formats.md). Of ``layout`` "token_major" (docs/token-major.md) R counts copies, and recv_weights, its gradient and
-recv_idx are [R, K]; combines do not depend on the layout.
+T tokens of this rank, K top_k, H hidden size, R rows, W ranks, El local experts. x, y, out, residual and their
+gradients are [., H] in the communicator's dtype; weights and their gradients are float32 (float64 with float64 rows);
+all other tensors are int32 (``ep_ops.backends.reference`` defines their values). Optional results that were not
+requested have shape [0]. A dispatch with a ``format`` takes and returns quantized rows and their scales
+(docs/formats.md). With ``layout`` "token_major" (docs/token-major.md) R counts copies, and recv_weights, its gradient
+and recv_idx are [R, K]. Combines do not depend on the layout.
 
-``*_start`` and ``*_wait``, called with the same arguments, are a split operation. The ticket between them holds nothing
-(float32 [0]): it tells whoever orders operators that the one follows the other, and autograd passes through it, so that
-the gradient of a wait starts and the gradient of a start waits. A gradient's wait knows sizes alone; ``given`` is what
-its start was given, which must live as long. ``flight`` says which of the operations under way it is (docs/overlap.md).
+``*_start`` and ``*_wait``, called with the same arguments, form a split operation. The ticket between them is an empty
+tensor, float32 [0]. It orders the two operators, and autograd passes through it, so that the gradient of a wait starts
+and the gradient of a start waits. The wait of a gradient takes sizes only; ``given`` keeps the inputs of its start
+alive. ``flight`` distinguishes split operations that are in progress at the same time (docs/overlap.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .gradients import Gradient
 
 @dataclass(frozen=True)
 class Operator:
-    """What there is to say of ``torch.ops.ep.<name>``.
+    """One operator, ``torch.ops.ep.<name>``.
 
     ``check``, ``run`` and ``fake`` take the operator's arguments as a record with the schema's names.
     """
@@ -78,19 +78,19 @@ _delivery = operator.attrgetter(*Delivery._fields)
 
 
 def exact_sizes(a: Any) -> Sizes:
-    """Of an operator that makes room for as many rows as are received."""
+    """Return the sizes of an operator whose buffer has as many rows as are received."""
     return _new(Sizes, (UNBOUNDED, a.alignment, 0, a.max_tokens, a.layout))
 
 
 def route(a: Any, num_rows: int, layout: str = GROUPED, slots: int = 0) -> Route:
-    """The route among the arguments of an operator. Combines are not told the layout of its rows: they read nothing
-    that depends on it."""
+    """Return the route among the arguments of an operator. Combines do not take the layout of its rows, because they
+    read nothing that depends on it."""
     tensors = a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts
     return _new(Route, (*tensors, a.alignment, num_rows, a.max_tokens, None, slots, layout, None, None))
 
 
 def route_back(a: Any) -> Route:
-    """The route of the gradients of a dispatch."""
+    """Return the route that the gradients of a dispatch follow."""
     rows = a.grad_recv_weights if a.grad_recv_x is None else a.grad_recv_x
     return route(a, rows.size(0), a.layout)
 
@@ -117,7 +117,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "plan",
         f"(Tensor topk_idx, {_SIZES}, {_COMM}) -> ({_PLACED})",
-        "the route alone: what goes where, as int32 tensors",
+        "compute a route, without sending rows",
         checks.plan,
         lambda backend, a: backend.plan(a.topk_idx, _new(Sizes, _sizes(a))),
         meta_kernels.plan,
@@ -125,8 +125,8 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch",
         f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
-        "x [T, H] and weights [T, K] → rows [R, H] in the given layout, R fixed by the caller; no host"
-        " synchronization on GPUs",
+        "send tokens [T, H] and weights [T, K] to the ranks of their experts; return rows [R, H]. The caller sets R. No"
+        " host synchronization on GPUs",
         checks.dispatch,
         lambda backend, a: backend.dispatch(
             a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
@@ -137,7 +137,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_dynamic",
         f"({_TOKENS}, int alignment, SymInt max_tokens, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
-        "the same with R exactly as large as needed; synchronizes with the host once",
+        "`dispatch` with R equal to the number of rows that arrive; synchronizes the host once",
         checks.dispatch_dynamic,
         lambda backend, a: backend.dispatch_dynamic(
             a.x, a.topk_weights, a.topk_idx, exact_sizes(a), _new(Delivery, _delivery(a))
@@ -150,7 +150,7 @@ OPERATORS: tuple[Operator, ...] = (
         "dispatch_planned",
         f"(Tensor x, Tensor? topk_weights, {_ROUTE}, SymInt num_rows, {_ALONG}, {_LAYOUT}, SymInt slots=0,"
         f" {_DELIVERY}) -> ({_RECEIVED})",
-        "dispatch along a known route",
+        "`dispatch` along an existing route",
         checks.dispatch_planned,
         lambda backend, a: backend.dispatch_planned(
             a.x, a.topk_weights, route(a, a.num_rows, a.layout, a.slots), _new(Delivery, _delivery(a))
@@ -161,8 +161,8 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine",
         f'({_COMBINE}, Tensor? residual=None, str grad_format="") -> Tensor out',
-        "rows [R, H] → [T, H]: weighted by the row's weight and added up in a fixed order, with a residual last if one"
-        " is given; its gradient may travel in a format",
+        "return rows [R, H] to their tokens [T, H] as weighted sums in a fixed order, plus an optional residual. The"
+        " gradient can be sent in a format",
         checks.combine,
         lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual),
         meta_kernels.combine,
@@ -171,7 +171,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_gathered",
         f"(Tensor y, {_ROUTE}, {_ALONG}) -> Tensor out",
-        "combine without weights, of rows in `Communicator.empty_rows`, or copied there: owners fetch them",
+        "`combine` without weights, in which owners read the rows from symmetric memory (`Communicator.empty_rows`)",
         checks.combine_gathered,
         lambda backend, a: backend.combine_gathered(a.y, route(a, a.y.size(0))),
         meta_kernels.combine,
@@ -180,7 +180,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_backward",
         f"({_GRADIENTS}) -> {_TO_TOKENS}",
-        "the gradients of a dispatch",
+        "gradients of a dispatch",
         checks.dispatch_backward,
         lambda backend, a: backend.dispatch_backward(a.grad_recv_x, a.grad_recv_weights, route_back(a)),
         meta_kernels.dispatch_backward,
@@ -188,7 +188,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_backward",
         f"({_COMBINE_GRADIENTS}) -> {_TO_ROWS}",
-        "the gradients of a combine",
+        "gradients of a combine",
         checks.combine_backward,
         lambda backend, a: backend.combine_backward(a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)),
         meta_kernels.combine_backward,
@@ -196,7 +196,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_start",
         f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> Tensor ticket",
-        "the start of a dispatch: what stands between start and wait runs beside it",
+        "start a dispatch, which then runs concurrently with the current stream",
         checks.dispatch_start,
         lambda backend, a: backend.dispatch_start(
             a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
@@ -207,7 +207,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_wait",
         f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> {_DISPATCHED}",
-        "the wait of a dispatch: returns what the whole one does",
+        "finish a started dispatch; return what `dispatch` returns",
         checks.dispatch_start,
         lambda backend, a: backend.dispatch_wait(
             a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
@@ -219,7 +219,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_backward_start",
         f"({_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
-        "the start of a dispatch's gradients",
+        "start the gradients of a dispatch",
         checks.dispatch_backward_start,
         lambda backend, a: backend.dispatch_backward_start(a.flight, a.grad_recv_x, a.grad_recv_weights, route_back(a)),
         meta_kernels.dispatch_backward_start,
@@ -227,7 +227,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch_backward_wait",
         f"({_WAIT}, SymInt tokens, SymInt hidden, int top_k, str comm, {_FLIGHT}) -> {_TO_TOKENS}",
-        "their wait",
+        "finish the gradients of a dispatch",
         checks.backward_wait,
         lambda backend, a: backend.backward_wait(
             a.flight, "dispatch_backward", functools.partial(meta_kernels.dispatch_backward_wait, a)
@@ -238,7 +238,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_start",
         f"({_COMBINE}, {_FLIGHT}) -> Tensor ticket",
-        "the start of a combine",
+        "start a combine, which then runs concurrently with the current stream",
         checks.combine_start,
         lambda backend, a: backend.combine_start(a.flight, a.y, a.recv_weights, route(a, a.y.size(0))),
         meta_kernels.combine_start,
@@ -247,7 +247,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_wait",
         f"(Tensor ticket, {_COMBINE}, {_FLIGHT}) -> Tensor out",
-        "the wait of a combine: returns what the whole one does",
+        "finish a started combine; return what `combine` returns",
         checks.combine_start,
         lambda backend, a: backend.combine_wait(a.flight, a.y, a.recv_weights, route(a, a.y.size(0))),
         meta_kernels.combine,
@@ -257,7 +257,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_backward_start",
         f"({_COMBINE_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
-        "the start of a combine's gradients",
+        "start the gradients of a combine",
         checks.combine_backward_start,
         lambda backend, a: backend.combine_backward_start(
             a.flight, a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)
@@ -267,7 +267,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_backward_wait",
         f"({_WAIT}, SymInt num_rows, SymInt hidden, bool scalars, str comm, {_FLIGHT}) -> {_TO_ROWS}",
-        "their wait",
+        "finish the gradients of a combine",
         checks.backward_wait,
         lambda backend, a: backend.backward_wait(
             a.flight, "combine_backward", functools.partial(meta_kernels.combine_backward_wait, a)
@@ -279,8 +279,8 @@ OPERATORS: tuple[Operator, ...] = (
 
 
 def markdown() -> str:
-    """The table of operators as the documentation shows it."""
-    lines = ["| operator (`torch.ops.ep`) | does | gradient |", "|---|---|---|"]
+    """Return the table of operators of docs/operators.md."""
+    lines = ["| operator (`torch.ops.ep`) | purpose | gradient |", "|---|---|---|"]
     for op in OPERATORS:
         gradient = "none" if op.gradient is None else " or ".join(f"`{name}`" for name in op.gradient.operators)
         lines.append(f"| `{op.name}` | {op.does} | {gradient} |")

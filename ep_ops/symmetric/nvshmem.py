@@ -49,8 +49,8 @@ def problem() -> str | None:
         return f"NVSHMEM cannot be loaded ({error}): {install()}"
     if version < NEEDED:
         return (
-            f"NVSHMEM {'.'.join(map(str, version))} is loaded ({path}), which torch may have brought; needed is"
-            f" {'.'.join(map(str, NEEDED))} or newer: {install()}"
+            f"NVSHMEM {'.'.join(map(str, version))} is loaded ({path}, possibly by torch); version"
+            f" {'.'.join(map(str, NEEDED))} or newer is needed: {install()}"
         )
     return None
 
@@ -94,7 +94,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
         if lacking:  # what others have got there is theirs to the end: giving it back is collective
             raise RuntimeError(
                 f"NVSHMEM has no {nbytes} bytes of symmetric memory left on ranks {lacking};"
-                " NVSHMEM_MAX_MEMORY_PER_GPU and NVSHMEM_SYMMETRIC_SIZE set how much there is"
+                " NVSHMEM_MAX_MEMORY_PER_GPU and NVSHMEM_SYMMETRIC_SIZE set the size of its heap"
             )
         number = heap.numbered
         heap.numbered += 1
@@ -138,9 +138,9 @@ def _agree(group: Any, nbytes: int, heap: Heap | None, members: tuple[int, ...])
         if others not in (None, members) or (others is None) != (known is None):
             initialized = next(found for _, _, found, _ in words if found is not None)
             raise ValueError(
-                f"rank {rank} has not the NVSHMEM of group {list(members)} (global ranks): a process has one, of the"
-                f" first group that asks for its memory, which was {list(initialized)}; communicators of several NVLink"
-                " domains must all be of that group"
+                f"rank {rank} cannot use NVSHMEM for group {list(members)} (global ranks): a process has one NVSHMEM,"
+                f" which was initialized for group {list(initialized)}. All communicators that span several NVLink"
+                " domains must use the same group"
             )
     sizes = [size for size, _, _, _ in words]
     if len(set(sizes)) > 1:

@@ -259,7 +259,7 @@ def test_doctor_on_unequal_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "fabric_of", lambda uuid, device: topology.Fabric("ab", cliques[uuid]))
     text = doctor.report()
     where = "ranks are in 2 NVLink domains: 0, 2 (fabric cluster ab, clique 1); 1 (fabric cluster ab, clique 2)"
-    assert f"with one process for each: {where}; all must have as many ranks" in text
+    assert f"with one process for each: {where}; all domains must have the same number of ranks" in text
     assert f"none, because {where}" in text
 
 
@@ -268,17 +268,26 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "everything"]) == 2
     assert cli.main(["bench", "--help"]) == 0
     said = capsys.readouterr()
-    assert "throughput,latency" in said.err and "'everything' is no benchmark" in said.err
+    assert "throughput,latency" in said.err and "'everything' is not a benchmark" in said.err
     assert "throughput,latency" in said.out
     assert cli.main(["demo", "--device", "cpu", "--backend", "cute"]) == 2
-    assert "--backend is cute, which runs on GPUs" in capsys.readouterr().err
+    assert "--backend cute needs a GPU" in capsys.readouterr().err
     for wrong in ([], ["demo", "--steps", "0"], ["demo", "--hidden-size", "48"]):
         with pytest.raises(SystemExit) as stop:
             cli.main(wrong)
         assert stop.value.code == 2
     if not torch.cuda.is_available():
         assert cli.main(["demo", "--device", "cuda"]) == 2
-        assert "torch sees 0" in capsys.readouterr().err
+        assert "--device is cuda, but torch sees no GPU" in capsys.readouterr().err
+
+
+def test_compile_without_the_kernels_toolchain() -> None:
+    """In a process that has not imported it yet."""
+    script = "import sys; sys.modules['cutlass'] = None; from ep_ops.commands import cli; sys.exit(cli.main())"
+    sizes = "--ranks 1 --num-experts 8 --hidden-size 64 --top-k 2 --max-tokens-per-rank 8 --arch sm_90a"
+    done = run([sys.executable, "-c", script, "compile", *sizes.split()])
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "ep-ops compile needs cutlass: pip install 'ep_ops[cu13]'" in done.stderr
 
 
 @pytest.mark.parametrize(

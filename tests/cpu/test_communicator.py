@@ -418,7 +418,7 @@ def _one_never_comes() -> str:
     if comm.rank == 1:
         return ""
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"waited 0.5 s for ranks \[1\], which did not come"):
+    with pytest.raises(RuntimeError, match=r"after waiting 0.5 s for ranks \[1\], which did not call"):
         comm.destroy()
     assert 0.4 < time.monotonic() - began < 5
     assert comm.destroyed

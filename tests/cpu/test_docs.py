@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import ep_ops
+from ep_ops.operators import OPERATORS
 
 ROOT = Path(ep_ops.__file__).parent.parent
 PAGES = sorted(
@@ -56,6 +58,18 @@ def test_what_is_shown_of_files_is_there() -> None:
             assert not section or (f"[start:{section}]" in text and f"[end:{section}]" in text)
             shown.append(path)
     assert set(shown) == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_every_argument_and_result_of_operators_is_explained() -> None:
+    page = (ROOT / "docs/operators.md").read_text()
+    explained = {
+        part: set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", text, re.M))))
+        for part, _, text in (section.partition("\n") for section in page.split("\n## "))
+    }
+    for op in OPERATORS:
+        schema = torch._C.parse_schema(f"ep::{op.name}{op.schema}")
+        assert {argument.name for argument in schema.arguments} <= explained["Arguments"]
+        assert {result.name for result in schema.returns} <= explained["Results"]
 
 
 def texts() -> list[str]:

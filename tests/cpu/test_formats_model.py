@@ -350,7 +350,7 @@ def test_rows_that_are_quantized_already_have_no_gradient(comm: ep_ops.Communica
     assert not sent.x.requires_grad and sent.weights is not None
     sent.weights.nan_to_num().sum().backward()
     assert torch.equal(weights.grad, (idx >= 0).float())
-    with pytest.raises(NotImplementedError, match="x is torch.float8_e4m3fn and asks for a gradient"):
+    with pytest.raises(NotImplementedError, match="x is torch.float8_e4m3fn and requires a gradient"):
         comm.dispatch(codes.requires_grad_(), idx, scales=scales, format=POW2)
 
 

@@ -179,7 +179,7 @@ def test_second_derivatives_are_refused() -> None:
     of, route = case(random.Random(fresh_seed()))
     x = torch.randn(of.rows, 8, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(swiglu_rows(x, route).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradient of ep::swiglu was differentiated"):
+    with pytest.raises(NotImplementedError, match="ep::swiglu does not support second derivatives"):
         torch.autograd.grad(grad.sum() + x.sum(), x)
 
 
@@ -187,9 +187,9 @@ def test_functional_derivatives_are_refused() -> None:
     of, route = case(random.Random(fresh_seed()))
     x = torch.randn(of.rows, 256)
     for run in (lambda x: swiglu_rows(x, route), lambda x: swiglu_quantized(x, route)[0].float()):
-        with pytest.raises(NotImplementedError, match="given a tensor with a tangent"):
+        with pytest.raises(NotImplementedError, match="does not support forward-mode"):
             torch.func.jvp(run, (x,), (x,))
-        with pytest.raises(NotImplementedError, match="given a tensor of a gradient transform"):
+        with pytest.raises(NotImplementedError, match="does not support the transforms"):
             torch.func.vjp(run, x)
 
 

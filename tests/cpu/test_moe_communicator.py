@@ -164,7 +164,7 @@ def two_batches(seed: int, way: dict[str, Any], compiled: bool) -> list[list[Ten
             found.append([*(out.detach() for out in outs), *(t.grad for g in givens for t in (g.x, g.weights))])
         if not compiled and way["overlap"]:
             request = moe.dispatch_async(givens[0].x, givens[0].ids, flight=1)
-            with pytest.raises(RuntimeError, match="flight 1 is taken"):
+            with pytest.raises(RuntimeError, match="flight 1 is in use"):
                 moe.dispatch_async(givens[0].x, givens[0].ids, flight=1)
             request.wait()
         return found

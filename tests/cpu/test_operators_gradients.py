@@ -188,7 +188,7 @@ def test_second_derivatives_are_refused(exact):
     (grad,) = torch.autograd.grad(
         toy.layer(exact, x, topk_idx, weights, toy.scales(x.dtype)).sum(), x, create_graph=True
     )
-    with pytest.raises(NotImplementedError, match="gradient of ep::dispatch was differentiated"):
+    with pytest.raises(NotImplementedError, match="ep::dispatch does not support second derivatives"):
         grad.sum().backward()
 
 
@@ -210,7 +210,7 @@ def test_no_second_derivative_is_left_out(exact, of, split):
     out, start = run(x, weights), torch.ones(3, toy.HIDDEN, dtype=x.dtype, requires_grad=of == "grad_out")
     asked = {"grad_out": start, "weights": weights}.get(of, x)
     gradients = torch.autograd.grad(out, (x, weights), start, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives .* are not supported"):
+    with pytest.raises(NotImplementedError, match="does not support second derivatives"):
         torch.autograd.grad(sum(grad.square().sum() for grad in gradients) + asked.sum(), asked)
     torch.autograd.grad(layer(x, weights).sum(), x)  # nothing is left under way
 

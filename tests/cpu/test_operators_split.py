@@ -186,7 +186,7 @@ def test_micro_batches_in_turns(backend, monkeypatch):
 
 
 def test_a_generator_without_a_result():
-    with pytest.raises(RuntimeError, match="generator 1 ended without a result"):
+    with pytest.raises(RuntimeError, match="generator 1 ended without yielding a result"):
         interleave(iter([None, 1]), iter([None]))
 
 
@@ -194,11 +194,11 @@ def test_what_is_in_the_wrong_order():
     """A flight holds one operation at a time, and what is under way is not interrupted."""
     with toy.communicator() as comm:
         x, idx, weights = toy.inputs(7)
-        with pytest.raises(RuntimeError, match="ep::combine_wait, but nothing was started in flight 0"):
+        with pytest.raises(RuntimeError, match="ep::combine_wait was called, but nothing was started in flight 0"):
             rows = comm.dispatch(x, idx, weights)
             comm.combine_wait(StartedCombine(torch.empty(0), rows.x, rows.weights, rows.route))
         one, two = comm.dispatch_start(x, idx, weights), comm.dispatch_start(2 * x, idx, weights, flight=1)
-        with pytest.raises(RuntimeError, match="flight 1 is taken: ep::dispatch_start must be followed by"):
+        with pytest.raises(RuntimeError, match="flight 1 is in use: ep::dispatch_start must be followed by"):
             comm.dispatch_start(x, idx, weights, flight=1)
         with pytest.raises(
             RuntimeError, match="ep::dispatch_start must be followed by ep::dispatch_wait before a whole"
@@ -208,7 +208,7 @@ def test_what_is_in_the_wrong_order():
             comm.dispatch_start(x, idx, weights, flight=2)
         twice, once = comm.dispatch_wait(two), comm.dispatch_wait(one)  # in any order
         assert torch.equal(twice.x.nan_to_num(), 2 * once.x.nan_to_num())
-        with pytest.raises(RuntimeError, match="ep::dispatch_wait, but nothing was started in flight 1"):
+        with pytest.raises(RuntimeError, match="ep::dispatch_wait was called, but nothing was started in flight 1"):
             comm.dispatch_wait(two)
         comm.dispatch(x, idx, weights)
 
@@ -219,7 +219,7 @@ def test_a_start_without_gradients():
         with torch.no_grad():
             started = comm.dispatch_start(x, idx, weights)
         with pytest.raises(
-            RuntimeError, match="ep::dispatch_wait was given tensors that ask for a gradient, and a ticket"
+            RuntimeError, match="ep::dispatch_wait got tensors that require a gradient, and a ticket"
         ):
             comm.dispatch_wait(started)
 

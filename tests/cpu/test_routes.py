@@ -257,16 +257,16 @@ def test_split_operations_are_not_interrupted():
             with pytest.raises(RuntimeError, match="dispatch_start must be followed by ep::dispatch_wait"):
                 other()
         rows = comm.dispatch_wait(started)
-        with pytest.raises(RuntimeError, match="ep::dispatch_wait, but nothing was started"):
+        with pytest.raises(RuntimeError, match="ep::dispatch_wait was called, but nothing was started"):
             comm.dispatch_wait(started)
         sent = comm.combine_start(rows.x, rows.route, rows.weights)
-        with pytest.raises(RuntimeError, match="ep::dispatch_wait, but ep::combine_start was called"):
+        with pytest.raises(RuntimeError, match="ep::dispatch_wait was called, but ep::combine_start was called"):
             comm.dispatch_wait(started)
         comm.combine_wait(sent)
 
 
 REFUSALS = {
-    "tokens": "topk_idx has 6 tokens; allowed: at most max_tokens 5",
+    "tokens": "topk_idx has 6 tokens; allowed: at most max_tokens_per_rank 5",
     "dtype": "x has dtype torch.float64; allowed: torch.float32",
     "num_rows": "num_rows is -1",
     "rows": "y has shape (5, 8); allowed: [28 (as many rows as arrivals was planned for), hidden_size 8]",

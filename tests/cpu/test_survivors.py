@@ -119,7 +119,7 @@ def other_groups() -> None:
     with ep_ops.Communicator(**SIZES | {"num_experts": 3, "experts_per_rank": (3, 0)}) as comm:
         outside = dist.new_group([1])
         if comm.rank == 1:
-            with pytest.raises(ValueError, match="no experts are left: ranks \\[1\\] hold none"):
+            with pytest.raises(ValueError, match="group has global ranks \\[1\\], which hold no experts"):
                 comm.shrink(outside)
             assert not comm.destroyed
 
@@ -170,11 +170,11 @@ def test_overflow_is_raised(how: str) -> None:
         comm.check_errors()
         assert step().dropped.tolist() == [3, 0, 3, 0]
         step()
-        with pytest.raises(ValueError, match=r"12 rows did not fit .* by expert: 0 \(6\), 2 \(6\)"):
+        with pytest.raises(ValueError, match=r"dropped 12 rows .* by expert: 0 \(6\), 2 \(6\)"):
             comm.check_errors()
         comm.check_errors()
         comm.plan(idx, layout="padded", slots=5)
-        with pytest.raises(ValueError, match="6 rows did not fit"):
+        with pytest.raises(ValueError, match="dropped 6 rows"):
             comm.check_errors()
 
 
@@ -195,7 +195,7 @@ def test_checkpointing_counts_a_row_that_did_not_fit_once(reentrant: bool, compi
 
         run = torch.compile(step, backend="aot_eager") if compiled else step
         run(x).sum().backward()
-        with pytest.raises(ValueError, match=" 11 rows did not fit"):
+        with pytest.raises(ValueError, match="dropped 11 rows"):
             comm.check_errors()
 
 

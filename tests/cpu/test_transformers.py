@@ -247,7 +247,7 @@ def spread_again() -> None:
     (first, *_) = spread_experts(model, max_tokens_per_rank=16)
     with pytest.raises(ValueError, match=r"is \(2, 4\); spread_experts takes the default, \(3, 3\)"):
         spread_experts(dense, max_tokens_per_rank=16, experts_per_rank=[2, 4])
-    with pytest.raises(ValueError, match=f"{first} of Qwen3MoeForCausalLM is spread over ranks already"):
+    with pytest.raises(ValueError, match=f"{first} of Qwen3MoeForCausalLM is already spread over ranks"):
         spread_experts(model, max_tokens_per_rank=16)
     ids = tokens(dist.get_rank())
     torch.testing.assert_close(loss_of(model, ids)[0], loss_of(dense, ids)[0])

@@ -234,7 +234,7 @@ def test_tangents_are_refused(comm: ep_ops.Communicator) -> None:
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda x: comm.dispatch(x, experts).x, (x,), (torch.ones_like(x),))
     compiled = torch.compile(lambda x: torch.func.jvp(lambda x: comm.dispatch(x, experts).x, (x,), (x,))[1])
-    with pytest.raises(NotImplementedError, match="ep::dispatch was given a tensor with a tangent"):
+    with pytest.raises(NotImplementedError, match="ep::dispatch does not support forward-mode"):
         compiled(x)
 
 

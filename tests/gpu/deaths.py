@@ -131,7 +131,7 @@ def shrunk(comm: ep_ops.Communicator, stay: list[int], name: str) -> ep_ops.Comm
     try:
         comm.shrink(group_of(stay))
     except ValueError as error:
-        assert "reaches other NVLink domains through NVSHMEM" in str(error), error
+        assert "uses NVSHMEM, which cannot continue" in str(error), error
     else:
         raise AssertionError("NVSHMEM has gone on with some ranks of several domains")
     return comm.shrink(group_of(near), name=name)

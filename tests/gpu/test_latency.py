@@ -481,7 +481,7 @@ def test_who_is_missing_is_told(missing, seed, together):
     dist.barrier()
     with together():
         # All say for whom they waited, rank 1 that it was told so, as soon as it is.
-        told = "was told that rank . waited .* for rank 1" if rank == 1 else f"ep::{missing}.* for rank 1"
+        told = "stopped because rank . waited .* for rank 1" if rank == 1 else f"ep::{missing}.* for rank 1"
         end = time.monotonic() + 5
         with pytest.raises(RuntimeError, match=told):
             while time.monotonic() < end:

@@ -234,7 +234,7 @@ def test_two_requests_under_way(mode: str, layout: str, seed: int, together: Any
                 for out, batch in zip(outs, given, strict=True):
                     assert torch.equal(out, expected(*batch)), turn
         request = moe.dispatch_async(*given[0], flight=1)
-        with together(), pytest.raises(RuntimeError, match="flight 1 is taken"):
+        with together(), pytest.raises(RuntimeError, match="flight 1 is in use"):
             moe.dispatch_async(*given[0], flight=1)
         request.wait()
         moe.check_errors()

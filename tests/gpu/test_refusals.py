@@ -144,7 +144,7 @@ def test_half_an_operation(monkeypatch, together):
     with together():
         assert isinstance(error, RuntimeError) and seconds < 15 * SHARING, (error, seconds)
         said = "cannot launch the rest: ep::dispatch: OutOfMemoryError: injected"
-        assert said in str(error) and (comm.rank == 0 or "was told that rank 0 gave up" in str(error)), error
+        assert said in str(error) and (comm.rank == 0 or "stopped because rank 0 gave up" in str(error)), error
     comm.destroy()
 
 

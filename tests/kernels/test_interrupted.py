@@ -93,7 +93,7 @@ def test_refusals_that_take_another_number(
             failures.check()
         assert kernels(device) == [] and not failures.has_failed()
         return
-    text = rf"max_tokens makes {turns} operations of the kernels of it, that of rank 0 4: all ranks must pass the same"
+    text = rf"with its max_tokens the call runs in {turns} operations, with that of rank 0 in 4: all ranks must pass the same"
     with pytest.raises(RuntimeError, match=text):
         failures.check()
     assert kernels(device) == ["RaiseAlarm"] and failures.has_failed()

@@ -74,12 +74,12 @@ def report(reason: int, own: int, seen: int) -> str:
     [
         (mark(7, "plan", 64), "met rank 1 in ep::plan: the ranks call operators in different orders"),
         (mark(7, "dispatch", 32), "met rank 1, which passed max_tokens 32, not 64"),
-        (mark(7, "dispatch", 64, True), "disagree on whether weights (or their gradients) are given"),
+        (mark(7, "dispatch", 64, True), "only one of them passed weights (or their gradients)"),
         (
             mark(7, "dispatch", 64, format="e4m3/32/mx"),
             "met rank 1, whose rows travel in format 'e4m3/32/mx', not '': all ranks must pass the same",
         ),
-        (mark(7, "dispatch", 64, latency=True), "disagree on whether a residual is given"),
+        (mark(7, "dispatch", 64, latency=True), "only one of them passed a residual"),
     ],
 )
 def test_mismatch(other, said):
@@ -106,7 +106,7 @@ def test_told():
     made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, mark(7, "combine", 64) | -(1 << 63), 0] + [0] * 56
     assert made.told()
     assert made.failed() == (
-        "rank 0, in ep::combine (operation 7 of this communicator), was told that rank 1023 waited 2 s for rank 3"
+        "rank 0, in ep::combine (operation 7 of this communicator), stopped because rank 1023 waited 2 s for rank 3"
         " (token flag, token 33554431)"
     )
 
@@ -118,7 +118,7 @@ def test_told_of_a_rank_that_has_launched_a_part():
     made._timeout, made._heard = 2.0, lambda epoch: (word, ())
     made._reason = lambda rank, epoch: f"no memory at rank {rank} in {epoch}"
     made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, mark(10, "combine", 64), 0] + [0] * 56
-    said = "rank 0, in ep::combine (operation 10 of this communicator), was told that rank 3 gave up at operation 9: "
+    said = "rank 0, in ep::combine (operation 10 of this communicator), stopped because rank 3 gave up at operation 9: "
     assert made.failed() == f"{said}no memory at rank 3 in 9"
     made._reason = lambda rank, epoch: ""  # of another NVLink domain
     assert made.failed() == f"{said}its host has given up"
@@ -134,7 +134,7 @@ def test_told_before_anything_was_begun():
     made.tell(1, 9)
     assert made.pending() and made.told()
     assert made.failed() == (
-        "rank 1, which has not begun operation 9 of this communicator, was told that rank 3 waited 2 s for rank 1"
+        "rank 1, which has not begun operation 9 of this communicator, stopped because rank 3 waited 2 s for rank 1"
         " (hello flag)"
     )
 
@@ -148,7 +148,7 @@ def test_told_of_ranks_that_disagree():
         made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 7 + marks.RANK_BITS, begun if epoch == 7 else alike)
         made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, marked[0], 0] + [0] * 56
         assert str(made.failed()).endswith(
-            "was told that rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
+            "stopped because rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
         ), at
     made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 7 + marks.RANK_BITS, alike)
     assert str(made.failed()).endswith("all ranks must call the same operators with the same arguments")

@@ -98,16 +98,16 @@ def test_two_under_way(backend: Any, device: Device) -> None:
         backend.dispatch_start(flight, X, None, IDX, MANY, PLAIN)
         assert on_the_side(device.take(), 2 + flight, "Publish", "Pull")
     first, second = (given["recv_x"] for kernel, _, given in backend.side.launched if type(kernel).__name__ == "Pull")
-    with pytest.raises(RuntimeError, match="flight 1 is taken: ep::dispatch_start must be followed"):
+    with pytest.raises(RuntimeError, match="flight 1 is in use: ep::dispatch_start must be followed"):
         backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
-    with pytest.raises(RuntimeError, match="ep::combine_wait, but ep::dispatch_start was called in flight 0"):
+    with pytest.raises(RuntimeError, match="ep::combine_wait was called, but ep::dispatch_start was called in flight 0"):
         wait(backend, "combine", 0)
     with pytest.raises(RuntimeError, match="before a whole operator"):
         backend.dispatch(X, None, IDX, MANY, PLAIN)
     assert device.take() == []
     assert wait(backend, "dispatch", 1)[0] is second and device.take() == [("waits for", "caller", 3)]
     assert wait(backend, "dispatch", 0)[0] is first and device.take() == [("waits for", "caller", 2)]
-    with pytest.raises(RuntimeError, match="ep::dispatch_wait, but nothing was started in flight 0"):
+    with pytest.raises(RuntimeError, match="ep::dispatch_wait was called, but nothing was started in flight 0"):
         wait(backend, "dispatch", 0)
     backend.dispatch(X, None, IDX, MANY, PLAIN)
     assert ("launches", "caller", "Pull") in device.take()

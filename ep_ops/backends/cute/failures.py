@@ -90,7 +90,7 @@ class Failures:
             if turns and expected and turns != expected:
                 # What comes next would be paired with another operation of that rank, without a word.
                 self.give_up(
-                    f"{why}; its max_tokens makes {turns} operations of the kernels of it, that of rank {self._rank}"
+                    f"{why}; with its max_tokens the call runs in {turns} operations, with that of rank {self._rank} in"
                     f" {expected}: all ranks must pass the same max_tokens"
                 )
                 return self.check()

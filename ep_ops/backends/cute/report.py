@@ -57,9 +57,9 @@ class Report:
         if reason == sync.PEER_FAILED and flag == _NOT_BEGUN:
             doing = f"rank {rank}, which has not begun operation {epoch} of this communicator"
         if reason == sync.PEER_FAILED:
-            return f"{doing}, was told that {self._told_of(epoch)}"
+            return f"{doing}, stopped because {self._told_of(epoch)}"
         if reason == sync.HALF:
-            return f"{doing}, has launched only a part of it"
+            return f"{doing}, has launched only a part of the operation"
         if reason == sync.MISMATCH:
             return f"{doing}, met rank {peer}{_disagreement(own, marks.unpack(seen)[1])}"
         awaited = sync.FLAGS[flag]
@@ -102,7 +102,7 @@ class Report:
             own, other = (marks.unpack(met[rank]) for rank in (alarm.rank, alarm.peer))
             if own[0] == other[0] and own[1] != other[1]:
                 return _disagreement(own[1], other[1])
-        return ", but they disagree on what they do: all ranks must call the same operators with the same arguments"
+        return " in another call: all ranks must call the same operators with the same arguments"
 
     def tell(self, rank: int, epoch: int) -> None:
         """Writes what a kernel would: that another rank has told this one, which has not begun operation `epoch`."""
@@ -135,18 +135,18 @@ class Report:
         where = f"ep::{terms.kind}, operation {epoch}"
         if reason == sync.BAD_ROW:
             return (
-                f"the route of rank {rank} fills row {detail}, but only {value} rows were given ({where}): what came "
-                "of it is undefined"
+                f"the route of rank {rank} fills row {detail}, but only {value} rows were given ({where}): the "
+                "result is undefined"
             )
         if reason == sync.BAD_SCALE:
             given = struct.unpack("<f", struct.pack("<I", value & 0xFFFFFFFF))[0]
             return (
                 f"scales holds {given!r} at flat index {detail} on rank {rank} ({where}); format {terms.format!r} takes"
-                " powers of two, 0 and Inf: what came of it is undefined"
+                " powers of two, 0 and Inf: the result is undefined"
             )
         return (
-            f"topk_idx holds {value} at flat index {detail} on rank {rank} ({where}); allowed are expert ids from -1 "
-            f"(none) to {self._num_experts - 1}. Such entries were not sent."
+            f"topk_idx holds {value} at flat index {detail} on rank {rank} ({where}); allowed: expert ids from -1 "
+            f"(none) to {self._num_experts - 1}. These entries were not sent."
         )
 
     def refused_in(self) -> int | None:
@@ -178,12 +178,12 @@ def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
         theirs, ours = ("token-major" if one.token_major else "grouped by expert" for one in (other, own))
         return f", whose rows are {theirs}, not {ours}: all ranks must pass the same layout"
     if other.max_tokens != own.max_tokens:
-        return f", which passed max_tokens {other.max_tokens}, not {own.max_tokens}: all ranks must pass the same"
+        return f", which passed max_tokens {other.max_tokens}, not {own.max_tokens}: all ranks must pass the same value"
     if other.format != own.format:
-        return f", whose rows travel in format {other.format!r}, not {own.format!r}: all ranks must pass the same"
+        return f", whose rows travel in format {other.format!r}, not {own.format!r}: all ranks must pass the same format"
     given = [what for what, a, b in zip(_GIVEN, own[1:4], other[1:4], strict=True) if a != b]
-    return f", but they disagree on whether {' and '.join(given)} given: all ranks must pass the same"
+    return f", but only one of them passed {' and '.join(given)}: all ranks must pass the same arguments"
 
 
-_GIVEN = ("weights (or their gradients) are", "rows are", "a residual is")
+_GIVEN = ("weights (or their gradients)", "rows", "a residual")
 """What `scalars`, `rows` and `few` of the terms tell of calls that are alike in all else."""
