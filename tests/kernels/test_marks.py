@@ -148,7 +148,7 @@ def test_told_of_ranks_that_disagree():
         made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 7 + marks.RANK_BITS, begun if epoch == 7 else alike)
         made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, marked[0], 0] + [0] * 56
         assert str(made.failed()).endswith(
-            "stopped because rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same"
+            "stopped because rank 2 met rank 1, which passed max_tokens 32, not 64: all ranks must pass the same value"
         ), at
     made._heard = lambda epoch: (sync.MISMATCH | 2 << 7 | 1 << 7 + marks.RANK_BITS, alike)
     assert str(made.failed()).endswith("all ranks must call the same operators with the same arguments")

@@ -102,7 +102,7 @@ def test_two_under_way(backend: Any, device: Device) -> None:
         backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
     with pytest.raises(RuntimeError, match="ep::combine_wait was called, but ep::dispatch_start was called in flight 0"):
         wait(backend, "combine", 0)
-    with pytest.raises(RuntimeError, match="before a whole operator"):
+    with pytest.raises(RuntimeError, match="before an operator that is not split"):
         backend.dispatch(X, None, IDX, MANY, PLAIN)
     assert device.take() == []
     assert wait(backend, "dispatch", 1)[0] is second and device.take() == [("waits for", "caller", 3)]
