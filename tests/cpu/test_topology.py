@@ -134,7 +134,7 @@ def test_many_domains(domains: int, size: int) -> None:
             None,
             "ranks are in 2 NVLink domains: 0..3, 5 (host a); 4 (host b); all domains must have the same number of ranks; domain_size=1",
         ),
-        ("aaaabb", None, "domain_size=2 cuts them into equal ones"),
+        ("aaaabb", None, "domain_size=2 divides them into equal ones"),
         (
             "aabb",
             4,

@@ -236,7 +236,7 @@ def test_nobody_says_top_k() -> None:
 def test_a_model_without_experts() -> None:
     from ep_ops.integrations.transformers import spread_experts
 
-    with pytest.raises(ValueError, match="Linear has no experts"):
+    with pytest.raises(ValueError, match="Linear has no MoE layer"):
         spread_experts(torch.nn.Linear(2, 2), max_tokens_per_rank=4)
 
 

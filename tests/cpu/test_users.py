@@ -241,7 +241,7 @@ def test_tangents_are_refused(comm: ep_ops.Communicator) -> None:
 def test_gradient_transforms_are_refused(comm: ep_ops.Communicator) -> None:
     x, experts, _ = routed(4)
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
-        with pytest.raises(NotImplementedError, match="ep::dispatch was given a tensor"):
+        with pytest.raises(NotImplementedError, match="ep::dispatch does not support the transforms"):
             transform(lambda x: comm.dispatch(x, experts).x.sum())(x)
     own = torch.func.grad(lambda w: (comm.combine(*comm.dispatch(x, experts)[::2]) * w).sum())(torch.ones(16))
     torch.testing.assert_close(own, 2 * x.sum(0))  # what is no operator's input may be differentiated
