@@ -280,12 +280,14 @@ class Communicator(Methods):
             )
         config, held = self.config, [self.experts_per_rank[rank] for rank in ranks]
         if not sum(held):
-            raise ValueError(f"group has global ranks {members}, which hold no experts; allowed: at least one rank with experts")
+            raise ValueError(
+                f"group has global ranks {members}, which hold no experts; allowed: at least one rank with experts"
+            )
         domain_size = self._domain_size_of(ranks)
         if config.backend == "cute" and config.wire == "nvshmem" and domain_size < len(ranks) < self.world_size:
             raise ValueError(
-                f"communicator {self.name!r} uses NVSHMEM, which cannot continue with fewer than {self.world_size} ranks;"
-                " allowed: a group of ranks of one NVLink domain"
+                f"communicator {self.name!r} uses NVSHMEM, which cannot continue with fewer than"
+                f" {self.world_size} ranks; allowed: a group of ranks of one NVLink domain"
             )
         self._destroy(meet=False)
         config = dataclasses.replace(
@@ -303,8 +305,8 @@ class Communicator(Methods):
         sizes = {size for size in left if size}
         if len(sizes) > 1:
             raise ValueError(
-                f"group leaves {left} ranks of the NVLink domains {self.domains} of communicator {self.name!r}; allowed:"
-                " the same number of each, or none"
+                f"group leaves {left} ranks of the NVLink domains {self.domains} of communicator {self.name!r};"
+                " allowed: the same number of each, or none"
             )
         return sizes.pop()
 

@@ -35,6 +35,6 @@ class Overflow:
         self._rows.zero_()
         which = ", ".join(f"{i + self._first} ({n})" for i, n in enumerate(rows) if n)
         raise ValueError(
-            f"communicator {name!r}: rank {rank} dropped {sum(rows)} rows since the last check because capacity or slots"
-            f" was exceeded, by expert: {which}. Increase capacity or slots, or pass overflow='count'."
+            f"communicator {name!r}: rank {rank} dropped {sum(rows)} rows since the last check because capacity or"
+            f" slots was exceeded, by expert: {which}. Increase capacity or slots, or pass overflow='count'."
         )

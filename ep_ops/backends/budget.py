@@ -50,7 +50,9 @@ class Budget:
         """For the length of a `with`; None leaves that one as it is."""
         if torch.compiler.is_compiling():
             # A tracer would leave it out: nothing in the graph tells of it. Without fullgraph, eager code does it.
-            raise RuntimeError("sm_budget cannot be used inside a compiled function; put the with block around its call")
+            raise RuntimeError(
+                "sm_budget cannot be used inside a compiled function; put the with block around its call"
+            )
         _check("dispatch", dispatch, 1, self.most_dispatch)
         _check("combine", combine, 2, self.most_combine)
         before = self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled

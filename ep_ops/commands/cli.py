@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 TOOLCHAIN = "cutlass", "tvm_ffi", "cuda"
 """Packages that the extras cu12 and cu13 install."""
 
@@ -102,7 +101,9 @@ def positive(text: str) -> int:
 
 def arch(text: str) -> str:
     if re.fullmatch(r"sm_(9\d|1\d\d)a", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an architecture such as sm_90a or sm_100a; allowed: sm_90a and newer")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an architecture such as sm_90a or sm_100a; allowed: sm_90a and newer"
+        )
     return text
 
 
@@ -129,9 +130,7 @@ def run_demo(args: argparse.Namespace) -> int:
         return 2
     on_gpu = device == "cuda"
     if args.backend == "cute" and not on_gpu:
-        print(
-            "ep-ops demo: --backend cute needs a GPU; --device is cpu, or torch sees no GPU", file=sys.stderr
-        )
+        print("ep-ops demo: --backend cute needs a GPU; --device is cpu, or torch sees no GPU", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, terminate)
     if args.decode:

@@ -39,7 +39,9 @@ def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
             return f"placement[{place}] is {expert!r}; allowed: logical experts, 0..{num_experts - 1}"
     missing = set(range(num_experts)) - set(placement)
     if missing:
-        return f"placement leaves out logical expert {min(missing)}; each of the {num_experts} must appear at least once"
+        return (
+            f"placement leaves out logical expert {min(missing)}; each of the {num_experts} must appear at least once"
+        )
     return None
 
 

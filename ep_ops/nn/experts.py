@@ -152,7 +152,9 @@ class Experts(nn.Module):
         ``dynamic``.
         """
         if self.dynamic:
-            raise RuntimeError("steps() is not available with dynamic=True, because exact sizes need a host synchronization")
+            raise RuntimeError(
+                "steps() is not available with dynamic=True, because exact sizes need a host synchronization"
+            )
         dispatch = self.comm.dispatch_start(
             x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight, format=self.format
         )

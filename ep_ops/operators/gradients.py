@@ -44,8 +44,8 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
     if a.x.dtype is ELEMENT:
         if asked.x:
             raise NotImplementedError(
-                f"x is {a.x.dtype} and requires a gradient; quantized input has none. Pass x unquantized, which dispatch"
-                " quantizes and differentiates, or x.detach()"
+                f"x is {a.x.dtype} and requires a gradient; quantized input has none. Pass x unquantized, which"
+                " dispatch quantizes and differentiates, or x.detach()"
             )
         constant.append(recv_x)
     elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantized rows are rows of x's dtype

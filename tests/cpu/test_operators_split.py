@@ -216,9 +216,7 @@ def test_a_start_without_gradients():
         x, idx, weights = toy.inputs(7, grad=True)
         with torch.no_grad():
             started = comm.dispatch_start(x, idx, weights)
-        with pytest.raises(
-            RuntimeError, match="ep::dispatch_wait got tensors that require a gradient, and a ticket"
-        ):
+        with pytest.raises(RuntimeError, match="ep::dispatch_wait got tensors that require a gradient, and a ticket"):
             comm.dispatch_wait(started)
 
 

@@ -238,4 +238,7 @@ def test_nvshmem_cannot_go_on_with_fewer_ranks() -> None:
     """Which is said before anything is given up."""
     first, second, third, last = run_ranks(4, _shrunk_over_nvshmem)
     assert first == third and second == last == ""
-    assert "NVSHMEM, which cannot continue with fewer than 4 ranks; allowed: a group of ranks of one NVLink domain" in first
+    assert (
+        "NVSHMEM, which cannot continue with fewer than 4 ranks; allowed: a group of ranks of one NVLink domain"
+        in first
+    )

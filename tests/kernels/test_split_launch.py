@@ -100,7 +100,9 @@ def test_two_under_way(backend: Any, device: Device) -> None:
     first, second = (given["recv_x"] for kernel, _, given in backend.side.launched if type(kernel).__name__ == "Pull")
     with pytest.raises(RuntimeError, match="flight 1 is in use: ep::dispatch_start must be followed"):
         backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
-    with pytest.raises(RuntimeError, match="ep::combine_wait was called, but ep::dispatch_start was called in flight 0"):
+    with pytest.raises(
+        RuntimeError, match="ep::combine_wait was called, but ep::dispatch_start was called in flight 0"
+    ):
         wait(backend, "combine", 0)
     with pytest.raises(RuntimeError, match="before an operator that is not split"):
         backend.dispatch(X, None, IDX, MANY, PLAIN)

@@ -180,7 +180,9 @@ def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
     if other.max_tokens != own.max_tokens:
         return f", which passed max_tokens {other.max_tokens}, not {own.max_tokens}: all ranks must pass the same value"
     if other.format != own.format:
-        return f", whose rows travel in format {other.format!r}, not {own.format!r}: all ranks must pass the same format"
+        return (
+            f", whose rows travel in format {other.format!r}, not {own.format!r}: all ranks must pass the same format"
+        )
     given = [what for what, a, b in zip(_GIVEN, own[1:4], other[1:4], strict=True) if a != b]
     return f", but only one of them passed {' and '.join(given)}: all ranks must pass the same arguments"
 
