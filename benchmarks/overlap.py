@@ -19,9 +19,9 @@ from torch import Tensor
 from ep_ops import Communicator, Dispatched, Route
 from ep_ops.bench.figures import machine_line, pyplot, save, text_table
 from ep_ops.bench.operators import MAX_ERROR, relative_error
-from ep_ops.bench.options import add_options, add_sizes, positive, read, routing
+from ep_ops.bench.options import add_options, add_sizes, positive, read
 from ep_ops.bench.ranks import Run, on_every_rank
-from ep_ops.bench.workloads import ALIGNMENT, Workload, draw_route, measure_traffic
+from ep_ops.bench.workloads import ALIGNMENT, ROUTINGS, Workload, draw_route, measure_traffic
 from ep_ops.nn import grouped_mm, interleave, swiglu, swiglu_rows
 
 TIMEOUT = 120.0  # seconds that a rank waits for another
@@ -63,6 +63,18 @@ def timeline(run: Callable[[], Any]) -> list[Kernel]:
     kernels = sorted(Kernel(event.time_range.start, event.time_range.end, event.name) for event in events)
     first = min((kernel.start for kernel in kernels if kernel.lane == "communication"), default=0.0)
     return [Kernel(k.start - first, k.end - first, k.name[:NAME]) for k in kernels if k.start >= first]
+
+
+def routing(text: str) -> str:
+    """How experts are drawn."""
+    part = text.removeprefix("hot ")
+    try:
+        known = text in ROUTINGS or (part != text and 0 <= float(part) <= 1)
+    except ValueError:
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTINGS)}, nor as 'hot 0.2'")
+    return text
 
 
 def picture(run: dict[str, Any], path: Path) -> Path:

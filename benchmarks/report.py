@@ -14,21 +14,38 @@ from pathlib import Path
 from typing import Any
 
 from ep_ops.bench import latency_report
-from ep_ops.bench.figures import machine_line, markdown_table, over_tokens, pyplot, save
+from ep_ops.bench.figures import machine_line, markdown_table, pyplot, save
 from ep_ops.bench.report import (
     BUDGETS,
     COLUMNS,
     NAMES,
-    SWEPT,
     Result,
     best_link,
     cells,
-    centre_of,
     complete,
     link_lines,
-    summary,
     taken,
 )
+
+SWEPT = ("dispatch", "dispatch_planned", "combine", "combine_unweighted", "combine_gathered", "combine_pushed")
+"""Operators that sweeps are plotted of."""
+
+
+def summary(run: dict[str, Any]) -> dict[str, Any]:
+    """The run with nothing but each operator's first result on the workload that sweeps start from."""
+    swept = [result for result in run["results"] if result["op"] in SWEPT]
+    centre = centre_of(swept) | {"routing": "balanced", "given_sms": None} if swept else {}
+    firsts: dict[str, Result] = {}
+    for result in run["results"]:
+        if all(result[key] == value for key, value in centre.items()):
+            firsts.setdefault(result["op"], result)
+    return run | {"results": list(firsts.values())}
+
+
+def centre_of(results: Sequence[Result]) -> dict[str, Any]:
+    """The workload that sweeps start from: hidden size, top-k and tokens that occur most often."""
+    values = {key: [result[key] for result in results] for key in ("hidden", "top_k", "tokens")}
+    return {key: max(set(seen), key=seen.count) for key, seen in values.items()}
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -115,6 +132,14 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
     return [save(figure, run, swept[0]["dtype"], stem, name) for name, figure in figures.items()]
 
 
+def over_tokens(axis: Any, tokens: Sequence[int]) -> None:
+    """Both axes logarithmic, the sizes that were measured named below."""
+    axis.set(xscale="log", yscale="log", xlabel="tokens a rank")
+    axis.set_xticks(tokens)
+    axis.xaxis.set_major_formatter("{x:.0f}")
+    axis.xaxis.minorticks_off()
+
+
 def _over_tokens(by_routing: dict[str, Any]) -> Any:
     """Times by number of tokens, one diagram for each routing."""
     figure, axes = pyplot().subplots(
@@ -185,8 +210,8 @@ def latency_plot(run: dict[str, Any], stem: Path) -> list[Path]:
             axis.plot(tokens, mean, "o-", color=color, label=latency_report.NAMES[op], markersize=4)
             axis.fill_between(tokens, mean, p99, color=color, alpha=0.2, linewidth=0)
         over_tokens(axis, [t for t, _ in lines[next(iter(ops))]])
-        if run["flag"]:
-            axis.axhline(run["flag"]["us"], color="k", linestyle="--", linewidth=1, label=latency_report.NAMES["flag"])
+        if flag := run.get("flag"):
+            axis.axhline(flag["us"], color="k", linestyle="--", linewidth=1, label="round trip of a bare flag")
         axis.set_title(title)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2, fontsize=8)
     axes[0][0].set_ylabel("µs, mean and 99th percentile")

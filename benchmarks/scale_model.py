@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_ops.bench.figures import markdown_table, pyplot, text_table
-from ep_ops.bench.model import EFA, GIB, INFINIBAND, Found, as_json, assumptions, model, prediction_rows, where
+from ep_ops.bench.model import EFA, GIB, INFINIBAND, Found, assumptions, model, prediction_rows, where
 from ep_ops.bench.model_formulas import (
     MEMORY,
     Gpu,
@@ -34,6 +34,7 @@ from ep_ops.bench.model_formulas import (
     passing_rows,
     reached_domains,
 )
+from ep_ops.bench.ranks import write
 
 RECORDED = Path(__file__).resolve().parent / "results"
 
@@ -362,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(markdown(found) if args.markdown else text(found))
     if args.out:
-        args.out.write_text(as_json(found))
+        write(found, args.out)
         plot(found, args.out.with_suffix(".svg"))
     return 0
 

@@ -26,7 +26,7 @@ from cute_kernels.internode import wire
 from cute_kernels.internode.sending import word_of
 from cute_kernels.launch import Kernel, RankArgs
 from cute_kernels.marks import SHIFT
-from ep_ops.bench.link import LOOKS, arch_of, digest
+from ep_ops.bench.link import arch_of, digest
 from ep_ops.bench.options import add_options, names_of, numbers, positive, read
 from ep_ops.bench.ranks import Run, on_every_rank
 from ep_ops.bench.timing import Timing
@@ -37,6 +37,8 @@ WIRES = ("stores", "nvshmem")
 BLOCK, WARPS = 1024, 8
 """Threads of a block that puts batches, and warps of one each of which does."""
 TIMEOUT = 60.0
+LOOKS = 2**24
+"""How often a kernel looks for a word before it gives up: about 10 s."""
 
 
 class WireHeap(Heap):

@@ -38,14 +38,6 @@ def pyplot() -> Any:
     return plt
 
 
-def over_tokens(axis: Any, tokens: Sequence[int]) -> None:
-    """Both axes logarithmic, the sizes that were measured named below."""
-    axis.set(xscale="log", yscale="log", xlabel="tokens a rank")
-    axis.set_xticks(tokens)
-    axis.xaxis.set_major_formatter("{x:.0f}")
-    axis.xaxis.minorticks_off()
-
-
 def save(figure: Any, run: dict[str, Any], dtype: str, stem: Path, name: str) -> Path:
     """As `stem`-`name`.svg, the machine as its heading."""
     figure.suptitle(f"{run['world_size']} x {run['machine']['device']}, {dtype}")

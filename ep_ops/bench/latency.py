@@ -28,7 +28,7 @@ from .latency_report import NAMES, table
 from .operators import MAX_ERROR
 from .options import add_domain_options, add_options, add_sizes, names_of, numbers, positive, read
 from .ranks import Run, domains_of, on_every_rank
-from .steps import Idle, Product, Steps, host_layers
+from .steps import Idle, Steps
 from .timing import Timing
 from .workloads import Workload, measure_traffic
 
@@ -39,9 +39,6 @@ FP8 = ("e4m3/128/pow2", "columns")
 WARM = "pair_fp8_warm"
 """The same with one step's rows in every pair, so that a combine finds those of experts in the cache, as it does behind
 the GEMM that has written them, and in `pair`, whose dispatch has. In `pair_fp8` they come from memory."""
-BESIDE = ("work", "work_pair", "work_split")
-DEFAULT = tuple(name for name in NAMES if name not in BESIDE)
-ROUNDS = 100  # round trips of a flag in one kernel
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--replays", type=positive, default=2000, help="timed; a tenth of it for comparisons (default: %(default)s)"
     )
-    options.add_argument("--only", type=names_of(NAMES), default=DEFAULT, metavar="NAME,NAME", help=" ".join(NAMES))
+    options.add_argument(
+        "--only", type=names_of(NAMES), default=tuple(NAMES), metavar="NAME,NAME", help=" ".join(NAMES)
+    )
     options.add_argument(
         "--deal", type=numbers, action="append", metavar="N,N,N", help="of blocks, not the library's choice; repeatable"
     )
@@ -85,20 +84,17 @@ class Latency(Run):
         self.few = max(1, args.replays // 10)
         facts = {key: getattr(args, key) for key in ("hidden", "experts", "top_k", "pairs", "replays")}
         facts |= {"benchmark": "latency", "dtype": "bf16", "few": self.few}
-        super().__init__(device, args, **facts, flag=None, host=[], results=[])
+        super().__init__(device, args, **facts, host=[], results=[])
         self.now: dict[str, Any] = {}
 
     def everything(self) -> None:
         with self.communicator(None) as fast, self.communicator(0) as slow:
             self.note(fast)
             formats = [FP8] if self.wants("pair_fp8", WARM) else []
-            if fast.backend.name == "cute":
-                self.compile(formats, fast, slow)
+            self.compile(formats, fast, slow)
             fast.warmup(formats)
             slow.warmup()
             self.say(f"{self.world_size} ranks on {self.found['machine']['device']}, ready")
-            if self.on_link and self.wants("flag"):
-                self.found["flag"] = self.flag().spread()
             self.steps = len(self.args.tokens) * len(self.args.deal or (None,))
             for tokens in self.args.tokens:
                 workload = Workload(tokens, self.args.hidden, self.args.experts, self.args.top_k)
@@ -129,15 +125,6 @@ class Latency(Run):
         )
 
     # ------------------------------------------------------------------ what is measured
-
-    def flag(self) -> Timing:
-        """Round trip of a bare flag between two ranks: an exchange takes at least half of it, a pair all of it."""
-        from .link import Flags
-
-        flags = Flags(self.device)
-        timing = flags.measure(self.timer, ROUNDS, self.few)
-        flags.free()
-        return timing
 
     def size(self, fast: Communicator, slow: Communicator, workload: Workload) -> None:
         """Everything of one number of tokens."""
@@ -177,11 +164,6 @@ class Latency(Run):
             same = self.same_bytes(steps)
             self.add("dispatch_nccl", self.graph(same.dispatch, few))
             self.add("pair_nccl", self.graph(in_turn(same.dispatch, same.combine), few))
-        if self.wants(*BESIDE):
-            product = Product(self.device, self.args.hidden, steps.comm.dtype)
-            self.add("work", self.graph(in_turn(product, product), few))
-            self.add("work_pair", self.graph(functools.partial(steps.pair, behind=product), few))
-            self.add("work_split", self.graph(functools.partial(steps.pair_split, between=product), few))
         if self.wants("host") and not self.found["host"]:
             self.found["host"] = self.host(steps)
 
@@ -215,12 +197,9 @@ class Latency(Run):
         return SameBytes(steps.workload, traffic, self.rank, self.device)
 
     def host(self, steps: Steps) -> list[dict[str, Any]]:
-        """Host time of eager calls and of what lies inside them."""
-        return [
-            {"op": op, "layer": layer, **self.timer.host(call, self.few).record()}
-            for op, layers in host_layers(steps).items()
-            for layer, call in layers.items()
-        ]
+        """Host time of an eager dispatch and of an eager combine."""
+        calls = {"dispatch": steps.dispatch, "combine": steps.combine}
+        return [{"op": op, **self.timer.host(call, self.few).record()} for op, call in calls.items()]
 
     # ------------------------------------------------------------------ around it
 

@@ -25,13 +25,9 @@ NAMES = {
     "combine": "combine",
     "combine_start": "combine_start, can be hidden",
     "combine_wait": "combine_wait, all having arrived",
-    "work": "two matrix products",
-    "work_pair": "the same behind dispatch and combine",
-    "work_split": "the same between start and wait of each",
-    "flag": "round trip of a bare flag",
     "host": "host time of an eager call",
 }
-"""What is measured -> its name in the table, in that order. The last two do not depend on the number of tokens."""
+"""What is measured -> its name in the table, in that order. The last does not depend on the number of tokens."""
 
 
 def lines_of(run: dict[str, Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
@@ -57,14 +53,7 @@ def rows_of(run: dict[str, Any]) -> list[list[str]]:
 
 def remarks(run: dict[str, Any]) -> list[str]:
     """What does not depend on the number of tokens."""
-    lines = []
-    if run["flag"]:
-        lines.append(f"{NAMES['flag']}: {run['flag']['us']:.2f} µs (p99 {run['flag']['us_p99']:.2f})")
-    for op in ("dispatch", "combine"):
-        if found := {entry["layer"]: entry["us"] for entry in run["host"] if entry["op"] == op}:
-            inside = ", ".join(f"{layer} {us:.1f}" for layer, us in found.items() if layer != "call")
-            lines.append(f"host time of an eager {op}: {found['call']:.1f} µs ({inside})")
-    return lines
+    return [f"host time of an eager {entry['op']}: {entry['us']:.1f} µs" for entry in run["host"]]
 
 
 def setting(run: dict[str, Any]) -> str:

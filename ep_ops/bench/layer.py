@@ -30,11 +30,9 @@ from ep_ops.nn import (
     gather_mm,
     grouped_mm,
     places_route,
-    swiglu,
     swiglu_rows,
     weights_of_places,
 )  # fmt: skip
-from ep_ops.records import Dispatched
 
 from .figures import text_table
 from .options import add_options, add_sizes, names_of, positive, read
@@ -44,20 +42,11 @@ WAYS = {
     "exact": "exact size, one host synchronization",
     "mean": "1.25 × the mean",
     "worst": "worst case",
-    "all_rows": "worst case, SwiGLU by PyTorch over all rows",
     "wire": "worst case, dispatched as wire:e4m3/128/pow2",
     "token_major": "worst case, token-major rows, copied for each expert",
     "quack": "worst case, token-major rows, gathered by quack's grouped GEMM",
 }
 DEFAULT = tuple(way for way in WAYS if way != "quack")
-
-
-class AllRows(Experts):
-    """SwiGLU of every row that there is room for."""
-
-    def compute(self, received: Dispatched) -> Tensor:
-        y = grouped_mm(received.x, self.local_weight("w_in"), received.route.offs)
-        return grouped_mm(swiglu(y), self.local_weight("w_out"), received.route.offs)
 
 
 class TokenMajorExperts(Experts):
@@ -84,7 +73,7 @@ class ByQuack(TokenMajorExperts):
     gather_mm = staticmethod(quack.gather_mm)
 
 
-KINDS: dict[str, type[Experts]] = {"all_rows": AllRows, "token_major": TokenMajorExperts, "quack": ByQuack}
+KINDS: dict[str, type[Experts]] = {"token_major": TokenMajorExperts, "quack": ByQuack}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,18 +9,18 @@ is what an operator can reach at the same number of blocks, one on each SM. Also
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
 import torch.distributed as dist
 from cutlass import Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
-from cutlass.cute.runtime import make_fake_stream
 
 from cute_kernels import jit, ptx
 from cute_kernels.heap import SHARED_BYTES
+from cute_kernels.launch import Launched
 from cute_kernels.throughput.ring import Ring, RingShape, init_ring_barriers
 from ep_ops import symmetric
 
@@ -28,7 +28,6 @@ from .timing import Timer, Timing
 
 BARRIER_BYTES = 1024
 BARRIER_SECONDS = 20.0
-LOOKS = 2**24  # some 10 s
 
 
 def digest(path: str) -> str:
@@ -36,40 +35,45 @@ def digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 
-def _heap(peers: Int64, rank: Int32) -> Int64:
+def heap_of(peers: Int64, rank: Int32) -> Int64:
     """Address of a rank's symmetric memory, from the table of all."""
     return ptx.ld_constant(peers + Int64(rank) * 8)
 
 
+class LinkCopyArgs(NamedTuple):
+    peers: Int64  # table of the addresses of all ranks' symmetric memory
+    local: Int64
+    rank: Int32
+    rows: Int32
+    blocks: Int32
+
+
 @dataclass(frozen=True)
-class LinkCopy:
+class LinkCopy(Launched):
     """`rows` rows between this rank and each of its peers, in place: row i to row i.
 
     Both the local and every rank's symmetric memory hold [world_size, rows] rows. Push: local [peer] -> symmetric
     [this rank] at the peer. Pull: symmetric [this rank] at the peer -> local [peer].
     """
 
+    NAME: ClassVar[str] = "ep_link"
+    Args: ClassVar[Any] = LinkCopyArgs
+
     world_size: int
     row_bytes: int
     push: bool
     source: str = field(default_factory=lambda: digest(__file__))
 
-    def signature(self):
-        return (Int64(0), Int32(0), Int64(0), Int32(0), Int32(0), make_fake_stream())
-
     @property
     def ring(self) -> RingShape:
         return RingShape.of(self.row_bytes, SHARED_BYTES)
 
-    @cute.jit
-    def __call__(self, peers: Int64, rank: Int32, local: Int64, rows: Int32, blocks: Int32, stream: cuda.CUstream):
-        self.kernel.set_name_prefix("ep_link", remove_cutlass_symbol=True)
-        self.kernel(peers, rank, local, rows).launch(
-            grid=(blocks, 1, 1), block=(32 * self.ring.warps, 1, 1), stream=stream
-        )
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (32 * self.ring.warps, 1, 1)}
 
     @cute.kernel
-    def kernel(self, peers: Int64, rank: Int32, local: Int64, rows: Int32):
+    def kernel(self, args: LinkCopyArgs) -> None:
         shape = self.ring
         tid, _, _ = arch.thread_idx()
         smem = cutlass.memory.SmemAllocator()
@@ -80,7 +84,7 @@ class LinkCopy:
         arch.sync_threads()
         ring = Ring(shape, buffers, barriers, arch.make_warp_uniform(tid // 32))
         if tid % 32 == 0:
-            self.move(ring, peers, rank, local, rows)
+            self.move(ring, args.peers, args.rank, args.local, args.rows)
 
     @cute.jit
     def move(self, ring, peers, rank, local, rows):
@@ -122,74 +126,42 @@ class LinkCopy:
         hop = (item // shape.pieces + row) % (self.world_size - 1)
         peer = (rank + 1 + hop) % self.world_size
         offset = piece * shape.piece_bytes
-        there = _heap(peers, peer) + Int64(rank * rows + row) * self.row_bytes + offset
+        there = heap_of(peers, peer) + Int64(rank * rows + row) * self.row_bytes + offset
         here = local + Int64(peer * rows + row) * self.row_bytes + offset
         return there, here, shape.bytes_of(piece)
 
 
+class BarrierArgs(NamedTuple):
+    peers: Int64  # table of the addresses of all ranks' symmetric memory
+    mark: Int64
+    timeout_ns: Int64
+    rank: Int32
+    blocks: Int32  # one
+
+
 @dataclass(frozen=True)
-class Barrier:
+class Barrier(Launched):
     """Ends when all ranks have launched it with this `mark`, or when `timeout_ns` have passed."""
 
+    NAME: ClassVar[str] = "ep_line_up"
+    Args: ClassVar[Any] = BarrierArgs
+
     world_size: int
     source: str = field(default_factory=lambda: digest(__file__))
 
-    def signature(self):
-        return (Int64(0), Int32(0), Int64(0), Int64(0), make_fake_stream())
-
-    @cute.jit
-    def __call__(self, peers: Int64, rank: Int32, mark: Int64, timeout_ns: Int64, stream: cuda.CUstream):
-        self.kernel.set_name_prefix("ep_line_up", remove_cutlass_symbol=True)
-        self.kernel(peers, rank, mark, timeout_ns).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"block": (32, 1, 1)}
 
     @cute.kernel
-    def kernel(self, peers: Int64, rank: Int32, mark: Int64, timeout_ns: Int64):
+    def kernel(self, args: BarrierArgs) -> None:
         tid, _, _ = arch.thread_idx()
         if tid < self.world_size:
-            ptx.st_release_sys(_heap(peers, tid) + Int64(rank) * 8, mark)
-            own = _heap(peers, rank) + Int64(tid) * 8
+            ptx.st_release_sys(heap_of(args.peers, tid) + Int64(args.rank) * 8, args.mark)
+            own = heap_of(args.peers, args.rank) + Int64(tid) * 8
             begin = arch.globaltimer()
-            while ptx.ld_acquire_sys(own) < mark and arch.globaltimer() - begin < timeout_ns:
+            while ptx.ld_acquire_sys(own) < args.mark and arch.globaltimer() - begin < args.timeout_ns:
                 pass
-
-
-@dataclass(frozen=True)
-class RoundTrips:
-    """A flag goes to the partner (rank 0 to 1, 2 to 3, ...) and comes back, `rounds` times, one after the other.
-
-    Flags count on from `mark`, the same on all ranks. A wait gives up when the kernel has looked `LOOKS` times.
-    """
-
-    world_size: int
-    source: str = field(default_factory=lambda: digest(__file__))
-
-    def signature(self):
-        return (Int64(0), Int32(0), Int64(0), Int32(0), make_fake_stream())
-
-    @cute.jit
-    def __call__(self, peers: Int64, rank: Int32, mark: Int64, rounds: Int32, stream: cuda.CUstream):
-        self.kernel.set_name_prefix("ep_round_trips", remove_cutlass_symbol=True)
-        self.kernel(peers, rank, mark, rounds).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-
-    @cute.kernel
-    def kernel(self, peers: Int64, rank: Int32, mark: Int64, rounds: Int32):
-        tid, _, _ = arch.thread_idx()
-        partner = rank ^ 1
-        if tid == 0 and partner < self.world_size:
-            here = _heap(peers, rank)
-            there = _heap(peers, partner)
-            end = mark + rounds
-            looks = Int32(0)
-            while mark < end:
-                if rank < partner:
-                    ptx.st_relaxed_sys(there, mark)
-                seen = ptx.ld_acquire_sys(here)
-                while seen < mark and looks < LOOKS:
-                    seen = ptx.ld_acquire_sys(here)
-                    looks += 1
-                if rank > partner:
-                    ptx.st_relaxed_sys(there, mark)
-                mark += 1
 
 
 def arch_of(device: torch.device) -> str:
@@ -197,55 +169,29 @@ def arch_of(device: torch.device) -> str:
     return f"sm_{major}{minor}a"
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-class Signals:
-    """Words that ranks set at each other, and the kernel that does. Collective; `free` it when done."""
-
-    def __init__(self, device: torch.device, kernel: Barrier | RoundTrips) -> None:
-        self.device = device
-        self.rank = dist.get_rank()
-        self.buffer = symmetric.allocate(BARRIER_BYTES, dist.group.WORLD, device)
-        self.function = jit.get(kernel, arch_of(device), lambda: False)
-        self.mark = 0
-
-    def free(self) -> None:
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
-        self.buffer.free()
-
-
-class DeviceBarrier(Signals):
-    """A barrier of all ranks on the current stream; does not block the host."""
+class DeviceBarrier:
+    """A barrier of all ranks on the current stream, which does not block the host. Collective; `free` it when done."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, Barrier(dist.get_world_size()))
+        self.device, self.rank, self.mark = device, dist.get_rank(), 0
+        self.buffer = symmetric.allocate(BARRIER_BYTES, dist.group.WORLD, device)
+        self.function = jit.get(Barrier(dist.get_world_size()), arch_of(device), lambda: False)
         self()  # loaded before anything waits in it
         torch.cuda.synchronize(device)
 
     def __call__(self) -> None:
         self.mark += 1
         nanoseconds = int(BARRIER_SECONDS * 1e9)
-        self.function(self.buffer.table.data_ptr(), self.rank, self.mark, nanoseconds, _stream(self.device))
+        self.function(self.buffer.table.data_ptr(), self.mark, nanoseconds, self.rank, 1, stream_of(self.device))
 
-
-class Flags(Signals):
-    """Round trips of a flag between two ranks."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, RoundTrips(dist.get_world_size()))
-        self.mark = 1
-
-    def measure(self, timer: Timer, rounds: int, iterations: int) -> Timing:
-        """Time of one round trip: a figure for each kernel that makes `rounds` of them."""
-
-        def trips(i: int) -> None:
-            self.function(self.buffer.table.data_ptr(), self.rank, self.mark, rounds, _stream(self.device))
-            self.mark += rounds
-
-        return timer.row(trips, iterations).each(rounds)
+    def free(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        self.buffer.free()
 
 
 class Link:
@@ -296,7 +242,7 @@ class Link:
 
     def _launch(self, push: bool, blocks: int) -> None:
         local = self.local.data_ptr()
-        self.functions[push](self.buffer.table.data_ptr(), self.rank, local, self.rows, blocks, _stream(self.device))
+        self.functions[push](self.buffer.table.data_ptr(), local, self.rank, self.rows, blocks, stream_of(self.device))
 
     def _fill(self, memory: torch.Tensor) -> None:
         for peer, part in enumerate(memory.view(self.world_size, -1)):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 import platform
-import subprocess
 from typing import Any
 
 import torch
+
+from ep_ops.commands.doctor import driver, installed
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -20,15 +21,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": None,
         "driver": None,
-        "cutlass_dsl": None,
+        "cutlass_dsl": installed("nvidia-cutlass-dsl"),
         "backend": None,
     }
-    try:
-        import cutlass
-
-        facts["cutlass_dsl"] = cutlass.__version__
-    except ImportError:
-        pass
     if device.type != "cuda":
         return facts
     properties = torch.cuda.get_device_properties(device)
@@ -39,14 +34,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         "l2_mib": getattr(properties, "L2_cache_size", 0) // 2**20,
         "capability": f"{properties.major}.{properties.minor}",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "driver": _driver(),
+        "driver": driver(),
     }
     return facts
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None

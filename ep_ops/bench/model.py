@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from .model_formulas import (
     staging,
 )
 from .options import a_file, positive
+from .ranks import write
 
 Found = dict[str, Any]
 
@@ -133,29 +133,6 @@ def sms(layout: Layout) -> list[int] | None:
     return [budget.dispatch_sms(H200_SMS), budget.combine_sms(H200_SMS)]
 
 
-def as_json(found: Found) -> str:
-    """One line for each entry; five digits."""
-
-    def short(value: Any) -> Any:
-        if isinstance(value, float):
-            return float(f"{value:.5g}")
-        if isinstance(value, dict):
-            return {key: short(held) for key, held in value.items()}
-        return [short(held) for held in value] if isinstance(value, list) else value
-
-    def line(value: Any) -> str:
-        return json.dumps(value, ensure_ascii=False)
-
-    parts = []
-    for key, value in short(found).items():
-        if isinstance(value, list):
-            value = "[\n  " + ",\n  ".join(map(line, value)) + "\n ]"
-        else:
-            value = line(value)
-        parts.append(f' "{key}": {value}')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 def where(entry: Found) -> str:
     if entry["domains"] == 1:
         return f"one of {entry['domain_ranks']}"
@@ -213,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.error(f"--staging is {args.staging:g}; {too_little}")
     print(*assumptions(found), "", *text_table(prediction_rows(found)), sep="\n")
     if args.out:
-        args.out.write_text(as_json(found))
+        write(found, args.out)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Formulas of the scale model: symmetric memory, bytes moved, and time, for any number of ranks and NVLink domains.
 
-Memory is what docs/across-domains.md derives, and what cute_kernels/heap.py (many tokens) and
-cute_kernels/latency/heap.py (few tokens) lay out except for padding.
+Memory is what cute_kernels/heap.py (many tokens) and cute_kernels/latency/sizes.py (few tokens) lay out, without
+padding.
 
 Traffic assumes balanced routing: each token chooses `top_k` different experts, every set of them equally likely, and
 ranks have equally many experts. A token misses a group of m experts with probability C(E - m, K) / C(E, K).
@@ -17,6 +17,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+
+from cute_kernels.heap import Heap, Problem
+from cute_kernels.latency.sizes import LatencyHeap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,16 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.domains * self.domain_ranks
+
+    @property
+    def problem(self) -> Problem:
+        """What kernels for rows of so many bytes would be compiled for."""
+        count, size = self.ranks, self.domain_ranks
+        domains = tuple(tuple(range(first, first + size)) for first in range(0, count, size))
+        return Problem(
+            count, (self.experts // count,) * count, self.top_k, self.row_bytes // 2, "bf16",
+            self.of_round, domains if self.domains > 1 else (), route_tokens=self.tokens if self.round_tokens else 0,
+        )  # fmt: skip
 
     @property
     def row_bytes(self) -> int:
@@ -68,11 +81,6 @@ class Layout:
     def counts_bytes(self) -> int:
         """What a tile tells every rank: counts of all experts, and eight numbers more."""
         return 4 * (4 * -(-self.experts // 4) + 8)
-
-    @property
-    def told_bytes(self) -> int:
-        """The same with the tile's entries, at most."""
-        return self.counts_bytes + 16 * self.top_k * -(-self.tokens // self.tiles)
 
     @property
     def weights_bytes(self) -> int:
@@ -107,47 +115,25 @@ def packet_bytes(nbytes: int) -> int:
     return 512 * -(-nbytes // 480)
 
 
-def few_places(layout: Layout) -> dict[str, int]:
-    """Places (rows, routes, words) of few tokens, of one bank: most of what a rank may need at once."""
-    ranks, rows = layout.ranks, layout.ranks * layout.few_tokens
-    return {
-        "few rows": rows,
-        "few rows to be sent": rows,
-        "few routes": ranks,
-        "few routes to be sent": ranks,
-        "few words": rows + ranks,
-    }
-
-
-def words(layout: Layout) -> int:
-    """Flags of one bank, many tokens: those that there are in one domain, and those of puts and of what is relayed."""
-    ranks, others, tiles = layout.ranks, layout.domains - 1, layout.tiles
-    copies = layout.domains * min(layout.top_k, ranks) * layout.of_round
-    found = ranks * (3 + tiles + layout.chunks) + 2 * tiles + copies + 2
-    if layout.domains > 1:
-        found += others * (4 * layout.batches + tiles) + ranks * (layout.batches + tiles + 3)
-    return found
+SECTIONS = {
+    "rows": ("rows_in",),
+    "rows to be sent": ("rows_out",),
+    "pushed sums": ("rows",),
+    "routes": ("messages", "messages_out", "kept"),
+    "scalars": ("weights", "weights_in", "scalars", "scalars_in"),
+    "wanted": ("wanted_in", "wanted_out"),
+}
+"""Purpose of staging -> its sections of the heap (cute_kernels/heap.py). All other sections are words."""
 
 
 def staging(layout: Layout) -> dict[str, int]:
-    """Bytes by purpose, both banks."""
-    d, ranks, tokens = layout.domains, layout.ranks, layout.of_round
-    of = few_places(layout)
-    few_rows, few_routes = (of[name] + of[f"{name} to be sent"] for name in ("few rows", "few routes"))
-    few = few_rows * layout.few_row_bytes + few_routes * layout.few_route_bytes(layout.few_tokens) + 8 * of["few words"]
-    batches = (d - 1) * layout.batches
-    told = ranks * layout.tiles * layout.told_bytes
-    one = {
-        "rows": batches * layout.batch_tokens * layout.row_bytes,
-        "rows to be sent": batches * layout.batch_tokens * layout.row_bytes,
-        "pushed sums": d * min(layout.top_k, ranks) * tokens * layout.row_bytes,
-        "routes": told * (2 if d > 1 else 1) + 8 * layout.tiles * ranks,
-        # Weights and ids, which are told as the route is; pushed scalars, and returned ones.
-        "scalars": (2 * d * max(1, layout.tokens) + (2 * d - 1) * tokens) * layout.weights_bytes,
-        "wanted": 2 * batches * layout.wanted_bytes,
-        "words": 8 * words(layout) + 512 * ranks + 512 + 128 * ranks,  # and the reasons of refusals, notes, waits
-        "few tokens": few if d > 1 else 0,
-    }
+    """Bytes by purpose, both banks, as the kernels lay them out."""
+    heap = Heap(layout.problem)
+    sizes = dict(heap.size)
+    one = {purpose: sum(sizes.pop(name, 0) for name in names) for purpose, names in SECTIONS.items()}
+    one["words"] = sum(sizes.values())
+    few = sum(LatencyHeap(layout.problem, layout.few_tokens).size.values()) - sum(heap.size.values())
+    one["few tokens"] = few if layout.domains > 1 else 0
     return {purpose: 2 * size for purpose, size in one.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class Inputs:
 
 
 class Calls:
-    """Everything that is timed of one communicator and workload; method `f(i)` uses set i. Collective."""
+    """Everything that is timed of one communicator and workload: `call(op)(i)` uses set i. Collective."""
 
     def __init__(self, comm: Communicator, workload: Workload) -> None:
         self.comm, self.workload = comm, workload
@@ -68,6 +69,7 @@ class Calls:
             self.sets.append(Inputs(x, topk_idx, weights, grad_out, y, got.route, got.weights, by_token.route))
             del got, by_token
         self.token_rows = rows(self.room)
+        self.near_rows = comm.empty_rows(self.room).copy_(self.token_rows) if comm.config.symmetric_rows else None
 
     def _set(self, i: int) -> Inputs:
         return self.sets[i % SETS]
@@ -85,6 +87,16 @@ class Calls:
         got = self.comm.dispatch_planned(s.x, s.route, s.topk_weights, zeros=True)
         return got.x, got.weights
 
+    def call(self, op: str) -> Callable[[int], Any]:
+        """The method that is timed as `op`."""
+        return functools.partial(self._in_format, op) if op in FORMATS else getattr(self, op)
+
+    def _in_format(self, op: str, i: int) -> tuple[Tensor | None, ...]:
+        """From x as it is: the cast is part of it."""
+        got = self._formatted(op, i)
+        new = () if op.endswith("planned") else (*got.route.tensors[1:], got.dropped)
+        return got.x.view(torch.uint8), got.scales, got.weights, *new
+
     def _formatted(self, op: str, i: int) -> Dispatched:
         s, (name, scales_as) = self._set(i), FORMATS[op]
         how: dict[str, Any] = {"format": name, "scales_as": scales_as, "zeros": True}
@@ -92,21 +104,6 @@ class Calls:
             return self.comm.dispatch_planned(s.x, s.route, s.topk_weights, **how)
         size: dict[str, Any] = {"capacity": self.capacity, "max_tokens": self.workload.tokens}
         return self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, **size, **how)
-
-    def dispatch_fp8(self, i: int, op: str = "dispatch_fp8") -> tuple[Tensor | None, ...]:
-        """From x as it is: the cast is part of it."""
-        got = self._formatted(op, i)
-        return got.x.view(torch.uint8), got.scales, got.weights, *got.route.tensors[1:], got.dropped
-
-    def dispatch_fp8_packed(self, i: int) -> tuple[Tensor | None, ...]:
-        return self.dispatch_fp8(i, "dispatch_fp8_packed")
-
-    def dispatch_fp8_planned(self, i: int, op: str = "dispatch_fp8_planned") -> tuple[Tensor | None, ...]:
-        got = self._formatted(op, i)
-        return got.x.view(torch.uint8), got.scales, got.weights
-
-    def dispatch_fp8_packed_planned(self, i: int) -> tuple[Tensor | None, ...]:
-        return self.dispatch_fp8_planned(i, "dispatch_fp8_packed_planned")
 
     def _by_token(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> Dispatched:
         size: dict[str, Any] = {"capacity": self.room, "max_tokens": self.workload.tokens}
@@ -124,6 +121,11 @@ class Calls:
 
     def combine_token_major(self, i: int) -> Tensor:
         return self.comm.combine(self.token_rows, self._set(i).tokens_route)
+
+    def combine_gathered(self, i: int) -> Tensor:
+        """Of rows in symmetric memory. The communicator must have `symmetric_rows`."""
+        assert self.near_rows is not None
+        return self.comm.combine_gathered(self.near_rows, self._set(i).tokens_route)
 
     def combine(self, i: int) -> Tensor:
         s = self._set(i)
@@ -226,6 +228,10 @@ class Calls:
         again = comm.dispatch_planned(s.x, s.tokens_route, s.topk_weights).x
         found["dispatch_token_major_planned"] = comm.combine(again, s.tokens_route), s.x * reached
         found["combine_token_major"] = found["dispatch_token_major"]
+        if self.near_rows is not None:
+            gathered = comm.combine_gathered(self.near_rows.copy_(by_token.x), by_token.route)
+            found["combine_gathered"] = gathered, s.x * reached
+            self.near_rows.copy_(self.token_rows)
         for op in FORMATS:
             form, sent = formats.format_of(FORMATS[op][0]), self._formatted(op, 0)
             if sent.scales is None or self.workload.hidden % form.multiple:

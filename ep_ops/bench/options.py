@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-from .workloads import ROUTINGS
-
 
 def positive(text: str) -> int:
     """For options that count something."""
@@ -37,18 +35,6 @@ def a_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from error
     return path
-
-
-def routing(text: str) -> str:
-    """How experts are drawn."""
-    part = text.removeprefix("hot ")
-    try:
-        known = text in ROUTINGS or (part != text and 0 <= float(part) <= 1)
-    except ValueError:
-        known = False
-    if not known:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTINGS)}, nor as 'hot 0.2'")
-    return text
 
 
 def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:

@@ -19,14 +19,15 @@ FORMATS = {
 """Dispatches that quantize: what rows arrive as, and how their scales lie."""
 TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
 """Of a row for each copy of a token."""
-OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR)
-"""Operators that are measured, all of them weighted but for `combine_unweighted` and `combine_token_major`."""
+GATHERED = "combine_gathered"
+"""Combine of token-major rows that lie in symmetric memory."""
+OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR, GATHERED)
+"""Operators that are measured. All are weighted but `combine_unweighted` and combines of token-major rows."""
 
 BASELINES = ("nccl", "eager")
-MEASURABLE = (*OPERATORS, "gathered", "pair", "host", *BASELINES)
-"""What can be measured. `gathered`: combine of one row for each copy of a token, gathered from symmetric memory and
-pushed from an ordinary tensor. `pair`: dispatch and combine compiled together, forward and forward + backward. `host`:
-host time of a dispatch."""
+MEASURABLE = (*OPERATORS, "pair", "host", *BASELINES)
+"""What can be measured. `pair`: dispatch and combine compiled together, forward and forward + backward. `host`: host
+time of a dispatch."""
 
 WORKLOAD_A = Workload()
 TINY = Workload(tokens=48, hidden=128, experts=8, top_k=2)
@@ -94,13 +95,13 @@ def quick() -> Preset:
 
 def over_sms(sms: tuple[int, ...] = SMS) -> Preset:
     """Workload A with each budget for both directions."""
-    return Preset(tuple(Case(WORKLOAD_A, (*FORWARD, "gathered", *TOKEN_MAJOR), n, n) for n in sms), sms)
+    return Preset(tuple(Case(WORKLOAD_A, (*FORWARD, GATHERED, *TOKEN_MAJOR), n, n) for n in sms), sms)
 
 
 def over_sizes() -> Preset:
     """Tokens, hidden size, top-k and routing, each varied from workload A, with the default budgets."""
     a = WORKLOAD_A
-    operators = ("dispatch", "dispatch_planned", "combine", *BACKWARD, "gathered")
+    operators = ("dispatch", "dispatch_planned", "combine", *BACKWARD, GATHERED)
 
     def cases(workloads: list[Workload]) -> list[Case]:
         return [Case(dataclasses.replace(w, routing=r), operators) for w in workloads for r in ROUTINGS]

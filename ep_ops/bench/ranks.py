@@ -99,13 +99,24 @@ class Run:
             self.found |= domains_of(self.args) | {"wire": comm.config.wire}
 
     def compile(self, formats: list[tuple[str, str]], *comms: Communicator) -> None:
-        """Before the warmup, in which each rank would compile all of it."""
-        from ep_ops.backends.cute import all_kernels
+        """Compile all kernels of the communicators: by the first rank of each host, with all its cores. Collective.
 
-        from .kernels import compile_together
+        Without it each rank compiles them in its warmup. Does nothing without the cute backend or a disk cache.
+        """
+        from cute_kernels import jit
+
+        if self.world_size == 1 or comms[0].backend.name != "cute" or jit.cache_dir() is None:
+            return
+        from ep_ops.backends.cute import all_kernels
+        from ep_ops.commands.compile import compile_all
+
+        from .link import arch_of
 
         wanted = dict.fromkeys(kernel for comm in comms for kernel in all_kernels(comm.config, formats))
-        self.say(f"{compile_together(list(wanted), self.device)} kernels are compiled")
+        if self.device.index == 0:
+            compile_all(list(wanted), arch_of(self.device))
+        dist.barrier()
+        self.say(f"{len(wanted)} kernels are compiled")
 
     def save(self) -> None:
         if self.rank == 0 and self.args.out is not None:
@@ -131,15 +142,19 @@ def bar(done: int, steps: int) -> str:
 def write(run: dict[str, Any], path: Path) -> None:
     """As JSON, one line for each measurement."""
     parts = []
-    for key, value in run.items():
+    for key, value in rounded(run).items():
         text = json.dumps(value, ensure_ascii=False)
         if isinstance(value, list):
-            text = "[\n  " + ",\n  ".join(json.dumps(_rounded(entry), ensure_ascii=False) for entry in value) + "\n ]"
+            text = "[\n  " + ",\n  ".join(json.dumps(entry, ensure_ascii=False) for entry in value) + "\n ]"
         parts.append(f" {json.dumps(key)}: {text}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def _rounded(entry: dict[str, Any]) -> dict[str, Any]:
-    """Five digits: far more than is measured."""
-    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in entry.items()}
+def rounded(value: Any) -> Any:
+    """Five digits of each number: far more than is measured."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(held) for key, held in value.items()}
+    return [rounded(held) for held in value] if isinstance(value, list) else value

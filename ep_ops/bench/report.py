@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .figures import machine_line, text_table
@@ -24,8 +23,8 @@ NAMES = {
     "combine_unweighted": "combine, unweighted",
     "combine_residual": "combine, weighted, with a residual",
     "combine_token_major": "combine, token-major",
-    "combine_gathered": "combine of a row per rank, gathered",
-    "combine_pushed": "combine of a row per rank, pushed",
+    "combine_gathered": "combine, token-major, gathered",
+    "combine_pushed": "combine of a row per rank, pushed",  # in older files
     "dispatch_backward": "dispatch, backward",
     "combine_backward": "combine, backward",
     "pair_forward": "both, forward, compiled",
@@ -38,22 +37,9 @@ NAMES = {
 }
 
 BUDGETS = {
-    "dispatch": "dispatch_sms",
-    "dispatch_planned": "dispatch_sms",
-    "dispatch_fp8": "dispatch_sms",
-    "dispatch_fp8_packed": "dispatch_sms",
-    "dispatch_fp8_planned": "dispatch_sms",
-    "dispatch_fp8_packed_planned": "dispatch_sms",
-    "dispatch_token_major": "dispatch_sms",
-    "dispatch_token_major_planned": "dispatch_sms",
-    "combine_backward": "combine_sms",
-    "combine": "combine_sms",
-    "combine_unweighted": "combine_sms",
-    "combine_residual": "combine_sms",
-    "combine_token_major": "combine_sms",
-    "combine_gathered": "combine_sms",
-    "combine_pushed": "combine_sms",
-    "dispatch_backward": "combine_sms",
+    op: "combine_sms" if op.startswith("combine") or op.endswith("backward") else "dispatch_sms"
+    for op in NAMES
+    if op.startswith(("dispatch", "combine"))
 }
 """Operator -> the budget that it runs under. Backwards move rows the other way."""
 
@@ -115,23 +101,3 @@ def table(run: dict[str, Any]) -> str:
     """For a terminal."""
     rows = [list(COLUMNS), *map(cells, run["results"])]
     return "\n".join([machine_line(run), *link_lines(run), *text_table(rows)])
-
-
-def summary(run: dict[str, Any]) -> dict[str, Any]:
-    """The run with nothing but each operator's first result on the workload that sweeps start from."""
-    swept = [result for result in run["results"] if result["op"] in SWEPT]
-    centre = centre_of(swept) | {"routing": "balanced", "given_sms": None} if swept else {}
-    firsts: dict[str, Result] = {}
-    for result in run["results"]:
-        if all(result[key] == value for key, value in centre.items()):
-            firsts.setdefault(result["op"], result)
-    return run | {"results": list(firsts.values())}
-
-
-SWEPT = ("dispatch", "dispatch_planned", "combine", "combine_unweighted", "combine_gathered", "combine_pushed")
-
-
-def centre_of(results: Sequence[Result]) -> dict[str, Any]:
-    """The workload that sweeps start from: hidden size, top-k and tokens that occur most often."""
-    values = {key: [result[key] for result in results] for key in ("hidden", "top_k", "tokens")}
-    return {key: max(set(seen), key=seen.count) for key, seen in values.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -16,9 +17,8 @@ from cute_kernels.formats import Form
 from ep_ops import Communicator
 
 from .baselines import SameBytes
-from .by_rank import ROW_OPERATORS, RankCalls, by_rank
 from .operators import MAX_ERROR, Calls
-from .presets import FORMATS, OPERATORS, TOKEN_MAJOR, Case, Preset
+from .presets import FORMATS, GATHERED, OPERATORS, TOKEN_MAJOR, Case, Preset
 from .ranks import Run, domains_of
 from .report import complete
 from .timing import CHAIN, Timing
@@ -36,10 +36,6 @@ class Session(Run):
     def run(self, preset: Preset) -> None:
         """Everything of a preset. The file is written anew after each result."""
         self.say(f"{self.world_size} ranks on {self.found['machine']['device']}")
-        if self.on_link and self.args.backend != "reference" and self.args.domain_size is None:
-            from .kernels import compile_together, kernels
-
-            self.say(f"{compile_together(kernels(preset, self.world_size), self.device)} kernels are compiled")
         if self.on_link and preset.link_sms:
             for row_bytes in preset.row_bytes:
                 self.link(row_bytes, preset.link_sms)
@@ -47,15 +43,11 @@ class Session(Run):
         for cases in preset.groups():
             if self.out_of_time():
                 break
-            with contextlib.ExitStack() as stack:
-                comm = stack.enter_context(self.communicator(cases))
-                rows_comm = None
-                if any("gathered" in case.measure for case in cases):
-                    rows_comm = stack.enter_context(by_rank(comm))
+            with self.communicator(cases) as comm:
                 for workload, same in itertools.groupby(cases, key=lambda case: case.workload):
                     if self.out_of_time():
                         break
-                    self.workload(comm, rows_comm, workload, list(same))
+                    self.workload(comm, workload, list(same))
         self.say(f"done after {time.perf_counter() - self.began:.1f} s")
 
     # ------------------------------------------------------------------ what is measured
@@ -83,22 +75,15 @@ class Session(Run):
         link.free()
         self.save()
 
-    def workload(
-        self, comm: Communicator, rows_comm: Communicator | None, workload: Workload, cases: list[Case]
-    ) -> None:
+    def workload(self, comm: Communicator, workload: Workload, cases: list[Case]) -> None:
         """Cases that differ in budgets only: on the same inputs."""
         calls = Calls(comm, workload)
-        rows = None if rows_comm is None else RankCalls(rows_comm, calls)
         with torch.no_grad():
-            self.errors = self.worst(calls.errors() | ({} if rows is None else rows.errors()))
+            self.errors = self.worst(calls.errors())
         for case in cases:
             self.say(str(case))
             with budget(comm, case):
                 self.case(calls, case)
-            if rows is not None and "gathered" in case.measure:
-                with budget(rows.comm, case), torch.no_grad():
-                    for op in ROW_OPERATORS:
-                        self.operator(case, calls, op, getattr(rows, op), rows.comm)
             self.done += len(case.measure)
 
     def case(self, calls: Calls, case: Case) -> None:
@@ -106,7 +91,7 @@ class Session(Run):
         with torch.no_grad():
             for op in OPERATORS:
                 if op in case.measure:
-                    self.operator(case, calls, op, getattr(calls, op), calls.comm)
+                    self.operator(case, calls, op, calls.call(op))
             if "host" in case.measure:
                 self.add(case, calls, "host_dispatch", self.timer.host(calls.dispatch, iterations), crossings=0)
             if "nccl" in case.measure and self.world_size > 1:
@@ -121,27 +106,19 @@ class Session(Run):
                     self.add(case, calls, op, self.timer.whole(call, max(1, iterations // 2)))
         if "pair" in case.measure:
             forward, forward_backward = calls.compiled()
-            self.operator(case, calls, "pair_forward", forward, calls.comm, crossings=2)
-            self.operator(case, calls, "pair_forward_backward", forward_backward, calls.comm, crossings=4)
+            self.operator(case, calls, "pair_forward", forward, crossings=2)
+            self.operator(case, calls, "pair_forward_backward", forward_backward, crossings=4)
 
-    def operator(
-        self,
-        case: Case,
-        calls: Calls,
-        op: str,
-        call: Callable[[int], Any],
-        comm: Communicator,
-        crossings: int = 1,
-    ) -> None:
+    def operator(self, case: Case, calls: Calls, op: str, call: Callable[[int], Any], crossings: int = 1) -> None:
         """Time calls one by one, back to back, and from a graph where the device and the backend have them."""
         iterations = self.args.iterations
         timing, steady = self.timer.whole(call, iterations), self.timer.steady(call, iterations)
         graph = same = None
-        if comm.backend.name == "cute":
+        if calls.comm.backend.name == "cute":
             graph, left = self.timer.graph(call, iterations)
             differs = not calls.same(CHAIN - 1, left, call(CHAIN - 1))
             same = self.worst({op: float(differs)})[op] == 0
-        self.add(case, calls, op, timing, steady, graph, crossings=crossings, comm=comm, same=same)
+        self.add(case, calls, op, timing, steady, graph, crossings=crossings, same=same)
 
     def add(
         self,
@@ -154,22 +131,16 @@ class Session(Run):
         *,
         crossings: int = 1,
         rows: float | None = None,
-        comm: Communicator | None = None,
         same: bool | None = None,
     ) -> None:
-        """Record timings. `crossings`: how often the bytes of a dispatch cross in a call. `comm`: not the case's.
-        `same`: whether a graph's replay returned what an eager call does."""
+        """Record timings. `crossings`: how often the bytes of a dispatch cross in a call. `same`:
+        whether a graph's replay returned what an eager call does."""
         workload = case.workload
         rows = calls.crossing if rows is None else rows
-        dispatch_sms, combine_sms = budgets(comm or calls.comm, op)
+        dispatch_sms, combine_sms = budgets(calls.comm, op)
         result = {
             "op": op,
-            "tokens": workload.tokens,
-            "hidden": workload.hidden,
-            "experts": workload.experts,
-            "top_k": workload.top_k,
-            "routing": workload.routing,
-            "dtype": workload.dtype,
+            **dataclasses.asdict(workload),
             "row_bytes": workload.row_bytes,
             "given_sms": case.dispatch_sms,
             "dispatch_sms": dispatch_sms,
@@ -195,24 +166,25 @@ class Session(Run):
 
     def communicator(self, cases: list[Case]) -> Communicator:
         """For cases that differ in tokens, routing and budgets only."""
-        workload = cases[0].workload
+        workload, tokens = cases[0].workload, max(case.workload.tokens for case in cases)
+        most_copies = self.world_size * tokens + 2  # and the rows that `Calls.room` adds
         comm = Communicator(
             num_experts=workload.experts,
             hidden_size=workload.hidden,
             top_k=workload.top_k,
-            max_tokens_per_rank=max(case.workload.tokens for case in cases),
+            max_tokens_per_rank=tokens,
             alignment=ALIGNMENT,
             dtype=workload.torch_dtype,
             device=self.device,
             backend=self.args.backend,
             timeout=TIMEOUT,
             latency_max_tokens=0,  # the latency kernels have a benchmark of their own
+            symmetric_rows=most_copies if any(GATHERED in case.measure for case in cases) else 0,
             **domains_of(self.args),
         )
         self.note(comm)
         formats = [FORMATS[op] for op in FORMATS if any(op in case.measure for case in cases)]
-        if comm.backend.name == "cute" and len(comm.config.domains) > 1:
-            self.compile(formats, comm)
+        self.compile(formats, comm)
         comm.warmup(formats)
         return comm
 

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from ep_ops import Communicator
-from ep_ops.backends.cute.outputs import allocator
 from ep_ops.formats import dequantize, format_of, quantize
-from ep_ops.records import Delivery, Sizes
 
 from .operators import relative_error
 from .workloads import Workload, draw_route, goes_to
-
-
-def nothing() -> None:
-    pass
 
 
 class Steps:
@@ -71,14 +65,11 @@ class Steps:
     def combine(self, i: int) -> Tensor:
         return self._combine(self.dispatched(i), i)
 
-    def pair(self, i: int, behind: Callable[[], None] = nothing) -> Tensor:
-        """`behind` runs after the dispatch and after the combine."""
+    def pair(self, i: int) -> Tensor:
         d = self.dispatch(i)
-        behind()
         if self.format:
             self._codes[i % self.count] = d.x
         out = self.outs[i % self.count] = self._combine(d, i)
-        behind()
         return out
 
     def _combine(self, d: Any, i: int) -> Tensor:
@@ -96,18 +87,14 @@ class Steps:
 
     # ------------------------------------------------------------------ split operations
 
-    def dispatch_split(self, i: int, between: Callable[[], None] = nothing) -> Any:
+    def dispatch_split(self, i: int, between: Callable[[], None] = lambda: None) -> Any:
+        """`between` runs after the start and before the wait."""
         started = self.comm.dispatch_start(*self.given(i), **self.sizes)
         between()
         return self.comm.dispatch_wait(started)
 
-    def combine_split(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
-        return self._combine_split(self.dispatched(i), between)
-
-    def pair_split(self, i: int, between: Callable[[], None] = nothing) -> Tensor:
-        return self._combine_split(self.dispatch_split(i, between), between)
-
-    def _combine_split(self, d: Any, between: Callable[[], None]) -> Tensor:
+    def combine_split(self, i: int, between: Callable[[], None] = lambda: None) -> Tensor:
+        d = self.dispatched(i)
         started = self.comm.combine_start(d.x, d.route, d.weights)
         between()
         return self.comm.combine_wait(started)
@@ -155,50 +142,3 @@ class Idle:
             torch.cuda._sleep(self.cycles)
         else:
             time.sleep(1e-9 * self.cycles)
-
-
-class Product:
-    """A matrix product as of a shared expert: needs nothing from the dispatch or combine beside it."""
-
-    def __init__(self, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
-        new: dict[str, Any] = {"device": device, "dtype": dtype}
-        rows = 256 if device.type == "cuda" else 1
-        self.a, self.b = torch.randn(rows, hidden, **new), torch.randn(hidden, 4096, **new)
-        self.out = torch.empty(rows, 4096, **new)
-
-    def __call__(self, i: int = 0) -> None:
-        torch.mm(self.a, self.b, out=self.out)
-
-
-def host_layers(steps: Steps) -> dict[str, dict[str, Callable[[int], Any]]]:
-    """Of a dispatch and of a combine: the communicator's method (`call`) and torch.ops.ep's operator, which both check
-    what they are given and call the `backend`; it allocates the `outputs` and launches the kernel."""
-    comm, ops = steps.comm, torch.ops.ep
-    x, idx, weights = steps.given(0)
-    d = steps.dispatched(0)
-    route = d.route
-    sizes = Sizes(route.num_rows, route.alignment, route.slots, route.max_tokens, route.layout)
-    rows, align, slots, tokens, layout = sizes
-    place = rows, align, slots, tokens, comm.num_local_experts, comm.world_size, comm.name, layout
-    out = steps.combine(0)
-
-    def outputs(*tensors: Tensor) -> Callable[[int], Any]:
-        if comm.device.type != "cuda":
-            return lambda i: [torch.empty_like(tensor) for tensor in tensors]
-        new, kinds = allocator(comm.device), [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
-        return lambda i: [new(*kind) for kind in kinds]
-
-    return {
-        "dispatch": {
-            "call": steps.dispatch,
-            "operator": lambda i: ops.dispatch(x, weights, idx, *place),
-            "backend": lambda i: comm.backend.dispatch(x, weights, idx, sizes, Delivery()),
-            "outputs": outputs(d.x, d.weights, *d.route.tensors[1:], d.dropped),
-        },
-        "combine": {
-            "call": steps.combine,
-            "operator": lambda i: ops.combine(d.x, d.weights, *d.route.tensors, *d.route.ints, comm.name),
-            "backend": lambda i: comm.backend.combine(d.x, d.weights, d.route),
-            "outputs": outputs(out),
-        },
-    }

@@ -18,11 +18,9 @@ import torch
 from .options import add_domain_options, add_options, gpus, names_of, numbers, positive, read
 from .presets import MEASURABLE, PRESETS, Preset, over_sms
 from .ranks import on_every_rank
-from .report import complete, summary, table
+from .report import complete, table
 from .session import TIMEOUT, Session
 from .workloads import expected_traffic
-
-SHORT = 40  # results: a longer table is followed by a summary
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,11 +82,7 @@ def _measure(device: torch.device, args: argparse.Namespace) -> None:
         session.run(preset_of(args))
     finally:  # after an error, what was found until then
         if session.rank == 0:
-            found = complete(session.found)
-            print(table(found))
-            if len(found["results"]) > SHORT:
-                print("\nin short:", table(summary(found)), sep="\n")
-            sys.stdout.flush()
+            print(table(complete(session.found)), flush=True)
     session.close()
 
 

@@ -20,7 +20,6 @@ from simulator.shape import Operation, Shape
 
 import ep_ops
 from benchmarks import scale_model
-from cute_kernels import heap
 from cute_kernels.latency.sizes import LatencyHeap
 from ep_ops.bench import model, model_formulas
 from ep_ops.bench.model_formulas import Layout
@@ -227,20 +226,18 @@ def test_places_of_few_tokens_are_the_protocols(layout: Layout) -> None:
     kinds = ["few_dispatch", "few_combine", "few_dispatch", "few_dispatch"]
     network = run_everywhere(layout, kinds)
     for rank in range(layout.ranks):
-        assert collections.Counter(name for name, _ in used(network, rank)) == model_formulas.few_places(layout)
+        ranks, rows = layout.ranks, layout.ranks * layout.few_tokens
+        both = {name + end: n for name, n in (("few rows", rows), ("few routes", ranks)) for end in ("", " to be sent")}
+        assert collections.Counter(name for name, _ in used(network, rank)) == both | {"few words": rows + ranks}
+        heap, bytes_of = LatencyHeap(layout.problem, layout.few_tokens), {"lines": rows, "routes": ranks}
+        for name, places in bytes_of.items() if layout.domains > 1 else ():
+            assert heap.size[f"{name}_words"] == 8 * places and heap.size[f"{name}_out"] == heap.size[name]
 
 
 # ---------------------------------------------------------------------- memory
 
-SECTIONS = {
-    "rows": ("rows_in",), "rows to be sent": ("rows_out",), "pushed sums": ("rows",),
-    "routes": ("messages", "messages_out", "kept"), "scalars": ("weights", "weights_in", "scalars", "scalars_in"),
-    "wanted": ("wanted_in", "wanted_out"),
-}  # fmt: skip
 
-
-def test_staging_is_what_kernels_lay_out() -> None:
-    """Purpose by purpose; words are all else."""
+def test_layouts_are_cut_as_kernels_cut_them() -> None:
     draw = random.Random(fresh_seed())
     for _ in range(50):
         domains, size, held = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 9)
@@ -248,20 +245,12 @@ def test_staging_is_what_kernels_lay_out() -> None:
             domains, size, draw.randint(1, 700), 8 * draw.randint(1, 2000), draw.choice((2, 4)),
             held * domains * size, draw.randint(1, 8), draw.choice((0, draw.randint(1, 50))),
         )  # fmt: skip
-        if layout.round_tokens >= layout.tokens:
-            layout = dataclasses.replace(layout, round_tokens=0)
-        ranks = tuple(range(layout.ranks))
-        groups = tuple(ranks[d * size : (d + 1) * size] for d in range(domains)) if domains > 1 else ()
-        dtype = {2: "bf16", 4: "fp32"}[layout.itemsize]
-        many = (layout.of_round, groups, None, layout.tokens if layout.round_tokens else 0)
-        problem = heap.Problem(layout.ranks, (held,) * layout.ranks, layout.top_k, layout.hidden, dtype, *many)
-        sizes = dict(heap.Heap(problem).size)
-        found = {name: 2 * sum(sizes.pop(part, 0) for part in parts) for name, parts in SECTIONS.items()}
-        expected = model_formulas.staging(layout)
-        assert found == {name: expected[name] for name in SECTIONS}, layout
-        assert 2 * sum(sizes.values()) == expected["words"], (layout, sizes)
-        few = sum(LatencyHeap(problem, layout.few_tokens).size.values()) - sum(heap.Heap(problem).size.values())
-        assert domains == 1 or 2 * few == expected["few tokens"], layout
+        problem, laid_out = layout.problem, LatencyHeap(layout.problem, layout.few_tokens)
+        assert (layout.row_bytes, layout.tiles) == (problem.row_bytes, problem.tiles), layout
+        assert layout.counts_bytes == 4 * problem.header_ints, layout
+        assert domains == 1 or (layout.batches, layout.wanted_bytes) == (laid_out.batches, laid_out.wanted_bytes)
+        assert (layout.chunks, layout.few_row_bytes) == (laid_out.chunks, laid_out.row_stride), layout
+        assert layout.few_route_bytes(layout.few_tokens) == 512 * laid_out.route_packets, layout
 
 
 def test_staging_of_few_tokens() -> None:

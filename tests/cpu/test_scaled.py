@@ -115,7 +115,7 @@ def test_benchmarks_on_cpu_processes(tmp_path: Path) -> None:
     of_layer, of_training = (json.loads(Path(path).read_text()) for path in run_ranks(2, benchmarks, tmp_path)[0])
     assert [result["way"] for result in of_layer["results"]] == list(layer.DEFAULT)
     rows = {result["way"]: result["capacity"] for result in of_layer["results"]}
-    assert rows["exact"] is None and rows["mean"] < rows["worst"] == rows["all_rows"]
+    assert rows["exact"] is None and rows["mean"] < rows["worst"] == rows["wire"]
     assert all(result["forward_backward"] > 0 and result["dropped"] == 0 for result in of_layer["results"])
     plain, quantized_rows = of_training["results"]
     assert plain["format"] == "" and plain["output_error"] == 0 and plain["gap"] == 0

@@ -18,7 +18,6 @@ import ep_ops
 from benchmarks import report as recorded
 from ep_ops import Communicator, arrivals
 from ep_ops.bench import ranks, report, workloads
-from ep_ops.bench.by_rank import ROW_OPERATORS, RankCalls, by_rank
 from ep_ops.bench.operators import Calls
 from ep_ops.bench.presets import FORMATS, MEASURABLE, OPERATORS, PRESETS, Case
 from ep_ops.bench.session import Session
@@ -63,19 +62,6 @@ def test_barrier_releases_and_acquires(arch: str) -> None:
 
     ptx = compile_kernel(Barrier(4), arch, keep_ptx=True).__ptx__
     assert "st.release.sys.global" in ptx and "ld.acquire.sys.global" in ptx and "globaltimer" in ptx
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_kernel_of_a_run_is_known_beforehand(world_size: int) -> None:
-    pytest.importorskip("cutlass")
-    from ep_ops.backends.cute import kernels_of
-    from ep_ops.bench.kernels import kernels
-
-    quick, full = (kernels(PRESETS[preset](), world_size) for preset in ("quick", "full"))
-    each = len(kernels_of(quick[0].problem))
-    assert len(quick) == each + 3 + 3  # workload A; a row per rank; the link there and back, and a barrier
-    # With the hidden sizes, top-k and the larger bound on tokens that differ from workload A; rows of four lengths.
-    assert len(full) == each * (1 + 1 + 3 + 3) + 3 * (1 + 1 + 3) + 2 * 4 + 1
 
 
 # ---------------------------------------------------------------------- rows and bytes
@@ -176,29 +162,28 @@ def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
     assert run["world_size"] == 2 and run["machine"]["backend"] == "reference"
     found = [(result["op"], result["routing"]) for result in run["results"]]
     operators = list(OPERATORS)
-    others = ["host_dispatch", "nccl_dispatch", "nccl_combine", "eager_dispatch", "eager_combine", *ROW_OPERATORS]
+    others = ["host_dispatch", "nccl_dispatch", "nccl_combine", "eager_dispatch", "eager_combine"]
     assert found == [(op, "balanced") for op in (*operators, *others)] + [(op, "skewed") for op in operators]
     assert all(result["us"] > 0 and result.get("correct", True) for result in run["results"])
-    assert done.stdout.splitlines()[-1].startswith("combine, token-major")
+    assert done.stdout.splitlines()[-1].startswith("combine, token-major, gathered")
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("op", [*OPERATORS, *ROW_OPERATORS, "pair_forward", "pair_forward_backward"])
+@pytest.mark.parametrize("op", [*OPERATORS, "pair_forward", "pair_forward_backward"])
 def test_what_a_replay_leaves_is_compared_with_an_eager_call(op: str) -> None:
     """In it: everything that is defined, nothing that was given."""
     hidden = 128 if op in FORMATS else 16
     workload = Workload(tokens=24, hidden=hidden, experts=8, top_k=2, dtype="fp32")
-    shape = dict(num_experts=8, hidden_size=hidden, top_k=2, max_tokens_per_rank=24, dtype=torch.float32)
+    shape = dict(
+        num_experts=8, hidden_size=hidden, top_k=2, max_tokens_per_rank=24, dtype=torch.float32, symmetric_rows=26
+    )
     with Communicator(**shape, device="cpu", backend="reference", alignment=4) as comm:
         comm.backend.rows.unused = float("nan")
         calls = Calls(comm, workload)
         given = [t.clone() for s in calls.sets for t in leaves(dataclasses.astuple(s))]
-        if op in ROW_OPERATORS:
-            with by_rank(comm) as rows_comm:
-                found_on_replay(calls, getattr(RankCalls(rows_comm, calls), op))
-        elif op in OPERATORS:
+        if op in OPERATORS:
             with torch.no_grad():
-                found_on_replay(calls, getattr(calls, op))
+                found_on_replay(calls, calls.call(op))
         else:
             found_on_replay(calls, calls.compiled()[op == "pair_forward_backward"])
         for tensor, before in zip(leaves([dataclasses.astuple(s) for s in calls.sets]), given, strict=True):
@@ -254,7 +239,7 @@ def test_a_graph_that_does_nothing_is_called_wrong(works: bool, monkeypatch: pyt
         calls = Calls(comm, workload)
         monkeypatch.setattr(comm.backend, "name", "cute")
         for op in ("dispatch", "combine"):
-            run.operator(Case(workload, (op,)), calls, op, getattr(calls, op), comm)
+            run.operator(Case(workload, (op,)), calls, op, calls.call(op))
     assert [result["graph_same"] for result in run.found["results"]] == [works, works]
     assert [result["correct"] for result in run.found["results"]] == [works, works]
 
@@ -264,7 +249,7 @@ def made_up_run() -> dict:
     results = []
     for case in PRESETS["full"]().cases:
         w = case.workload
-        for op in report.SWEPT:
+        for op in recorded.SWEPT:
             nbytes = expected_traffic(w, 4).crossing * w.row_bytes
             speed = 400e3 * (0.5 if (case.dispatch_sms or 24) < 24 else 0.8)
             results.append(
@@ -315,7 +300,7 @@ def test_report_command_prints_markdown(tmp_path: Path, capsys: pytest.CaptureFi
     assert line in capsys.readouterr().out
     assert recorded.main(["--no-plots", "--summary", str(tmp_path / "run.json")]) == 0
     short = capsys.readouterr().out
-    assert line in short and short.count("\n|") == len(report.SWEPT) + 2
+    assert line in short and short.count("\n|") == len(recorded.SWEPT) + 2
 
 
 def test_report_plots_every_sweep(tmp_path: Path) -> None:
@@ -333,7 +318,7 @@ def test_sweeps_show_whether_time_follows_bytes(tmp_path: Path, capsys: pytest.C
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "4 ranks"
     # Budgets balanced only; tokens, hidden size and top-k for both routings.
-    assert len(told) == 1 + len(report.SWEPT) * (1 + 3 * 2)
+    assert len(told) == 1 + len(recorded.SWEPT) * (1 + 3 * 2)
     (line,) = (line for line in told if line.startswith("dispatch, skewed, µs (of link) over tokens: "))
     assert line.count(" (80%)") == len(line.split(", ")) - 2 == 7
     (line,) = (line for line in told if line.startswith("combine, weighted, balanced, µs (of link) over SMs: "))

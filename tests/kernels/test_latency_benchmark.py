@@ -30,18 +30,6 @@ def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Complet
 # ---------------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_flags_go_there_and_back(arch: str, world_size: int) -> None:
-    pytest.importorskip("cutlass")
-    from cute_kernels.jit import compile_kernel
-    from ep_ops.bench.link import RoundTrips
-
-    ptx = compile_kernel(RoundTrips(world_size), arch, keep_ptx=True).__ptx__
-    assert "st.relaxed.sys.global" in ptx and "ld.acquire.sys.global" in ptx
-    assert "st.release" not in ptx and "local" not in ptx
-
-
 def test_kernels_of_both_communicators_are_known_beforehand() -> None:
     pytest.importorskip("cutlass")
     from cute_kernels.latency.dispatch import LatencyDispatch
@@ -80,24 +68,22 @@ def test_run_on_two_cpu_processes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert done.returncode == 0, done.stderr
     run = json.loads(out.read_text())
     assert run["world_size"] == 2 and run["machine"]["backend"] == "reference" and run["few"] == 1
-    ops = {name for name in latency.DEFAULT if name not in ("flag", "host")}
+    ops = set(latency_report.NAMES) - {"host"}
     assert {(result["op"], result["tokens"]) for result in run["results"]} == {(op, t) for op in ops for t in (1, 3)}
     assert all(result.get("correct", True) for result in run["results"])
     assert {result["op"]: result["calls"] for result in run["results"]}["pair"] == 3
-    assert [(entry["op"], entry["layer"]) for entry in run["host"]] == [
-        (op, layer) for op in ("dispatch", "combine") for layer in ("call", "operator", "backend", "outputs")
-    ]
+    assert [entry["op"] for entry in run["host"]] == ["dispatch", "combine"]
     assert report.main(["--no-plots", str(out)]) == 0
     assert f"| {latency_report.NAMES['pair_padded']} |" in capsys.readouterr().out
 
 
 def test_one_rank_under_torchrun_measures_what_was_asked_for() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    done = bench("--device", "cpu", *SMALL, "--only", "pair,pair_nccl,work,work_pair,work_split", launcher=launcher)
+    done = bench("--device", "cpu", *SMALL, "--only", "pair,pair_nccl,dispatch,combine", launcher=launcher)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    names = [latency_report.NAMES[op] for op in ("pair", "work", "work_pair", "work_split")]
-    assert [line.split("  ")[0] for line in lines[-4:]] == names  # alone, there is nobody to exchange with
+    names = [latency_report.NAMES[op] for op in ("pair", "dispatch", "combine")]
+    assert [line.split("  ")[0] for line in lines[-3:]] == names  # alone, there is nobody to exchange with
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
@@ -123,12 +109,11 @@ def made_up_run() -> dict:
         us = 8.0 + 0.25 * tokens
         return {"op": op, "tokens": tokens, "deal": deal, "us": us, "us_p99": 1.1 * us, "correct": tokens != 2}
 
-    ops = [op for op in latency.DEFAULT if op not in ("flag", "host")]
+    ops = [op for op in latency_report.NAMES if op != "host"]
     machine = {"device": "GPU", "torch": "2", "cuda": "13", "nccl": "2", "driver": "5", "backend": "cute"}
     return {
         "benchmark": "latency", "world_size": 4, "machine": machine, "dtype": "bf16", "hidden": 7168, "experts": 256,
-        "top_k": 8, "pairs": 16, "replays": 2000, "few": 200, "flag": {"us": 2.5, "us_p99": 2.75},
-        "host": [{"op": "dispatch", "layer": layer, "us": 9.0} for layer in ("call", "backend")],
+        "top_k": 8, "pairs": 16, "replays": 2000, "few": 200, "host": [{"op": "dispatch", "us": 9.0}],
         "results": [result(op, t) for t in (1, 2, 64) for op in reversed(ops)] + [result("pair", 64, [40, 40, 132])],
     }  # fmt: skip
 
@@ -138,10 +123,8 @@ def test_table_has_a_row_for_each_measurement() -> None:
     assert text[2].split() == ["µs,", "mean", "(p99),", "at", "T", "=", "1", "2", "64"]
     assert text[3].startswith("dispatch + combine WRONG  ") and text[3].endswith("24.0 (26.4)")
     assert text[4].startswith("dispatch + combine, blocks 40,40,132  ")
-    assert len({len(line) for line in text[2:-2]}) == 1
-    assert text[-2:] == [
-        "round trip of a bare flag: 2.50 µs (p99 2.75)", "host time of an eager dispatch: 9.0 µs (backend 9.0)"
-    ]  # fmt: skip
+    assert len({len(line) for line in text[2:-1]}) == 1
+    assert text[-1] == "host time of an eager dispatch: 9.0 µs"
 
 
 def test_report_plots_it(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Host time of eager decode calls, layer by layer: method, operator, backend, allocation of the outputs.
+
+python benchmarks/host_time.py --tokens 8
+python benchmarks/host_time.py --device cpu --ranks 1 --hidden 128 --experts 8 --top-k 2 --calls 3
+
+The backend allocates the outputs and launches one kernel. What the backend takes beyond the outputs is the launch. What
+the operator takes beyond the backend is torch.ops and the checks of the arguments. What the method takes beyond the
+operator is the conversion of arguments and results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_ops import Communicator
+from ep_ops.backends.cute.outputs import allocator
+from ep_ops.bench.figures import text_table
+from ep_ops.bench.options import add_options, add_sizes, positive, read
+from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.steps import Steps
+from ep_ops.bench.workloads import Workload
+from ep_ops.records import Delivery, Sizes
+
+LAYERS = ("method", "operator", "backend", "outputs")
+
+
+def layers_of(steps: Steps) -> dict[str, tuple[Callable[[int], Any], ...]]:
+    """Return, for a dispatch and a combine, one call for each of `LAYERS`."""
+    comm, ops = steps.comm, torch.ops.ep
+    x, idx, weights = steps.given(0)
+    d = steps.dispatched(0)
+    route, out = d.route, steps.combine(0)
+    sizes = Sizes(route.num_rows, route.alignment, route.slots, route.max_tokens, route.layout)
+    rows, align, slots, tokens, layout = sizes
+    ints = rows, align, slots, tokens, comm.num_local_experts, comm.world_size, comm.name, layout
+
+    def outputs(*tensors: Tensor) -> Callable[[int], Any]:
+        if comm.device.type != "cuda":
+            return lambda i: [torch.empty_like(tensor) for tensor in tensors]
+        new, kinds = allocator(comm.device), [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+        return lambda i: [new(*kind) for kind in kinds]
+
+    return {
+        "dispatch": (
+            steps.dispatch,
+            lambda i: ops.dispatch(x, weights, idx, *ints),
+            lambda i: comm.backend.dispatch(x, weights, idx, sizes, Delivery()),
+            outputs(d.x, d.weights, *d.route.tensors[1:], d.dropped),
+        ),
+        "combine": (
+            steps.combine,
+            lambda i: ops.combine(d.x, d.weights, *d.route.tensors, *d.route.ints, comm.name),
+            lambda i: comm.backend.combine(d.x, d.weights, d.route),
+            outputs(out),
+        ),
+    }
+
+
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    run = Run(device, args, benchmark="host time", tokens=args.tokens, results=[])
+    workload = Workload(args.tokens, args.hidden, args.experts, args.top_k)
+    with torch.no_grad(), Communicator(
+        num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens,
+        device=device, backend=args.backend, timeout=20.0,
+    ) as comm:  # fmt: skip
+        run.found["machine"]["backend"] = comm.backend.name
+        comm.warmup()
+        for op, calls in layers_of(Steps(comm, workload, 16)).items():
+            for layer, call in zip(LAYERS, calls, strict=True):
+                timing = run.timer.host(call, args.calls)
+                run.found["results"].append({"op": op, "layer": layer, **timing.record()})
+        comm.check_errors()
+    run.save()
+    if run.rank == 0:
+        rows = [[f"{r['op']}: {r['layer']}", f"{r['us']:.1f}"] for r in run.found["results"]]
+        print(*text_table([["host time of an eager call", "µs"], *rows]), sep="\n", flush=True)
+    run.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--tokens", type=positive, default=8, help="of each rank (default: %(default)s)")
+    options.add_argument("--calls", type=positive, default=200, help="timed calls (default: %(default)s)")
+    add_sizes(options)
+    add_options(options)
+    return on_every_rank(measure, read(options, argv), 120.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
