@@ -6,11 +6,13 @@ import ast
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ep_ops
+from ep_ops.nn import MoELayer
 from ep_ops.operators import OPERATORS
 
 ROOT = Path(ep_ops.__file__).parent.parent
@@ -110,3 +112,65 @@ def contains(literal: str, pieces: list[str]) -> bool:
             return False
         at += len(piece)
     return True
+
+
+# ---------------------------------------------------------------------- code blocks
+
+RUN_ELSEWHERE = {
+    "README.md": "test_cli.py",
+    "docs/quickstart.md": "test_cli.py",
+    "docs/training.md": "test_training_page.py",
+}
+"""Pages whose blocks another test runs."""
+
+MARK = re.compile(r"^<!-- Not run by the tests: (needs|replaces) .+\. -->$")
+"""The line before a block that says why it is not run."""
+
+SIZES = "num_experts=8, hidden_size=128, top_k=2, max_tokens_per_rank=8, dtype=torch.float32"
+SMALLER = {
+    "docs/moe-communicator.md": [("num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096", SIZES)],
+}
+"""Sizes with which blocks are run."""
+
+WITH_BLOCKS = [page for page in PAGES if page not in RUN_ELSEWHERE and "```python" in (ROOT / page).read_text()]
+
+
+def blocks_of(page: str) -> list[str]:
+    """The Python blocks of a page that are to be run."""
+    text = (ROOT / page).read_text()
+    for old, new in SMALLER.get(page, ()):
+        assert old in text
+        text = text.replace(old, new)
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.S | re.M)
+    return [block[1] for block in found if not MARK.match(text[: block.start() - 1].rpartition("\n")[2])]
+
+
+def given(comm: ep_ops.Communicator) -> dict[str, Any]:
+    """Names that blocks use without defining them, as the text around them explains."""
+    tokens, hidden = 8, comm.hidden_size
+    experts = torch.randint(comm.num_experts, (tokens, comm.top_k), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    return {
+        "torch": torch, "ep_ops": ep_ops, "comm": comm, "x": x, "experts": experts, "topk_ids": experts, "half": 4,
+        "weights": torch.rand(tokens, comm.top_k), "shared": torch.nn.Linear(hidden, hidden),
+        "run_experts": lambda rows: rows.x * 2, "layer": MoELayer(comm, 16),
+        "w": torch.randn(comm.num_local_experts, hidden, hidden),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_blocks_run(page: str) -> None:
+    """In order, on one rank of the reference backend."""
+    with eval(f"ep_ops.Communicator({SIZES}, device='cpu')") as comm:
+        names = given(comm)
+        for block in blocks_of(page):
+            exec(compile(block, str(ROOT / page), "exec"), names)
+        if "moe" in names:
+            names["moe"].destroy()
+
+
+def test_blocks_that_are_not_run_say_why() -> None:
+    """Pages of other tests run all blocks."""
+    for page in RUN_ELSEWHERE:
+        assert "<!-- Not run" not in (ROOT / page).read_text()
+    assert sum(len(blocks_of(page)) for page in WITH_BLOCKS) >= 6
