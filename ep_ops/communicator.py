@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -203,6 +203,24 @@ class Communicator(Methods):
         """
         return self.backend.budget.changed(dispatch, combine)
 
+    @contextlib.contextmanager
+    def flights(self) -> Iterator[None]:
+        """``with comm.flights(): ...``: a block that leaves no split operation under way if it raises.
+
+        An exception between a start and its wait leaves the flight taken, and the next operation raises, naming the
+        wait to call. When an exception leaves this block, the split operations of this communicator that are under way
+        are waited for and their results dropped. Put the block around the call of a compiled function and, if gradients
+        are computed, around ``backward()``.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("flights cannot be used inside a compiled function; put the block around its call")
+        try:
+            yield
+        except BaseException:
+            if not self.destroyed:
+                self.backend.end_flights()
+            raise
+
     # ------------------------------------------------------------------ lifetime
 
     def memory_plan(self) -> MemoryPlan:
@@ -336,14 +354,13 @@ class Communicator(Methods):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # our own kernels have ended: their waits have deadlines
             if meet:
-                self.backend.listen()
-                unsaid = self.backend.unsaid()
-                if not self.backend.has_failed():  # else somebody may never come
+                if not self._has_failed():  # else somebody may never come
                     missing = self._missing()
+                unsaid = self.backend.unsaid()
         finally:
             self.backend.destroy(keep=bool(missing))
             self.group = self._exchange.group = None
-        if missing:
+        if missing and unsaid is None:
             unsaid = (
                 f"communicator {self.name!r}: rank {self.rank} destroyed it after waiting {self.config.timeout:g} s"
                 f" for ranks {missing}, which did not call destroy"
@@ -355,7 +372,12 @@ class Communicator(Methods):
         """Ranks that do not come, of those that there still is a way to hear of."""
         if self.world_size == 1 or not dist.is_initialized():
             return []
-        return leaving.meet(self.group, self.name, self.number, self.config.timeout)
+        return leaving.meet(self.group, self.name, self.number, self.config.timeout, self._has_failed)
+
+    def _has_failed(self) -> bool:
+        """Whether the communicator has failed on some rank, as far as is known here."""
+        self.backend.listen()
+        return self.backend.has_failed()
 
     def __enter__(self) -> Communicator:
         return self

@@ -35,6 +35,11 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def patience(timeout: float) -> float:
+    """Return the seconds after which a wait with this deadline is warned of."""
+    return min(timeout / 10, 60.0)
+
+
 # ---------------------------------------------------------------------- rules of fields
 
 
@@ -118,9 +123,10 @@ class Config:
         alignment: default for the number of rows that each expert's segment is padded to a multiple of, 1..1024.
         backend: "reference" (any device), "cute" (NVIDIA GPUs of capability 9.0 or newer; at most 72 ranks of one
             NVLink domain, at most 1024 of several), or "auto" (cute where it can run, else reference).
-        timeout: seconds that a kernel waits for a peer, more than 0. Then all ranks give up and raise an error that
+        timeout: seconds that an operation waits for a peer, more than 0. Then all ranks give up and raise an error that
             says which rank waited for which. A peer that is late by a tenth of it, or by a minute, is named in a
-            warning. The torch.distributed calls of the reference backend follow their process group's timeout.
+            warning. On the reference backend this holds for process groups whose tensors lie on the host (gloo);
+            over NCCL its operations follow the timeout of the process group.
         dispatch_sms: multiprocessors (SMs) that a dispatch may take, at least 1. None: chosen by a model of the bytes
             moved, and more on ranks that receive more rows. :meth:`Communicator.sm_budget` changes it temporarily.
         combine_sms: multiprocessors (SMs) that a combine may take, as ``dispatch_sms``.

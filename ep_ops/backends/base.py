@@ -85,6 +85,9 @@ class Backend(Protocol):
     def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
         """Of the ``operator`` that was started, as "dispatch_backward"."""
 
+    def end_flights(self) -> None:
+        """Wait for the split operations that are under way, and drop their results. Raises nothing."""
+
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
         """This rank does not run ``operator``, which its peers do: that operation ends on all ranks, and the others
         raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured), nor where peers do

@@ -67,7 +67,7 @@ class CheckedBackend:
         self._device = member.device
         self._operations = 0
         self._unmet = False  # whether the operator that raises has not come to the reference backend's part
-        self._given: dict[int, tuple[Any, ...]] = {}  # flight -> what its start was given
+        self._given: dict[int, tuple[str, tuple[Any, ...]]] = {}  # flight -> operator, what its start was given
         if member.rank == 0:
             warnings.warn(
                 f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} runs on the reference backend,"
@@ -98,7 +98,7 @@ class CheckedBackend:
             else:
                 got = getattr(self._backend, operator)(*args)
             if part == "start":
-                self._given[args[0]] = args[1:]
+                self._given[args[0]] = whole, args[1:]
                 return got
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
@@ -108,7 +108,7 @@ class CheckedBackend:
             raise
         self._operations += 1
         if part:
-            args = self._given.pop(args[0])
+            _, args = self._given.pop(args[0])
         expected = getattr(self._reference, whole)(*args)
         slack = self._rounding(*args) if whole == "combine_backward" else None
         found = self._reference.exchange.all_gather_text(self._difference(whole, args, got, expected, slack))
@@ -120,6 +120,14 @@ class CheckedBackend:
                 f" backend returns: {found[differing[0]]}{more}"
             )
         return got
+
+    def end_flights(self) -> None:
+        for flight, (whole, args) in [*self._given.items()]:
+            with contextlib.suppress(Exception):
+                if "backward" in whole:
+                    self._run(f"{whole}_wait", flight, None)
+                else:
+                    self._run(f"{whole}_wait", flight, *args)
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0

@@ -29,7 +29,7 @@ class Exchange:
             return tensor.to(self.device).expand(self.world_size, *tensor.shape)
         tensor = tensor.contiguous().to(self.wire_device)
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor, group=self.group)
+        self._all_gather(gathered, tensor)
         return torch.stack(gathered).to(self.device)
 
     def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
@@ -41,8 +41,16 @@ class Exchange:
         rows = rows.contiguous() if rows.numel() > 1 else rows.clone(memory_format=torch.contiguous_format)
         flat = rows.view(rows.shape[0], width.numel()).view(torch.uint8).to(self.wire_device)
         received = flat.new_empty(sum(recv_counts), flat.shape[1])
-        dist.all_to_all_single(received, flat, list(recv_counts), list(send_counts), group=self.group)
+        self._all_to_all(received, flat, list(recv_counts), list(send_counts))
         return received.to(self.device).view(rows.dtype).view(-1, *width)
+
+    def _all_gather(self, gathered: list[Tensor], tensor: Tensor) -> None:
+        """Run the collective of :meth:`all_gather`."""
+        dist.all_gather(gathered, tensor, group=self.group)
+
+    def _all_to_all(self, received: Tensor, sent: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        """Run the collective of :meth:`all_to_all`."""
+        dist.all_to_all_single(received, sent, recv_counts, send_counts, group=self.group)
 
     def all_gather_text(self, text: str) -> list[str]:
         """Of each rank the text, of which ``TEXT_BYTES`` bytes travel."""

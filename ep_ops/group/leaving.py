@@ -6,15 +6,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..config import patience
 from .exchange import Exchange
-
-WARNED = 60.0
-"""Seconds after which whoever still waits says so."""
 
 logger = logging.getLogger("ep_ops")
 
@@ -24,28 +23,48 @@ def agreed_number(exchange: Exchange) -> int:
     return int(exchange.all_gather(torch.tensor([secrets.randbits(62)], device="cpu"))[0])
 
 
-def meet(group: Any, name: str, number: int, seconds: float) -> list[int]:
-    """Waits until all ranks of the group have come here, for so many seconds at most, and returns those that have not.
-    ``number``: the communicator's (`agreed_number`).
+def store_of(group: Any, number: int) -> dist.Store:
+    """Return the part of the group's store that belongs to a communicator. ``number``: its `agreed_number`."""
+    return dist.PrefixStore(f"ep_ops/{number:x}", dist.distributed_c10d._get_process_group_store(group))
+
+
+def has_left(group: Any, number: int, rank: int) -> bool:
+    """Whether a rank has come to :func:`meet`, as far as the store tells."""
+    try:
+        return store_of(group, number).check([_left(rank)])
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        return False
+
+
+def meet(group: Any, name: str, number: int, seconds: float, failed: Callable[[], bool]) -> list[int]:
+    """Wait until all ranks of the group have come here, for at most ``seconds``; return the ranks that have not.
 
     Nobody is missed where there is no way left to hear of the others: the group was destroyed, or its store died with
     the rank that held it.
+
+    Args:
+        number: the communicator's (`agreed_number`).
+        failed: whether the communicator has failed, in which case some ranks do not come and the wait ends.
     """
     start = time.monotonic()
     try:
         missing = list(range(dist.get_world_size(group)))
-        store = dist.PrefixStore(f"ep_ops/left/{number:x}", dist.distributed_c10d._get_process_group_store(group))
-        store.set(str(dist.get_rank(group)), "")
+        store = store_of(group, number)
+        store.set(_left(dist.get_rank(group)), "")
         told = False
         while missing:
-            missing = [rank for rank in missing if not store.check([str(rank)])]
+            missing = [rank for rank in missing if not store.check([_left(rank)])]
             waited = time.monotonic() - start
-            if not missing or waited > seconds:
+            if not missing or waited > seconds or failed():
                 break
-            if waited > min(seconds / 10, WARNED) and not told:
+            if waited > patience(seconds) and not told:
                 told = True
                 logger.warning(f"communicator {name!r}: destroy waits for ranks {missing}, {seconds:g} s at most")
             time.sleep(min(0.05, 0.001 + waited / 10))
     except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)
         return []
     return missing
+
+
+def _left(rank: int) -> str:
+    return f"left/{rank}"

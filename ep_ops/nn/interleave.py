@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -26,16 +26,24 @@ def interleave(*batches: Iterator[Result | None]) -> list[Result]:
 
         first, second = interleave(layer(x[:half], 0), layer(x[half:], 1))
 
-    :meth:`ep_ops.nn.MoELayer.steps` is such a generator. Backward runs in the opposite order, the gradients of waits as
-    starts, and overlaps as well. Works under ``torch.compile(fullgraph=True)`` where the generators are made in the
-    function that is compiled. RuntimeError for a generator that ends without a result.
+    :meth:`ep_ops.nn.MoELayer.steps` is such a generator. If one of them raises, all are closed; a block of
+    ``comm.flights()`` around the call ends the operations of generators that do not do so themselves. Backward runs in
+    the opposite order, the gradients of waits as starts, and overlaps as well. Works under
+    ``torch.compile(fullgraph=True)`` where the generators are made in the function that is compiled. RuntimeError for a
+    generator that ends without a result.
     """
     results: list[Result | None] = [None] * len(batches)
-    while any(result is None for result in results):
-        for turn, batch in enumerate(batches):
-            if results[turn] is None:
-                try:
-                    results[turn] = next(batch)
-                except StopIteration:
-                    raise RuntimeError(f"generator {turn} ended without yielding a result") from None
+    try:
+        while any(result is None for result in results):
+            for turn, batch in enumerate(batches):
+                if results[turn] is None:
+                    try:
+                        results[turn] = next(batch)
+                    except StopIteration:
+                        raise RuntimeError(f"generator {turn} ended without yielding a result") from None
+    except BaseException:
+        for batch in batches:
+            if isinstance(batch, Generator):
+                batch.close()  # now, not when the traceback that holds it is freed
+        raise
     return [result for result in results if result is not None]

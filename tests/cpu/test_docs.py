@@ -74,6 +74,19 @@ def test_every_argument_and_result_of_operators_is_explained() -> None:
         assert {result.name for result in schema.returns} <= explained["Results"]
 
 
+def test_every_row_of_the_table_of_failures_is_tested() -> None:
+    """Its tests are named in a comment below it, a line for each row."""
+    page = (ROOT / "docs/failures.md").read_text()
+    _, _, *rows = re.search(r"^\| fault \|(?:.*\n\|)+.*$", page, re.M)[0].splitlines()  # type: ignore[index]
+    named = re.search(r"<!-- The tests(?s:.*?)\n(?s:(.*?))-->", page)[1].splitlines()  # type: ignore[index]
+    assert len(rows) == len(named)
+    for line in named:
+        tests = line.partition(": ")[2].split()
+        assert tests, line
+        for path, name in (test.split("::") for test in tests):
+            assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
 def texts() -> list[str]:
     """String literals of the library; what a literal puts in between is "…"."""
     found = []

@@ -114,6 +114,22 @@ def test_what_nothing_uses_still_runs():
         ]
 
 
+def test_what_does_not_belong_between_start_and_wait_is_moved_behind():
+    """A pass may move nodes towards what uses them, into a pair whose start they are not between in the program."""
+    split, math = torch.ops.ep, torch.ops.aten
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    start = graph.call_function(split.dispatch_start.default, (x,))
+    first, second = (graph.call_function(math.sin.default, (x,)) for _ in range(2))
+    needed = graph.call_function(math.cos.default, (x,))
+    between = graph.call_function(math.tanh.default, (x,))
+    between.meta[ordering._BETWEEN] = (start.name,)
+    wait = graph.call_function(split.dispatch_wait.default, (start, needed))
+    graph.output((first, second, between, wait))
+    ordering._restore_split(graph)
+    assert list(graph.nodes)[:-1] == [x, start, needed, between, wait, first, second]
+
+
 @pytest.fixture
 def not_installed(monkeypatch):
     """As in a fresh process."""
@@ -132,7 +148,7 @@ def not_installed(monkeypatch):
 
 def test_unknown_torch_is_left_alone(not_installed, monkeypatch):
     monkeypatch.setattr(ordering, "TRIED", ("3.0", "3.1"))
-    with pytest.warns(UserWarning, match="tried are 3.0 up to, not including, 3.1"):
+    with pytest.warns(UserWarning, match="supported: 3.0 up to, not including, 3.1"):
         ordering.install()
     assert not any(op in torch._inductor.lowering.lowerings for op in ordering.OPERATORS)
     with warnings.catch_warnings():

@@ -211,6 +211,56 @@ def test_what_is_in_the_wrong_order():
         comm.dispatch(x, idx, weights)
 
 
+def test_an_exception_between_start_and_wait():
+    """The next operation names the wait to call; a block of flights leaves nothing under way, in backward either."""
+    with toy.communicator() as comm:
+        x, *_ = given = toy.inputs(7, grad=True)
+
+        def raises(*_):
+            raise KeyError("expert")
+
+        def forward():
+            comm.dispatch_start(*given, flight=1)
+            raises()
+
+        def backward():
+            started = comm.dispatch_start(*given)
+            beside = x * 2
+            beside.register_hook(raises)  # between start and wait of the gradient
+            (comm.dispatch_wait(started).x.nan_to_num().sum() + beside.sum()).backward()
+
+        for step, operator in ((forward, "dispatch"), (backward, "dispatch_backward")):
+            with pytest.raises(KeyError):
+                step()
+            with pytest.raises(RuntimeError, match=f"ep::{operator}_start must be followed by ep::{operator}_wait bef"):
+                comm.dispatch(*given)
+            comm.backend.end_flights()
+            with pytest.raises(KeyError), comm.flights():
+                step()
+            comm.dispatch(*given)
+        with comm.flights():
+            started = comm.dispatch_start(*given)
+        assert comm.dispatch_wait(started).x.shape == comm.dispatch(*given).x.shape
+
+
+def test_generators_are_closed_when_one_raises():
+    """While somebody still holds the exception, which holds their frames."""
+    closed = []
+
+    def steps(turn):
+        try:
+            yield None
+            if turn == 1:
+                raise KeyError("expert")
+            yield None
+        finally:
+            closed.append(turn)
+
+    with pytest.raises(KeyError):
+        interleave(steps(0), steps(1), iter([None, None, 1]))
+    assert closed == [1, 0]
+
+
 def test_a_start_without_gradients():
     with toy.communicator() as comm:
         x, idx, weights = toy.inputs(7, grad=True)

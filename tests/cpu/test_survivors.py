@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import os
 import signal
 import time
@@ -81,16 +80,18 @@ def test_shrunk_twice() -> None:
 
 
 def one_is_killed(folder: str, seed: int) -> None:
-    # Whoever does not wait for the dead one itself waits for one that has given up: until the group's deadline.
-    comm = ep_ops.Communicator(dist.new_group(timeout=datetime.timedelta(seconds=3)), **SIZES, name="experts")
+    # Whoever does not wait for the dead one itself waits for one that has given up, which tells it.
+    comm = ep_ops.Communicator(dist.new_group(), **SIZES, name="experts", timeout=30.0)
     rank = dist.get_rank()
     check(comm, [0, 1, 2, 3], seed)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as told:
         for _ in range(100):
             comm.dispatch(tokens(rank), ids(seed, rank))
             time.sleep(0.01)
+    assert "'experts' failed: rank " in str(told.value), told.value
+    assert ", could not exchange data with rank 1: " in str(told.value), told.value
     group = dist.new_group([0, 2, 3], use_local_synchronization=True)
     with comm.shrink(group) as left:
         assert left.name == "experts of 3"

@@ -158,8 +158,9 @@ def test_waiting():
     made = object.__new__(Report)
     made._timeout = 600.0
     made._words = [0] * 48 + [1, sync.WAITING, sync.FLAGS.index("hello"), 1, 5, 0, mark(9, "plan", 64), 0] + [0] * 8
-    text = "rank 1, in ep::plan (operation 9 of this communicator), still waits for rank 5 (hello flag); it gives up"
-    assert str(made.waiting()).startswith(text) and made.waiting() is None and made.failed() is None
+    doing = "rank 1, in ep::plan (operation 9 of this communicator)"
+    text = f"communicator 'ep0': {doing}, still waits for rank 5 (hello flag); it gives up after 600 s"
+    assert made.waiting("ep0") == text and made.waiting("ep0") is None and made.failed() is None
 
 
 class Backend:

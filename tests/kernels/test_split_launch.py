@@ -144,6 +144,20 @@ def test_few_tokens_and_another_start(backend: Any, device: Device) -> None:
     wait(backend, "dispatch", 1)
 
 
+def test_flights_that_are_ended(backend: Any, device: Device) -> None:
+    """What has only been sent is received, so that this rank's number of operations remains that of its peers."""
+    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
+    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+    backend.end_flights()
+    assert not backend._flights._under_way and not backend._order.started
+    device.take()
+    backend.dispatch_start(1, X, None, IDX, FEW, PLAIN)
+    device.take()
+    backend.end_flights()
+    assert [kernel for what, _, kernel in device.take() if what == "launches"] == ["LatencyDispatch"]
+    assert backend._launcher.launched[-1][0].receive and not backend._order.started
+
+
 def test_another_stream_waits(backend: Any, device: Device) -> None:
     """The allocator learns who used what, since memory goes back to the stream that it came from."""
     backend.dispatch_start(0, X, WEIGHTS, IDX, MANY, PLAIN)

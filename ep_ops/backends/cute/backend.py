@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -267,6 +268,12 @@ class CuteBackend:
         self._course.agreed = True  # the operation has been ended in any case
         self._failures.check()
         return results
+
+    def end_flights(self) -> None:
+        self._forget_lost()
+        for flight, operator in [*self._order.started.items()]:
+            with contextlib.suppress(Exception):
+                self._wait(flight, operator)
 
     # Exceptions.
 

@@ -17,6 +17,7 @@ from cute_kernels.sync import FAILED_BY_PEER
 from ...config import Config
 from ...records import Operation
 from ...symmetric import SymmetricBuffer
+from .. import failure_text
 from . import history, watch
 from .report import Report
 from .sizing import across, heap_of
@@ -159,8 +160,7 @@ class Failures:
         watch.unwatch(self)
 
     def waiting(self) -> str | None:
-        text = self.report.waiting()
-        return None if text is None else f"communicator {self._config.name!r}: {text}"
+        return self.report.waiting(self._config.name)
 
     def failure(self) -> str | None:
         if not self.report.pending():
@@ -186,9 +186,7 @@ class Failures:
         if failed is None:
             return None
         hint = loading_hint() if self.report.timed_out() else ""
-        return (
-            f"communicator {self._config.name!r} failed: {failed}; destroy it and make a new one{hint}{self._noted()}"
-        )
+        return f"{failure_text.failed(self._config.name, failed)}{hint}{self._noted()}"
 
     def _noted(self) -> str:
         """Lines on what the ranks concerned did last, as far as that can be read."""

@@ -10,6 +10,8 @@ import torch
 
 from cute_kernels import marks, sync
 
+from .. import failure_text
+
 _WORDS = sync.REPORT_WORDS
 _ALL = 4 * _WORDS
 _FAILED, _REFUSED, _REFUSAL, _LATE = range(0, _ALL, _WORDS)
@@ -53,11 +55,11 @@ class Report:
             return None
         _, reason, flag, rank, peer, detail, expected, seen = self._record(_FAILED)
         epoch, own = marks.unpack(expected)
-        doing = f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator)"
+        doing = failure_text.in_operation(rank, own.kind, epoch)
         if reason == sync.PEER_FAILED and flag == _NOT_BEGUN:
-            doing = f"rank {rank}, which has not begun operation {epoch} of this communicator"
+            doing = failure_text.before_operation(rank, epoch)
         if reason == sync.PEER_FAILED:
-            return f"{doing}, stopped because {self._told_of(epoch)}"
+            return failure_text.stopped(doing, self._told_of(epoch))
         if reason == sync.HALF:
             return f"{doing}, has launched only a part of the operation"
         if reason == sync.MISMATCH:
@@ -66,10 +68,8 @@ class Report:
         where = f", token {detail}" if awaited in ("chunk", "token") else ""
         then, met = marks.unpack(seen)
         last = "nothing" if seen == 0 else f"ep::{met.kind}, operation {then}"
-        return (
-            f"{doing}, waited {self._timeout:g} s for rank {peer} ({awaited} flag{where}: expected {expected}, "
-            f"seen {seen}, that is {last})"
-        )
+        whom = f"rank {peer} ({awaited} flag{where}: expected {expected}, seen {seen}, that is {last})"
+        return f"{doing}, {failure_text.waited(whom, self._timeout)}"
 
     def timed_out(self) -> bool:
         """Whether a wait of this rank has reached its deadline."""
@@ -90,10 +90,11 @@ class Report:
             return f"rank {alarm.rank} met rank {alarm.peer}{self._met(epoch, begun, alarm)}"
         if alarm.reason == sync.HALF:
             why = self._reason(alarm.rank, alarm.detail) or "its host has given up"
-            return f"rank {alarm.rank} gave up at operation {alarm.detail}: {why}"
+            return failure_text.gave_up(alarm.rank, alarm.detail, why)
         awaited = sync.FLAGS[alarm.flag]
         where = f", token {alarm.detail}" if awaited in ("chunk", "token") else ""
-        return f"rank {alarm.rank} waited {self._timeout:g} s for rank {alarm.peer} ({awaited} flag{where})"
+        whom = f"rank {alarm.peer} ({awaited} flag{where})"
+        return f"rank {alarm.rank} {failure_text.waited(whom, self._timeout)}"
 
     def _met(self, epoch: int, begun: Sequence[int], alarm: marks.Alarm) -> str:
         """On what those two disagree: in the operation in which this rank was told, or in the next one, which they may
@@ -113,17 +114,15 @@ class Report:
         """Whether the wait failed because another rank had given up, who has told all."""
         return self._words[_FAILED + 1] == sync.PEER_FAILED
 
-    def waiting(self) -> str | None:
-        """Text of a wait that lasts long, once for each operation."""
+    def waiting(self, communicator: str) -> str | None:
+        """Return the warning about a wait that lasts long, once for each operation."""
         if self._words[_LATE] == 0:
             return None
         _, _, flag, rank, peer, _, expected, _ = self._record(_LATE)
         self._words[_LATE] = 0
         epoch, own = marks.unpack(expected)
-        return (
-            f"rank {rank}, in ep::{own.kind} (operation {epoch} of this communicator), still waits for rank {peer} "
-            f"({sync.FLAGS[flag]} flag); it gives up after {self._timeout:g} s"
-        )
+        doing = failure_text.in_operation(rank, own.kind, epoch)
+        return failure_text.still_waits(communicator, doing, f"rank {peer} ({sync.FLAGS[flag]} flag)", self._timeout)
 
     def refused(self) -> str | None:
         """Text of the first expert id or row out of range since the last call; forgets it."""

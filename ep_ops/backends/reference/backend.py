@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ... import arrivals
 from ...config import Member
-from ...group.exchange import Exchange
 from ...records import (
     TOKEN_MAJOR,
     UNKNOWN_ROW,
@@ -31,6 +30,25 @@ from .meeting import Meeting, layout_index
 from .placing import place
 from .ranks import Ranks
 from .transfer import Transfer
+from .waits import WaitingExchange, Waits
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def _whole(
+    method: Callable[Concatenate[ReferenceBackend, P], Result],
+) -> Callable[Concatenate[ReferenceBackend, P], Result]:
+    """Decorate an operator that is neither start nor wait."""
+
+    @functools.wraps(method)
+    def run(self: ReferenceBackend, *args: P.args, **kwargs: P.kwargs) -> Result:
+        self._begin()
+        result = method(self, *args, **kwargs)
+        self._meeting.stage = "settled"
+        return result
+
+    return run
 
 
 class ReferenceBackend:
@@ -39,27 +57,29 @@ class ReferenceBackend:
     name = "reference"
 
     def __init__(self, member: Member) -> None:
-        self.exchange = Exchange(member.group, member.device)
+        self._waits = Waits(member)
+        self.exchange = WaitingExchange(member, self._waits)
         self.ranks = Ranks(member)
         self.rows = Transfer(self.ranks, self.exchange, member.weights_dtype, float("nan") if member.strict else 0.0)
         self.name_of_communicator, self.strict = member.name, member.strict
         self.rows_dtype, self.hidden_size, self.symmetric_rows = member.dtype, member.hidden_size, member.symmetric_rows
         self.budget = Budget(1, 2)  # checked, and used by nothing
-        self._meeting = Meeting(self.rows, member.name, member.number)
+        self._meeting = Meeting(self.rows, self._waits, member.name, member.number)
         self._order = split.Order(member.name)
         self._in_start = False  # whether an operation runs as part of its start
         self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> what its wait is to return
 
     def _begin(self) -> None:
-        """By every operator that is neither start nor wait."""
-        self._meeting.met = False
+        """Before every operator that is neither start nor wait."""
+        self._meeting.stage = "before"
+        self._waits.check()
         if self.strict and not self._in_start:
             self._order.check()
 
     # ------------------------------------------------------------------ planning
 
+    @_whole
     def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
-        self._begin()
         return self._plan("plan", topk_idx, sizes, {})
 
     def _plan(
@@ -88,12 +108,14 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ dispatch
 
+    @_whole
     def dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         """Plan and move."""
         return self._dispatch("dispatch", x, topk_weights, topk_idx, sizes, delivery)
 
+    @_whole
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
@@ -103,15 +125,14 @@ class ReferenceBackend:
     def _dispatch(
         self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
-        self._begin()
         same, problem = _terms(topk_weights, delivery), quantized.problem(delivery)
         placed = self._plan(operator, topk_idx, sizes, same, problem)
         received = self._move(x, topk_weights, self._along(topk_idx, placed, sizes), delivery)
         return DispatchTensors(*received, *placed)
 
+    @_whole
     def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
         """Move along a known route."""
-        self._begin()
         same = {**_terms(topk_weights, delivery), "layout": layout_index(route.layout)}
         self._meeting.along("dispatch_planned", same, route, quantized.problem(delivery))
         return self._move(x, topk_weights, route, delivery)
@@ -123,8 +144,8 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ combine
 
+    @_whole
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
-        self._begin()
         same = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
         self._meeting.along("combine", same, route)
         return self.rows.to_tokens(y, recv_weights, route, residual)
@@ -138,8 +159,8 @@ class ReferenceBackend:
         shape = self.symmetric_rows, self.hidden_size
         return torch.empty(shape, dtype=self.rows_dtype, device=self.ranks.device)
 
+    @_whole
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        self._begin()
         problem, most = None, self.symmetric_rows
         if self.strict:
             problem = not_gatherable(y, self._memory if most else None, most, self.name_of_communicator)
@@ -183,14 +204,14 @@ class ReferenceBackend:
         if not self.strict and flight not in self._order.started:
             grad_rows, grad_weights = blank()
             return grad_rows.zero_(), grad_weights.zero_()
-        self._meeting.met = True  # in the start
-        self._order.wait(flight, operator)
+        self._take(flight, operator)
         return self._ended.pop(flight)  # type: ignore[return-value]
 
     def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
         """Runs the whole operation; its wait returns what came of it. (Where waits may come without a start, in tools
         that try operators one by one, those that are given all arguments run it; of gradients they return zeros.)"""
-        self._meeting.met = False
+        self._meeting.stage = "before"
+        self._waits.check()
         if self.strict:
             self._order.free(flight)
         elif "backward" not in operator:
@@ -206,16 +227,24 @@ class ReferenceBackend:
     def _wait(self, flight: int, operator: str, *args: Any) -> Any:
         if not self.strict:
             return getattr(self, operator)(*args)
-        self._meeting.met = True  # in the start
-        self._order.wait(flight, operator)
+        self._take(flight, operator)
         return self._ended.pop(flight)
+
+    def _take(self, flight: int, operator: str) -> None:
+        """By a wait: it meets nobody, since the operation has run in its start."""
+        self._meeting.stage = "settled"
+        self._order.wait(flight, operator)
+
+    def end_flights(self) -> None:
+        self._order.started.clear()
+        self._ended.clear()
 
     # ------------------------------------------------------------------ backwards
 
+    @_whole
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        self._begin()
         same = {
             "grad_recv_x given": int(grad_recv_x is not None),
             "grad_recv_weights given": int(grad_recv_weights is not None),
@@ -229,10 +258,10 @@ class ReferenceBackend:
             grad_topk_weights = copies.weights_home(self.rows, grad_recv_weights, route)
         return grad_x, grad_topk_weights
 
+    @_whole
     def combine_backward(
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        self._begin()
         same = {"y given": int(y is not None), "recv_weights given": int(recv_weights is not None)}
         self._meeting.along("combine_backward", same, route)
         grad_y, _, none = self.rows.to_rows(grad_out, None, route, Delivery())
@@ -252,13 +281,17 @@ class ReferenceBackend:
                 del started[flight], self._ended[flight]
         elif not started or (part == "start" and flight not in started):  # else the others refuse it as well
             self._meeting.gather(whole, reason)
+            self._meeting.stage = "settled"
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
     ) -> None:
-        """Refuse the operation, if that has not met the others yet."""
-        if not self._meeting.met:
+        """Refuse the operation, if that has not met the others yet. If they wait for what comes behind the meeting, the
+        communicator has failed."""
+        if self._meeting.stage == "before":
             self.reject(operator, f"{type(error).__name__}: {error}".rstrip(": "), flight, max_tokens)
+        elif self._meeting.stage == "within":
+            self._waits.give_up(f"ep::{operator}: {type(error).__name__}: {error}".rstrip(": "))
 
     def compile(self, formats: Formats = ()) -> None:
         """Nothing to do."""
@@ -271,19 +304,19 @@ class ReferenceBackend:
         return []
 
     def has_failed(self) -> bool:
-        return False
+        return self._waits.failed is not None
 
     def unsaid(self) -> str | None:
-        return None
+        return self._waits.unsaid()
 
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
         """There is nothing that runs on: whoever fails raises."""
 
     def listen(self) -> None:
-        """Whoever fails raises at once."""
+        self._waits.listen()
 
     def check_errors(self) -> None:
-        """Errors are raised at once."""
+        self._waits.check()
 
     def destroy(self, keep: bool) -> None:
         """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from ... import arrivals
 from ...records import TOKEN_MAJOR, Route
 from . import quantized
 from .transfer import Transfer
+from .waits import Waits
+
+Stage = Literal["before", "within", "settled"]
 
 OPERATORS = (
     "plan", "dispatch", "dispatch_dynamic", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
@@ -28,12 +32,13 @@ def layout_index(layout: str) -> int:
 class Meeting:
     """Collective. Whatever does not fit raises on all ranks."""
 
-    met = True
-    """Whether the operation that runs now, or that ran last, has met the other ranks; its beginning clears it."""
+    stage: Stage = "settled"
+    """Of the operation that runs now, or that ran last: "before" it meets the other ranks; "within", while they wait
+    for this rank if it raises; "settled" once it raises on all ranks, or has ended here."""
 
-    def __init__(self, rows: Transfer, name: str, number: int) -> None:
+    def __init__(self, rows: Transfer, waits: Waits, name: str, number: int) -> None:
         """``name``, ``number``: of the communicator."""
-        self._name, self._number = name, number
+        self._waits, self._name, self._number = waits, name, number
         self._rows, self._exchange = rows, rows.exchange
         self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
 
@@ -53,6 +58,7 @@ class Meeting:
         published = self.meet(operator, same, (*sent, *recv_counts), problem)
         goes, comes = published[:, : self._world_size], published[:, self._world_size :].T
         if not torch.equal(goes, comes):
+            self.stage = "settled"
             source, target = (goes != comes).nonzero()[0].tolist()
             raise RuntimeError(
                 f"{operator}: rank {source} sends {int(goes[source, target])} rows to rank {target}, which expects"
@@ -63,22 +69,26 @@ class Meeting:
         """``own`` of all ranks [W, len(own)], once they run the same operator with equal ``same`` and no problem."""
         gathered, refusals = self.gather(operator, problem, (*same.values(), *own))
         if refusals:
+            self.stage = "settled"
             raise ValueError(f"{operator}: {problem}" if problem else f"{operator}: {'; '.join(refusals)}")
         for column, field in enumerate(same):
             values = gathered[:, column].tolist()
             if len(set(values)) > 1:
+                self.stage = "settled"
                 values = [NAMES[field][value] for value in values] if field in NAMES else values
                 raise ValueError(f"{operator}: ranks disagree on {field}: {values} by rank")
         return gathered[:, len(same) : len(same) + len(own)]
 
     def gather(self, operator: str, problem: str | None, told: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
         """``told`` of all ranks [W, at least len(told)], and the refusals of those that have a problem."""
+        self._waits.begin(operator)
         message = [OPERATORS.index(operator), int(problem is not None), self._number, *told]
         message += [0] * (9 + 2 * self._world_size - len(message))  # one length for all operators
-        self.met = True
+        self.stage = "within"
         gathered = self._exchange.all_gather(torch.tensor(message, device="cpu")).cpu()
         if len(set(gathered[:, 2].tolist())) > 1:
             names = self._exchange.all_gather_text(self._name)
+            self.stage = "settled"
             called = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
             raise RuntimeError(
                 f"ranks call operators of different communicators at the same time ({called}); all ranks must call"
@@ -86,6 +96,7 @@ class Meeting:
             )
         operators = gathered[:, 0].tolist()
         if len(set(operators)) > 1:
+            self.stage = "settled"
             running = ", ".join(f"rank {rank}: {OPERATORS[index]}" for rank, index in enumerate(operators))
             raise RuntimeError(f"ranks run different operators at the same time ({running})")
         refusing = gathered[:, 1].nonzero().flatten().tolist()

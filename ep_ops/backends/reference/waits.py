@@ -1,0 +1,218 @@
+"""How the reference backend waits for other ranks: with a deadline, a warning before it, and one cause on all ranks.
+
+A collective that ends within a moment costs nothing more. A rank that waits longer notes in the store of the process
+group which operation it has begun, so that others can tell who is late from who waits as well. The first rank that
+gives up writes its cause there, and whoever waits looks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import Member, patience
+from ...group.exchange import Exchange
+from ...group.leaving import has_left, store_of
+from .. import failure_text
+
+MOMENT = 1.0
+"""Seconds, or a hundredth of the timeout if that is less, after which a rank that waits notes where it is."""
+PAUSE = 1.0
+"""The most seconds between two looks at what other ranks say."""
+GRACE = 0.05
+"""Seconds that a peer has to say why it has closed its connections."""
+
+logger = logging.getLogger("ep_ops")
+
+
+class Waits:
+    """The waits of one communicator on this rank, and the failure that has ended them."""
+
+    def __init__(self, member: Member) -> None:
+        self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
+        self._group, self._number, self._timeout = member.group, member.number, member.config.timeout
+        self._moment = min(self._timeout / 100, MOMENT)
+        self._operation, self._operator = 0, ""
+        self._warned = 0  # the last operation of which a warning has been logged
+        self._raised = False
+        self.failed: str | None = None
+        """Text of the failure that has ended the communicator."""
+
+    def begin(self, operator: str) -> None:
+        """Count an operation, before it meets the other ranks."""
+        self.check()
+        self._operation, self._operator = self._operation + 1, operator
+
+    def check(self, cause: Exception | None = None) -> None:
+        """Raise the failure, if there is one."""
+        if self.failed is not None:
+            self._raised = True
+            raise RuntimeError(self.failed) from cause
+
+    def unsaid(self) -> str | None:
+        """Return the text of the failure, unless :meth:`check` has raised it."""
+        return None if self._raised else self.failed
+
+    def listen(self) -> None:
+        """Between operations: look whether another rank has given up."""
+        if self.failed is None and self._world_size > 1:
+            self._hear(failure_text.before_operation(self._rank, self._operation + 1))
+
+    def give_up(self, why: str) -> None:
+        """End the communicator on all ranks: this rank does not do the rest of the current operation."""
+        if self.failed is None and self._world_size > 1:
+            self._fail(failure_text.gave_up(self._rank, self._operation, why))
+
+    # ------------------------------------------------------------------ a collective
+
+    def end(self, work: Any) -> None:
+        """Wait until a collective of the current operation has ended (a ``torch.distributed.Work``).
+
+        Raises:
+            RuntimeError: this rank or another one has given up.
+        """
+        begun = time.monotonic()
+        error: Exception | None = None
+        try:
+            if _ended(work, self._moment):
+                return
+            self._note()
+            while time.monotonic() - begun < self._timeout:
+                if _ended(work, min(PAUSE, (time.monotonic() - begun) / 10)):
+                    return
+                self._hear(self._doing())
+                self.check()
+                if time.monotonic() - begun > patience(self._timeout):
+                    self._warn()
+        except RuntimeError as caught:
+            if self.failed is not None:
+                raise
+            error = caught
+        # The collective's own deadline is the same, so either may come first.
+        if error is None or time.monotonic() - begun > 0.99 * self._timeout:
+            why = failure_text.waited(_named(self._missing()), self._timeout)
+        else:
+            self._await_cause()
+            why = f"could not exchange data with {_named(self._missing())}: {str(error).partition('. ')[0]}"
+        self._fail(f"{self._doing()}, {why}")
+        self.check(error)
+
+    def _doing(self) -> str:
+        return failure_text.in_operation(self._rank, self._operator, self._operation)
+
+    def _warn(self) -> None:
+        """Once for each operation: log whom this rank waits for, or raise if one of them never comes."""
+        if self._warned == self._operation:
+            return
+        self._warned = self._operation
+        missing = self._missing()
+        if any(has_left(self._group, self._number, rank) for rank in missing):
+            self._fail(f"{self._doing()}, {failure_text.waited(_named(missing), patience(self._timeout))}")
+            self.check()
+        logger.warning(failure_text.still_waits(self._name, self._doing(), _named(missing), self._timeout))
+
+    def _await_cause(self) -> None:
+        """After an error of the process group: give ranks that live the time to note where they are, or why they have
+        closed their connections."""
+        self._note()
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < 2 * self._moment and self._cause() is None:
+            if waited > GRACE and len(self._missing()) < 2:
+                return
+            time.sleep(self._moment / 20)
+
+    # ------------------------------------------------------------------ what ranks say in the store
+
+    def _note(self) -> None:
+        """Say which operation this rank has begun."""
+        self._ask("set", f"at/{self._rank}", str(self._operation))
+
+    def _missing(self) -> dict[int, str]:
+        """Return the ranks that have not noted that they wait in this operation, with what is known of them."""
+        missing = {}
+        for rank in range(self._world_size):
+            if rank != self._rank and int(self._read(f"at/{rank}") or 0) < self._operation:
+                left = has_left(self._group, self._number, rank)
+                missing[rank] = f"rank {rank}{', which has called destroy' * left}"
+        return missing
+
+    def _cause(self) -> str | None:
+        """Return why the first rank has given up, if one has."""
+        return self._read("failed")
+
+    def _hear(self, doing: str) -> None:
+        """Fail if another rank has."""
+        if (cause := self._cause()) is not None:
+            self.failed = failure_text.failed(self._name, failure_text.stopped(doing, cause))
+            self._disconnect()
+
+    def _fail(self, why: str) -> None:
+        """Give up with a cause, or with that of a rank that was first."""
+        first = self._ask("compare_set", "failed", "", why)
+        if first is not None and (cause := first.decode()) != why:
+            why = failure_text.stopped(self._doing(), cause)
+        self.failed = failure_text.failed(self._name, why)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Close this rank's connections to end the collectives that are under way, here and on other ranks. The ranks
+        of the process group are out of step, and destroying it would wait for these collectives."""
+        with contextlib.suppress(RuntimeError):
+            self._group._get_backend(torch.device("cpu")).abort()
+
+    def _read(self, key: str) -> str | None:
+        if not self._ask("check", [key]):
+            return None
+        value = self._ask("get", key)
+        return None if value is None else value.decode()
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Return what the store answers. None where it cannot be reached, for instance if it died with its rank."""
+        try:
+            return getattr(store_of(self._group, self._number), method)(*args)
+        except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)
+            return None
+
+
+class WaitingExchange(Exchange):
+    """Collectives on the host whose waits follow the communicator's ``timeout``. On other devices they follow that of
+    the process group."""
+
+    def __init__(self, member: Member, waits: Waits) -> None:
+        super().__init__(member.group, member.device)
+        self._waits = waits
+        self._timeout = timedelta(seconds=min(member.config.timeout, 1e9))
+
+    def _all_gather(self, gathered: list[Tensor], tensor: Tensor) -> None:
+        if self.wire_device.type == "cpu":
+            self._waits.end(self.group.allgather(gathered, tensor, self._timeout))
+        else:
+            super()._all_gather(gathered, tensor)
+
+    def _all_to_all(self, received: Tensor, sent: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        if self.wire_device.type == "cpu":
+            self._waits.end(self.group.alltoall_base(received, sent, recv_counts, send_counts, self._timeout))
+        else:
+            super()._all_to_all(received, sent, recv_counts, send_counts)
+
+
+def _ended(work: Any, seconds: float) -> bool:
+    """Whether a collective has ended after so many seconds at most. RuntimeError: it has, with that error."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have ended well since
+    return True
+
+
+def _named(ranks: dict[int, str]) -> str:
+    """Name ranks in a text."""
+    return " and ".join(ranks.values()) or "the other ranks"

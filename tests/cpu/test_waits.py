@@ -1,0 +1,151 @@
+"""What ranks of the reference backend say when one of them is late, skips an operation, or cannot go on with one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import toy
+from ranks import run_ranks
+
+import ep_ops
+from ep_ops.backends.reference.transfer import Transfer
+
+
+class Warnings(logging.Handler):
+    """The texts that `ep_ops` logs inside a ``with`` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("ep_ops").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("ep_ops").removeHandler(self)
+
+
+def on_a_group(name: str, timeout: float) -> ep_ops.Communicator:
+    """Whose connections nobody else needs."""
+    return toy.communicator(group=dist.new_group(), name=name, timeout=timeout)
+
+
+def raised(run: Any, *args: Any) -> str:
+    with pytest.raises(RuntimeError) as error:
+        run(*args)
+    return str(error.value)
+
+
+def is_late(rank: int) -> list[str]:
+    """Rank 1 comes half a second late to the second operation: nothing but a warning."""
+    with Warnings() as texts, on_a_group("late", 3.0) as comm:
+        x, idx, _ = toy.inputs(5, seed=rank)
+        sent = comm.dispatch(x, idx)
+        if rank == 1:
+            time.sleep(0.7)
+        assert torch.equal(comm.combine(sent.x, sent.route), (idx >= 0).sum(1, keepdim=True) * x)
+        return list(texts)
+
+
+def differ(rank: int) -> list[str]:
+    """Rank 1 calls another operator, then one with another bound; what follows is as ever."""
+    with toy.communicator(name="differ") as comm:
+        x, idx, _ = toy.inputs(5, seed=rank)
+        said = [raised(comm.plan, idx) if rank else raised(comm.dispatch, x, idx)]
+        with pytest.raises(ValueError) as error:
+            comm.dispatch(x, idx, max_tokens=9 + rank)
+        sent = comm.dispatch(x, idx)
+        assert torch.equal(comm.combine(sent.x, sent.route), (idx >= 0).sum(1, keepdim=True) * x)
+        return [*said, str(error.value)]
+
+
+def skips(rank: int) -> list[str]:
+    """Rank 1 calls `destroy` in the place of the second dispatch."""
+    comm = on_a_group("skipped", 1.0)
+    with Warnings() as texts:
+        given = toy.inputs(5, seed=rank)
+        comm.dispatch(*given)
+        said = [raised(comm.dispatch, *given), raised(comm.plan, given[1])] if rank == 0 else []
+        if rank == 0:
+            comm.destroy()  # which has nothing to add
+        else:
+            said.append(raised(comm.destroy))
+        return said + [text for text in texts if "destroy waits" not in text]  # that one may come first
+
+
+def comes_too_late(rank: int) -> list[str]:
+    """Rank 1 comes when rank 0 has given up: by an operation, and by `check_errors` alone."""
+    comm = on_a_group("too late", 0.5)
+    with Warnings():
+        if rank == 1:
+            time.sleep(0.9)
+            comm.backend.listen()
+            assert comm.backend.has_failed()
+            comm.backend._waits.failed = None  # as if it had not looked
+        said = [raised(comm.dispatch, *toy.inputs(5, seed=rank))]
+        comm.destroy()
+        return said
+
+
+def fails_within(rank: int) -> list[str]:
+    """Rank 0 has no memory for what comes behind the meeting."""
+    comm = on_a_group("within", 30.0)
+    to_rows, given = Transfer.to_rows, toy.inputs(5, seed=rank)
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    try:
+        if rank == 0:
+            Transfer.to_rows = fails  # type: ignore[method-assign, assignment]
+        said = [raised(comm.dispatch, *given)]
+    finally:
+        Transfer.to_rows = to_rows  # type: ignore[method-assign]
+    said.append(raised(comm.check_errors))
+    with pytest.raises(RuntimeError):
+        comm.dispatch(*given)
+    comm.destroy()
+    return said
+
+
+def all_of_them() -> list[list[str]]:
+    rank = dist.get_rank()
+    return [scenario(rank) for scenario in (is_late, differ, skips, comes_too_late, fails_within)]
+
+
+def test_ranks_that_do_not_come() -> None:
+    mine, theirs = run_ranks(2, all_of_them)
+    (late, differing, skipped, too_late, within), (late_1, differing_1, skipped_1, too_late_1, within_1) = mine, theirs
+
+    doing = "rank 0, in ep::combine (operation 2 of this communicator)"
+    assert late == [f"communicator 'late': {doing}, still waits for rank 1; it gives up after 3 s"] and late_1 == []
+
+    operators = "ranks run different operators at the same time (rank 0: dispatch, rank 1: plan)"
+    assert differing == differing_1 == [operators, "dispatch: ranks disagree on max_tokens: [9, 10] by rank"]
+
+    doing = "rank 0, in ep::dispatch (operation 2 of this communicator)"
+    failed, end = "communicator 'skipped' failed: ", "; destroy it and make a new one"
+    awaited = "rank 1, which has called destroy"
+    why = f"{doing}, waited 0.1 s for {awaited}"
+    assert skipped == [f"{failed}{why}{end}"] * 2
+    next_one = "rank 1, which has not begun operation 2 of this communicator"
+    assert skipped_1 == [f"{failed}{next_one}, stopped because {why}{end}"]
+
+    failed = "communicator 'too late' failed: "
+    of = "in ep::dispatch (operation 1 of this communicator)"
+    why = f"rank 0, {of}, waited 0.5 s for rank 1"
+    assert too_late == [f"{failed}{why}{end}"] and too_late_1 == [f"{failed}rank 1, {of}, stopped because {why}{end}"]
+
+    failed = "communicator 'within' failed: "
+    why = "rank 0 gave up at operation 1: ep::dispatch: OutOfMemoryError: no room"
+    assert within == ["no room", f"{failed}{why}{end}"]
+    assert within_1 == [f"{failed}rank 1, {of}, stopped because {why}{end}"] * 2
