@@ -14,7 +14,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import ELEMENT, FORMATS, LAYOUTS, OF_TOKENS, Format, format_of, layout_of, per_row
+from meta_kernels.formats import (
+    COMBINE_FORMATS,
+    ELEMENT,
+    FORMATS,
+    LAYOUTS,
+    OF_TOKENS,
+    Format,
+    format_of,
+    layout_of,
+    per_row,
+)
 
 from .arrivals import rows_of, size
 from .config import Member
@@ -96,6 +106,8 @@ def combine(m: Member, a: Any) -> None:
             allowed = ", ".join(map(repr, WIRE))
             raise ValueError(f"grad_format is {grad_format!r}; allowed: '' (the gradient travels as it is), {allowed}")
         _divides(m, "grad_format", format_of(grad_format))
+    if a.format:
+        _combine_format(m, a.format)
 
 
 def combine_start(m: Member, a: Any) -> None:
@@ -295,6 +307,16 @@ def _scales_of_copies(a: Any) -> None:
     if a.scales_as in LAYOUTS and a.scales_as not in OF_TOKENS:
         allowed = ", ".join(map(repr, OF_TOKENS))
         raise ValueError(f"scales_as is {a.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
+
+
+def _combine_format(comm: Member, format: str) -> None:
+    """The format in which the sums of a combine travel."""
+    if format not in COMBINE_FORMATS:
+        allowed = ", ".join(map(repr, COMBINE_FORMATS))
+        raise ValueError(f"format is {format!r}; allowed for a combine: '' (sums travel as they are), {allowed}")
+    if comm.config.backend == "cute":
+        raise ValueError(f"format is {format!r}; allowed for a combine on backend 'cute': '' (sums travel as they are)")
+    _divides(comm, "format", format_of(format))
 
 
 def _divides(comm: Member, argument: str, form: Format) -> None:

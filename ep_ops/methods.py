@@ -168,7 +168,7 @@ class Methods:
 
     def combine(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
-        grad_format: str = "",
+        format: str = "", grad_format: str = "",
     ) -> Tensor:  # fmt: skip
         """Return the rows ``y`` [R, H] to their tokens and add them up, times ``weights`` [R] if given. Differentiable.
 
@@ -177,6 +177,9 @@ class Methods:
             route: from a dispatch or :meth:`plan`.
             weights: weights of the rows. Token-major rows take none: apply them before, by ``ep_ops.nn.reduce_rows``.
             residual: [T, H], given on all ranks or on none; added before the sum is rounded.
+            format: a format in which the sums of each rank travel to the tokens' owners, the same on all ranks:
+                "wire:e4m3/32/mx"; empty: in the communicator's dtype. Gradients do not depend on it. docs/formats.md
+                says how accurate that is.
             grad_format: a format that begins with ``wire:``, the same on all ranks, in which backward sends the
                 gradient to the rows; empty: as it is. docs/formats.md says how accurate that is.
 
@@ -188,7 +191,7 @@ class Methods:
         y, weights = inputs.with_weights(self, y, weights)
         if residual is not None:
             residual = inputs.rows(self, residual)
-        return _home(call("combine", y, weights, *self._along(route), residual, grad_format), route)
+        return _home(call("combine", y, weights, *self._along(route), residual, grad_format, format), route)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
@@ -252,21 +255,21 @@ class Methods:
         return self._dispatched(out, *given, sizes, batch, how.format, how.scales_as)
 
     def combine_start(
-        self, y: Tensor, route: Route, weights: Tensor | None = None, *, flight: int = 0
+        self, y: Tensor, route: Route, weights: Tensor | None = None, *, format: str = "", flight: int = 0
     ) -> StartedCombine:
         """Start :meth:`combine` concurrently with the current stream; see :meth:`dispatch_start`."""
         if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
             self._reject_rows("combine_start", route, flight)
         y, weights = inputs.with_weights(self, y, weights)
-        ticket = call("combine_start", y, weights, *self._along(route), flight)
-        return StartedCombine(ticket, y, weights, route, flight)
+        ticket = call("combine_start", y, weights, *self._along(route), flight, format)
+        return StartedCombine(ticket, y, weights, route, flight, format)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
         """Return what :meth:`combine` returns. Differentiable."""
         if not isinstance(started, StartedCombine):
             raise TypeError(f"started is a {type(started).__name__}; allowed: what combine_start returned")
-        ticket, y, weights, route, flight = started
-        return _home(call("combine_wait", ticket, y, weights, *self._along(route), flight), route)
+        ticket, y, weights, route, flight, format = started
+        return _home(call("combine_wait", ticket, y, weights, *self._along(route), flight, format), route)
 
     # ------------------------------------------------------------------ arguments
 

@@ -207,6 +207,7 @@ class StartedCombine(NamedTuple):
     weights: Tensor | None
     route: Route
     flight: int = 0  # see StartedDispatch
+    format: str = ""  # what sums travel as
 
 
 class Operation(NamedTuple):

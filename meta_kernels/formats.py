@@ -38,6 +38,8 @@ _QUANTISED = (
 )
 _WIRE = tuple(form._replace(name=f"wire:{form.name}", wire=True) for form in _QUANTISED)
 FORMATS: dict[str, Format] = {form.name: form for form in (*_QUANTISED, *_WIRE)}
+COMBINE_FORMATS = ("wire:e4m3/32/mx",)
+"""Formats in which the sums of a combine may travel."""
 
 
 def format_of(name: str) -> Format:

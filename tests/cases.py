@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -317,10 +317,13 @@ def expected_combine(
     weights: list[Tensor] | None,
     residual: list[Tensor] | None = None,
     domains: Sequence[Sequence[int]] | None = None,
+    sent: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
-    """The combined tokens of each rank, to the bit. ``domains``: ranks of each; all are in one if none are given."""
+    """The combined tokens of each rank, to the bit. ``domains``: ranks of each; all are in one if none are given.
+    ``sent``: what arrives of a sum [H] of fp32 (fp64); without it the sum rounded to y's dtype."""
     wire = y[0].dtype
     exact = torch.float64 if wire == torch.float64 else torch.float32
+    arrives = sent or (lambda summed: summed.to(wire).to(exact))
     outs = []
     for source, idx in enumerate(case.topk_idx):
         out = torch.zeros(idx.shape[0], y[0].shape[1], dtype=exact)
@@ -337,8 +340,8 @@ def expected_combine(
                         if weights is not None:
                             summand = weights[rank][row].to(exact) * summand
                         partial = partial + summand
-                    summed = summed + partial.to(wire).to(exact)
-                out[token] = out[token] + (summed if source in domain else summed.to(wire).to(exact))
+                    summed = summed + arrives(partial)
+                out[token] = out[token] + (summed if source in domain else arrives(summed))
             if residual is not None:
                 out[token] = out[token] + residual[source][token].to(exact)
         outs.append(out.to(wire))

@@ -7,7 +7,7 @@ not used.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import cases
 import torch
@@ -78,20 +78,27 @@ def expected_rows(copies: Copies, tokens: list[Tokens]) -> tuple[Tensor, Tensor]
 
 
 def expected_sums(
-    case: RouteCase, copies: list[Copies], y: list[Tensor], domains: Sequence[Sequence[int]] = ()
+    case: RouteCase,
+    copies: list[Copies],
+    y: list[Tensor],
+    domains: Sequence[Sequence[int]] = (),
+    sent: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
     """What a combine of one row for each copy gives: sums over ranks ascending, rounded once; of several NVLink domains
-    (ordered by their lowest ranks) first those of each, rounded unless it is the owner's own."""
+    (ordered by their lowest ranks) first those of each, rounded unless it is the owner's own. ``sent``: what arrives of
+    a row [H] of fp32 (fp64); without it the row rounded to y's dtype."""
     wire = y[0].dtype
     exact = torch.float64 if wire == torch.float64 else torch.float32
+    arrives = sent or (lambda row: row.to(wire).to(exact))
     outs = [torch.zeros(idx.shape[0], y[0].shape[1], dtype=exact) for idx in case.topk_idx]
     for members in domains or [range(len(copies))]:
         parts = [torch.zeros_like(out) for out in outs]
         for rank in members:
             for row, (source, token) in enumerate(copies[rank].rows):
-                parts[source][token] += y[rank][row].to(exact)
+                parts[source][token] += arrives(y[rank][row].to(exact))
         for source, part in enumerate(parts):
-            outs[source] += part if source in members else part.to(wire).to(exact)
+            for token, row in enumerate(part):
+                outs[source][token] += row if source in members else arrives(row)
     return [out.to(wire) for out in outs]
 
 

@@ -43,8 +43,10 @@ class Backend(Protocol):
         self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
     ) -> Received: ...
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
-        """-> out [T, H]"""
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
+    ) -> Tensor:
+        """-> out [T, H]; ``format``: what sums travel as, one of ``COMBINE_FORMATS``, or empty"""
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """-> out [T, H]"""
@@ -74,9 +76,13 @@ class Backend(Protocol):
         self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> Tensor: ...
 
-    def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+    def combine_start(
+        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
+    ) -> Tensor: ...
 
-    def combine_wait(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor: ...
+    def combine_wait(
+        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
+    ) -> Tensor: ...
 
     def combine_backward_start(
         self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route

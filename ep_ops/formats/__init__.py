@@ -6,7 +6,19 @@ docs/formats.md says all of it in one page.
 
 from __future__ import annotations
 
-from meta_kernels.formats import FORMATS, LAYOUTS, OF_TOKENS, Format, Grid, format_of, layout_of, per_row, scales_shape
+from meta_kernels.formats import (
+    COMBINE_FORMATS,
+    ELEMENT,
+    FORMATS,
+    LAYOUTS,
+    OF_TOKENS,
+    Format,
+    Grid,
+    format_of,
+    layout_of,
+    per_row,
+    scales_shape,
+)
 from meta_kernels.rows import exact_dtype
 
 from .groups import Segments
@@ -14,6 +26,8 @@ from .layouts import ScaleLayout, view
 from .quantize import dequantize, quantize
 
 __all__ = [
+    "COMBINE_FORMATS",
+    "ELEMENT",
     "FORMATS",
     "LAYOUTS",
     "OF_TOKENS",

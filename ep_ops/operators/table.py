@@ -107,6 +107,7 @@ _SIZES = "SymInt capacity, int alignment, SymInt slots, SymInt max_tokens"
 _DELIVERY = 'Tensor? scales=None, str format="", str scales_as="", bool zeros=True'
 _COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, {_ALONG}"
 _FLIGHT = "int flight=0"
+_SUMS = 'str format=""'  # what the sums of a combine travel as
 _GRADIENTS = f"Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, {_ALONG}, {_LAYOUT}"
 _TO_TOKENS = "(Tensor grad_x, Tensor grad_topk_weights)"
 _WAIT = "Tensor ticket, Tensor[] given, ScalarType dtype"  # of a gradient
@@ -160,11 +161,11 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "combine",
-        f'({_COMBINE}, Tensor? residual=None, str grad_format="") -> Tensor out',
+        f'({_COMBINE}, Tensor? residual=None, str grad_format="", {_SUMS}) -> Tensor out',
         "return rows [R, H] to their tokens [T, H] as weighted sums in a fixed order, plus an optional residual. The"
-        " gradient can be sent in a format",
+        " sums of each rank, and the gradient, can be sent in a format",
         checks.combine,
-        lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual),
+        lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual, a.format),
         meta_kernels.combine,
         gradients.OF_COMBINE,
     ),
@@ -237,19 +238,19 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         "combine_start",
-        f"({_COMBINE}, {_FLIGHT}) -> Tensor ticket",
+        f"({_COMBINE}, {_FLIGHT}, {_SUMS}) -> Tensor ticket",
         "start a combine, which then runs concurrently with the current stream",
         checks.combine_start,
-        lambda backend, a: backend.combine_start(a.flight, a.y, a.recv_weights, route(a, a.y.size(0))),
+        lambda backend, a: backend.combine_start(a.flight, a.y, a.recv_weights, route(a, a.y.size(0)), a.format),
         meta_kernels.combine_start,
         gradients.OF_COMBINE_START,
     ),
     Operator(
         "combine_wait",
-        f"(Tensor ticket, {_COMBINE}, {_FLIGHT}) -> Tensor out",
+        f"(Tensor ticket, {_COMBINE}, {_FLIGHT}, {_SUMS}) -> Tensor out",
         "finish a started combine; return what `combine` returns",
         checks.combine_start,
-        lambda backend, a: backend.combine_wait(a.flight, a.y, a.recv_weights, route(a, a.y.size(0))),
+        lambda backend, a: backend.combine_wait(a.flight, a.y, a.recv_weights, route(a, a.y.size(0)), a.format),
         meta_kernels.combine,
         gradients.OF_COMBINE_WAIT,
         starts="combine_start",

@@ -36,8 +36,8 @@ ep::dispatch_planned(Tensor x, Tensor? topk_weights, Tensor topk_idx, Tensor sen
     layout="grouped", SymInt slots=0, Tensor? scales=None, str format="", str scales_as="", bool zeros=True)
     -> (Tensor recv_x, Tensor recv_scales, Tensor recv_weights)
 ep::combine(Tensor y, Tensor? recv_weights, Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs,
-    Tensor counts, int alignment, SymInt max_tokens, str comm, Tensor? residual=None, str grad_format="") ->
-    Tensor out
+    Tensor counts, int alignment, SymInt max_tokens, str comm, Tensor? residual=None, str grad_format="", str
+    format="") -> Tensor out
 ep::combine_gathered(Tensor y, Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts,
     int alignment, SymInt max_tokens, str comm) -> Tensor out
 ep::dispatch_backward(Tensor? grad_recv_x, Tensor? grad_recv_weights, Tensor topk_idx, Tensor send_rows,
@@ -60,10 +60,11 @@ ep::dispatch_backward_start(Tensor? grad_recv_x, Tensor? grad_recv_weights, Tens
 ep::dispatch_backward_wait(Tensor ticket, Tensor[] given, ScalarType dtype, SymInt tokens, SymInt hidden, int
     top_k, str comm, int flight=0) -> (Tensor grad_x, Tensor grad_topk_weights)
 ep::combine_start(Tensor y, Tensor? recv_weights, Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor
-    offs, Tensor counts, int alignment, SymInt max_tokens, str comm, int flight=0) -> Tensor ticket
+    offs, Tensor counts, int alignment, SymInt max_tokens, str comm, int flight=0, str format="") -> Tensor
+    ticket
 ep::combine_wait(Tensor ticket, Tensor y, Tensor? recv_weights, Tensor topk_idx, Tensor send_rows, Tensor
-    arrivals, Tensor offs, Tensor counts, int alignment, SymInt max_tokens, str comm, int flight=0) -> Tensor
-    out
+    arrivals, Tensor offs, Tensor counts, int alignment, SymInt max_tokens, str comm, int flight=0, str
+    format="") -> Tensor out
 ep::combine_backward_start(Tensor grad_out, Tensor? y, Tensor? recv_weights, Tensor topk_idx, Tensor
     send_rows, Tensor arrivals, Tensor offs, Tensor counts, SymInt num_rows, int alignment, SymInt max_tokens,
     str comm, int flight=0) -> Tensor ticket

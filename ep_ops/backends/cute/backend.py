@@ -160,7 +160,9 @@ class CuteBackend:
         self._begin()
         return self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
+    ) -> Tensor:
         self._begin()
         if residual is None and route.max_tokens <= self._latency_tokens:
             return self.latency.combine(y, recv_weights, route)
@@ -211,7 +213,9 @@ class CuteBackend:
     ) -> DispatchTensors:
         return self._wait(flight, "dispatch")
 
-    def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+    def combine_start(
+        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
+    ) -> Tensor:
         args, given = (y, recv_weights, route), (y, recv_weights, *route.tensors)
         if route.max_tokens > self._latency_tokens:
             self._start(flight, "combine", given, lambda: self._beside.combine(*args, None))
@@ -221,7 +225,9 @@ class CuteBackend:
             self._start(flight, "combine", given, lambda: beside.send_combine(*args), receive)
         return ticket(y)
 
-    def combine_wait(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
+    def combine_wait(
+        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
+    ) -> Tensor:
         return self._wait(flight, "combine")
 
     def dispatch_backward_start(

@@ -48,7 +48,8 @@ and should be powers of two, but are none, are refused.
 product and each sum rounded), rounded to y's dtype. For each NVLink domain: fp32 sum of these over its ranks
 ascending, rounded to y's dtype unless it is the owner's own. On the owner: fp32 sum of these over domains, in the order
 of their lowest ranks, then of the token's residual if there is one, rounded once to y's dtype. With fp64 rows
-everything is fp64.
+everything is fp64. With a ``format``, both sums that are rounded to y's dtype above, those of each rank and those of
+another domain than the owner's, are quantized instead, and code times scale in fp32 is added.
 
 **Gathered.** ``combine_gathered`` is combine without weights, of rows that lie where peers can read them: in
 ``empty_rows``, whose memory is the same in every call. Other rows are copied there, over what it held (in a

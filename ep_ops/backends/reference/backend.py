@@ -145,10 +145,12 @@ class ReferenceBackend:
     # ------------------------------------------------------------------ combine
 
     @_whole
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
-        same = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
-        self._meeting.along("combine", same, route)
-        return self.rows.to_tokens(y, recv_weights, route, residual)
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
+    ) -> Tensor:
+        given = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
+        self._meeting.along("combine", {**given, **quantized.agreed(format)}, route)
+        return self.rows.to_tokens(y, recv_weights, route, residual, format)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """Ordinary memory, the same in every call."""
@@ -183,11 +185,15 @@ class ReferenceBackend:
     ) -> DispatchTensors:
         return self._wait(flight, "dispatch", x, topk_weights, topk_idx, sizes, delivery)
 
-    def combine_start(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        return self._start(flight, "combine", split.ticket(y), y, recv_weights, route)
+    def combine_start(
+        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
+    ) -> Tensor:
+        return self._start(flight, "combine", split.ticket(y), y, recv_weights, route, None, format)
 
-    def combine_wait(self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route) -> Tensor:
-        return self._wait(flight, "combine", y, recv_weights, route)
+    def combine_wait(
+        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
+    ) -> Tensor:
+        return self._wait(flight, "combine", y, recv_weights, route, None, format)
 
     def dispatch_backward_start(
         self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
@@ -325,4 +331,4 @@ class ReferenceBackend:
 
 def _terms(topk_weights: Tensor | None, delivery: Delivery) -> dict[str, int]:
     """What ranks must agree on in a dispatch."""
-    return {"topk_weights given": int(topk_weights is not None), **quantized.agreed(delivery)}
+    return {"topk_weights given": int(topk_weights is not None), **quantized.agreed(delivery.format)}

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...formats import FORMATS, Grid, ScaleLayout, dequantize, format_of, layout_of, quantize
+from ...formats import ELEMENT, FORMATS, Grid, ScaleLayout, dequantize, exact_dtype, format_of, layout_of, quantize
 from ...formats.quantize import are_powers
 from ...records import Delivery, Route
 
@@ -22,9 +23,31 @@ NAMES = {"format": tuple(dict.fromkeys(["", *(name.removeprefix("wire:") for nam
 NAN_CODE, NAN_BYTE = 0x7F, 0xFF
 
 
-def agreed(delivery: Delivery) -> dict[str, int]:
+def agreed(format: str) -> dict[str, int]:
     """What ranks must agree on."""
-    return {"format": NAMES["format"].index(delivery.format.removeprefix("wire:"))}
+    return {"format": NAMES["format"].index(format.removeprefix("wire:"))}
+
+
+class SumFormat(NamedTuple):
+    """How the sums of a combine travel: rounded to the rows' dtype, or quantized."""
+
+    dtype: torch.dtype  # of the rows
+    format: str  # one of COMBINE_FORMATS, or empty
+
+    def packed(self, sums: Tensor) -> Tensor:
+        """What is sent of sums [rows, H] of fp32 (fp64): one row for each."""
+        if not self.format:
+            return sums.to(self.dtype)
+        codes, scales = quantize(sums, format_of(self.format))
+        return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+    def unpacked(self, rows: Tensor, hidden_size: int) -> Tensor:
+        """What rows that were sent add to a sum of fp32 (fp64), [rows, H]."""
+        if not self.format:
+            return rows.to(exact_dtype(self.dtype))
+        form = format_of(self.format)
+        codes, scales = rows[:, :hidden_size].contiguous(), rows[:, hidden_size:].contiguous()
+        return dequantize(codes.view(ELEMENT), scales.view(form.scale_dtype), form, torch.float32)
 
 
 def problem(delivery: Delivery) -> str | None:

@@ -83,9 +83,13 @@ class Transfer:
 
     # ------------------------------------------------------------------ to tokens
 
-    def to_tokens(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None) -> Tensor:
-        """Rows added up at their tokens' owners, with the residual last."""
+    def to_tokens(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
+    ) -> Tensor:
+        """Rows added up at their tokens' owners, with the residual last. ``format``: what the sums of each rank travel
+        as."""
         ranks, topk_idx, table = self.ranks, route.topk_idx, self._table(route)
+        hidden_size, wire = y.shape[1], quantized.SumFormat(y.dtype, format)
         exact = exact_dtype(y.dtype)
 
         came = (table >= 0).any(2)  # [W, max_tokens]: tokens with a row here
@@ -102,10 +106,15 @@ class Transfer:
         destination = self.destinations(topk_idx, route.send_rows)  # [T, K]
         went = torch.stack([(destination == rank).any(1) for rank in range(ranks.world_size)])  # [W, T]
         went_counts = went.sum(1).tolist()
-        arrived = self.exchange.all_to_all(partial.to(y.dtype), came.sum(1).tolist(), went_counts)
+        arrived = self.exchange.all_to_all(wire.packed(partial), came.sum(1).tolist(), went_counts)
 
-        out = torch.zeros(topk_idx.shape[0], y.shape[1], dtype=exact, device=y.device)
-        tree.add_up(out, arrived.split(went_counts), went, ranks.domains, ranks.rank)
+        def crossed(sums: Tensor) -> Tensor:
+            """Sums of a domain, as they arrive in another one."""
+            return wire.unpacked(wire.packed(sums), hidden_size)
+
+        out = torch.zeros(topk_idx.shape[0], hidden_size, dtype=exact, device=y.device)
+        summands = wire.unpacked(arrived, hidden_size).split(went_counts)
+        tree.add_up(out, summands, went, ranks.domains, ranks.rank, crossed)
         if residual is not None:
             out += residual.to(exact)
         return out.to(y.dtype)

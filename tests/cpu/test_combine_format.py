@@ -1,0 +1,244 @@
+"""A combine whose sums travel in a format, on the reference backend, against plain loops that quantize number by number
+(tests/quantized.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import cases
+import pytest
+import quantized
+import torch
+import torch.distributed as dist
+import toy
+from cases import RouteCase
+from ranks import run_ranks
+from test_formats_model import MX, POW2, TOP_K, communicator, inputs
+from test_operators_registration import OPS, arguments
+from torch import Tensor
+from torch.library import opcheck
+
+import ep_ops
+from ep_ops import checks
+from ep_ops.records import Route, Sizes
+from meta_kernels.formats import COMBINE_FORMATS
+
+HIDDEN = 64
+ROUTES = ("random", "repeated_experts", "over_capacity", "no_tokens_on_last_rank", "padded_over")
+WIRE = f"wire:{MX}"
+
+
+def arrived(sums: Tensor, format: str) -> Tensor:
+    """What arrives of a sum [H]."""
+    return quantized.dequantized(
+        *quantized.quantized(sums[None], format.removeprefix("wire:e4m3/")), torch.float32
+    ).squeeze(0)
+
+
+@dataclasses.dataclass
+class Given:
+    """Inputs of one rank: rows, their weights, and what is added last."""
+
+    y: Tensor
+    weights: Tensor
+    residual: Tensor
+
+
+def drawn(case: RouteCase, dtype: torch.dtype, seed: int) -> list[Given]:
+    """Rows of all magnitudes: some sums of fp16 rows overflow when they are rounded, some cancel, and some hold zeros,
+    an Inf or a NaN."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        spread = torch.randint(-20, 15, (shape[0], 1), generator=draw).float().exp2()
+        rows = spread * torch.randn(*shape, generator=draw)
+        rows[torch.rand(shape[0], generator=draw) < 0.1] = 0
+        rows[torch.rand(shape[0], generator=draw) < 0.1, :32] = -0.0
+        for special in (torch.inf, torch.nan):
+            row = torch.rand(shape[0], generator=draw) < 0.1
+            rows[row, torch.randint(shape[1], (1,), generator=draw)] = special
+        rows[1:][torch.rand(max(shape[0] - 1, 0), generator=draw) < 0.2] = -rows[:1]
+        return rows.to(dtype)
+
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return [
+        Given(noise(rows, HIDDEN), torch.randn(rows, generator=draw, dtype=exact), noise(idx.shape[0], HIDDEN))
+        for rows, idx in zip(case.capacity, case.topk_idx, strict=True)
+    ]
+
+
+def on_routes(made: list[tuple[RouteCase, list[Given]]], size: int | None, format: str) -> list[dict[str, Tensor]]:
+    """What combines of one rank return, for each route."""
+    rank, found = dist.get_rank(), []
+    for case, given in made:
+        mine, idx = given[rank], case.topk_idx[rank]
+        with ep_ops.Communicator(
+            num_experts=case.num_experts, experts_per_rank=case.experts_per_rank, hidden_size=HIDDEN, top_k=case.top_k,
+            max_tokens_per_rank=max(case.max_tokens, 1), dtype=mine.y.dtype, alignment=case.alignment,
+            backend="reference", device="cpu", domain_size=size,
+        ) as comm:  # fmt: skip
+            sizes = Sizes(case.capacity[rank], case.alignment, case.slots[rank], case.max_tokens, case.layout(rank))
+            route = Route(idx, *comm.backend.plan(idx, sizes)[:4], case.alignment, case.capacity[rank], case.max_tokens)
+            started = comm.combine_start(mine.y, route, mine.weights, format=format)
+            found.append(
+                {
+                    "split": comm.combine_wait(started),
+                    "plain": comm.combine(mine.y, route, format=format),
+                    "residual": comm.combine(mine.y, route, mine.weights, residual=mine.residual, format=format),
+                }
+            )
+    return found
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """To the bit; NaN is NaN."""
+    ints = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    return got.shape == want.shape and bool(((got.view(ints) == want.view(ints)) | (got.isnan() & want.isnan())).all())
+
+
+@pytest.mark.parametrize("format", COMBINE_FORMATS)
+@pytest.mark.parametrize(
+    ("world_size", "size", "dtype"),
+    [
+        (1, None, torch.float16), (2, None, torch.bfloat16), (2, 1, torch.float32), (4, None, torch.float16),
+        (4, 2, torch.bfloat16), (4, 1, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_sums(world_size: int, size: int | None, dtype: torch.dtype, format: str) -> None:
+    """Domains of one rank each give the bits of one domain: what is quantized again stays as it is."""
+    seed = cases.fresh_seed()
+    chosen = [cases.route_cases(world_size, seed)[name] for name in ROUTES]
+    made = [(case, drawn(case, dtype, seed)) for case in chosen]
+    domains = None if size in (None, 1) else tuple(itertools.zip_longest(*[iter(range(world_size))] * size))
+    results = run_ranks(world_size, on_routes, made, size, format)
+    for number, (case, given) in enumerate(made):
+        plans = cases.expected_plan(case)
+        y, weights = [one.y for one in given], [one.weights for one in given]
+        sent = functools.partial(arrived, format=format)
+        plain = cases.expected_combine(case, plans, y, None, None, domains, sent)
+        weighted = cases.expected_combine(case, plans, y, weights, None, domains, sent)
+        added = cases.expected_combine(case, plans, y, weights, [one.residual for one in given], domains, sent)
+        wanted = {"split": weighted, "plain": plain, "residual": added}
+        for rank, found in enumerate(results):
+            for what, out in found[number].items():
+                assert same(out, wanted[what][rank]), f"{what} of rank {rank}, route {case.name}"
+
+
+def by_token(format: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of token-major rows: their sums, and the rows and where they belong."""
+    with communicator(max_tokens_per_rank=16) as comm:
+        x, idx, weights = inputs(9 - comm.rank, seed + comm.rank)
+        sent = comm.dispatch(x, idx, weights, layout="token_major")
+        y = torch.where(sent.route.recv_from[:, None] >= 0, sent.x * 3, torch.nan)
+        return comm.combine(y, sent.route, format=format), x, idx
+
+
+@pytest.mark.parametrize("format", COMBINE_FORMATS)
+def test_token_major(format: str) -> None:
+    """One row for each rank that a token reaches, which all have x: as many times what arrives of it."""
+    for out, x, idx in run_ranks(2, by_token, format, cases.fresh_seed()):
+        for token, experts in enumerate(idx.tolist()):
+            reached = len({expert // 2 for expert in experts if expert >= 0})
+            one = arrived((x[token] * 3).float(), format)
+            assert same(out[token], sum([one] * reached, torch.zeros_like(one)).bfloat16())
+
+
+def disagreeing() -> str:
+    y, idx = torch.ones(32, 256).bfloat16(), torch.zeros(3, TOP_K).int()
+    with communicator() as comm:
+        route, _ = comm.plan(idx, capacity=32)
+        with pytest.raises(ValueError, match="ranks disagree on format") as error:
+            comm.combine(y, route, format=WIRE if comm.rank else "")
+        comm.combine(y, route, format=WIRE)
+        return str(error.value)
+
+
+def test_ranks_that_disagree() -> None:
+    """All are told, and go on."""
+    assert run_ranks(2, disagreeing) == ["combine: ranks disagree on format: ['', 'e4m3/32/mx'] by rank"] * 2
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("grad_format", ["", f"wire:{POW2}"])
+def test_gradients_go_straight_through(split: bool, grad_format: str) -> None:
+    """As if sums had travelled as they are; what backward sends follows ``grad_format`` alone."""
+    if split and grad_format:
+        return
+    with communicator() as comm:
+        x, idx, weights = inputs(7)
+        sent, found, sums = comm.dispatch(x, idx, weights), [], []
+        assert sent.weights is not None
+        rows = torch.where((sent.route.recv_from >= 0)[:, None], sent.x, 0)
+        for format in ("", WIRE):
+            y, by, residual = (t.clone().requires_grad_() for t in (rows, sent.weights, x))
+            if split:
+                out = comm.combine_wait(comm.combine_start(y, sent.route, by, format=format))
+            else:
+                out = comm.combine(y, sent.route, by, residual=residual, format=format, grad_format=grad_format)
+            out.backward(x)
+            found.append((y.grad, by.grad, residual.grad))
+            sums.append(out)
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(*sums), "sums travel as they are"
+
+
+def _step(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+    sent = comm.dispatch(x, idx, weights)
+    rows = torch.where((sent.route.recv_from >= 0)[:, None], sent.x, 0)
+    out = comm.combine(rows * 2, sent.route, sent.weights, format=WIRE)
+    return out + comm.combine_wait(comm.combine_start(rows * 3, sent.route, sent.weights, format=WIRE))
+
+
+def test_compiled() -> None:
+    """One graph, the same numbers as eager code."""
+    torch._dynamo.reset()
+    with communicator() as comm:
+        x, idx, weights = inputs(7)
+        found = []
+        for run in (_step, torch.compile(_step, backend="aot_eager", fullgraph=True)):
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = run(comm, leaves[0], idx, leaves[1])
+            out.backward(x)
+            found.append([out, *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["combine", "combine_start", "combine_wait"])
+def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy, "HIDDEN", 32)
+    with toy.communicator(strict=False) as comm:
+        given = arguments(comm, name, "")
+        assert OPS[name].arguments._fields[-1] == "format"
+        opcheck(OPS[name].overload, (*given[:-1], WIRE))
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of all three operators, and by a cute backend."""
+    y, idx = torch.ones(32, 256).bfloat16(), torch.zeros(3, TOP_K).int()
+    allowed = "allowed for a combine: '' (sums travel as they are), " + ", ".join(map(repr, COMBINE_FORMATS))
+    with communicator() as comm:
+        route, _ = comm.plan(idx, capacity=32)
+        for name in (MX, "wire:e5m2", "wire:e4m3/128/fp32", "wire:e4m3/row/fp32"):
+            for run in (comm.combine, comm.combine_start):
+                with pytest.raises(ValueError) as error:
+                    run(y, route, format=name)
+                assert f"format is {name!r}; {allowed}" in str(error.value)
+        with pytest.raises(TypeError, match="format is None; allowed: a str"):
+            comm.combine(y, route, format=None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="unexpected keyword argument 'format'"):
+            comm.combine_gathered(y, route, format=WIRE)  # type: ignore[call-arg]
+        monkeypatch.setattr(comm, "config", dataclasses.replace(comm.config, backend="cute"))
+        for operator in ("combine", "combine_start"):
+            given = OPS[operator].arguments(y, None, *route.tensors, *route.ints, comm.name, format=WIRE)
+            with pytest.raises(ValueError, match="allowed for a combine on backend 'cute': ''"):
+                getattr(checks, operator)(comm, given)
+    with communicator(dtype=torch.float64) as comm:
+        route, _ = comm.plan(idx, capacity=32)
+        with pytest.raises(ValueError, match="format is 'wire:e4m3/32/mx', and rows are torch.float64"):
+            comm.combine(y.double(), route, format=WIRE)
+    with communicator(hidden_size=48) as comm:
+        route, _ = comm.plan(idx, capacity=32)
+        with pytest.raises(ValueError, match="hidden_size is 48; format 'wire:e4m3/32/mx' takes multiples of 32"):
+            comm.combine(y[:, :48].contiguous(), route, format=WIRE)
