@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -103,7 +104,6 @@ def without_experts_on_one_rank() -> None:
         assert not layer.experts.dropped.any()
         misuse(comm)
         losses(comm)
-        exported(comm)
     with ep_ops.Communicator(**SIZES, dtype=torch.float32, experts_per_rank=[2, 1, 1, 1]) as other:
         with pytest.raises(ValueError, match=r"is \(2, 1, 1, 1\); Experts takes the default, \(2, 2, 1, 0\)"):
             Experts(other, F)
@@ -117,16 +117,6 @@ def misuse(comm: ep_ops.Communicator) -> None:
     with pytest.raises(TypeError, match=r"topk_idx is a DTensor; .* topk_idx.to_local\(\)"):
         experts(x.to_local(), DTensor.from_local(ids, comm.expert_mesh(), [Replicate()]), weights)
     assert experts(x.to_local(), ids, weights).shape == (3, H)  # and all goes on
-
-
-def exported(comm: ep_ops.Communicator) -> None:
-    """Strict export keeps the parameters as DTensors, and the program runs on all ranks."""
-    experts, x = Experts(comm, F), torch.randn(3, H)
-    given = x, torch.randint(5, (3, 2)), torch.rand(3, 2)
-    program = torch.export.export(experts, given, strict=True)
-    assert all(isinstance(program.state_dict[name], DTensor) for name in ("w_in", "w_out"))
-    with torch.no_grad():
-        torch.testing.assert_close(program.module()(*given), experts(*given))
 
 
 def losses(comm: ep_ops.Communicator) -> None:
@@ -159,6 +149,21 @@ def test_five_experts_on_four_ranks() -> None:
     run_ranks(4, without_experts_on_one_rank)
 
 
+def exported() -> None:
+    """Strict export keeps the parameters as DTensors, and all ranks can run the program."""
+    with ep_ops.Communicator(**SIZES, dtype=torch.float32) as comm:
+        experts, x = Experts(comm, F), torch.randn(3, H)
+        given = x, torch.randint(5, (3, 2)), torch.rand(3, 2)
+        program = torch.export.export(experts, given, strict=True)
+        assert all(isinstance(program.state_dict[name], DTensor) for name in ("w_in", "w_out"))
+        with torch.no_grad():
+            torch.testing.assert_close(program.module()(*given), experts(*given))
+
+
+def test_strict_export() -> None:
+    run_ranks(2, exported)
+
+
 class Block(nn.Module):
     def __init__(self, moe: MoELayer) -> None:
         super().__init__()
@@ -183,6 +188,12 @@ def replicas() -> None:
         layer.experts.reset_parameters()  # of sharded experts
         steps_of_adamw(layer, layer.parameters(), {"foreach": True})  # two meshes in one group
 
+
+def compiled_block(backend: str) -> None:
+    """A whole block under FSDP2 with mixed precision, its experts sharded over replicas of two ranks."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replica", "ep"))
+    flat = mesh._flatten("dp")
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with ep_ops.Communicator(mesh["ep"], **SIZES, dtype=torch.bfloat16) as comm:
         replica = FSDPMeshInfo(mesh=mesh["replica"], shard_mesh_dim=0)
@@ -190,11 +201,11 @@ def replicas() -> None:
         compiled = Block(MoELayer(comm, F, dtype=torch.float32))
         for block in (compiled, copy.deepcopy(compiled)):
             spread = {id(p) for p in block.moe.experts.parameters()}
-            run = torch.compile(block, fullgraph=True, backend="aot_eager") if block is compiled else block
+            run = torch.compile(block, fullgraph=True, backend=backend) if block is compiled else block
             over = ShardPlacementResult(Shard(1), replica)
             placement = lambda p, own=spread, over=over: over if id(p) in own else None  # noqa: E731
             fully_shard(run, mesh=flat, mp_policy=mixed, shard_placement_fn=placement)
-            run.set_gradient_divide_factor(4)
+            run.set_gradient_divide_factor(ranks)
             run.set_force_sum_reduction_for_comms(True)
             out = run(x)
             out.float().square().mean().backward()
@@ -207,3 +218,13 @@ def replicas() -> None:
 
 def test_fsdp_of_experts_over_replicas() -> None:
     run_ranks(4, replicas)
+
+
+LONG = pytest.mark.skipif(
+    os.environ.get("EP_OPS_ALL_CHECKS") != "1", reason="Inductor compiles for a minute: EP_OPS_ALL_CHECKS=1 runs it"
+)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(4, "aot_eager"), pytest.param(2, "inductor", marks=LONG)])
+def test_compiled_block_under_fsdp(ranks: int, backend: str) -> None:
+    run_ranks(ranks, compiled_block, backend)
