@@ -1,4 +1,4 @@
-"""`Communicator`: configuration, backend and lifetime of what the operators of a process group share."""
+"""The class ``Communicator``: configuration, backend and lifetime of what the operators of a process group share."""
 
 from __future__ import annotations
 
@@ -140,13 +140,20 @@ class Communicator(Methods):
         device: torch.device | str | int | None = None,
         **options: Any,
     ) -> Communicator:
-        """Return the living communicator that this method made with equal arguments, or a new one.
+        """Return the living communicator that this method created with equal arguments, or create one.
 
-        For models of many layers, which should share one communicator: each holds memory, and functions are compiled
-        anew for each. It lives until it is destroyed.
+        Use it for models whose layers are created independently. Layers should share a communicator, because each one
+        allocates memory, and functions are compiled again for each. It lives until :meth:`destroy` is called.
+        Collective.
 
         Args:
             group, config, device, options: as for :class:`Communicator`.
+
+        Returns:
+            A communicator, which other callers may have got as well.
+
+        Raises:
+            TypeError, ValueError: as for :class:`Communicator`.
         """
         key = group_of(group), configured("Communicator.shared", config, options), device
         found = _shared.get(key)
@@ -158,18 +165,19 @@ class Communicator(Methods):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Copies of a model (for an average of its weights, say) use the communicator that it uses."""
+        """Return this communicator, so that copies of a model use the communicator of the original."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In the process that reads it: the living communicator of that name."""
+        """Pickle the name: unpickling returns the living communicator of that name in that process."""
         return registry.get, (self.name,)
 
     def expert_mesh(self) -> DeviceMesh | None:
-        """Return the one-dimensional DeviceMesh over which experts are sharded, None for a communicator of one rank.
+        """Return the one-dimensional DeviceMesh over which experts are sharded.
 
-        It is the mesh that was given as ``group`` (``mesh["ep"]``), or one over the ranks of the group whose dimension
-        is named "ep".
+        Returns:
+            The mesh that was given as ``group`` (``mesh["ep"]``), or a mesh over the ranks of the group whose dimension
+            is named "ep". None for a communicator of one rank.
         """
         if self._mesh is None and self.world_size > 1:
             assert self.group is not None
@@ -177,12 +185,22 @@ class Communicator(Methods):
         return self._mesh if self.world_size > 1 else None
 
     def empty_rows(self, num_rows: int) -> Tensor:
-        """[num_rows, H] to write experts' outputs to, for :meth:`combine_gathered`; what it holds is undefined.
+        """Return symmetric memory for the outputs of experts, to be passed to :meth:`combine_gathered`.
 
-        Every call hands out the same memory, and every combine_gathered of other rows overwrites it. It may be written
-        again as soon as a combine_gathered of it has been called. Call it in eager code (CUDA graphs may be captured);
-        in compiled code combine_gathered takes the rows, and the compiler sees to where they are written.
-        ValueError if there are not so many ``symmetric_rows``; ranks may ask for different numbers.
+        Every call returns the same memory, and a :meth:`combine_gathered` of other rows overwrites it. It may be
+        written again as soon as a :meth:`combine_gathered` of it has been called. Call this method in eager code, which
+        CUDA graphs may capture. In compiled code, call :meth:`combine_gathered` with any rows; the compiler places
+        them.
+
+        Args:
+            num_rows: number of rows, 0 to ``symmetric_rows``. Ranks may pass different numbers.
+
+        Returns:
+            Tensor [num_rows, H] in the communicator's dtype, with undefined contents.
+
+        Raises:
+            ValueError: ``num_rows`` exceeds ``symmetric_rows``.
+            RuntimeError: the communicator was destroyed.
         """
         refuse_destroyed(self)
         checks.empty_rows(self, num_rows)
@@ -191,15 +209,23 @@ class Communicator(Methods):
     def sm_budget(
         self, *, dispatch: int | None = None, combine: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """``with comm.sm_budget(dispatch=16, combine=32): ...``: multiprocessors for the operators that run inside.
+        """Limit the multiprocessors (SMs) of the operators that run inside a ``with`` block.
 
-        None leaves that one as it is. The backward of a dispatch is a combine, and the other way round: put
-        ``backward()`` inside as well if it is meant. Blocks nest; what was before comes back at the end. It is
-        state of this process, not part of the program: ranks may differ, a compiled function reads it when it runs
-        (so put the block around the call; inside a function that is compiled with ``fullgraph=True`` it is an error),
-        and a captured CUDA graph replays with what held during the capture. The latency kernels follow no budget,
-        the reference backend ignores it. ValueError for less than 1 (dispatch) or 2 (combine), and for more than the
-        GPU has to give. What is set is a limit: a rank with more rows than others takes no more either.
+        ``with comm.sm_budget(dispatch=16, combine=32): ...``. Blocks can be nested; the previous limits return at the
+        end. The backward of a dispatch is a combine and vice versa, so include ``backward()`` if its operators are to
+        be limited.
+
+        The limit is state of this process: ranks may use different ones. A compiled function reads it when it runs, so
+        put the block around the call. A captured CUDA graph replays with the limit during its capture. The limit also
+        holds on a rank that receives more rows than others. Latency kernels and the reference backend ignore it.
+
+        Args:
+            dispatch: SMs of a dispatch, at least 1. None: unchanged.
+            combine: SMs of a combine, at least 2. None: unchanged.
+
+        Raises:
+            ValueError: a value is out of range for this GPU.
+            RuntimeError: inside a function that is compiled with ``fullgraph=True``.
         """
         return self.backend.budget.changed(dispatch, combine)
 
@@ -224,14 +250,23 @@ class Communicator(Methods):
     # ------------------------------------------------------------------ lifetime
 
     def memory_plan(self) -> MemoryPlan:
-        """Bytes that this rank takes (see :func:`ep_ops.memory_plan`)."""
+        """Return the bytes that this rank allocates, by purpose.
+
+        Returns:
+            See :func:`ep_ops.memory_plan`.
+        """
         return plan_of(self.config, self.rank)
 
     def warmup(self, formats: Sequence[tuple[str, str]] = ()) -> None:
-        """Compile and load every kernel. Collective; call it before capturing a CUDA graph.
+        """Compile and load every kernel. Collective. Call it before capturing a CUDA graph.
 
-        ``formats``: those that dispatches will name besides, each with its ``scales_as``, such as ("e4m3/128/pow2",
-        "columns"); kernels of others are compiled when they are first called. ValueError for a name that is none.
+        Args:
+            formats: further formats that dispatches will use, as pairs (format, ``scales_as``), for example
+                ``[("e4m3/128/pow2", "columns")]``. Kernels of other formats are compiled at their first call.
+
+        Raises:
+            ValueError: a format or layout of scales does not exist.
+            RuntimeError: the communicator was destroyed.
         """
         for one in formats:
             if isinstance(one, str) or len(one) != 2:
@@ -247,10 +282,12 @@ class Communicator(Methods):
         self._exchange.barrier()
 
     def check_errors(self) -> None:
-        """Raises what kernels have reported; does not wait for running ones.
+        """Raise the errors that kernels have reported so far. Does not wait for running kernels.
 
-        RuntimeError: a wait that failed (destroy the communicator then). ValueError: an expert id out of range, or rows
-        that did not fit where ``overflow`` is "raise" (this one looks at what has run, hence waits for the device).
+        Raises:
+            RuntimeError: a wait has failed; the communicator must be destroyed.
+            ValueError: an expert id was out of range, another rank rejected its arguments, or, with
+                ``overflow="raise"``, rows were dropped. With ``overflow="raise"`` the method waits for the device.
         """
         if not self.destroyed:
             self.backend.listen()
@@ -260,17 +297,35 @@ class Communicator(Methods):
             self.overflowed.check(self.name, self.rank)
 
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        """Has ``callback`` called with the text of the failure that ends this communicator, if there is one, within a
-        tenth of a second and from another thread: for servers that replay CUDA graphs and call nothing else. (A rank
-        that launches nothing is called when it calls :meth:`check_errors`.) The next call raises that text all the
-        same. ``lambda text: os.abort()`` ends the process. (cute backend; the reference backend raises at once.)"""
+        """Call ``callback`` if this communicator fails.
+
+        For servers that only replay CUDA graphs and would not notice a failure. The callback runs in another thread,
+        within a tenth of a second after the report of the kernels. A rank that launches nothing notices a failure only
+        when it calls :meth:`check_errors`. The next call on this communicator raises the same text. On the reference
+        backend errors are always raised, and the callback is not used.
+
+        Args:
+            callback: called once with the text of the failure. ``lambda text: os.abort()`` ends the process.
+        """
         self.backend.call_on_failure(callback)
 
     def last_operations(self, rank: int | None = None) -> list[Operation]:
-        """The last 16 operations that a rank (this one by default) has begun, the last one first: to see where it is
-        when something hangs. A call that goes in rounds (``staging_bytes``) is an operation for each of them, and one
-        more where it tells the route. Does not wait for what runs, here or there. (cute backend; the reference backend
-        notes none.) The text of a failure has the last three of the ranks concerned."""
+        """Return the last operations that a rank has begun, the latest first.
+
+        Use it from another thread or a debugger to find out where a rank hangs. It does not wait for running kernels,
+        here or on the other rank. A call that runs in rounds (``staging_bytes``) appears as one operation for each
+        round, and one for the route.
+
+        Args:
+            rank: rank whose operations are returned. None: this rank.
+
+        Returns:
+            At most 16 :class:`ep_ops.records.Operation`. Empty on the reference backend, which records none.
+
+        Raises:
+            ValueError: ``rank`` is out of range.
+            RuntimeError: the communicator was destroyed, or the memory of that rank cannot be read.
+        """
         refuse_destroyed(self)
         rank = self.rank if rank is None else rank
         if not 0 <= rank < self.world_size:
@@ -278,16 +333,24 @@ class Communicator(Methods):
         return self.backend.last_operations(rank)
 
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
-        """A communicator of those ranks that are left, where others have died. Collective over ``group``, which has
-        some ranks of this one's, in their order, equally many of each NVLink domain that has any left;
-        ``torch.distributed.new_group(ranks, use_local_synchronization=True)`` makes one without the dead, as long as
-        the store lives (torchrun's lies with rank 0's host).
+        """Return a communicator of the surviving ranks after others have died, and destroy this one without waiting.
 
-        Every rank keeps its experts, and its methods take the ids that this one's take: those of experts that are gone
-        count as -1, and :meth:`lost_rows` says how many. Operators that are called by their names take its own ids,
-        which number what is left. Compiled functions and CUDA graphs hold on to this communicator, which is destroyed
-        here, without waiting for anybody: compile and capture anew. ``name``: by default this one's, and the number of
-        ranks ("ep0 of 7").
+        Collective over ``group``. Every rank keeps its experts. Methods of the new communicator take the same expert
+        ids; ids of lost experts count as -1, and :meth:`lost_rows` counts them. Operators of ``torch.ops.ep`` take new
+        ids, which number the remaining experts. Compiled functions and CUDA graphs refer to the old communicator:
+        compile and capture again. docs/failures.md explains what else is needed.
+
+        Args:
+            group: some ranks of this communicator, in the same order, the same number from each NVLink domain or none.
+                ``torch.distributed.new_group(ranks, use_local_synchronization=True)`` creates it without the dead
+                ranks.
+            name: name of the new communicator. None: the old name and the number of ranks, such as "ep0 of 7".
+
+        Returns:
+            The new communicator.
+
+        Raises:
+            ValueError: ``group`` contains other ranks, another order, no experts, or domains of unequal size.
         """
         members = dist.get_process_group_ranks(group_of(group))
         ranks = [self.members.index(member) for member in members if member in self.members]
@@ -318,7 +381,7 @@ class Communicator(Methods):
         return left
 
     def _domain_size_of(self, ranks: Sequence[int]) -> int:
-        """The `domain_size` of a communicator of these ranks of this one."""
+        """Return the ``domain_size`` of a communicator of these ranks. ValueError for domains of unequal size."""
         left = [sum(rank in ranks for rank in domain) for domain in self.domains]
         sizes = {size for size in left if size}
         if len(sizes) > 1:
@@ -329,17 +392,27 @@ class Communicator(Methods):
         return sizes.pop()
 
     def lost_rows(self, topk_idx: Tensor) -> Tensor:
-        """How many entries of ``topk_idx`` name an expert that is gone (:meth:`shrink`): int64 [], on the device."""
+        """Count the entries of ``topk_idx`` that name an expert lost by :meth:`shrink`.
+
+        Args:
+            topk_idx: int32 or int64 [T, K] or [..., K].
+
+        Returns:
+            int64 [], on the device.
+        """
         if self.expert_ids is None:
             return torch.zeros((), dtype=torch.int64, device=topk_idx.device)
         return self.expert_ids.lost(inputs.ids(topk_idx))
 
     def destroy(self) -> None:
-        """Free everything. Collective: waits for the other ranks first, for ``timeout`` seconds at most. Calling it
-        again does nothing.
+        """Free the communicator's memory. Collective; calling it again does nothing.
 
-        Does not wait when the communicator has failed, or when the process group or its store is gone already.
-        RuntimeError with what it failed of, if nothing has raised that yet, or with the ranks that did not come.
+        Waits for the other ranks for at most ``timeout`` seconds. It does not wait if the communicator has failed, or
+        if the process group or its store no longer exists.
+
+        Raises:
+            RuntimeError: the communicator has failed and no call has raised that yet, or some ranks did not call
+                ``destroy``.
         """
         self._destroy(meet=True)
 
@@ -369,7 +442,7 @@ class Communicator(Methods):
             raise RuntimeError(unsaid)
 
     def _missing(self) -> list[int]:
-        """Ranks that do not come, of those that there still is a way to hear of."""
+        """Return the ranks that did not call ``destroy`` in time, as far as they can be reached."""
         if self.world_size == 1 or not dist.is_initialized():
             return []
         return leaving.meet(self.group, self.name, self.number, self.config.timeout, self._has_failed)
@@ -383,6 +456,7 @@ class Communicator(Methods):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Destroy the communicator. After an exception, do not wait for the other ranks."""
         self._destroy(meet=kind is None)  # after an error the other ranks may never come
 
     def __repr__(self) -> str:
@@ -391,7 +465,7 @@ class Communicator(Methods):
 
 
 def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str | None:
-    """What is wrong with what this rank was given for a communicator; None: nothing."""
+    """Return what is wrong with this rank's configuration, or None."""
     problem = own.problem() or backends.problem(own)
     if problem is None and own.backend == "cute":
         problem = gpu_problem(device) or backends.too_small(own, multiprocessors)
@@ -401,7 +475,7 @@ def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str 
 
 
 def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | None:
-    """What of right values "cute" does not take where "auto" was asked for; None: nothing."""
+    """Return why ``backend="auto"`` cannot use cute for this configuration, or None."""
     if own.backend != "auto":
         return None
     unfit = backends.problem(dataclasses.replace(own, backend="cute"))
@@ -411,6 +485,6 @@ def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | Non
 
 
 def refuse_destroyed(comm: Communicator) -> None:
-    """RuntimeError for a communicator that was destroyed, whose ranks no longer meet."""
+    """Raise RuntimeError for a communicator that was destroyed."""
     if comm.destroyed:
         raise RuntimeError(f"communicator {comm.name!r} was destroyed")

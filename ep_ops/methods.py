@@ -1,5 +1,7 @@
-"""Methods of :class:`ep_ops.Communicator`, one for each operator. They take tensors as models have them, fill in sizes,
-and return records."""
+"""Methods of :class:`ep_ops.Communicator`, one for each operator.
+
+They convert dtypes, fill in sizes, and return records.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,16 @@ class Methods:
     overflowed: Overflow | None
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
-        """Rows that hold whatever ``max_tokens`` tokens per rank may route here without a drop.
+        """Return the number of rows of a receive buffer from which no row is ever dropped.
 
-        A token that names one expert several times takes a row each time, which this does not allow for.
+        It is the default ``capacity`` of :meth:`dispatch`. It assumes that a token names an expert at most once.
+
+        Args:
+            max_tokens: bound on the tokens of any rank. None: ``max_tokens_per_rank``.
+            alignment: number of rows that each segment is padded to a multiple of. None: the communicator's.
+
+        Returns:
+            Number of rows, a multiple of ``alignment``.
         """
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
@@ -68,12 +77,18 @@ class Methods:
         max_tokens: int | None = None,
         alignment: int | None = None,
     ) -> tuple[Route, Tensor]:
-        """Plan where the rows of ``topk_idx`` (int32 [T, K], -1 none) go, and move nothing.
+        """Compute where the rows of ``topk_idx`` go, without sending anything.
 
-        Arguments are those of :meth:`dispatch`.
+        Collective. Does not synchronize the host on the cute backend.
+
+        Args:
+            topk_idx, layout, capacity, slots, max_tokens, alignment: as for :meth:`dispatch`.
 
         Returns:
-            The route, for :meth:`dispatch_planned` and :meth:`combine`, and ``dropped`` (int32 [El]).
+            The :class:`ep_ops.Route`, for :meth:`dispatch_planned` and :meth:`combine`, and ``dropped``, int32 [El].
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
         rows, align, slots, tokens, layout = self._sizes("plan", layout, capacity, slots, max_tokens, alignment)
         if topk_idx is None:  # without a tensor PyTorch does not know which kernel to call
@@ -96,7 +111,7 @@ class Methods:
         """Send each token to the ranks that hold its experts and return the rows that arrive at this rank.
 
         Collective: every rank calls it, in the same order and with the same ``max_tokens``. T may differ between ranks
-        and may be 0. Does not synchronize the host on the cute backend, unless ``exact``. Differentiable.
+        and may be 0. Differentiable. Does not synchronize the host on the cute backend, unless ``exact``.
 
         Args:
             x: tokens, [T, H] or [..., H], in the communicator's dtype, to which ``torch.autocast`` casts them.
@@ -105,24 +120,25 @@ class Methods:
                 None, rows carry no weights.
             layout: order of the received rows. "grouped": contiguous segments by local expert, each padded to
                 ``alignment``. "padded": ``slots`` rows for each local expert. "token_major": one row for each (token,
-                rank), in the order of (source rank, token), with local expert ids and weights [R, K] beside it, for
-                GEMMs that gather (docs/token-major.md).
+                rank), in the order of (source rank, token), with local expert ids and weights [R, K], for GEMMs that
+                gather (docs/token-major.md).
             capacity: rows R of the receive buffer, a multiple of ``alignment``. Rows that do not fit are dropped and
                 counted in ``Dispatched.dropped``. Defaults to the worst case: :meth:`capacity` of ``max_tokens``, or
                 ``world_size * max_tokens`` token-major rows. Not with ``slots``.
             slots: rows of each local expert, a multiple of ``alignment``; with layout "padded" only, which needs it.
-            exact: receive into exactly as many rows as arrive; waits for the device once. Not with ``capacity`` or
+            exact: allocate exactly as many rows as arrive, which synchronizes the host once. Not with ``capacity`` or
                 layout "padded".
-            max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``.
-            alignment: segments are padded to a multiple of it; default: the communicator's. Token-major rows have none.
-            scales: scales of an x that is quantized already (docs/formats.md).
-            format: what rows arrive as, such as "e4m3/128/pow2"; empty: as x is.
-            scales_as: layout of the scales of received rows; empty: the format's first.
-            zeros: whether padding rows hold zeros, else they are undefined. None: where gradients are on, since
-                backward may read them.
+            max_tokens: bound on T in this call, the same on all ranks. Defaults to ``max_tokens_per_rank``.
+            alignment: number of rows that each segment is padded to a multiple of. Defaults to the communicator's.
+                Token-major rows have no alignment.
+            scales: scales of an x that is already quantized, [T, G] (docs/formats.md).
+            format: format in which rows arrive, such as "e4m3/128/pow2". Empty: as x.
+            scales_as: memory layout of the received scales. Empty: the first layout of the format.
+            zeros: whether padding rows hold zeros; else they are undefined. None: zeros if gradients are enabled,
+                because backward may read them.
 
         Returns:
-            Received rows, their weights, the route for :meth:`combine`, and drop counts.
+            Dispatched: received rows, their weights, the route for :meth:`combine`, and drop counts.
 
         Raises:
             TypeError: a tensor has the wrong dtype.
@@ -148,9 +164,20 @@ class Methods:
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
         format: str = "", scales_as: str = "", zeros: bool | None = None,
     ) -> Dispatched:  # fmt: skip
-        """Send ``x`` along a known route, into the rows that it was planned with. Differentiable.
+        """Send ``x`` along an existing route, into the rows that the route was planned with.
 
-        Arguments and result are those of :meth:`dispatch`; ``dropped`` is what the plan of the route has dropped.
+        Collective and differentiable. Does not synchronize the host on the cute backend.
+
+        Args:
+            x: tokens, [T, H] or [..., H], in the communicator's dtype.
+            route: result of :meth:`plan` or of a dispatch of this communicator.
+            topk_weights, scales, format, scales_as, zeros: as for :meth:`dispatch`.
+
+        Returns:
+            Dispatched: as for :meth:`dispatch`. ``dropped`` is the number of rows that the plan of the route dropped.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
         if not isinstance(route, Route):
             self._reject("dispatch_planned", no_route(route))
@@ -170,21 +197,28 @@ class Methods:
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
         format: str = "", grad_format: str = "",
     ) -> Tensor:  # fmt: skip
-        """Return the rows ``y`` [R, H] to their tokens and add them up, times ``weights`` [R] if given. Differentiable.
+        """Return the rows ``y`` to the owners of their tokens and sum the rows of each token.
+
+        Collective and differentiable. Does not synchronize the host on the cute backend. The order of summation is
+        fixed, so results are bit-identical from run to run.
 
         Args:
-            y: outputs of the experts, in the rows of a dispatch along ``route``.
-            route: from a dispatch or :meth:`plan`.
-            weights: weights of the rows. Token-major rows take none: apply them before, by ``ep_ops.nn.reduce_rows``.
-            residual: [T, H], given on all ranks or on none; added before the sum is rounded.
-            format: a format in which the sums of each rank travel to the tokens' owners, the same on all ranks:
-                "wire:e4m3/32/mx"; empty: in the communicator's dtype. Gradients do not depend on it. docs/formats.md
-                says how accurate that is.
-            grad_format: a format that begins with ``wire:``, the same on all ranks, in which backward sends the
-                gradient to the rows; empty: as it is. docs/formats.md says how accurate that is.
+            y: outputs of the experts, [R, H] in the communicator's dtype, in the rows of a dispatch along ``route``.
+                Contents of rows that hold no token are ignored.
+            route: result of a dispatch or of :meth:`plan`.
+            weights: weight of each row, float32 [R] (float64 with float64 rows). None: 1. Token-major rows take none;
+                apply their weights with ``ep_ops.nn.reduce_rows``.
+            residual: [T, H] or [..., H], added to each token's sum before rounding. Given on all ranks or on none.
+            format: format in which each rank's sums are sent to the owners, the same on all ranks: "wire:e4m3/32/mx".
+                Empty: the communicator's dtype. Gradients do not depend on it. docs/formats.md states the rounding error.
+            grad_format: format that begins with ``wire:`` in which backward sends the gradient to the rows, the same on
+                all ranks. Empty: unquantized. docs/formats.md states the rounding error.
 
         Returns:
-            [T, H], or [..., H] as the tokens had it.
+            Sums [T, H], or [..., H] in the shape of the tokens.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
         if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
             self._reject_rows("combine", route)
@@ -194,15 +228,25 @@ class Methods:
         return _home(call("combine", y, weights, *self._along(route), residual, grad_format, format), route)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        """:meth:`combine` without weights, of rows that lie in :meth:`empty_rows`. Same result to the bit.
+        """Combine without weights, with owners reading the rows from symmetric memory (:meth:`empty_rows`).
 
-        The owners fetch the rows where they are, all of them; :meth:`combine` first adds up those of a token on a rank.
-        So this is for one row for each copy of a token: experts that are as many as ranks, or rows that are added up
-        already. Ends when all ranks have fetched theirs. Differentiable.
+        Returns the same bits as :meth:`combine`. Collective and differentiable. It ends when all ranks have read their
+        rows. Use it if a token has one row on each rank: as many experts as ranks, or rows that are already summed.
+        :meth:`combine` sends one sum for several rows of a token, and this method sends each of them.
 
-        Rows ``y`` that lie elsewhere are copied there first. Under ``torch.compile`` they are not where Inductor
-        generates the kernel that makes them, or has a product make them (``torch.mm``): that writes them there
-        (docs/throughput.md). ValueError for more rows than ``symmetric_rows``.
+        Rows that lie elsewhere are copied to symmetric memory first. Under ``torch.compile`` the copy is avoided if
+        Inductor generates the kernel that computes ``y`` or passes its output memory (``torch.mm``); see
+        docs/throughput.md.
+
+        Args:
+            y: [R, H] in the communicator's dtype, at most ``symmetric_rows`` rows.
+            route: result of a dispatch or of :meth:`plan`.
+
+        Returns:
+            Sums [T, H], or [..., H] in the shape of the tokens.
+
+        Raises:
+            ValueError: there are more rows than ``symmetric_rows``; others as for :meth:`dispatch`.
         """
         if not isinstance(route, Route):
             self._reject_rows("combine_gathered", route)
@@ -225,13 +269,22 @@ class Methods:
         zeros: bool | None = None,
         flight: int = 0,
     ) -> StartedDispatch:
-        """Start :meth:`dispatch` concurrently with the current stream; what comes before :meth:`dispatch_wait` overlaps
-        with it.
+        """Start :meth:`dispatch`, which then runs concurrently with the current stream until :meth:`dispatch_wait`.
 
-        ``flight`` (0 or 1): which of the operations it is that may be under way at once; two micro-batches take one
-        each. Until everything has been waited for, nothing but starts and waits of this communicator may be called,
-        starts in the same order on all ranks. In backward the gradient of the wait starts and that of the start waits,
-        in the same flight. The tensors that are given must stay as they are until the wait. docs/overlap.md.
+        Until every start has been waited for, no other operators of this communicator may be called than starts and
+        waits. Starts come in the same order on all ranks. The tensors must not be modified before the wait. In
+        backward, the gradient of the wait starts and the gradient of the start waits. See docs/overlap.md.
+
+        Args:
+            x, topk_idx, topk_weights, layout, capacity, slots, max_tokens, alignment: as for :meth:`dispatch`.
+            scales, format, scales_as, zeros: as for :meth:`dispatch`.
+            flight: 0 or 1; distinguishes two operations in progress at the same time.
+
+        Returns:
+            StartedDispatch: for :meth:`dispatch_wait`.
+
+        Raises:
+            RuntimeError: the flight is in use. Others as for :meth:`dispatch`.
         """
         sizes = self._sizes("dispatch_start", layout, capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
@@ -244,7 +297,17 @@ class Methods:
         return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, how, flight)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
-        """Return what :meth:`dispatch` returns. Differentiable."""
+        """Finish a dispatch that :meth:`dispatch_start` has started. Differentiable.
+
+        Args:
+            started: result of :meth:`dispatch_start`.
+
+        Returns:
+            Dispatched: as for :meth:`dispatch`.
+
+        Raises:
+            RuntimeError: no dispatch was started in this flight.
+        """
         if not isinstance(started, StartedDispatch):
             raise TypeError(f"started is a {type(started).__name__}; allowed: what dispatch_start returned")
         ticket, x, topk_weights, topk_idx, sizes, batch, how, flight = started
@@ -257,7 +320,20 @@ class Methods:
     def combine_start(
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, format: str = "", flight: int = 0
     ) -> StartedCombine:
-        """Start :meth:`combine` concurrently with the current stream; see :meth:`dispatch_start`."""
+        """Start :meth:`combine`, which then runs concurrently with the current stream until :meth:`combine_wait`.
+
+        The rules of :meth:`dispatch_start` apply.
+
+        Args:
+            y, route, weights, format: as for :meth:`combine`.
+            flight: 0 or 1; distinguishes two operations in progress at the same time.
+
+        Returns:
+            StartedCombine: for :meth:`combine_wait`.
+
+        Raises:
+            RuntimeError: the flight is in use. Others as for :meth:`combine`.
+        """
         if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
             self._reject_rows("combine_start", route, flight)
         y, weights = inputs.with_weights(self, y, weights)
@@ -265,7 +341,17 @@ class Methods:
         return StartedCombine(ticket, y, weights, route, flight, format)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
-        """Return what :meth:`combine` returns. Differentiable."""
+        """Finish a combine that :meth:`combine_start` has started. Differentiable.
+
+        Args:
+            started: result of :meth:`combine_start`.
+
+        Returns:
+            Sums [T, H], or [..., H] in the shape of the tokens.
+
+        Raises:
+            RuntimeError: no combine was started in this flight.
+        """
         if not isinstance(started, StartedCombine):
             raise TypeError(f"started is a {type(started).__name__}; allowed: what combine_start returned")
         ticket, y, weights, route, flight, format = started
@@ -274,7 +360,7 @@ class Methods:
     # ------------------------------------------------------------------ arguments
 
     def _along(self, route: Route) -> tuple[Any, ...]:
-        """Arguments of an operator that follows a known route."""
+        """Return the arguments of an operator that follows an existing route."""
         tensors = route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts
         return *tensors, route.alignment, route.max_tokens, self.name
 
@@ -282,7 +368,7 @@ class Methods:
         self, operator: str, layout: str, capacity: int | None, slots: int, max_tokens: int | None,
         alignment: int | None, exact: bool = False,
     ) -> tuple[int, int, int, int, str]:  # fmt: skip
-        """The fields of `Sizes`."""
+        """Return the fields of ``Sizes``, with defaults filled in. Reject impossible combinations on all ranks."""
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = alignment
         if align is None:
@@ -310,7 +396,7 @@ class Methods:
         return capacity, align, slots, tokens, layout
 
     def _default_rows(self, rows: int, tokens: int) -> int:
-        """Warn of a default capacity that is large. (Between this and the user stand two functions.)"""
+        """Warn if the default capacity is large. (Two functions are between this one and the caller.)"""
         if rows > self.warned_rows and not torch.compiler.is_compiling():
             size = rows * self.hidden_size * self.dtype.itemsize / 2**30
             text = (
@@ -327,7 +413,7 @@ class Methods:
         reject(operator, self.backend, ValueError(reason), flight, max_tokens)
 
     def _reject_sizes(self, operator: str, **given: Any) -> None:
-        """Reject what is not a number, for which the call would fail before the operator can tell the others."""
+        """Reject sizes that are not ints, for which the call would fail before it can inform other ranks."""
         tokens = given["max_tokens"]
         for name, value in given.items():
             if value is not None and not hasattr(value, "__index__"):
@@ -363,12 +449,12 @@ class Methods:
 
 
 def _home(rows: Tensor, route: Route) -> Tensor:
-    """[T, H] in the shape that the tokens had."""
+    """Return [T, H] in the shape of the tokens."""
     return rows if route.batch is None else rows.view(*route.batch, rows.shape[-1])
 
 
 def _scales_of(rows: Tensor, recv_scales: Tensor, route: Route, format: str, scales_as: str) -> Tensor | None:
-    """Scales as consumers take them; None where rows have none."""
+    """Return scales in the view that consumers take, or None if rows have none."""
     form = formats.format_of(format)
     if form.wire:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import posixpath
 import re
 from pathlib import Path
@@ -85,6 +86,12 @@ def test_every_row_of_the_table_of_failures_is_tested() -> None:
         assert tests, line
         for path, name in (test.split("::") for test in tests):
             assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+def test_the_api_lists_every_method_of_a_communicator() -> None:
+    page = (ROOT / "docs/api/communicator.md").read_text()
+    methods = {name for name, member in inspect.getmembers(ep_ops.Communicator, callable) if name[0] != "_"}
+    assert set(re.findall(r"^        - (\w+)$", page, re.M)) == methods
 
 
 def texts() -> list[str]:
