@@ -1,4 +1,4 @@
-"""What a communicator is given, turned into what it keeps."""
+"""Conversion of a communicator's arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _numbers: dict[str, itertools.count[int]] = {}  # by the name of the group
 
 
 def group_of(group: Any) -> dist.ProcessGroup | None:
-    """The process group that was given as `group`. TypeError for what is none."""
+    """Return the process group that was passed as ``group``. TypeError or ValueError for anything else."""
     if group is not None and not hasattr(group, "size"):
         raise TypeError(f"group is {group!r}; allowed: a process group of torch.distributed, or None")
     if group is None:
@@ -47,15 +47,20 @@ def mesh_of(group: Any) -> DeviceMesh | None:
 
 
 def next_name(group: dist.ProcessGroup | None) -> str:
-    """The name of a communicator that is given none: "ep0", "ep1", ... in order of creation, with the group's name
-    behind it unless that is the default group. Each group is counted by itself, so that its ranks agree."""
+    """Return the default name of a communicator.
+
+    Names are "ep0", "ep1", ... in order of creation, followed by the group's name unless it is the default group. Each
+    group is counted separately, so that its ranks agree.
+    """
     of = "" if group is None or group is dist.group.WORLD else f"@{group.group_name}"
     return f"ep{next(_numbers.setdefault(of, itertools.count()))}{of}"
 
 
 def device_of(device: torch.device | str | int | None) -> tuple[torch.device, str | None]:
-    """``device`` with its index (the CPU has none), and None. Where it cannot be had: the CPU, over which all ranks can
-    be told of that, and the reason."""
+    """Return ``device`` with its index (the CPU has none), and None.
+
+    If the device is not available, return the CPU, over which all ranks can be informed, and the reason.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -70,7 +75,7 @@ def device_of(device: torch.device | str | int | None) -> tuple[torch.device, st
 
 
 def large_rows(device: torch.device, row_bytes: int) -> float:
-    """How many rows a receive buffer may have without a warning."""
+    """Return the number of rows above which a default receive buffer causes a warning."""
     if device.type != "cuda":
         return float("inf")
     return LARGE * torch.cuda.get_device_properties(device).total_memory / row_bytes

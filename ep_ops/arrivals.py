@@ -1,14 +1,14 @@
-"""What arrives at a rank, as one int32 tensor of a route: ``arrivals`` [4 R + W + 3]. Imports torch alone.
+"""The list of what arrives at a rank, one int32 tensor of a route: ``arrivals`` [4 R + W + 3]. Imports torch only.
 
-W ranks, K = top_k, R rows of the receive buffer, C = min(K, W). Three lists lie one after the other, which
-``ep_ops.backends.reference`` defines:
+W ranks, K = top_k, R rows of the receive buffer, C = min(K, W). Three lists follow each other;
+``ep_ops.backends.reference`` defines them:
 
-* ``copies`` [R + 1, 2], from 0: of each copy where its rows begin in ``owned``, and its home;
-* ``owned`` [R, 2], from 2 R + 2: the owned rows in the order of who asked, each with who asked for it;
-* ``sources`` [W + 1], from 4 R + 2: where in ``copies`` those of each source rank begin, and the number of copies.
+* ``copies`` [R + 1, 2], at 0: for each copy, where its rows begin in ``owned``, and its home;
+* ``owned`` [R, 2], at 2 R + 2: the owned rows in the order of their owners' entries, each with that entry;
+* ``sources`` [W + 1], at 4 R + 2: where the copies of each source rank begin in ``copies``, and the number of copies.
 
-:func:`recv_from` works out the way back from each row. A *table* is the same as the lists in another form: int
-[W, max_tokens, K], the row here of (source rank, token, k), -1 where none.
+:func:`recv_from` computes the owner's entry of each row. A *table* contains the same information as int
+[W, max_tokens, K]: the row here of (source rank, token, k), or -1.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ class Arrivals(NamedTuple):
 
 
 def size(num_rows: int, world_size: int) -> int:
-    """How many ints there are for ``num_rows`` rows."""
+    """Return the number of ints for ``num_rows`` rows."""
     return 4 * num_rows + world_size + 3
 
 
 def rows_of(numel: int, world_size: int) -> int:
-    """For how many rows there are so many ints; -1 if for no number of rows."""
+    """Return the number of rows that ``numel`` ints describe, or -1 if there is none."""
     rows = numel - world_size - 3
     return -1 if rows < 0 or rows & 3 else rows >> 2
 
 
 def views(arrivals: Tensor, num_rows: int) -> Arrivals:
-    """The lists of ``arrivals``, which share its memory. (Not by slices: Inductor of torch 2.11 does not compile one
-    whose size it does not know.)"""
+    """Return views of the three lists.
+
+    (Not slices: Inductor of torch 2.11 does not compile a slice of unknown size.)
+    """
     pairs = 2 * num_rows
     copies, owned, sources = arrivals.split((pairs + 2, pairs, arrivals.numel() - 2 * pairs - 2))
     return Arrivals(copies.view(num_rows + 1, 2), owned.view(num_rows, 2), sources)
 
 
 def recv_from(arrivals: Tensor, num_rows: int) -> Tensor:
-    """Who asked for each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for rows that nobody owns.
+    """Return the owner's entry of each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for rows without a
+    token.
 
     Does not wait for the device.
     """
@@ -57,15 +60,18 @@ def recv_from(arrivals: Tensor, num_rows: int) -> Tensor:
 
 
 def known(arrivals: Tensor, world_size: int) -> Tensor:
-    """The list ``owned`` up to its last row. Waits for the device."""
+    """Return the list ``owned`` up to its last row. Waits for the device."""
     copies, owned, sources = views(arrivals, rows_of(arrivals.numel(), world_size))
     return owned[: int(copies[int(sources[-1]), 0])]
 
 
 def pack(table: Tensor, num_rows: int, copy_numbers: Tensor) -> Tensor:
-    """``arrivals`` of ``num_rows`` rows, -1 where it is undefined.
+    """Build ``arrivals`` of ``num_rows`` rows, -1 where undefined.
 
-    ``copy_numbers`` [W, max_tokens]: of the copy of (source rank, token) here, anything where there is none.
+    Args:
+        table: [W, max_tokens, K], the row here of (source rank, token, k), or -1.
+        num_rows: R.
+        copy_numbers: [W, max_tokens], number of the copy of (source rank, token) here; any value where there is none.
     """
     world_size, _, top_k = table.shape
     packed = table.new_full((size(num_rows, world_size),), -1, dtype=torch.int32)
@@ -88,17 +94,20 @@ def pack(table: Tensor, num_rows: int, copy_numbers: Tensor) -> Tensor:
 
 
 def cut(arrivals: Tensor, num_rows: int, fewer: int) -> Tensor:
-    """The same lists for ``fewer`` rows, all owned ones among them, as a tensor of its own."""
+    """Return the lists for ``fewer`` rows, which must include all owned ones, as a new tensor."""
     copies, owned, sources = views(arrivals, num_rows)
     return torch.cat([copies[: fewer + 1].flatten(), owned[:fewer].flatten(), sources])
 
 
 def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: int, tokens: int) -> Tensor:
-    """The same lists for the ``tokens`` tokens of each rank from its ``first`` on alone, as a tensor of its own: a
-    route of so many tokens at most, whose rows have the places that they have in the whole. Does not wait for the
-    device, and reads nothing outside of the lists, whatever integers are in them.
+    """Return the lists restricted to the ``tokens`` tokens of each rank from its ``first`` on, as a new tensor.
 
-    ``max_tokens``: of the whole route. What is undefined there is undefined here.
+    The result is a route of at most ``tokens`` tokens whose rows keep their places in the whole. Does not wait for the
+    device, and accesses nothing outside of the lists, whatever integers they contain. What is undefined in the whole is
+    undefined in the part.
+
+    Args:
+        max_tokens: of the whole route.
     """
     num_rows = rows_of(arrivals.numel(), world_size)
     copies, owned, sources = views(arrivals, num_rows)
@@ -110,8 +119,12 @@ def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: 
     count = copies[:, 0].index_select(0, last).long().clamp(0, num_rows)  # how many owned rows
 
     def within(flat: Tensor, each: int, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of numbers (source, token, something of ``each``), the first ``number`` of which count: those of the tokens;
-        how many of them come before each, and before the end; and what they are called in the part."""
+        """For numbers (source, token, index below ``each``), the first ``number`` of which are valid, select those of
+        the tokens.
+
+        Returns whether each is selected, how many selected ones precede each and the end, and their numbers in the
+        part.
+        """
         flat = flat.long()
         source = flat // (max_tokens * each)
         rest = flat - source * (max_tokens * each) - first * each
@@ -132,16 +145,13 @@ def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: 
 
 
 def _pick(out: Tensor, chosen: Tensor, before: Tensor, rows: Tensor) -> None:
-    """Writes the chosen rows to the front of ``out``, in their order; what comes behind them is undefined."""
+    """Write the chosen rows to the front of ``out``, in their order. The rest is undefined."""
     place = torch.where(chosen, before[:-1], before[-1] + torch.arange(chosen.numel(), device=out.device) - before[:-1])
     out.index_copy_(0, place, rows)
 
 
 def table(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int) -> Tensor:
-    """The row here of (source rank, token, k), int32 [W, max_tokens, K], -1 where there is none.
-
-    Waits for the device.
-    """
+    """Return the row here of (source rank, token, k), int32 [W, max_tokens, K], else -1. Waits for the device."""
     owned = known(arrivals, world_size)
     rows = arrivals.new_full((world_size, max_tokens, top_k), -1)
     rows.view(-1)[owned[:, 1].long()] = owned[:, 0]
@@ -149,7 +159,7 @@ def table(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int) -> Ten
 
 
 def defined(arrivals: Tensor, world_size: int) -> Arrivals:
-    """The lists with -1 in the place of all that is undefined: equal where routes are. Does not wait for the device."""
+    """Return the lists with -1 for undefined values: equal if and only if the routes are. Does not wait."""
     copies, owned, sources = views(arrivals, rows_of(arrivals.numel(), world_size))
     place = torch.arange(copies.shape[0], device=arrivals.device)
     begin = torch.where(place <= sources[-1], copies[:, 0], -1)
@@ -159,6 +169,6 @@ def defined(arrivals: Tensor, world_size: int) -> Arrivals:
 
 
 def _is_owned(copies: Tensor, sources: Tensor) -> Tensor:
-    """bool [R]: which places in ``owned`` hold a row. Does not wait for the device."""
+    """Return which positions of ``owned`` hold a row, bool [R]. Does not wait for the device."""
     last = sources[-1:].long().clamp(0, copies.shape[0] - 1)
     return torch.arange(copies.shape[0] - 1, device=copies.device) < copies[:, 0].index_select(0, last)

@@ -1,5 +1,7 @@
-"""Tensors as models have them, turned into what operators take. What does not fit is left as it is: the operator says
-so, on all ranks."""
+"""Conversion of a model's tensors to what operators take.
+
+Tensors that cannot be converted are passed on unchanged; the operator then raises the error on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .group.survivors import ExpertIds
 
 
 class Wanted(Protocol):
-    """What operators of a communicator take."""
+    """What the operators of a communicator take."""
 
     dtype: torch.dtype  # of rows
     weights_dtype: torch.dtype
@@ -20,7 +22,7 @@ class Wanted(Protocol):
 
 
 def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """The ids of a plan, and the `batch` of its route."""
+    """Return the ids for a plan, and the ``batch`` of its route."""
     if wanted.expert_ids is None and getattr(topk_idx, "dtype", None) is torch.int32 and topk_idx.ndim == 2:
         return topk_idx, None
     return _own(wanted, topk_idx), _batch(topk_idx)
@@ -29,7 +31,7 @@ def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] |
 def to_send(
     wanted: Wanted, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
-    """What a dispatch is given, and the `batch` of its route."""
+    """Return the tensors for a dispatch, and the ``batch`` of its route."""
     if (  # as operators take them: a decode step has no time to lose
         wanted.expert_ids is None
         and getattr(x, "dtype", None) is wanted.dtype
@@ -42,7 +44,7 @@ def to_send(
 
 
 def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows and their weights."""
+    """Return rows and their weights."""
     if getattr(x, "dtype", None) is not wanted.dtype or x.ndim != 2:
         x = rows(wanted, x)
     if given is not None and (getattr(given, "dtype", None) is not wanted.weights_dtype or given.ndim > 2):
@@ -51,8 +53,10 @@ def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tenso
 
 
 def rows(wanted: Wanted, x: Tensor) -> Tensor:
-    """[..., H] as [T, H]; under autocast, which leaves activations in several dtypes, in the communicator's (but for
-    those of one byte a number, which are quantized already)."""
+    """Flatten [..., H] to [T, H], and under autocast cast to the communicator's dtype.
+
+    Tensors of one byte for each number are already quantized and are not cast.
+    """
     if not isinstance(x, Tensor):
         return x
     if x.dim() > 2:
@@ -64,20 +68,23 @@ def rows(wanted: Wanted, x: Tensor) -> Tensor:
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for devices of that kind. (Meta devices have none, of which torch is not to be asked;
-    torch.amp.is_autocast_available, which would say so, is not traced by torch 2.11.)"""
+    """Return whether autocast is enabled for devices of this type.
+
+    Meta devices have no autocast, and torch raises an error if asked. (torch.amp.is_autocast_available, which would
+    tell, is not traced by torch 2.11.)
+    """
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def scales(given: Tensor, batch: tuple[int, ...] | None) -> Tensor:
-    """[..., G] or [...] of tokens that several dimensions stand for, as [T, G] or [T]."""
+    """Flatten [..., G] or [...] to [T, G] or [T], for tokens of several dimensions."""
     if batch is None or not isinstance(given, Tensor) or given.dim() < len(batch):
         return given
     return given.flatten(0, len(batch) - 1)
 
 
 def weights(wanted: Wanted, given: Tensor | None) -> Tensor | None:
-    """[..., K] as [T, K]; those of a narrower dtype in the one that operators take."""
+    """Flatten [..., K] to [T, K], and widen narrower dtypes."""
     if not isinstance(given, Tensor):
         return given
     if given.dim() > 2:
@@ -88,7 +95,7 @@ def weights(wanted: Wanted, given: Tensor | None) -> Tensor | None:
 
 
 def ids(topk_idx: Tensor) -> Tensor:
-    """[..., K] as int32 [T, K], of int64, of which what int32 does not hold stays an id that no operator takes."""
+    """Flatten ids to int32 [T, K]. int64 ids outside of the int32 range become an invalid id."""
     if not isinstance(topk_idx, Tensor):
         return topk_idx
     if topk_idx.dim() > 2:
@@ -97,11 +104,11 @@ def ids(topk_idx: Tensor) -> Tensor:
 
 
 def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:
-    """[T, K] of the communicator's own ids of the experts that are named (see `Communicator.shrink`)."""
+    """Return the ids [T, K] of the communicator's own experts (see ``Communicator.shrink``)."""
     topk_idx = ids(topk_idx)
     return topk_idx if wanted.expert_ids is None else wanted.expert_ids.of(topk_idx)
 
 
 def _batch(topk_idx: Tensor) -> tuple[int, ...] | None:
-    """The dimensions that stand for tokens, where there are several."""
+    """Return the dimensions of the tokens, if there are several."""
     return tuple(topk_idx.shape[:-1]) if isinstance(topk_idx, Tensor) and topk_idx.dim() > 2 else None

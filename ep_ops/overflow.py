@@ -1,4 +1,4 @@
-"""Rows that found no place, counted until somebody asks."""
+"""Count dropped rows until somebody asks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def recomputing() -> bool:
 
 
 class Overflow:
-    """The rows, for each local expert, that were left out since the last check."""
+    """Rows of each local expert that were dropped since the last check."""
 
     def __init__(self, num_local_experts: int, first_expert: int, device: torch.device) -> None:
         self._first = first_expert
@@ -23,12 +23,12 @@ class Overflow:
             self._rows = torch.zeros(num_local_experts, dtype=torch.int32, device=device)
 
     def add(self, dropped: Tensor) -> None:
-        """``dropped``: int32 [El] of one dispatch."""
+        """Add the int32 [El] of one dispatch."""
         if not recomputing():
             self._rows.add_(dropped)
 
     def check(self, name: str, rank: int) -> None:
-        """ValueError if there are any; waits for the device."""
+        """Raise ValueError if rows were dropped, and reset the counts. Waits for the device."""
         rows = self._rows.tolist()
         if not any(rows):
             return

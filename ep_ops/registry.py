@@ -1,4 +1,4 @@
-"""Living communicators by name: how operators, which carry the name alone, find theirs."""
+"""Living communicators by name. Operators, which take only the name, find their communicator here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .config import Member
 
 
 class Living(Member, Protocol):
-    """A communicator, as far as operators know it."""
+    """The attributes of a communicator that operators use."""
 
     backend: Backend
 
@@ -19,7 +19,7 @@ _destroyed: set[str] = set()
 
 
 def get(name: str) -> Living:
-    """The living communicator of that name; RuntimeError if there is none."""
+    """Return the living communicator of that name. RuntimeError if there is none."""
     found = living.get(name)
     if found is None:
         state = "was destroyed" if name in _destroyed else "does not exist in this process"
@@ -29,17 +29,17 @@ def get(name: str) -> Living:
 
 
 def taken(name: str) -> bool:
-    """Whether a living communicator bears the name."""
+    """Return whether a living communicator has the name."""
     return name in living
 
 
 def add(comm: Living) -> None:
-    """From now on operators find it."""
+    """Make a communicator available to operators."""
     living[comm.name] = comm
     _destroyed.discard(comm.name)
 
 
 def remove(name: str) -> None:
-    """From now on operators are told that it was destroyed."""
+    """Remove a communicator; operators that name it then raise an error that says that it was destroyed."""
     living.pop(name, None)
     _destroyed.add(name)

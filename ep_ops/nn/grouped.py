@@ -1,4 +1,4 @@
-"""The GEMMs of experts, each of which has its own matrix and its own rows."""
+"""Grouped GEMM: each expert multiplies its own rows by its own matrix."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from ep_ops.inputs import autocasts
 
 
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Multiply each expert's rows by its own matrix: expert e has the rows [offs[e-1], offs[e]) of x.
+    """Multiply each expert's rows by its own matrix. Expert e has the rows [offs[e-1], offs[e]) of x. Differentiable.
 
-    x [R, M], w [El, M, N], offs [El] int32 -> [R, N]. Rows past ``offs[-1]`` are garbage, in x and in the result: they
-    reach no other row and no gradient of w. Under ``torch.autocast``, which knows no grouped product, w is brought to
-    the dtype of the rows. ValueError for a w of other sizes.
+    Args:
+        x: rows, [R, M].
+        w: matrices, [El, M, N]. Under ``torch.autocast`` they are cast to the dtype of x.
+        offs: end of each expert's rows, int32 [El], such as ``Route.offs``.
+
+    Returns:
+        [R, N]. Rows after ``offs[-1]`` are undefined, in x and in the result. They affect no other row and no gradient
+        of w.
+
+    Raises:
+        ValueError: w has other sizes.
     """
     if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1]:
         allowed = f"[{offs.shape[0]} (as offs has), {x.shape[1]} (as rows have), N]"

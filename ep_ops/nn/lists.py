@@ -1,13 +1,13 @@
-"""Token-major rows for GEMMs that gather: of each local expert the list of its rows, and of each row its places there.
+"""Lists of token-major rows for GEMMs that gather: the rows of each local expert, and the places of each row.
 
     sent = comm.dispatch(x, topk_idx, topk_weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
     y = experts(sent.x, lists.rows, lists.offs)                 # a grouped GEMM that gathers: [L, H]
-    out = comm.combine(reduce_rows(y, lists, sent.weights), sent.route)     # in one: ep_ops.nn.places
+    out = comm.combine(reduce_rows(y, lists, sent.weights), sent.route)     # or ep_ops.nn.places in one step
 
-The lists lie one after the other as the segments of rows grouped by expert do, and in the same order: with the same
-alignment and room enough in both, ``sent.x[lists.rows]`` are the rows of ``comm.dispatch``, ``out`` that of its combine
-with weights, to the bit. Everything here has sizes that the host knows, and never waits for the device.
+Lists follow each other like the segments of grouped rows, in the same order. With the same alignment and enough room,
+``sent.x[lists.rows]`` are the rows of a grouped ``comm.dispatch``, and ``out`` has the bits of its weighted combine.
+All sizes are known to the host, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ep_ops.nn.sums import of_index, sum_rows
 
 
 class ExpertLists(NamedTuple):
-    """R rows, K experts a token, El local experts; L places, those of an expert next to each other: its *list*. All
-    int32."""
+    """Lists of the rows of each local expert. All tensors are int32.
+
+    R rows, K experts for each token, El local experts, L places. The places of an expert, its *list*, are contiguous.
+    """
 
     rows: Tensor  # [L] the row of each place; where none is, some row that there is (of the same expert in its padding)
     flat: Tensor  # [L] row * K + k of each place, R * K where nothing is
@@ -36,15 +38,18 @@ class ExpertLists(NamedTuple):
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """[El + 1] where each list begins, and where the last one ends: quack's ``cu_seqlens_m``, beside ``rows`` as
-        its ``A_idx``."""
+        """Start of each list, and end of the last one, [El + 1]: quack's ``cu_seqlens_m``; ``rows`` is its
+        ``A_idx``.
+        """
         return torch.nn.functional.pad(self.offs, (1, 0))
 
     @property
     def blocks(self) -> Tensor:
-        """[L / alignment] the expert of each run of ``alignment`` places, -1 behind the last list: ``expert_ids`` of
-        Triton's fused MoE, beside ``flat`` as its ``sorted_token_ids`` and ``offs[-1:]`` as its
-        ``num_tokens_post_padded``."""
+        """Expert of each run of ``alignment`` places, [L / alignment], -1 after the last list.
+
+        It is ``expert_ids`` of Triton's fused MoE; ``flat`` is its ``sorted_token_ids``, ``offs[-1:]`` its
+        ``num_tokens_post_padded``.
+        """
         begin = torch.arange(self.rows.shape[0] // self.alignment, device=self.offs.device) * self.alignment
         expert = torch.searchsorted(self.offs.long(), begin, right=True)
         return torch.where(expert < self.offs.shape[0], expert, -1).int()
@@ -53,14 +58,23 @@ class ExpertLists(NamedTuple):
 def expert_lists(
     local_idx: Tensor, num_local_experts: int, *, alignment: int = 1, capacity: int | None = None
 ) -> ExpertLists:
-    """The lists of ``local_idx`` (int32 [R, K], -1 none), what token-major rows have beside them.
+    """Return the lists of token-major rows.
 
-    Of an expert's list: the (row, k) that name it, in this order. Lists follow each other, each padded to a multiple of
-    ``alignment``. L is what R rows can take at most, or ``capacity``, a multiple of it, if one is given that is less. A
-    (row, k) that finds no place below L is left out and counted, as in a dispatch.
+    The list of an expert contains the (row, k) that name it, in this order. Does not wait for the device.
 
-    ValueError for an alignment below 1, or a capacity that is no positive multiple of it; on CPUs for an id that is no
-    local expert's (on GPUs, where nobody looks, what comes of it is undefined).
+    Args:
+        local_idx: local expert of each (row, k), int32 [R, K], -1 for none: ``Dispatched.local_idx``.
+        num_local_experts: El.
+        alignment: each list is padded to a multiple of this number of places, at least 1.
+        capacity: number of places L, a multiple of ``alignment``. None: as many as R rows can take. (row, k) that find
+            no place are dropped and counted.
+
+    Returns:
+        ExpertLists: the lists.
+
+    Raises:
+        ValueError: ``alignment`` or ``capacity`` is out of range, or, on CPUs, an id is out of range. On GPUs ids are
+            not checked, and the result for an invalid one is undefined.
     """
     if alignment < 1:
         raise ValueError(f"alignment is {alignment}; allowed: from 1 on")
@@ -74,16 +88,24 @@ def expert_lists(
 
 
 def places_at_most(taken: int, num_local_experts: int, alignment: int) -> int:
-    """Places that lists of so many (row, k) can take, padding included: a multiple of ``alignment``."""
+    """Return the largest number of places of ``taken`` (row, k), padding included: a multiple of ``alignment``."""
     return (taken + min(num_local_experts, taken) * (alignment - 1)) // alignment * alignment
 
 
 def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
-    """x [R, H] -> [L, H]: the row of each place, zeros where nothing is. For GEMMs that do not gather themselves; codes
-    and scales of quantized rows may be gathered as well.
+    """Copy the row of each place, for GEMMs that do not gather. Differentiable.
 
-    The gradient of a row is the sum of its places', k ascending, as of :func:`reduce_rows`. ValueError for another
-    number of rows than the lists were made of.
+    The gradient of a row is the sum of the gradients of its places over k ascending, as in :func:`reduce_rows`.
+
+    Args:
+        x: rows [R, H]; codes and scales of quantized rows are allowed.
+        lists: lists of these rows.
+
+    Returns:
+        [L, H], zeros in empty places.
+
+    Raises:
+        ValueError: x has another number of rows than the lists.
     """
     if x.shape[0] != lists.places.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, of which the lists were made")
@@ -91,11 +113,21 @@ def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
 
 
 def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) -> Tensor:
-    """y [L, H] -> [R, H]: of each row the sum of its places, times ``weights`` [R, K] if given; zeros where none are.
+    """Sum the places of each row, times weights. Differentiable in y and weights.
 
-    In fp32 (fp64 where y is), k ascending, each product and each sum rounded, then rounded once to y's dtype: what a
-    combine of rows grouped by expert does on the expert's rank. Differentiable in y and weights; in y, places that hold
-    nothing get zeros. ValueError for sizes that are not those of the lists.
+    Sums are computed in fp32 (fp64 if y is), over k ascending, with each product and each sum rounded, and rounded once
+    to the dtype of y: what a combine of grouped rows does on the expert's rank.
+
+    Args:
+        y: results of the experts, [L, H].
+        lists: the lists.
+        weights: [R, K], such as ``Dispatched.weights``. None: 1.
+
+    Returns:
+        [R, H], zeros for rows without places.
+
+    Raises:
+        ValueError: sizes differ from those of the lists.
     """
     if y.shape[0] != lists.rows.shape[0]:
         raise ValueError(f"y has {y.shape[0]} rows; allowed: {lists.rows.shape[0]}, the places of the lists")
@@ -106,7 +138,7 @@ def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) ->
 
 
 def _along(lists: ExpertLists) -> tuple[Tensor, Tensor, Tensor]:
-    """[L, 1] the row of each place, -1 where nothing is; `flat` [L]; `places` [R, K]."""
+    """Return the row of each place [L, 1], -1 if empty; ``flat`` [L]; ``places`` [R, K]."""
     rows = torch.where(lists.flat < lists.places.numel(), lists.rows, -1)
     return rows[:, None], lists.flat, lists.places
 

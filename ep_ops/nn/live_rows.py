@@ -1,18 +1,18 @@
-"""SwiGLU between two grouped GEMMs, of the rows that experts have and of no others.
+"""SwiGLU between two grouped GEMMs, computed for the rows of segments only.
 
     got = comm.dispatch(x, experts, weights)                        # room for the worst case, several times the mean
+
     y = grouped_mm(got.x, w_in, got.route.offs)                     # [R, 2F]
     y = swiglu_rows(y, got.route)                                   # [R, F]
     out = comm.combine(grouped_mm(y, w_out, got.route.offs), got.route, got.weights)
 
-Grouped GEMMs compute the rows of segments. So do these, which read where segments end on the device: what stands behind
-them costs no time. A row that an expert has kept is computed; the padding of a segment becomes zeros, in the result and
-in the gradient, whatever stood there; rows that are in no segment are never read, and are undefined in both.
+Like grouped GEMMs, these functions read the ends of the segments on the device, so rows after them cost no time.
+Padding rows become zero, in the result and in the gradient, whatever they contain. Rows outside of segments are not
+read, and are undefined in result and gradient.
 
-On GPUs that run the kernels of the ``cute`` backend these are kernels, too, for rows of bfloat16, float16 and float32
-whose F numbers are a multiple of 16 bytes. Everything else is plain PyTorch over all R rows, which writes NaN where the
-result is undefined. A kernel is compiled by the first call that needs it, which must come before a CUDA graph is
-captured.
+On GPUs that run the ``cute`` backend they are kernels, for rows of bfloat16, float16 and float32 whose F numbers are a
+multiple of 16 bytes. Otherwise PyTorch computes all R rows and writes NaN where the result is undefined. A kernel is
+compiled by the first call that needs it, which must precede the capture of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,14 +38,21 @@ LAYOUTS = ("rows", "columns", "packed")
 
 
 def swiglu_rows(gate_and_up: Tensor, route: Route) -> Tensor:
-    """[R, 2F] -> [R, F]: silu of the first half of each row times the second, in fp32 (fp64 where that is the dtype),
-    rounded once to the dtype.
+    """Return silu of the first half of each row times the second half. Differentiable.
 
-    For rows along ``route``, flat or padded, R being ``route.num_rows``. Differentiable; under ``torch.compile`` one
-    operator, ``torch.ops.ep.swiglu``.
+    Computed in fp32 (fp64 for float64 rows) and rounded once. Under ``torch.compile`` it is one operator,
+    ``torch.ops.ep.swiglu``.
 
-    ValueError for a token-major route, another number of rows, or an odd number of columns; TypeError for a dtype that
-    is no floating-point type of 16 to 64 bits.
+    Args:
+        gate_and_up: [R, 2F], rows along ``route``.
+        route: of grouped or padded rows, with R = ``route.num_rows``.
+
+    Returns:
+        [R, F] in the same dtype.
+
+    Raises:
+        ValueError: the route is token-major, or the shape is wrong.
+        TypeError: the dtype is not bfloat16, float16, float32 or float64.
     """
     return call("swiglu", *_checked(gate_and_up, route))
 
@@ -53,16 +60,22 @@ def swiglu_rows(gate_and_up: Tensor, route: Route) -> Tensor:
 def swiglu_quantized(
     gate_and_up: Tensor, route: Route, format: str = "e4m3/128/pow2", scales_as: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """[R, 2F] -> codes float8_e4m3fn [R, F] and their scales: :func:`swiglu_rows`, and what it gives quantized as
-    docs/formats.md says, in one pass.
+    """Return the result of :func:`swiglu_rows`, quantized as docs/formats.md defines, in one pass.
 
-    ``format`` is ``e4m3/128/pow2``, ``e4m3/128/fp32`` or ``e4m3/32/mx``, ``scales_as`` one of its layouts ``rows``,
-    ``columns`` and ``packed`` (empty: the first that it has). Scales come as ``Dispatched.scales`` does, a view for
-    consumers of the layout. Codes and scales of padding are 0. The gradient goes straight through: codes have one of
-    gate_and_up's dtype, which is that of ``swiglu_rows``'s result.
+    The gradient is straight-through: that of the codes has the dtype of ``gate_and_up``.
 
-    Errors of :func:`swiglu_rows`; ValueError for another format or layout, or an F that the format does not divide;
-    TypeError for float64.
+    Args:
+        gate_and_up, route: as for :func:`swiglu_rows`, but not float64.
+        format: "e4m3/128/pow2", "e4m3/128/fp32" or "e4m3/32/mx".
+        scales_as: layout of the scales, "rows", "columns" or "packed". Empty: the first of the format.
+
+    Returns:
+        Codes, float8_e4m3fn [R, F], and their scales in the same form as ``Dispatched.scales``. Both are 0 in padding.
+
+    Raises:
+        ValueError: another format or layout, or an F that is not a multiple of the block; others as for
+            :func:`swiglu_rows`.
+        TypeError: as for :func:`swiglu_rows`, and for float64.
     """
     rows = _checked(gate_and_up, route)
     form, layout = _format(format, scales_as)

@@ -1,7 +1,7 @@
-"""Layers with experts of their own on every rank, under data parallelism: DDP, FSDP2, gradient clipping.
+"""Experts under data parallelism: DistributedDataParallel, FSDP2, gradient clipping.
 
-Two kinds of parameters: those that all ranks hold (router, attention, ...), whose gradients data parallelism averages,
-and experts, each on one rank of the communicator, whose gradients hold the tokens of all ranks after backward.
+A model has two kinds of parameters: those that all ranks hold (router, attention), whose gradients data parallelism
+averages, and experts, each held by one rank of the communicator, whose gradients contain the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those of all layers inside that have experts of their own (a method ``expert_parameters``, as ``MoELayer``)."""
+    """Return the parameters of all experts in ``model``.
+
+    These are the parameters of all layers with a method ``expert_parameters``, such as ``Experts``.
+    """
     return [p for _, layer in expert_layers(model) for p in layer.expert_parameters()]  # type: ignore[operator]
 
 
 def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
-    """Prepares ``model`` for DDP or FSDP2 over ``ranks`` ranks, and returns it: call it before either, and compile what
-    either returns.
+    """Prepare ``model`` for DistributedDataParallel or FSDP2, and return it.
 
-    DistributedDataParallel will leave experts, and the counters of dropped rows, alone; it would make those of rank 0
-    everybody's. To FSDP2 pass them: ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. Both average
-    gradients over ranks, so those of the experts, which are sums over ranks, are divided by ``ranks`` as they come.
-    Where experts are held several times (``ranks`` is a multiple of the communicator's), add their gradients up over
-    the ranks that hold the same ones, after backward.
+    Call it before either, and compile what they return. DDP then does not broadcast the experts and the counters of
+    dropped rows. For FSDP2 pass the experts: ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. The
+    gradients of the experts, which are sums over ranks, are divided by ``ranks``, as the averages of the other
+    gradients are. If several ranks hold the same experts (``ranks`` is a multiple of the communicator's), sum their
+    gradients over these ranks after backward.
 
-    Parameters have to be there to stay: what ``load_state_dict(assign=True)`` puts in their place is not divided. A
-    model from the meta device is given to ``fully_shard``, then gets memory (``to_empty``), then comes here. ValueError
-    for experts without memory, and for fewer ranks than one.
+    Parameters must not be replaced afterwards; ``load_state_dict(assign=True)`` does. A model on the meta device is
+    passed to ``fully_shard``, then to ``to_empty``, then to this function.
+
+    Args:
+        model: the model, changed in place.
+        ranks: number of ranks of data parallelism, at least 1.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: ``ranks`` is less than 1, or experts are on the meta device.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be an int of at least 1")
@@ -83,11 +94,18 @@ register_module_module_registration_hook(_raise_for_ddp)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients of a model so that their 2-norm is at most ``max_norm``; return the norm before.
+    """Scale the gradients of a model so that their 2-norm is at most ``max_norm``. Collective.
 
     Like ``torch.nn.utils.clip_grad_norm_``, for parameters on different meshes: experts sharded over expert-parallel
-    ranks, others sharded by FSDP2 or ordinary tensors that all ranks hold. Every parameter counts once, so the norm is
-    that of the model with all experts, and equal on all ranks. Collective.
+    ranks, and others that are sharded by FSDP2 or ordinary tensors. Every parameter counts once, so the norm is that of
+    the model with all experts, and equal on all ranks.
+
+    Args:
+        model: the model, whose gradients are changed in place.
+        max_norm: the largest norm.
+
+    Returns:
+        The norm before scaling, [].
     """
     kinds: dict[Any, list[nn.Parameter]] = {}  # by mesh
     for p in model.parameters():
@@ -104,8 +122,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that have experts of their own, with the prefix of their parameters' names. Those that wrap such a
-    layer and pass on its attributes (``torch.compile``, ``checkpoint_wrapper``) are none: it would count twice."""
+    """Yield the layers that have experts of their own, with the prefix of their parameters' names.
+
+    Modules that wrap such a layer and forward its attributes (``torch.compile``, ``checkpoint_wrapper``) are not
+    included.
+    """
     for name, layer in model.named_modules():
         if "expert_parameters" in vars(layer) or hasattr(type(layer), "expert_parameters"):
             yield f"{name}." if name else "", layer

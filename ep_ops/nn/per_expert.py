@@ -1,4 +1,4 @@
-"""Row-wise operations between dispatch and combine: what belongs to an expert, for each of its rows."""
+"""Row-wise operations between dispatch and combine that depend on the expert of each row."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from ep_ops.records import TOKEN_MAJOR, Route, no_route
 
 
 def refuse_no_route(given: Any) -> None:
-    """ValueError for what is no route, as the ``Dispatched`` that has one."""
+    """Raise ValueError for an argument that is not a route, such as the ``Dispatched`` that contains one."""
     if not isinstance(given, Route):
         raise ValueError(no_route(given))
 
 
 def expert_of_rows(route: Route) -> Tensor:
-    """int64 [R]: the local expert whose row each one is; -1 for rows that nobody owns.
+    """Return the local expert of each row.
 
-    R is ``route.num_rows``. Padding rows, and those between or past the segments, are nobody's. ValueError for
-    token-major rows, which belong to several experts.
+    Args:
+        route: of grouped or padded rows.
+
+    Returns:
+        int64 [R], R = ``route.num_rows``; -1 for rows that hold no token: padding and rows outside of segments.
+
+    Raises:
+        ValueError: the route is token-major.
     """
     refuse_no_route(route)
     if route.layout == TOKEN_MAJOR:
@@ -37,15 +43,24 @@ def expert_of_rows(route: Route) -> Tensor:
 
 
 def of_rows(values: Tensor, route: Route) -> Tensor:
-    """What each row's expert has: ``values`` [El, ...] -> [R, ...], zeros for rows that nobody owns. Differentiable.
+    """Return, for each row, the value of its expert. Differentiable.
 
-    For biases, scales and norms that differ by expert::
+    For biases, scales and norms of experts::
 
         y = grouped_mm(x, w, route.offs) + of_rows(bias, route)
 
-    Rows that nobody owns add nothing to the gradient of ``values``, whatever their own gradients hold: they are
-    undefined there. ``bias[expert_of_rows(route)]`` would add them up. ValueError for values of other experts than the
-    route's.
+    Rows that hold no token add nothing to the gradient of ``values``, although their own gradients are undefined;
+    ``bias[expert_of_rows(route)]`` would add them.
+
+    Args:
+        values: one entry for each local expert, [El, ...].
+        route: of grouped or padded rows.
+
+    Returns:
+        [R, ...], zeros for rows that hold no token.
+
+    Raises:
+        ValueError: the number of entries differs from El, or the route is token-major.
     """
     refuse_no_route(route)
     if values.shape[:1] != route.offs.shape:

@@ -1,14 +1,14 @@
-"""A combine of what experts made of token-major rows, which adds up a token's places on its way home.
+"""Combine for the results of a gathering GEMM on token-major rows, which sums the places of a token on the way.
 
     sent = comm.dispatch(x, topk_idx, topk_weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
     y = gather_mm(sent.x, w, lists)                             # [L, N], a row for each place
     out = comm.combine(y, places_route(comm, sent.route, lists), weights_of_places(sent.weights, lists))
 
-A result of a GEMM that gathers has a row for each place, as a buffer of rows that are grouped by expert has a row for
-each (token, k). :func:`places_route` writes the route of a token-major dispatch as that of such rows. So the combine of
-grouped rows takes them, weights included, and sums them where it reads them: on the expert's rank over k ascending,
-one row to the owner. The same bits as a combine of :func:`ep_ops.nn.reduce_rows`, whose result [R, H] is never stored.
+The result of a gathering GEMM has a row for each place, as grouped rows have one for each (token, k).
+:func:`places_route` rewrites the route of the token-major dispatch for these rows. The combine of grouped rows then
+accepts them and their weights, and sums them while it reads them: on the expert's rank over k ascending, one row to the
+owner. The result has the bits of a combine of :func:`ep_ops.nn.reduce_rows`, without storing [R, H].
 """
 
 from __future__ import annotations
@@ -27,24 +27,41 @@ from ep_ops.records import TOKEN_MAJOR, Route
 
 
 def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
-    """Token-major rows x [R, M], each times the matrices w [El, M, N] of the experts that it names: [L, N], of each
-    place; undefined behind the last list. Differentiable.
+    """Multiply the row of each place by its expert's matrix. Differentiable.
 
-    Rows are copied for it. :func:`ep_ops.integrations.quack.gather_mm` does without, on GPUs.
+    Rows are copied first. :func:`ep_ops.integrations.quack.gather_mm` avoids the copy on GPUs.
+
+    Args:
+        x: token-major rows [R, M].
+        w: matrices of the local experts, [El, M, N].
+        lists: lists of these rows.
+
+    Returns:
+        [L, N], undefined after the last list.
+
+    Raises:
+        ValueError: sizes differ from those of the lists.
     """
     return grouped_mm(gather_rows(x, lists), w, lists.offs)
 
 
 def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
-    """The route whose rows [L] are the places of ``lists``, made of that of a token-major dispatch, without
-    waiting for the device.
+    """Return the route of a token-major dispatch, rewritten so that its rows are the places of ``lists``.
 
-    It is a route of rows grouped by expert, for everything that goes along one but ``combine_gathered``: where rows lie
-    at other ranks is not known here (``send_rows`` is 2**31 - 1 there), and no combine but that one asks.
+    Does not wait for the device. The result is a route of grouped rows for all operators except ``combine_gathered``:
+    ``send_rows`` does not contain the rows at other ranks (it is 2**31 - 1 there).
 
-    ValueError for a route of grouped rows, for lists of another number of rows, and for lists that may have left out
-    something (a ``capacity`` below what R rows can take): a copy of which nothing is left would never come home. Take
-    ``reduce_rows`` there.
+    Args:
+        comm: the communicator of the dispatch.
+        route: route of the token-major dispatch.
+        lists: lists of its ``local_idx``, without ``capacity``.
+
+    Returns:
+        Route: with L rows.
+
+    Raises:
+        ValueError: the route is not token-major, the lists belong to another number of rows, or they may have dropped
+            places. A copy without any place would not be returned; use ``reduce_rows`` in this case.
     """
     refuse_no_route(route)
     num_rows, top_k = lists.places.shape
@@ -67,7 +84,15 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
 
 
 def weights_of_places(weights: Tensor, lists: ExpertLists) -> Tensor:
-    """Weights [R, K] of token-major rows -> [L], of each place, 0 where nothing is. Differentiable."""
+    """Return the weight of each place. Differentiable.
+
+    Args:
+        weights: weights of token-major rows, [R, K].
+        lists: their lists.
+
+    Returns:
+        [L], 0 for empty places.
+    """
     return _OfPlaces.apply(weights, lists.flat, lists.places)
 
 

@@ -1,4 +1,4 @@
-"""The first GEMM of experts on rows that were dispatched quantized, each row with one scale."""
+"""The first GEMM of experts on rows that were dispatched quantized, with one scale for each row."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ ROW = "e4m3/row/fp32"
 
 
 def scaled_grouped_mm(rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Multiply each expert's quantized rows by its own matrix: :func:`grouped_mm` of what a dispatch with the format
-    ``e4m3/row/fp32`` brings.
+    """Multiply each expert's quantized rows by its matrix: :func:`grouped_mm` for the format ``e4m3/row/fp32``.
 
-    rows e4m3 [R, M] with scales fp32 [R], w bfloat16 [El, M, N], offs [El] int32 -> bfloat16 [R, N]. M and N are
-    multiples of 16. Rows past ``offs[-1]`` are garbage, in rows and in the result.
+    In forward each column of w gets a scale in the same format. On GPUs of capability 9.0 torch's row-wise scaled
+    grouped GEMM multiplies the codes; elsewhere a bfloat16 GEMM multiplies the dequantized values. In backward, in
+    bfloat16, the gradient of a row is straight-through, with unquantized w, and that of w uses the dequantized rows.
+    Not supported under ``torch.compile``.
 
-    Forward: each column of w gets a scale in the same format, and on GPUs of capability 9.0 torch's row-wise scaled
-    grouped GEMM multiplies the codes; elsewhere a bfloat16 GEMM multiplies what the codes stand for. Backward, in
-    bfloat16: the gradient of a row goes straight through, with w as it is; that of w is of the rows that the codes
-    stand for. Not made for ``torch.compile``.
+    Args:
+        rows: codes, float8_e4m3fn [R, M], M a multiple of 16.
+        scales: float32 [R].
+        w: bfloat16 [El, M, N], N a multiple of 16.
+        offs: end of each expert's rows, int32 [El].
 
-    TypeError for other dtypes, ValueError for other sizes.
+    Returns:
+        bfloat16 [R, N]. Rows after ``offs[-1]`` are undefined, in rows and in the result.
+
+    Raises:
+        TypeError: other dtypes.
+        ValueError: other sizes.
     """
     if rows.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or w.dtype != torch.bfloat16:
         raise TypeError(
