@@ -6,6 +6,7 @@ come from their table.
 
 from __future__ import annotations
 
+import itertools
 import os
 import posixpath
 import re
@@ -45,6 +46,29 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return posixpath.relpath(there, posixpath.dirname(place) or ".")
 
     return LINK.sub(moved, markdown).replace("<!-- schemas -->", schemas())
+
+
+WIDE = 60
+"""Tables of three columns and more with a cell of so many characters are stacked on phones (site.css)."""
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    return re.sub(r"<table>.*?</table>", stacked, html, flags=re.S)
+
+
+def stacked(table: re.Match[str]) -> str:
+    """The table with the head of its column beside each cell, if it has long texts."""
+    heads = [plain(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.S)]
+    cells = [plain(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", table[0], re.S)]
+    if len(heads) < 3 or max(map(len, cells), default=0) < WIDE:
+        return table[0]
+    labels = itertools.cycle(heads)
+    labeled = re.sub(r"<td", lambda _: f'<td data-label="{next(labels)}"', table[0])
+    return labeled.replace("<table>", "<table data-stacked>")
+
+
+def plain(cell: str) -> str:
+    return re.sub(r"<[^>]*>", "", cell).replace('"', "&quot;")
 
 
 def schemas() -> str:
