@@ -51,7 +51,7 @@ def test_link_kernels_move_rows_by_bulk_copies(arch: str, world_size: int, row_b
     assert "cp.async.bulk.wait_group 	0" in ptx
     # Where the peers' memory lies is read from a table; no row passes through registers.
     assert set(re.findall(r"\bld\.global[.\w]*", ptx)) == {"ld.global.nc.b64"} and "st.global" not in ptx
-    assert "local" not in ptx
+    assert ".local" not in ptx
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
