@@ -8,7 +8,6 @@ looked at here: that would wait for the device.
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +28,7 @@ from meta_kernels.formats import (
 from .arrivals import rows_of, size
 from .config import Member
 from .formats.quantize import refuse_hidden
-from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR, Sizes
+from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR
 
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
@@ -38,21 +37,14 @@ _MOST_HIDDEN = 2**16  # of rows in a format on GPUs: a pulling block's ring hold
 _AS_PLANNED = "as many rows as arrivals was planned for"
 _EXACT = ", ".join(repr(layout) for layout in ROW_LAYOUTS if layout != PADDED)
 _FLIGHTS = range(FLIGHTS)
-_sizes = operator.attrgetter(*Sizes._fields, "num_local_experts", "world_size")
-_MOST_ACCEPTED = 1024  # sets of ints that are remembered, since the same ones come in every step
 
 
 def plan(m: Member, a: Any) -> None:
     """Refuse what ep::plan cannot take."""
-    sizes = _sizes(a)
-    if sizes not in m.accepted:
-        _same_sizes(m, a.num_local_experts, a.world_size)
-        _layout(a.layout, a.alignment, a.slots)
-        _rows_asked(m, a.capacity, a.alignment, a.slots)
-        _bound(m, a.max_tokens)
-        if len(m.accepted) >= _MOST_ACCEPTED:
-            m.accepted.clear()
-        m.accepted.add(sizes)
+    _same_sizes(m, a.num_local_experts, a.world_size)
+    _layout(a.layout, a.alignment, a.slots)
+    _rows_asked(m, a.capacity, a.alignment, a.slots)
+    _bound(m, a.max_tokens)
     _tokens(m, a.topk_idx, a.max_tokens)
 
 

@@ -129,7 +129,7 @@ class Communicator(Methods):
         self.symmetric_rows, self.strict = config.symmetric_rows, config.strict
         self.domains, self.rails = config.domains, rails_of(config.domains)
         self.plan_args = self.num_local_experts, self.world_size, self.name  # arguments of operators that plan
-        self.accepted: set[tuple[int, ...]] = set()
+        self.accepted: dict[Any, Any] = {}
 
     @classmethod
     def shared(

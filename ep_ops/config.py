@@ -332,4 +332,4 @@ class Member(Protocol):
     symmetric_rows: int
     strict: bool
     multiprocessors: int  # of the GPU that this process has; 0: there is no GPU
-    accepted: set[tuple[int, ...]]  # ints of operators that plan, as far as they have passed their checks
+    accepted: dict[Any, Any]  # eager calls that have passed their checks (operators/eager.py)

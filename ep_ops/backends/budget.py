@@ -44,6 +44,8 @@ class Budget:
         self.gather = max(1, min(gather or self.combine, self.most_combine))
         self.scaled = max(1, min(scaled or self.combine, self.most_dispatch))
         self.beyond, self.modelled = beyond, modelled
+        self.asked: tuple[int | None, int | None] = (None, None)
+        """What :meth:`changed` was last given for dispatch and combine, and has not been left yet."""
 
     @contextlib.contextmanager
     def changed(self, dispatch: int | None, combine: int | None) -> Iterator[None]:
@@ -55,7 +57,7 @@ class Budget:
             )
         _check("dispatch", dispatch, 1, self.most_dispatch)
         _check("combine", combine, 2, self.most_combine)
-        before = self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled
+        before = self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled, self.asked
         if dispatch is not None:
             self.dispatch = dispatch
             self.beyond, self.modelled = (0, self.beyond[1]), (False, self.modelled[1])
@@ -63,10 +65,12 @@ class Budget:
             self.combine = self.gather = combine
             self.scaled = min(combine, self.most_dispatch)
             self.beyond, self.modelled = (self.beyond[0], 0), (self.modelled[0], False)
+        outer = self.asked
+        self.asked = outer[0] if dispatch is None else dispatch, outer[1] if combine is None else combine
         try:
             yield
         finally:
-            self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled = before
+            self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled, self.asked = before
 
 
 def _check(name: str, value: int | None, least: int, most: int) -> None:

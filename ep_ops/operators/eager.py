@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[attr-defined]
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,8 @@ from .rejection import reject
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """Operator name -> what runs on a CPU or a GPU."""
+UNCHECKED: dict[str, Callable[..., Any]] = {}
+"""The same without checks, for arguments like those of an earlier call; takes (communicator, arguments)."""
 DIFFERENTIABLE: dict[str, Callable[..., Any]] = {}
 """The same with its gradient, of operators that have one."""
 
@@ -41,26 +44,81 @@ _ARGUMENTS: dict[str, tuple[frozenset[type], ...]] = {}
 
 _PLAIN: dict[str, set[tuple[type, ...]]] = {}
 """Operator name -> types of arguments that were found to be plain."""
+_POSITIONS: dict[str, tuple[int, ...]] = {}
+"""Operator name -> number of tensors that its arguments begin with, and where among its arguments are the rows, the
+tensor that may be None (0: none may), ``topk_idx`` and ``comm``. Only operators whose calls are remembered."""
+_MOST_ACCEPTED = 1024  # calls that a communicator remembers, since the same ones come in every step
+_ALIGNED = 16  # bytes: rows begin at multiples of it
 
 
-def learn(name: str, run: Callable[..., Any]) -> None:
+def learn(name: str, run: Callable[..., Any], unchecked: Callable[..., Any] | None = None) -> None:
     """Note what runs an operator that is defined, and the types of its arguments."""
     arguments = getattr(torch.ops.ep, name).default._schema.arguments
     IMPLEMENTATIONS[name], _PLAIN[name] = run, set()
     _ARGUMENTS[name] = tuple(_TYPES[str(a.type)] for a in arguments)
+    names, kinds = [a.name for a in arguments], [str(a.type) for a in arguments]
+    count = next((i for i, kind in enumerate(kinds) if kind not in ("Tensor", "Optional[Tensor]")), 0)
+    optional = [i for i, kind in enumerate(kinds[:count]) if kind != "Tensor"]
+    if unchecked is not None and "topk_idx" in names and len(optional) <= 1 and optional != [0]:
+        UNCHECKED[name] = unchecked
+        places = names.index("topk_idx"), names.index("comm")
+        _POSITIONS[name] = count, int(names[0] == "ticket"), *(optional or [0]), *places
 
 
 def call(name: str, *args: Any) -> Any:
     """``torch.ops.ep.<name>(*args)``, with all arguments."""
+    if _heeded():
+        return _dispatched(name, args, tuple(map(type, args)))
+    key = known = None
+    try:
+        count, rows_at, optional_at, ids_at, comm_at = _POSITIONS[name]
+        rows, comm = args[rows_at], _living[args[comm_at]]
+        if not rows.requires_grad:
+            tensors, others, all_given = args[:count], args[count:], args[optional_at] is not None
+            key = name, others, all_given, rows.shape[0], args[ids_at].shape[0]
+            known = comm.accepted.get(key)
+    except (KeyError, TypeError, AttributeError):  # not an operator that is remembered, or wrong: that is found below
+        pass
+    if known is not None and known.check(*(tensors if all_given else _given(tensors))):
+        if rows.data_ptr() % _ALIGNED == 0:
+            return UNCHECKED[name](comm, args)
     types = tuple(map(type, args))
-    if _heeded() or not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta:
-        if not _is_compiling():
-            _reject_misfits(name, args, types)
-        refuse_transforms(f"ep::{name}", args)
-        return getattr(torch.ops.ep, name)(*args)
-    if _is_grad_enabled() and _asks(*args):
+    if not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta:
+        return _dispatched(name, args, types)
+    asks = _asks(*args)
+    if asks and _is_grad_enabled():
         return DIFFERENTIABLE.get(name, getattr(torch.ops.ep, name))(*args)
-    return IMPLEMENTATIONS[name](*args)
+    results = IMPLEMENTATIONS[name](*args)
+    if key is not None and not asks:
+        _accept(comm.accepted, key, tensors, others)
+    return results
+
+
+def _given(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
+
+
+def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> Any:
+    """``torch.ops.ep.<name>(*args)`` by PyTorch's dispatcher."""
+    if not _is_compiling():
+        _reject_misfits(name, args, types)
+    refuse_transforms(f"ep::{name}", args)
+    return getattr(torch.ops.ep, name)(*args)
+
+
+def _accept(accepted: dict[Any, Any], key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+    """Remember a call that has passed its checks, the second time that it comes. From then on tensors of the same
+    types, dtypes, devices, sizes and strides pass, without gradients and in the same modes."""
+    if any(isinstance(other, Tensor) for other in others):
+        return
+    if key not in accepted:
+        if len(accepted) >= _MOST_ACCEPTED:
+            accepted.clear()
+        accepted[key] = None
+        return
+    given = _given(tensors)
+    sizes, strides = [list(tensor.shape) for tensor in given], [list(tensor.stride()) for tensor in given]
+    accepted[key] = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:
@@ -131,6 +189,7 @@ def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
 
 
 # Looked up once: each dot costs a decode step some of its time.
+_living = registry.living
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _asks = torch._C._any_requires_grad

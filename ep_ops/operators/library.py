@@ -15,9 +15,11 @@ CONTIGUOUS = torch.Tag.needs_contiguous_strides
 
 
 def define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (CONTIGUOUS,)
-) -> None:
-    """An operator that runs on CPUs and GPUs; ``fake`` gives the shapes and dtypes of what it returns."""
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (CONTIGUOUS,),
+    unchecked: Callable[..., Any] | None = None,
+) -> None:  # fmt: skip
+    """An operator that runs on CPUs and GPUs; ``fake`` gives the shapes and dtypes of what it returns, ``unchecked``
+    runs it for a communicator that it names with arguments that need no check."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     # Opaque to Dynamo: called from a function that broke its graph, a backend's Python must not be traced into.
@@ -26,7 +28,7 @@ def define(
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, opaque, key)
     torch.library.register_fake(f"ep::{name}", fake, lib=LIBRARY)
-    eager.learn(name, run)
+    eager.learn(name, run, unchecked)
 
 
 def differentiate(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:

@@ -15,9 +15,27 @@ from .rejection import reject
 from .table import OPERATORS, Operator
 
 
-def _implementation(op: Operator) -> Callable[..., Any]:
+def _unchecked(op: Operator) -> Callable[..., Any]:
+    """Return what hands arguments (communicator, arguments in schema order) to the communicator's backend."""
+    name, record, run = op.name, op.arguments, op.run
+
+    def unchecked(comm: registry.Living, args: tuple[Any, ...]) -> Any:
+        a = tuple.__new__(record, args)
+        try:
+            return run(comm.backend, a)
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # nothing hides what this rank raises
+                again = functools.partial(run, comm.backend, a)
+                flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
+                comm.backend.interrupted(name, error, again, flight, max_tokens)
+            raise
+
+    return unchecked
+
+
+def _implementation(op: Operator, unchecked: Callable[..., Any]) -> Callable[..., Any]:
     """Return what finds the communicator, checks, and hands to its backend. What this rank raises all ranks raise."""
-    name, record, check, run = op.name, op.arguments, op.check, op.run
+    name, record, check = op.name, op.arguments, op.check
     whole, living = len(record._fields), registry.living
 
     def implementation(*args: Any) -> Any:
@@ -27,14 +45,7 @@ def _implementation(op: Operator) -> Callable[..., Any]:
             check(comm, a)
         except (TypeError, ValueError) as error:
             reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
-        try:
-            return run(comm.backend, a)
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # nothing hides what this rank raises
-                again = functools.partial(run, comm.backend, a)
-                flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
-                comm.backend.interrupted(name, error, again, flight, max_tokens)
-            raise
+        return unchecked(comm, a)
 
     implementation.__name__ = name
     return implementation
@@ -73,6 +84,7 @@ def _register_gradient(op: Operator) -> None:
 for _op in OPERATORS:
     # What waits for the device cannot be part of a CUDA graph; Inductor then cuts the graph around it.
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
-    define(_op.name + _op.schema, _implementation(_op), _fake(_op), _tags)
+    _run = _unchecked(_op)
+    define(_op.name + _op.schema, _implementation(_op, _run), _fake(_op), _tags, _run)
     if _op.gradient is not None:
         _register_gradient(_op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -15,7 +16,7 @@ from cute_kernels.latency.sizes import WARPS, packets
 
 from ...formats import OF_TOKENS
 from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Route, Sizes
-from .launcher import Launcher
+from .launcher import Launch, Launcher, Plans
 from .outputs import Outputs
 from .row_format import RowFormat, row_format
 
@@ -71,6 +72,7 @@ class LatencyPath:
         self._far = problem.world_size - problem.domain_ranks
         self._far_rows = min(problem.top_k, self._far)  # of a token
         self._near_packets = min(problem.top_k, problem.domain_ranks - 1) * packets(problem.row_bytes)  # of its sums
+        self._plans = Plans()
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
@@ -132,22 +134,27 @@ class LatencyPath:
         delivery: Delivery,
         out: DispatchTensors,
     ) -> None:
-        how, max_tokens, weighted = row_format(delivery), sizes.max_tokens, topk_weights is not None
-        token_major = sizes.layout == TOKEN_MAJOR
+        key = part, topk_weights is not None, sizes, row_format(delivery), self.deal
+        launch = self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))
+        with self._course:
+            launch(
+                x=x, topk_weights=topk_weights, scales=delivery.scales, topk_idx=topk_idx, tokens=topk_idx.shape[0],
+                recv_x=out.recv_x, recv_scales=out.recv_scales, recv_weights=out.recv_weights, recv_idx=out.recv_idx,
+                send_rows=out.send_rows, arrivals=out.arrivals, offs=out.offs, counts=out.counts, dropped=out.dropped,
+            )  # fmt: skip
+
+    def _plan_dispatch(self, part: tuple[bool, bool], weighted: bool, sizes: Sizes, how: RowFormat) -> Launch:
+        """What launches dispatches that differ in nothing but tensors."""
+        token_major, max_tokens = sizes.layout == TOKEN_MAJOR, sizes.max_tokens
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
         # Where rows only leave it is all the same how they arrive.
         layout, by_token = (how.layout, token_major) if part[1] else ("", False)
         launch = self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)
         terms = marks.pack("dispatch", max_tokens, weighted, latency=True, format=how.format, token_major=token_major)
-        with self._course:
-            launch(
-                terms,
-                x=x, topk_weights=topk_weights, scales=delivery.scales, topk_idx=topk_idx, tokens=topk_idx.shape[0],
-                max_tokens=max_tokens, capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
-                zeros=int(how.zeros), senders=senders, first_receiver=first_receiver, blocks=blocks,
-                recv_x=out.recv_x, recv_scales=out.recv_scales, recv_weights=out.recv_weights, recv_idx=out.recv_idx,
-                send_rows=out.send_rows, arrivals=out.arrivals, offs=out.offs, counts=out.counts, dropped=out.dropped,
-            )  # fmt: skip
+        return functools.partial(
+            launch, terms, max_tokens=max_tokens, capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
+            zeros=int(how.zeros), senders=senders, first_receiver=first_receiver, blocks=blocks,
+        )  # fmt: skip
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, *, send: bool = True) -> Tensor:
         """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
@@ -162,14 +169,18 @@ class LatencyPath:
     def _launch_combine(
         self, part: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None
     ) -> None:
-        max_tokens = route.max_tokens
-        senders, first_receiver, blocks = self._combine_deal(max_tokens, *part)
-        launch = self._kernel(LatencyCombine, self.tokens, recv_weights is not None, *part)
-        terms = marks.pack("combine", max_tokens, latency=True)
+        key = part, recv_weights is not None, route.max_tokens, route.num_rows, self.deal
+        launch = self._plans.get(key) or self._plans.add(key, self._plan_combine(*key[:-1]))
         with self._course:
             launch(
-                terms,
                 y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-                arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0], max_tokens=max_tokens,
-                num_rows=route.num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
+                arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0],
             )  # fmt: skip
+
+    def _plan_combine(self, part: tuple[bool, bool], weighted: bool, max_tokens: int, num_rows: int) -> Launch:
+        """What launches combines that differ in nothing but tensors."""
+        senders, first_receiver, blocks = self._combine_deal(max_tokens, *part)
+        return functools.partial(
+            self._kernel(LatencyCombine, self.tokens, weighted, *part), marks.pack("combine", max_tokens, latency=True),
+            max_tokens=max_tokens, num_rows=num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
+        )  # fmt: skip

@@ -16,9 +16,21 @@ from cute_kernels.launch import Kernel, names
 from ...symmetric import SymmetricBuffer, nvshmem
 from .course import Course
 
+MOST_PLANS = 1024
+
 Launch = Callable[..., None]
 """What launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) go by name: tensors, None or
 left out where there is none; numbers as they are, all of them."""
+
+
+class Plans(dict[Any, Any]):
+    """What was found out once about operations of the same sizes, by these; as many as :data:`MOST_PLANS`."""
+
+    def add(self, key: Any, plan: Any) -> Any:
+        if len(self) >= MOST_PLANS:
+            self.clear()
+        self[key] = plan
+        return plan
 
 
 class Launcher:

@@ -22,7 +22,7 @@ from ... import arrivals
 from ...formats import OF_TOKENS
 from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Placed, Received, Route, Sizes
 from ..budget import Budget
-from .launcher import Launcher
+from .launcher import Launch, Launcher, Plans
 from .outputs import Outputs
 from .row_format import AS_GIVEN, RowFormat, row_format
 from .sm_model import OperationSms, TokenTraffic
@@ -105,7 +105,7 @@ class ThroughputPath:
         """`side`: the stream that they run on, beside computation, to which they leave what they can do without: no
         blocks join, and few multiprocessors stage."""
         self._kernel, self._side, self._course = launcher.get, side, launcher.course
-        self._problem, self._outputs = launcher.problem, outputs
+        self._problem, self._outputs, self._plans = launcher.problem, outputs, Plans()
         self.sms = OperationSms(launcher.problem, budget, traffic, launcher.multiprocessors, side is not None)
 
     def plan(self, topk_idx: Tensor, sizes: Sizes, num_rows: int | None = None) -> Placed:
@@ -163,47 +163,55 @@ class ThroughputPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         how, weighted, token_major = row_format(delivery), topk_weights is not None, sizes.layout == TOKEN_MAJOR
-        traffic = self.sms.traffic_of(sizes.capacity, x.shape[0], token_major)
-        pulling = self.sms.pulling(traffic, bool(how.format))
-        beyond = max(0, self.sms.beyond[0] - pulling) if pulling > 1 else 0
-        capacity, alignment, slots, max_tokens, _ = sizes
-        received = self._outputs.received(x, weighted, capacity, how, slots, token_major)
-        placed = self._outputs.placed(topk_idx, capacity, token_major)
+        received = self._outputs.received(x, weighted, sizes.capacity, how, sizes.slots, token_major)
+        placed = self._outputs.placed(topk_idx, sizes.capacity, token_major)
         recv_x, recv_scales, recv_weights = received
-        terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
-        if self.rounds(max_tokens) > 1:
-            self._plan(terms, topk_idx, placed, sizes, capacity)
+        if self.rounds(sizes.max_tokens) > 1:
+            terms = marks.pack("dispatch", sizes.max_tokens, weighted, format=how.format, token_major=token_major)
+            self._plan(terms, topk_idx, placed, sizes, sizes.capacity)
             self._along(terms, x, topk_weights, route_of(topk_idx, placed, sizes), delivery, received)
             return _new(DispatchTensors, (*received, *placed))
-        variant = (True, self._stages(how), weighted, False, how.format, how.given)
-        publish, ids = self._kernel(PublishTokens if token_major else Publish, *variant), _ids(placed, token_major)
-        staging = self.sms.publishing(variant, pulling)
-        # A grid that may join has one block in any case.
-        dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
-        expected = traffic.expected(x.shape[0])
-        zeros = int(how.zeros and not token_major)  # there is no padding
-        pulls = [
-            (self._kernel(Pull, weighted, False, True, joins, how.format, how.layout), blocks)
-            for joins, blocks in ((False, dealt), (True, joining)) if blocks
-        ]  # fmt: skip
+        key = sizes, how, weighted, x.shape[0], self.sms.budget.asked
+        publish, pulls = self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))
+        send_rows, arrived, offs, counts, dropped, _ = placed
         with self._course:
             publish(
-                terms,
-                x=x, scales=delivery.scales, topk_idx=topk_idx, topk_weights=topk_weights,
-                send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs, counts=placed.counts,
-                dropped=placed.dropped, recv_weights=recv_weights, tokens=topk_idx.shape[0],
-                max_tokens=max_tokens, capacity=capacity, num_rows=capacity, alignment=alignment, slots=slots,
-                blocks=staging, **ids,
+                x=x, scales=delivery.scales, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
+                arrivals=arrived, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
+                **_ids(placed, token_major),
             )  # fmt: skip
-            for pull, blocks in pulls:
+            for pull in pulls:
                 pull(
-                    terms,
-                    x=x, arrivals=placed.arrivals, offs=placed.offs, counts=placed.counts, recv_x=recv_x,
-                    recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=max_tokens, alignment=alignment,
-                    num_rows=capacity, slots=slots, zeros=zeros, dealt=dealt, expected=expected, joining=joining,
-                    blocks=blocks,
+                    x=x, arrivals=arrived, offs=offs, counts=counts, recv_x=recv_x, recv_weights=recv_weights,
+                    recv_scales=recv_scales,
                 )  # fmt: skip
         return _new(DispatchTensors, (*received, *placed))
+
+    def _plan_dispatch(self, sizes: Sizes, how: RowFormat, weighted: bool, tokens: int) -> tuple[Launch, list[Launch]]:
+        """What publishes and what pulls in dispatches that differ in nothing but tensors."""
+        capacity, alignment, slots, max_tokens, layout = sizes
+        token_major = layout == TOKEN_MAJOR
+        traffic = self.sms.traffic_of(capacity, tokens, token_major)
+        pulling = self.sms.pulling(traffic, bool(how.format))
+        beyond = max(0, self.sms.beyond[0] - pulling) if pulling > 1 else 0
+        # A grid that may join has one block in any case.
+        dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
+        terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
+        sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity, slots=slots)
+        variant = (True, self._stages(how), weighted, False, how.format, how.given)
+        publish = functools.partial(
+            self._kernel(PublishTokens if token_major else Publish, *variant), terms, tokens=tokens, capacity=capacity,
+            blocks=self.sms.publishing(variant, pulling), **sizes_of,
+        )  # fmt: skip
+        zeros = int(how.zeros and not token_major)  # there is no padding
+        pulls = [
+            functools.partial(
+                self._kernel(Pull, weighted, False, True, joins, how.format, how.layout), terms, zeros=zeros,
+                dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks, **sizes_of,
+            )
+            for joins, blocks in ((False, dealt), (True, joining)) if blocks
+        ]  # fmt: skip
+        return publish, pulls
 
     def _stages(self, how: RowFormat) -> bool:
         """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
@@ -260,20 +268,28 @@ class ThroughputPath:
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        traffic = self.sms.traffic_of(route.num_rows, route.topk_idx.shape[0])
-        launch = self._kernel(Combine, True, recv_weights is not None, False, residual is not None)
-        terms = marks.pack("combine", route.max_tokens)
-        for here, part in self._parts(route):
-            tokens, of_residual, of_out = part.topk_idx.shape[0], _of(residual, here), _of(out, here)
-            pushing = self.sms.pushing(traffic, tokens, True)
+        of = route.num_rows, route.max_tokens, out.shape[0], recv_weights is not None, residual is not None
+        key = *of, self.sms.budget.asked
+        launches = self._plans.get(key) or self._plans.add(key, self._plan_combine(*of))
+        for (here, part), launch in zip(self._parts(route), launches, strict=True):
             with self._course:
                 launch(
-                    terms,
                     y=y, recv_weights=recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
-                    arrivals=part.arrivals, residual=of_residual, out=of_out, tokens=tokens,
-                    max_tokens=part.max_tokens, num_rows=part.num_rows, **pushing,
+                    arrivals=part.arrivals, residual=_of(residual, here), out=_of(out, here),
                 )  # fmt: skip
         return out
+
+    def _plan_combine(self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool) -> list[Launch]:
+        """What launches each round of combines that differ in nothing but tensors."""
+        traffic, each = self.sms.traffic_of(num_rows, tokens), self._problem.max_tokens
+        launch = functools.partial(self._kernel(Combine, True, weighted, False, residual), marks.pack("combine", most))
+        rounds = []
+        for first in range(0, max(most, 1), each):
+            max_tokens = min(each, most - first)
+            here = min(max(tokens - first, 0), each)
+            pushing = self.sms.pushing(traffic, here, True)
+            rounds.append(functools.partial(launch, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **pushing))
+        return rounds
 
     def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
         """`bases`: a table of the address of row 0 at each rank, of `num_rows` each."""
