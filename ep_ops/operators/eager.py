@@ -117,7 +117,8 @@ def _accept(accepted: dict[Any, Any], key: Any, tensors: tuple[Any, ...], others
         accepted[key] = None
         return
     given = _given(tensors)
-    sizes, strides = [list(tensor.shape) for tensor in given], [list(tensor.stride()) for tensor in given]
+    sizes: list[Any] = [list(tensor.shape) for tensor in given]
+    strides: list[Any] = [list(tensor.stride()) for tensor in given]
     accepted[key] = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 

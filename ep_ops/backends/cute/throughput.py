@@ -204,7 +204,7 @@ class ThroughputPath:
             blocks=self.sms.publishing(variant, pulling), **sizes_of,
         )  # fmt: skip
         zeros = int(how.zeros and not token_major)  # there is no padding
-        pulls = [
+        pulls: list[Launch] = [
             functools.partial(
                 self._kernel(Pull, weighted, False, True, joins, how.format, how.layout), terms, zeros=zeros,
                 dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks, **sizes_of,
@@ -283,7 +283,7 @@ class ThroughputPath:
         """What launches each round of combines that differ in nothing but tensors."""
         traffic, each = self.sms.traffic_of(num_rows, tokens), self._problem.max_tokens
         launch = functools.partial(self._kernel(Combine, True, weighted, False, residual), marks.pack("combine", most))
-        rounds = []
+        rounds: list[Launch] = []
         for first in range(0, max(most, 1), each):
             max_tokens = min(each, most - first)
             here = min(max(tokens - first, 0), each)
