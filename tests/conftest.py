@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-LONG = ("test_ptx.py", "test_many_ranks.py", "test_emulated.py", "test_formats_ptx.py", "test_cli.py", "test_wheel.py")
+LONG = (
+    "test_cli.py", "test_ptx.py", "test_moe_layer.py", "test_formats_ptx.py", "test_across_ptx.py", "test_emulated.py",
+    "test_many_ranks.py", "test_formats_model.py", "test_latency_ptx.py", "test_operators_compile.py",
+)  # fmt: skip
 
 
 DRAWN = 1 / 3
@@ -45,7 +48,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files come first, so that none of them is left to one process at the end."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if os.environ.get("EP_OPS_ALL_CHECKS") == "1":
         return
     # All processes of a run must draw the same.

@@ -173,7 +173,7 @@ def seen(comm, monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("backend", [None, "eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.drawn)])
 def test_read_when_the_operators_run(comm, seen, backend):
     """One compilation serves all budgets."""
     run, counter = toy.layer, None

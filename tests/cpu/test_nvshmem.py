@@ -146,7 +146,7 @@ def test_refused_on_every_rank() -> None:
         )
         assert "on ranks [1]; NVSHMEM_DISABLE_P2P" in unmapped
         assert old.startswith("RuntimeError: rank 1: NVSHMEM 3.4.5 is loaded (/lib/nvshmem_host, possibly by torch)")
-        assert "needed is 3.7.2 or newer: pip install --no-deps 'nvidia-nvshmem-cu13>=3.7.2,<4'" in old
+        assert "version 3.7.2 or newer is needed: pip install --no-deps 'nvidia-nvshmem-cu13>=3.7.2,<4'" in old
         assert sizes == "ValueError: ranks ask for different sizes of symmetric memory: [16, 17, 18] bytes by rank"
         assert room.startswith("RuntimeError: NVSHMEM has no 200 bytes of symmetric memory left on ranks [0]")
         assert len(group) == (rank < 2)

@@ -69,7 +69,7 @@ def test_same_numbers_as_eager(comm, layer, backend):
         torch.testing.assert_close(step(compiled, comm, 5), step(LAYERS[layer], comm, 5))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.drawn)])
 def test_one_compilation_for_all_numbers_of_tokens(comm, backend):
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(toy.layer, backend=counter, fullgraph=True, dynamic=True)

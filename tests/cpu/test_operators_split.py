@@ -162,7 +162,7 @@ TURNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.drawn)])
 def test_micro_batches_in_turns(backend, monkeypatch):
     """Forward; backward the other way round, starts for waits."""
     torch._dynamo.reset()
