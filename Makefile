@@ -59,11 +59,11 @@ demo: $(NEEDS)
 	$(PYTHON) -m ep_ops demo $(ARGS)
 
 # Two runs, since tests/gpu changes torch's settings for its whole process. (5: ARGS selects none of its tests.) The
-# second one works at six files of tests at a time (on two cores some always wait), the long ones (tests/conftest.py)
+# second one works at four files of tests at a time (on two cores some always wait), the long ones (tests/conftest.py)
 # first.
 test: $(NEEDS)
 	$(PYTHON) -m pytest tests/gpu $(ARGS) || [ $$? -eq 5 ]
-	$(PYTHON) -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Every rank runs pytest over the same files in lockstep. More ranks than GPUs share them (tests/gpu/sharing.py).
 RANKS ?= 1 2 4 8 16

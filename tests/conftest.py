@@ -15,7 +15,7 @@ LONG = (
 )  # fmt: skip
 
 
-DRAWN = 1 / 3
+DRAWN = 1 / 5
 """Which part of the cases is run of tests that are marked `drawn`."""
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -47,6 +48,7 @@ def printed(name: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.drawn
 def test_train_under_torchrun() -> None:
     """The loss of a layer whose experts, router or gradients are off does not fall by half."""
     done = subprocess.run(

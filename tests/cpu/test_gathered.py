@@ -55,6 +55,7 @@ def several(comm, x, topk_idx, w, combine):
 
 
 @pytest.mark.drawn
+@pytest.mark.drawn
 def test_compiled_rows_are_written_in_place():
     """As Inductor computes them: the reference backend would show rows that are overwritten too early, as NaN."""
     torch._dynamo.reset()
