@@ -1,8 +1,8 @@
-"""One layer twice: with ``all_to_all_single`` by hand, and with ep_ops. Both give the same results and gradients.
+"""Compare an MoE layer that calls ``all_to_all_single`` with one that uses ep_ops: results and gradients.
 
     torchrun --standalone --nproc-per-node 2 examples/port_all_to_all.py
 
-By hand the ranks must hold equally many of the 8 experts; ep_ops takes any number of ranks.
+The hand-written layer needs a number of ranks that divides the 8 experts. ep_ops runs on any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ HIDDEN, TOKENS, EXPERTS, TOP_K = 64, 100, 8, 2
 def by_hand(x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
     """x [T, H], expert ids and weights [T, K], w [local experts, H, H] -> [T, H]."""
     ranks, (local, *_) = dist.get_world_size(), w.shape
-    order = experts.flatten().argsort(stable=True)  # every (token, k), by expert
+    order = experts.flatten().argsort(stable=True)  # every (token, k), sorted by expert
     token = order // experts.shape[1]
-    wanted = experts.flatten().bincount(minlength=ranks * local)  # rows for each expert
-    coming = torch.empty_like(wanted)
-    dist.all_to_all_single(coming, wanted)  # rows from each rank for each expert here
-    send = wanted.view(ranks, local).sum(1).tolist()  # waits for the device
-    receive = coming.view(ranks, local).sum(1).tolist()
+    send_counts = experts.flatten().bincount(minlength=ranks * local)  # rows for each expert
+    recv_counts = torch.empty_like(send_counts)
+    dist.all_to_all_single(recv_counts, send_counts)  # rows of each rank for each local expert
+    send = send_counts.view(ranks, local).sum(1).tolist()  # synchronizes the host
+    receive = recv_counts.view(ranks, local).sum(1).tolist()
 
     rows = all_to_all_single_autograd(x[token], receive, send, dist.group.WORLD)
-    expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(coming)
-    by_expert = expert.argsort(stable=True)  # they came by source rank
-    offs = coming.view(ranks, local).sum(0).cumsum(0).int()
+    expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(recv_counts)
+    by_expert = expert.argsort(stable=True)  # received rows are in the order of source ranks
+    offs = recv_counts.view(ranks, local).sum(0).cumsum(0).int()
     y = grouped_mm(rows[by_expert], w, offs)[by_expert.argsort()]
 
     back = all_to_all_single_autograd(y, send, receive, dist.group.WORLD)
@@ -46,10 +46,10 @@ def by_hand(x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
 
 # --8<-- [start:after]
 def with_ep_ops(comm: ep_ops.Communicator, x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
-    """The same."""
-    sent = comm.dispatch(x, experts, weights)
-    y = grouped_mm(sent.x, w, sent.route.offs)
-    return comm.combine(y, sent.route, sent.weights)
+    """x [T, H], expert ids and weights [T, K], w [local experts, H, H] -> [T, H]."""
+    got = comm.dispatch(x, experts, weights)
+    y = grouped_mm(got.x, w, got.route.offs)
+    return comm.combine(y, got.route, got.weights)
 
 
 # --8<-- [end:after]
