@@ -1,5 +1,5 @@
-"""What a rank that has given up launches when its host sees that, or when its host is the one that gives up: all other
-ranks are told."""
+"""The kernel that raises a failed rank's alarm at all other ranks. Its host launches it when it sees the failure, or
+when the host itself fails."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,12 +9,10 @@ from cutlass import Int32, Int64
 from cutlass.cute import arch
 
 from . import ptx, sync
-from .domains import is_near
-from .heap import FAILED, REASON_BYTES, Heap
+from .heap import FAILED, Heap
 from .launch import Kernel, RankArgs
 from .marks import ALARM_BITS
-
-WORDS = REASON_BYTES // 8
+from .refusal import leave_reason
 
 
 class AlarmArgs(NamedTuple):
@@ -39,7 +37,8 @@ class RaiseAlarm(Kernel):
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         tid, _, _ = arch.thread_idx()
         if args.text != 0:
-            self.leave(ranks, args.text)
+            # Ranks of other domains hear of the failure without the reason.
+            leave_reason(ranks, args.text, arch.WARP_SIZE)
             # All lanes' words come before thread 0's release, with which it sets off the alarm.
             arch.sync_warp()
             if tid == 0:
@@ -47,20 +46,6 @@ class RaiseAlarm(Kernel):
         failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
         if tid == 0 and failed != 0:
             sync.pass_on(ranks, failed)
-
-    @cute.jit
-    def leave(self, ranks: sync.Ranks, text: Int64) -> None:
-        """By the warp: the text with every rank of this one's NVLink domain, where it would leave the reason of a
-        refusal. (Others hear that this rank gives up, without the reason.)"""
-        tid, _, _ = arch.thread_idx()
-        i = tid
-        while i < self.problem.world_size * WORDS:
-            peer = i // WORDS
-            at = Int64(i - peer * WORDS) * 8
-            if is_near(ranks, peer):
-                place = ranks.at(ranks.peer(peer), "reason") + Int64(ranks.rank) * REASON_BYTES
-                ptx.st_relaxed_sys(place + at, ptx.ld_u64(text + at))
-            i += arch.WARP_SIZE
 
     @cute.jit
     def give_up(self, ranks: sync.Ranks) -> None:

@@ -75,14 +75,12 @@ def begin_walk(ranks: Ranks, smem_sources: Any, arrivals: Int64, num_rows: Int32
     lane = arch.lane_idx()
     at = lists(arrivals, num_rows)
     most = Int32(0)
-    source = Int32(lane)
-    while source <= world_size:
+    for source in cutlass.range(lane, world_size + 1, 32):
         begin = cutlass.min(cutlass.max(ptx.ld_i32(at.sources + Int64(source) * 4), 0), num_rows)
         smem_sources[source] = begin
         if source < world_size:
             end = cutlass.min(ptx.ld_i32(at.sources + Int64(source + 1) * 4), num_rows)
             most = cutlass.max(most, end - begin)
-        source += 32
     most = cutlass.min(arch.warp_redux_sync(most, "max"), max_tokens)  # whatever the list says
     # Every lane's part comes before the other lanes' reads.
     arch.sync_warp()

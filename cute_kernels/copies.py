@@ -60,6 +60,11 @@ def lowest(word: Any) -> Int32:
     return Int32(arch.popc((word & -word) - 1))
 
 
+def pop_lowest(word: Any) -> tuple[Int32, Any]:
+    """The number of a word's lowest bit that is set, and the word without it."""
+    return lowest(word), word & (word - 1)
+
+
 def low_bits(count: int) -> Uint32:
     """The lowest `count` bits, at most 32."""
     return Uint32((1 << count) - 1)

@@ -74,42 +74,32 @@ class Delivery:
         return -(-self.form.scales // 4) if four else self.form.scales
 
     @cute.jit
-    def place(self, to: Arrived, row: Int32) -> tuple[Int64, Int32]:
+    def scales_at(self, to: Arrived, row: Int32) -> tuple[Int64, Int32]:
         """By a warp: where the first unit of a row's scales lies, and the distance to the next."""
         if const_expr(self.tiles is not None):
-            return self.tiles.place(to, row), Int32(TILE_BYTES)
+            return self.tiles.scales_at(to, row), Int32(TILE_BYTES)
         if const_expr(self.layout == "rows"):
             return to.scales + Int64(row) * (self.units * self.unit), Int32(self.unit)
-        return _place_in_lines(to, row, self.units)
+        return _scales_in_lines(to, row, self.units)
 
     @cute.jit
     def zero(self, to: Arrived, row: Int32, end: Int32, lane: Int32, weights: cutlass.Constexpr[bool]) -> None:
         """By a warp: padding rows of one expert, from `row` on, and what goes with them, but for swizzled scales, of
         which more is zeroed than rows have (`Tiles.clear`)."""
-        i = Int32(row)
-        while i < end:
+        for i in cutlass.range(row, end, 1):
             zero_row(self.row_bytes, to.rows + Int64(i) * self.row_bytes, lane)
-            i += 1
-        i = row + lane
         if const_expr(weights):
-            while i < end:
+            for i in cutlass.range(row + lane, end, 32):
                 ptx.st_i32(to.weights + Int64(i) * 4, Int32(0))
-                i += 32
         if const_expr(self.layout == "rows"):
-            first, _ = self.place(to, row)
-            i = Int32(lane)
-            while i < (end - row) * self.units:
+            first, _ = self.scales_at(to, row)
+            for i in cutlass.range(lane, (end - row) * self.units, 32):
                 self.store_unit(first + Int64(i) * self.unit, Int32(0))
-                i += 32
         elif const_expr(self.layout != "" and self.tiles is None):
-            first, step = self.place(to, row)
-            line = Int32(0)
-            while line < self.units:
-                i = Int32(lane)
-                while i < end - row:
+            first, step = self.scales_at(to, row)
+            for line in cutlass.range(self.units):
+                for i in cutlass.range(lane, end - row, 32):
                     self.store_unit(first + Int64(line) * step + i * 4, Int32(0))
-                    i += 32
-                line += 1
 
     def store_unit(self, at: Int64, value: Int32) -> None:
         if self.unit == 1:
@@ -133,23 +123,23 @@ class Delivery:
         return value
 
     @cute.jit
-    def store_scale(self, place: tuple[Int64, Int32], column: Int32, stored: Int32) -> None:
-        """One scale of the row whose `place` it is, as fp32 bits, or as its exponent where these travel. `in_words` a
-        column behind the last belongs to the row, too."""
-        at, step = place
+    def store_scale(self, at: tuple[Int64, Int32], column: Int32, stored: Int32) -> None:
+        """Store one scale of the row whose scales lie `at`, an address and the distance to the next unit: as fp32 bits,
+        or as its exponent where these travel. `in_words` a column behind the last belongs to the row, too."""
+        first, step = at
         if const_expr(self.in_words):
             exponent = stored
             if const_expr(not self.form.in_bytes):
                 exponent = (stored >> 23) & 0xFF
-            ptx.st_u8(at + Int64(column >> 2) * step + (column & 3), exponent)
+            ptx.st_u8(first + Int64(column >> 2) * step + (column & 3), exponent)
         elif const_expr(self.form.in_bytes):
-            ptx.st_u8(at + column, stored)
+            ptx.st_u8(first + column, stored)
         else:
-            ptx.st_i32(at + Int64(column) * step, stored)
+            ptx.st_i32(first + Int64(column) * step, stored)
 
 
 @cute.jit
-def _place_in_lines(to: Arrived, row: Int32, lines: cutlass.Constexpr[int]) -> tuple[Int64, Int32]:
+def _scales_in_lines(to: Arrived, row: Int32, lines: cutlass.Constexpr[int]) -> tuple[Int64, Int32]:
     """Of units in lines, each of which holds one unit of every row; in the padded layout of every row of an expert."""
     across, at = (to.num_rows + 3) & ~3, Int64(row)
     if to.slots > 0:

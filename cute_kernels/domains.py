@@ -20,11 +20,11 @@ INDEX_BITS = 32
 
 def position_words(domains: Sequence[Sequence[int]]) -> list[int]:
     """What stands behind the addresses, for the ranks of each domain."""
-    places = [0] * sum(map(len, domains))
+    positions = [0] * sum(map(len, domains))
     for domain, members in enumerate(domains):
         for index, rank in enumerate(members):
-            places[rank] = domain << INDEX_BITS | index
-    return places + [rank for members in domains for rank in members]
+            positions[rank] = domain << INDEX_BITS | index
+    return positions + [rank for members in domains for rank in members]
 
 
 def position_of(ranks: Any, rank: Int32) -> tuple[Int32, Int32]:
@@ -33,8 +33,8 @@ def position_of(ranks: Any, rank: Int32) -> tuple[Int32, Int32]:
     return Int32(word >> INDEX_BITS), Int32(word & ((1 << INDEX_BITS) - 1))
 
 
-def rank_at(ranks: Any, domain: Int32, index: Int32) -> Int32:
-    """The rank with this place."""
+def rank_at(ranks: Any, domain: Int32, index: Int32 | int) -> Int32:
+    """The rank at this position."""
     number = domain * ranks.heap.problem.domain_ranks + index
     return Int32(ptx.ld_constant(ranks.peers + Int64(2 * ranks.world_size + number) * 8))
 
@@ -73,7 +73,7 @@ def is_near(ranks: Any, rank: Int32) -> Boolean:
 
 @cute.jit
 def neighbor(ranks: Any, step: Int32) -> Int32:
-    """The rank so many places further in this one's domain, around."""
+    """The rank so many steps further in this one's domain, around."""
     return near_rank(ranks, (index_of(ranks, ranks.rank) + step) % ranks.heap.problem.domain_ranks)
 
 
@@ -106,6 +106,6 @@ def on_rail(ranks: Any, slot: Int32) -> Int32:
     return rank_at(ranks, domain, index)
 
 
-def slot_there(ranks: Any, slot: Int32) -> Int32:
+def slot_there(ranks: Any, slot: Int32 | int) -> Int32:
     """The slot that this rank's domain has at ranks of the domain whose slot here that is."""
     return ranks.heap.problem.num_domains - slot

@@ -7,7 +7,7 @@ A format is named as operators name it, without ``wire:``, which says what becom
 from dataclasses import dataclass
 
 FORMATS = ("", "e4m3/128/pow2", "e4m3/128/fp32", "e4m3/32/mx", "e4m3/row/fp32")
-"""By the index that ranks tell each other."""
+"""By the index that marks carry."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where everything lies in a rank's symmetric memory. The same on every rank, so an offset names a place on all peers.
+"""Where everything lies in a rank's symmetric memory. The same on every rank, so an offset is valid on all peers.
 
 Everything that peers write or read is held in two banks, which operations use in turn, by the parity of their epoch:
 when a rank writes into bank `e % 2` in operation e, all its peers have left operation e - 2, because each of them
@@ -37,12 +37,12 @@ COUNTING_BYTES = 128 * 1024
 """The most bytes of shared memory for counters of single warps while a tile is counted."""
 
 CAPACITY, ALIGNMENT, SLOTS, COPIES = 0, 1, 2, 3
-"""What a rank tells another one behind its counts: the first three are arguments of its call, the last is how many of
-its tile's tokens have an expert there."""
+"""Settings behind the counts in a message: the first three are arguments of the sender's call, the last is how many of
+the tile's tokens have an expert at the receiver."""
 SETTINGS_INTS = 8
 """Room for that in int32; a multiple of 4 that leaves some unused."""
 ENTRY_BYTES = 16
-"""Bytes of an entry: what a rank tells the holder of an expert of one (token, k) that names it."""
+"""Bytes of an entry, which describes one (token, k) to the rank that holds its expert."""
 
 REASON_BYTES = 512
 """The most bytes of the text that says why a rank refuses an operation; a multiple of 8."""
@@ -59,7 +59,7 @@ a wait of it failed. All in ns of the device's clock; those of an earlier operat
 NOTE_WORDS = 4
 WAIT_BITS, WAIT_UNIT = 31, 6
 """A word for each rank, beside a note: the longest that a thread waited for that rank in the operation, in 2**WAIT_UNIT
-ns, in the lowest WAIT_BITS bits; above them how often the note's place has been used (epoch // NOTES), so that the
+ns, in the lowest WAIT_BITS bits; above them how often the note has been used (epoch // NOTES), so that the
 greatest word is of the latest operation."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them, but for FAILED, and
@@ -69,13 +69,28 @@ CLAIMS = 16  # a line of its own: all warps count here
 STATE_BYTES = 256
 
 
+class RowSizes:
+    """Of rows of `hidden_size` numbers of a `dtype`: "bf16", "fp16" or "fp32"."""
+
+    hidden_size: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.itemsize
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(RowSizes):
     """What kernels are compiled for: everything that all calls of one communicator share.
 
     `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32". `domains`: the ranks
     of each NVLink domain, ascending, where there are several of them; `wire` is then what crosses from one to another
-    (internode/wire.py). `max_tokens` are those of a rank whose rows one operation moves; a route may be told of more,
+    (internode/wire.py). `max_tokens` are those of a rank whose rows one operation moves; a route may cover more,
     `route_tokens`, whose rows then go in rounds, an operation each. 0: of as many.
     """
 
@@ -91,7 +106,7 @@ class Problem:
 
     @property
     def planned_tokens(self) -> int:
-        """The most tokens of a rank that a route is told of."""
+        """The most tokens of a rank that a route covers."""
         return self.route_tokens or self.max_tokens
 
     @property
@@ -141,7 +156,7 @@ class Problem:
 
     @property
     def header_ints(self) -> int:
-        """What a tile tells a rank besides its entries: how many name each expert, and `SETTINGS_INTS` more."""
+        """Ints of a message before its entries: how many name each expert, and `SETTINGS_INTS` more."""
         return -(-self.num_experts // 4) * 4 + SETTINGS_INTS
 
     @property
@@ -194,14 +209,6 @@ class Problem:
     def num_experts(self) -> int:
         return sum(self.experts_per_rank)
 
-    @property
-    def itemsize(self) -> int:
-        return 4 if self.dtype == "fp32" else 2
-
-    @property
-    def row_bytes(self) -> int:
-        return self.hidden_size * self.itemsize
-
     @cached_property
     def first_expert(self) -> tuple[int, ...]:
         """Global id of each rank's first expert, and num_experts at the end: world_size + 1 entries."""
@@ -224,7 +231,7 @@ PURPOSES = {
     **dict.fromkeys(("rows", "rows_in", "rows_out"), "staged rows"),
     **dict.fromkeys(("routes", "lines", "routes_out", "lines_out"), "marked lines"),  # of the latency kernels
 }
-"""What buffers are for, as users are told; all others hold flags."""
+"""Section -> its purpose in `memory_plan`; all others hold flags."""
 
 
 def _padded(nbytes: int) -> int:
@@ -270,16 +277,16 @@ class Heap:
             reason=w * REASON_BYTES,
             notes=NOTES * NOTE_WORDS * 8,  # of one bank
             waited=NOTES * w * 8,  # likewise
-            # What each tile of each source rank tells this one: its counts, then its entries for experts here.
+            # The message of each tile of each source rank: its counts, then its entries for experts here.
             messages=w * p.tiles * self.message_bytes,
-            # What the blocks of this rank tell each other where rows are dropped: entries and copies that are kept.
+            # What the blocks of this rank exchange where rows are dropped: entries and copies that are kept.
             kept=p.tiles * w * 8,
             # Routing weights, which peers read here; in a token-major dispatch each token's, and behind them its ids.
             weights=self.weights_bytes,
             # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token,
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
-            # for all operations alike. The backward of a token-major dispatch has its scalars in the place of what is
-            # told. Where there are several domains a rank has both for the ranks of its rail, too, by [slot]
+            # for all operations alike. The backward of a token-major dispatch has its scalars where messages
+            # lie. Where there are several domains a rank has both for the ranks of its rail, too, by [slot]
             # (domains.py).
             scalars=d * t * p.weights_each * 4,
             rows=d * p.most_copies * t * p.row_bytes,

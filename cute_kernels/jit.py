@@ -252,7 +252,9 @@ def _load(kernel: Any, register: Callable[[int], None] | None, path: Path) -> Ca
         if not library:
             return function
         if register is None:
-            raise ValueError(f"{type(kernel).__name__} is linked with {library}, which has to be told of it: register")
+            raise ValueError(
+                f"{type(kernel).__name__} is linked with {library}, which needs its handle: pass `register`"
+            )
         return LinkedFunction(function, len(kernel.signature()), register)
 
 

@@ -1,5 +1,5 @@
 """Kernels that are linked with a device library, such as NVSHMEM's, which keeps its state in every module that it is a
-part of: whoever owns the library on the host has to be told of each loaded one before its kernel is launched.
+part of: the library's host side must be given each loaded module before its kernel is launched.
 
 TVM FFI hides the CUDA library that it loads. So these kernels are compiled without it, and are called through the C
 function that is made of them: it takes the addresses of the arguments' values, the stream's among them, and of the
@@ -42,8 +42,8 @@ def _host_calls() -> list[ctypes.CDLL]:
 
 
 _registered: list[Any] = []
-"""Compiled kernels that a library's owner has been told of: it goes on writing to their modules, which are unloaded
-with them, so they live as long as the process."""
+"""Compiled kernels that are registered with a library: it goes on writing to their modules, which are unloaded with
+them, so they live as long as the process."""
 
 
 class LinkedFunction:

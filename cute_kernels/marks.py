@@ -2,7 +2,7 @@
 
 A mark is epoch << SHIFT | terms. The epoch is the operation's number; the terms are what all ranks must pass alike, so
 that a rank that waits finds out why what it waits for never comes. Only equality counts. The highest bit is set in
-what a rank sends that has given up: nobody waits for such a mark, so nobody takes what comes from it for good.
+what a rank sends that has given up: nobody waits for such a mark, so nobody accepts its data as valid.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ TOKENS = 10
 MOST_TOKENS = 1 << SHIFT - TOKENS
 """What `max_tokens` counts modulo."""
 RANK_BITS = 10
-"""Bits of a rank, wherever it is told."""
+"""Bits of a rank in marks and alarms."""
 _NUMBERED = [*((kind, False) for kind in KINDS), *((kind, True) for kind in OF_TOKENS)]
 _INDEX = {kind: index for index, kind in enumerate(_NUMBERED)}
 
@@ -45,6 +45,11 @@ def same_operation(word: Any, mark: Any) -> Any:
 def with_number(mark: Any, number: Any) -> Any:
     """The word of the mark's operation that carries a number in place of terms."""
     return ((mark >> SHIFT) << SHIFT) | number
+
+
+def epoch_in(mark: int) -> int:
+    """The epoch of a mark, also of one whose rank has given up. (For the host.)"""
+    return (mark & (1 << GIVEN_UP) - 1) >> SHIFT
 
 
 def number_in(word: Any) -> Any:
@@ -93,16 +98,15 @@ def unpack_refusal(terms: Terms) -> tuple[int, int]:
 def unpack(mark: int) -> tuple[int, Terms]:
     """Epoch and terms of a mark, also of one that has the highest bit set; what is no kind or format, as in a word that
     carries a number in the place of terms, counts as none."""
-    mark &= (1 << GIVEN_UP) - 1
     scalars, rows, latency = (bool(mark >> i & 1) for i in (4, 5, 6))
     number, form = kind_in(mark), mark >> FORMAT & 7
     kind, token_major = _NUMBERED[number if number < len(_NUMBERED) else 0]
     format, max_tokens = FORMATS[form if form < len(FORMATS) else 0], mark >> TOKENS & MOST_TOKENS - 1
-    return mark >> SHIFT, Terms(kind, scalars, rows, latency, max_tokens, format, token_major)
+    return epoch_in(mark), Terms(kind, scalars, rows, latency, max_tokens, format, token_major)
 
 
 class Alarm(NamedTuple):
-    """What a rank that gives up tells all others, in one word."""
+    """The word with which a rank that gives up raises the alarm at all others."""
 
     reason: int  # as in its report
     flag: int  # kind of what it waited for

@@ -24,16 +24,14 @@ from .sync import Ranks, await_word_of, meet_all, note_of, set_flag, too_late
 
 @cute.jit
 def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], release: cutlass.Constexpr[bool]) -> None:
-    """By `threads` threads of one block, `number` 0, 1, ...: tells every rank that this one has begun the operation,
-    hence has left the one before.
+    """By `threads` threads of one block, `number` 0, 1, ...: signals to every rank that this one has begun the
+    operation, hence has left the one before.
 
     With `release`, who sees the hello sees what kernels before this one wrote (rows, in a gather). Without, it is no
     round trip: for kernels whose peers read nothing that was written before.
     """
-    peer = Int32(number)
-    while peer < ranks.world_size:
+    for peer in cutlass.range(number, ranks.world_size, threads):
         set_flag(ranks, "hello", peer, ranks.rank, release)
-        peer += threads
     if number == 0:
         note_begun(ranks)
 
@@ -42,11 +40,10 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
 def note_begun(ranks: Ranks) -> None:
     """By one thread: this rank has begun the operation. It has put nothing in the next one."""
     if const_expr(ranks.heap.problem.num_domains > 1):
-        heap, rank = ranks.heap, Int32(0)
-        while rank < ranks.world_size:
+        heap = ranks.heap
+        for rank in cutlass.range(ranks.world_size):
             next_bank = heap.offset["puts"] + (1 - ranks.bank) * heap.distance["puts"]
             ptx.st_u64(ranks.own + next_bank + Int64(rank) * 8, Int64(0))
-            rank += 1
     ptx.st_u64(note_of(ranks), ranks.mark)
     ptx.st_u64(note_of(ranks) + BEGUN * 8, arch.globaltimer())
 
@@ -76,14 +73,10 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
             if const_expr(fetched):
                 # What thread 0 acquired with the ticket, all blocks' reads, comes before every lane's release.
                 arch.sync_warp()
-                peer = Int32(tid)
-                while peer < ranks.world_size:
+                for peer in cutlass.range(tid, ranks.world_size, arch.WARP_SIZE):
                     ranks.signal("fetched", peer, ranks.rank)
-                    peer += arch.WARP_SIZE
-                peer = Int32(tid)
-                while peer < ranks.world_size:
+                for peer in cutlass.range(tid, ranks.world_size, arch.WARP_SIZE):
                     ranks.wait("fetched", peer, peer, 0)
-                    peer += arch.WARP_SIZE
             meet_all(ranks, tid)
             arch.sync_warp()
             if tid == 0:
@@ -98,7 +91,7 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
 @cute.jit
 def end_refused(ranks: Ranks) -> None:
     """By one thread, at an operation's end: if some rank has refused it, others may not have waited for what this one
-    has put, which must arrive before the places there are used again."""
+    has put, which must arrive before the memory there is used again."""
     if const_expr(ranks.heap.problem.wire.late):
         refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
         if same_operation(refusal, ranks.mark):
@@ -108,8 +101,8 @@ def end_refused(ranks: Ranks) -> None:
 @cute.jit
 def settle(ranks: Ranks) -> None:
     """By one thread of a rank whose other threads put nothing any more in this operation: until all has arrived that
-    others have put to this one, who tell it how much that is. Puts that nobody waits for would else arrive in the
-    operation after the next, which uses the same places. A dead rank tells nothing, and is named at the deadline."""
+    others have put to this one, who send their counts of puts. Puts that nobody waits for would else arrive in the
+    operation after the next, which uses the same memory. A dead rank sends no count, and is named at the deadline."""
     if const_expr(ranks.heap.problem.wire.late):
         rank = Int32(0)
         while rank < ranks.world_size and ranks.mark >= 0:
@@ -120,11 +113,9 @@ def settle(ranks: Ranks) -> None:
                 ranks.heap.problem.wire.put_value(ranks, rank, word, said)
             rank += 1
         expected = Int64(0)
-        rank = Int32(0)
-        while rank < ranks.world_size:
-            if not is_near(ranks, rank):
-                expected += number_in(await_word_of(ranks, "put_counts", rank))
-            rank += 1
+        for source in cutlass.range(ranks.world_size):
+            if not is_near(ranks, source):
+                expected += number_in(await_word_of(ranks, "put_counts", source))
         start, stop, come = Int64(arch.globaltimer()), Boolean(False), Int64(0)
         while come < expected and not stop:
             come = Int64(words_come(ranks))
@@ -134,16 +125,14 @@ def settle(ranks: Ranks) -> None:
 
 @cute.jit
 def words_come(ranks: Ranks) -> Int32:
-    """By one thread: how many words of this operation ranks of other domains have set here, `sent` not counted."""
+    """By one thread: how many words of this operation ranks of other domains have set here, without `put_counts`."""
     p = ranks.heap.problem
     count = Int32(0)
     for name in WORDS_OF_RANKS:
         each = ranks.heap.size[name] // (8 * p.world_size)
-        rank = Int32(0)
-        while rank < p.world_size:
+        for rank in cutlass.range(p.world_size):
             if not is_near(ranks, rank):
                 count += words_set(ranks, name, rank * each, Int32(each))
-            rank += 1
     for name in (*WORDS_OF_RAIL, *(name for name in WORDS_OF_LATENCY if name in ranks.heap.size)):
         count += words_set(ranks, name, Int32(0), Int32(ranks.heap.size[name] // 8))
     return count
@@ -152,9 +141,7 @@ def words_come(ranks: Ranks) -> Int32:
 @cute.jit
 def words_set(ranks: Ranks, name: cutlass.Constexpr[str], first: Int32, words: Int32) -> Int32:
     count = Int32(0)
-    i = Int32(first)
-    while i < first + words:
+    for i in cutlass.range(first, first + words, 1):
         if same_operation(ptx.ld_acquire_sys(ranks.at(ranks.own, name) + Int64(i) * 8), ranks.mark):
             count += 1
-        i += 1
     return count

@@ -1,4 +1,4 @@
-"""What a rank does instead of an operation that its host refuses: tell all ranks why, and use up the number.
+"""The kernel of an operation that a rank's host rejects: it sends the reason to all ranks and uses up the number.
 
 To ranks of other NVLink domains the reason is put on the wire, behind which a word of this rank is set, and hello may
 arrive before that: waits there know by its kind that a refusal is on its way (`sync.why_stop`).
@@ -7,6 +7,7 @@ arrive before that: waits there know by its kind that a refusal is on its way (`
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute import arch
@@ -14,6 +15,7 @@ from cutlass.cute import arch
 from . import operation, ptx, sync
 from .domains import is_near
 from .heap import EPOCH, REASON_BYTES, Heap
+from .ids import thread_id, warp_id
 from .latency.sizes import LatencyHeap
 from .launch import Kernel, RankArgs
 
@@ -29,12 +31,23 @@ class RefuseArgs(NamedTuple):
     blocks: Int32  # one
 
 
+@cute.jit
+def leave_reason(ranks: sync.Ranks, text: Int64, threads: cutlass.Constexpr[int]) -> None:
+    """By a block: copies this rank's reason from `text` to every rank of its NVLink domain."""
+    for i in cutlass.range(thread_id(), ranks.world_size * WORDS, threads):
+        peer = i // WORDS
+        at = Int64(i - peer * WORDS) * 8
+        if is_near(ranks, peer):
+            address = ranks.at(ranks.peer(peer), "reason") + Int64(ranks.rank) * REASON_BYTES
+            ptx.st_relaxed_sys(address + at, ptx.ld_u64(text + at))
+
+
 @dataclass(frozen=True)
 class Refuse(Kernel):
     """One block: leaves the reason with every rank, sets `refusal` there, says hello, waits until all have begun."""
 
     tokens: int = 0
-    """The bound of the latency kernels where they take calls across domains: what others put here is in places of
+    """The bound of the latency kernels where they take calls across domains: what others put here is in sections of
     theirs, too."""
 
     NAME, Args = "ep_refuse", RefuseArgs
@@ -49,29 +62,18 @@ class Refuse(Kernel):
         heap = LatencyHeap(self.problem, self.tokens) if self.tokens else Heap(self.problem)
         ranks = sync.Ranks(heap, args.ranks)
         tid, _, _ = arch.thread_idx()
-        i = tid
-        while i < world_size * WORDS:
-            peer = i // WORDS
-            at = Int64(i - peer * WORDS) * 8
-            if is_near(ranks, peer):
-                place = ranks.at(ranks.peer(peer), "reason") + Int64(ranks.rank) * REASON_BYTES
-                ptx.st_relaxed_sys(place + at, ptx.ld_u64(args.text + at))
-            i += THREADS
+        leave_reason(ranks, args.text, THREADS)
         # The whole block's text comes before each thread's releases.
         arch.sync_threads()
         if const_expr(self.problem.num_domains > 1):
-            self.tell_far_ranks(ranks)
-        peer = Int32(tid)
-        while peer < world_size:
+            self.put_reason(ranks)
+        for peer in cutlass.range(tid, world_size, THREADS):
             if is_near(ranks, peer):
                 # The refusal is released before the hello: whoever sees the hello sees the refusal.
                 ranks.signal("refusal", peer, Int32(0))
             ranks.signal("hello", peer, ranks.rank)
-            peer += THREADS
-        peer = Int32(tid)
-        while peer < world_size:
+        for peer in cutlass.range(tid, world_size, THREADS):
             sync.await_begun(ranks, peer)
-            peer += THREADS
         arch.sync_threads()
         if tid == 0:
             operation.note_begun(ranks)
@@ -81,11 +83,10 @@ class Refuse(Kernel):
             ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
 
     @cute.jit
-    def tell_far_ranks(self, ranks: sync.Ranks) -> None:
+    def put_reason(self, ranks: sync.Ranks) -> None:
         """Ranks of other domains, each by a put from where this rank's own reason lies with itself."""
-        tid, _, _ = arch.thread_idx()
         reason = ranks.at(Int64(0), "reason") + Int64(ranks.rank) * REASON_BYTES
-        rank = Int32(arch.make_warp_uniform(tid // 32))
+        rank = Int32(warp_id())
         while rank < self.problem.world_size and ranks.mark >= 0:
             if not is_near(ranks, rank):
                 word = ranks.at(Int64(0), "refused") + Int64(ranks.rank) * 8

@@ -4,11 +4,32 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, range_constexpr
+from cutlass import Int32, Int64, range_constexpr
 from cutlass.cute import arch
+
+from . import ptx
 
 TOGETHER = 4
 """Consecutive experts that a lane takes at a time: one scan over the warp serves all of them."""
+
+
+def padded(count: Any, alignment: Any) -> Any:
+    """Rows of a segment of `count` rows, a multiple of `alignment`."""
+    return (count + alignment - 1) // alignment * alignment
+
+
+@cute.jit
+def write_segment(args: Any, local: Int32, begin: Int32, asked: Int32, kept: Int32) -> None:
+    """By one thread: writes the end, the count and the drops of the segment of local expert `local`. It begins at row
+    `begin`, `asked` entries name it, and `kept` of them have rows."""
+    alignment = cutlass.max(args.alignment, 1)
+    end = cutlass.min(begin + padded(asked, alignment), args.capacity)
+    if args.slots > 0:
+        end = begin + padded(kept, alignment)
+    at = Int64(local) * 4
+    ptx.st_i32(args.offs + at, end)
+    ptx.st_i32(args.counts + at, kept)
+    ptx.st_i32(args.dropped + at, asked - kept)
 
 
 @cute.jit
@@ -36,18 +57,17 @@ def place_segments(tables: Any, experts: tuple[Int32, Int32], low: Int32 | int, 
     alignment = cutlass.max(alignment, 1)
     lane = arch.lane_idx()
     carry = Int32(0)
-    chunk = first
-    while chunk < end:
+    for chunk in cutlass.range(first, end, 32 * TOGETHER):
         e = chunk + lane * TOGETHER
-        padded = []
+        sizes = []
         for i in range_constexpr(TOGETHER):
             asked = Int32(0)
             if e + i < end:
                 asked = tables.asked[e + i - low]
-            padded.append((asked + alignment - 1) // alignment * alignment)
-        mine = padded[0]
+            sizes.append(padded(asked, alignment))
+        mine = sizes[0]
         for i in range_constexpr(1, TOGETHER):
-            mine += padded[i]
+            mine += sizes[i]
         total = inclusive_sum(mine)
         begin = carry + total - mine
         for i in range_constexpr(TOGETHER):
@@ -58,6 +78,5 @@ def place_segments(tables: Any, experts: tuple[Int32, Int32], low: Int32 | int, 
                     limit = start + slots
                 tables.start[e + i - low] = start
                 tables.limit[e + i - low] = limit
-            begin += padded[i]
+            begin += sizes[i]
         carry += arch.shuffle_sync(total, 31)
-        chunk += 32 * TOGETHER

@@ -41,14 +41,13 @@ def begin_of(begins: Begins, expert: Int32) -> Int32:
 @cute.jit
 def expert_of(begins: Begins, row: Int32) -> Int32:
     """By a warp: the last expert that begins at or before a row."""
-    begun, first = Int32(0), Int32(0)
-    while first < begins.experts:
+    begun = Int32(0)
+    for first in cutlass.range(0, begins.experts, 32):
         expert, there = first + arch.lane_idx(), Int32(0)
         if expert < begins.experts:
             if begin_of(begins, expert) <= row:
                 there = Int32(1)
         begun += Int32(arch.popc(arch.vote_ballot_sync(there != 0)))
-        first += 32
     return begun - 1
 
 
@@ -60,7 +59,7 @@ class Tiles:
     words: int
 
     @cute.jit
-    def place(self, to: Any, row: Int32) -> Int64:
+    def scales_at(self, to: Any, row: Int32) -> Int64:
         """By a warp: where the first 4 bytes of a row's scales lie. `to`: a `delivery.Arrived`."""
         expert, begin = Int32(0), Int32(0)
         if to.slots > 0:
@@ -81,35 +80,31 @@ class Tiles:
             elif const_expr(self.consumer == "flashinfer"):
                 base = (begin + (ROWS - 1) * expert) >> 7
             else:
-                tiles, behind = Int32(0), arch.lane_idx() + 1
-                while behind <= expert:
+                tiles = Int32(0)
+                for behind in cutlass.range(arch.lane_idx() + 1, expert + 1, 32):
                     rows = begin_of(to.begins, behind) - begin_of(to.begins, behind - 1)
                     tiles += (rows + ROWS - 1) >> 7
-                    behind += 32
                 base = arch.warp_redux_sync(tiles, "add")
         return base
 
     @cute.jit
-    def at(self, to: Any, base: Int32, place: Int32) -> Int64:
-        """Of the `place`-th row of an expert. Whatever a given route says, in some tile that there is."""
+    def at(self, to: Any, base: Int32, number: Int32) -> Int64:
+        """Of the `number`-th row of an expert. Whatever a given route says, in some tile that there is."""
         tiles = to.begins.experts * ((to.slots + ROWS - 1) >> 7)
         if to.slots == 0:
             if const_expr(self.consumer == "quack"):
                 tiles = ((to.num_rows + ROWS - 1) >> 7) + to.begins.experts - 1
             else:
                 tiles = (to.num_rows + (ROWS - 1) * to.begins.experts) >> 7
-        tile = cutlass.max(cutlass.min(base + (place >> 7), tiles - 1), 0)
-        return to.scales + Int64(tile) * (self.words * TILE_BYTES) + ((place & 31) * 16 + ((place >> 5) & 3) * 4)
+        tile = cutlass.max(cutlass.min(base + (number >> 7), tiles - 1), 0)
+        return to.scales + Int64(tile) * (self.words * TILE_BYTES) + ((number & 31) * 16 + ((number >> 5) & 3) * 4)
 
     @cute.jit
     def clear(self, to: Any, expert: Int32, begin: Int32, kept: Int32, rows: Int32) -> None:
         """By a warp: zeroes the scales behind the `kept` first of an expert's rows, up to the end of the tile in which
         its segment of so many rows ends."""
         base = self.base(to, expert, begin)
-        place = kept + arch.lane_idx()
-        while place < (rows + ROWS - 1) // ROWS * ROWS:
-            at, word = self.at(to, base, place), Int32(0)
-            while word < self.words:
+        for number in cutlass.range(kept + arch.lane_idx(), (rows + ROWS - 1) // ROWS * ROWS, 32):
+            at = self.at(to, base, number)
+            for word in cutlass.range(self.words):
                 ptx.st_i32(at + Int64(word) * TILE_BYTES, Int32(0))
-                word += 1
-            place += 32

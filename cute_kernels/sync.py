@@ -1,44 +1,45 @@
-"""Every flag, wait and barrier between ranks. One place, so that each order that a kernel relies on can be read here.
+"""Every flag, wait and barrier between ranks, in one file, so that each order that a kernel relies on can be read here.
 
-A flag is one 8-byte word in the reader's memory with a single writer. Its value, the mark, says which operation it
-belongs to: its epoch, and what the ranks must agree on (marks.py). The epoch is the number of the operation on this
-communicator, from 1, the same on all ranks; it lives in device memory and the last block of an operation advances it,
-so that captured graphs replay.
+A flag is one 8-byte word in the reader's memory with a single writer. Its value, the mark, holds the operation's epoch
+and what the ranks must agree on (marks.py). The epoch is the number of the operation on this communicator, from 1, the
+same on all ranks. It lives in device memory, and the last block of an operation advances it, so that captured graphs
+replay.
 
-Orders that hold:
-- `signal` is a system-scope release: what the calling thread wrote before it, and what other threads of its block
-  wrote before a block barrier that precedes it, is visible to whoever sees the flag.
-- `wait` is a system-scope acquire by the calling thread; a block or warp barrier behind it passes the order on.
-- Rows written with ordinary stores and fetched with bulk copies change proxy: `fence_async` by the reader, between
-  what it acquired and its copies (in a gather also on the rows' side, whose writer is a kernel of the user).
-- A fence at system scope waits for everything that its SM has sent over the link, and an SM does one at a time. Where
-  many flags are due, one thread fences once for all that are due by then: warps of a combine hand theirs to another
-  one of their block (throughput/outbox.py), staging blocks of a dispatch to a block that does nothing else (stage.py).
-- Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. So a rank that
-  has left operation e - 1 knows that all ranks have left operation e - 2, and may reuse what that one used.
+Orders that hold, in the terms of the PTX memory model:
+- `signal` is a release at system scope. It is cumulative: it makes visible what the calling thread wrote before it, and
+  what other threads of the block wrote before a block barrier that precedes it.
+- `wait` is the matching acquire at system scope by the calling thread. A block or warp barrier behind it extends the
+  order to the other threads.
+- Rows that ordinary stores wrote are read by bulk copies, which is another proxy. The reader executes `fence_async`
+  between its acquire and its copies. In a gather the writer is a kernel of the user, so the gather kernel executes the
+  fence on the writer's side, too.
+- A fence at system scope waits for everything that its SM has sent over the link, and an SM executes one at a time.
+  Where many flags are due, one thread fences once for all of them: warps of a combine hand their flags to another warp
+  of the block (throughput/outbox.py), staging blocks of a dispatch to a block that does nothing else (stage.py).
+- Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. A rank that has
+  left operation e - 1 therefore knows that all ranks have left operation e - 2, and may reuse the bank of e - 2.
 
-No wait for another rank lasts for ever (`why_stop`, for flags and packets alike): when its deadline passes it claims
-the report (first come), writes who waited for whom into host-visible memory, and ends. The waits that follow, in this
-kernel and the next ones, then give up at once, and at the end of the operation, or when the host sees the report, all
-ranks are told (`pass_on`): their waits give up, too, for that one cause.
+No wait for another rank lasts forever (`why_stop`, for flags and packets alike). When its deadline passes, a wait
+claims the report (first come), writes who waited for whom into host-visible memory, and ends. Later waits of this
+kernel and of the next ones give up at once. At the end of the operation, or when the host sees the report, the rank
+raises the alarm at all ranks (`pass_on`), whose waits then give up for the same cause.
 
-What a rank sends does not depend on what it receives in the same operation, but it may on what it received in an
-earlier one. So whatever it sends behind the operation in which it gave up carries marks that nobody waits for
-(marks.py), and no peer takes garbage for good.
+What a rank sends does not depend on what it receives in the same operation, but it may depend on earlier operations. A
+rank that gave up therefore sends marks that nobody waits for (marks.py), and no peer accepts its data as valid.
 
-A rank that refuses an operation (its host does, for an argument that cannot be taken) uses up the operation's number
-all the same: it leaves its reason with all ranks, sets their `refusal` word, and says hello (refusal.py). Waits of that
-operation then give up, on every rank and for whomever they wait; the reason is reported, and the next operation is as
-any other. For an operation that is given up by a refusal the hellos of all ranks are still awaited.
+A rank that rejects an operation (its host does, for an invalid argument) still uses up the operation's number: it
+writes its reason to all ranks, sets their `refusal` word, and says hello (refusal.py). All waits of that operation then
+give up, on every rank; the reason is reported, and the next operation runs normally. The hellos of all ranks are still
+awaited.
 
-Ranks of several NVLink domains (domains.py) store only in their own one's memory, and tell others by puts on a wire
-(internode/wire.py), of which nothing is known but that a word comes behind the bytes of its own put. So across domains
-a flag that is set alone says nothing else; a rank that has given up puts nothing any more; and an operation that was
-refused ends at a rank when all that was put to it has arrived (`settle`).
+Ranks of several NVLink domains (domains.py) store only within their own domain and reach others by puts on a wire
+(internode/wire.py), which promises only that a word arrives behind the bytes of its own put. Across domains a flag that
+is set alone therefore orders nothing; a rank that gave up puts nothing any more; and a rejected operation ends at a
+rank when all that was put to it has arrived (`operation.settle`).
 """
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -74,14 +75,29 @@ REPORT_WORDS = 16
 """Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
 the second for a value that was refused, the third for an operation that a peer refused, the fourth for a wait that
 lasts long."""
+
+
+class Record(NamedTuple):
+    """The words of a record of the report. The host reads one whose `done` is set."""
+
+    done: Any
+    reason: Any  # TIMEOUT, ...
+    flag: Any  # index in FLAGS
+    rank: Any  # which reports
+    peer: Any  # which it waited for
+    detail: Any
+    mark: Any  # of the operation
+    seen: Any  # what was found instead
+
+
 TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, PEER_FAILED, HALF, BAD_SCALE, WAITING = range(1, 10)
-"""Reasons in a record. Its words are done mark, reason, flag, rank, peer, detail, expected mark, seen. PEER_FAILED:
-another rank has given up, and has left its alarm here. HALF: this rank's host has launched a part of an operation and
-cannot launch the rest. Alarms have room for reasons up to HALF."""
+"""Reasons in a record. PEER_FAILED: another rank has given up, and has left its alarm here. HALF: this rank's host has
+launched a part of an operation and cannot launch the rest. Alarms have room for reasons up to HALF."""
 FAILED_BY_PEER = 3
-"""The state's word FAILED is 0, 1 when this rank has given up and reports it, or this: another rank has told it to."""
+"""The state's word FAILED is 0, 1 when this rank has given up and reports it, or this: another rank has raised its
+alarm here."""
 LONG_NS = 60_000_000_000
-"""A flag that has been awaited for so long, or for a tenth of the deadline, is told of."""
+"""A warning is reported for a flag that has been awaited for so long, or for a tenth of the deadline."""
 
 REFUSED_KIND = KINDS.index("refused")
 
@@ -110,7 +126,7 @@ class Ranks(Carried):
     def world_size(self) -> int:
         return self.heap.problem.world_size
 
-    def peer(self, rank: Int32) -> Int64:
+    def peer(self, rank: Int32 | int) -> Int64:
         """Address of a rank's heap."""
         return ptx.ld_constant(self.peers + Int64(rank) * 8)
 
@@ -118,12 +134,12 @@ class Ranks(Carried):
         """Address of a heap section in the heap at `base`, in the bank that this operation uses."""
         return base + self.heap.offset[name] + self.bank * self.heap.distance[name]
 
-    def signal(self, flag: str, peer: Int32, index: Int32) -> None:
+    def signal(self, flag: str, peer: Int32 | int, index: Int32 | int) -> None:
         """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote. At a rank of
         another NVLink domain the flag says nothing but itself."""
         set_flag(self, flag, Int32(peer), Int32(index), True)
 
-    def wait(self, flag: str, index: Int32, peer: Int32, detail: Int32 | int) -> Boolean:
+    def wait(self, flag: str, index: Int32 | int, peer: Int32 | int, detail: Int32 | int) -> Boolean:
         """Acquires flag `index` of its kind, set by `peer`. False when it gave up (`why_stop`)."""
         return await_flag(self, self.at(self.own, flag) + Int64(index) * 8, flag, Int32(peer), Int32(detail))
 
@@ -136,14 +152,14 @@ class Ranks(Carried):
 def set_flag(
     ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32, index: Int32, release: cutlass.Constexpr[bool]
 ) -> None:
-    place = ranks.at(Int64(0), flag) + Int64(index) * 8
+    offset = ranks.at(Int64(0), flag) + Int64(index) * 8
     if const_expr(not ranks.heap.problem.domains):
-        store_flag(ranks.peer(peer) + place, ranks.mark, release)
+        store_flag(ranks.peer(peer) + offset, ranks.mark, release)
     else:
         if is_near(ranks, peer):
-            store_flag(ranks.peer(peer) + place, ranks.mark, release)
+            store_flag(ranks.peer(peer) + offset, ranks.mark, release)
         elif ranks.mark >= 0:  # over a wire, who has given up says nothing any more
-            ranks.heap.problem.wire.put_value(ranks, peer, place, ranks.mark)
+            ranks.heap.problem.wire.put_value(ranks, peer, offset, ranks.mark)
 
 
 def store_flag(address: Int64, mark: Int64, release: bool) -> None:
@@ -168,30 +184,9 @@ def mark_of(epoch: Int64, terms: Int32, failed: Int64) -> Int64:
 # ---------------------------------------------------------------------- waits
 
 
-@cute.jit
-def await_flag(ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32) -> Boolean:
+def await_flag(ranks: Ranks, addr: Int64, flag: str, peer: Int32, detail: Int32) -> Boolean:
     """By one thread: acquires the flag at `addr`. False when it gave up."""
-    seen = ptx.ld_acquire_sys(addr)
-    if seen != ranks.mark:
-        start = arch.globaltimer()
-        polls = Int32(0)
-        reason, instead = Int32(0), Int64(0)
-        while seen != ranks.mark and reason == 0:
-            seen = ptx.ld_acquire_sys(addr)
-            polls += 1
-            if polls == POLLS_PER_CHECK:
-                polls = Int32(0)
-                reason, instead = why_stop(ranks, start, peer)
-                # Pulling warps, which await chunks, have no registers for that.
-                if const_expr(flag != "chunk"):
-                    if arch.globaltimer() - start > cutlass.min(ranks.timeout_ns // 10, Int64(LONG_NS)):
-                        if ptx.atom_claim(ranks.own + LATE * 8, ranks.mark) != ranks.mark:
-                            write_report(ranks, 3, Int32(WAITING), Int32(FLAGS.index(flag)), peer, detail, seen)
-        if const_expr(flag not in OWN_FLAGS):
-            note_wait(ranks, peer, start)
-        if seen != ranks.mark:
-            fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
-    return seen == ranks.mark
+    return poll(ranks, addr, flag, peer, detail) == ranks.mark
 
 
 @cute.jit
@@ -199,30 +194,54 @@ def await_word(
     ranks: Ranks, addr: Int64, peer: Int32, detail: Int32, deadlines: cutlass.Constexpr[int] = 1
 ) -> Int64:  # fmt: skip
     """By one thread: acquires a word of this operation, which carries a number where marks have terms: that number, or
-    -1 when it gave up. Ranks tell each other to by the alarm alone here. `deadlines`: 2, where `peer` may be waiting
-    for another rank, and then names it."""
-    seen = ptx.ld_acquire_sys(addr)
-    start = Int64(arch.globaltimer())
-    waited = not same_operation(seen, ranks.mark)
-    polls = Int32(0)
-    reason, instead = Int32(0), Int64(0)
-    while not same_operation(seen, ranks.mark) and reason == 0:
-        seen = ptx.ld_acquire_sys(addr)
-        polls += 1
-        if polls == POLLS_PER_CHECK:
-            polls = Int32(0)
-            reason, instead = why_stop(ranks, start + (deadlines - 1) * ranks.timeout_ns, peer)
-            alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
-            if alarm != 0:
-                reason = Int32(PEER_FAILED)
-                instead = alarm
-    number = number_in(seen)
-    if waited:
-        note_wait(ranks, peer, start)
-    if not same_operation(seen, ranks.mark):
+    -1 when it gave up. `deadlines`: 2 where `peer` may itself be waiting for another rank, and then names that one."""
+    word = poll(ranks, addr, "batch", peer, detail, True, deadlines)
+    number = number_in(word)
+    if not same_operation(word, ranks.mark):
         number = Int64(-1)
-        fail(ranks, reason, "batch", peer, detail, seen if reason == TIMEOUT else instead)
     return number
+
+
+@cute.jit
+def poll(
+    ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32,
+    numbered: cutlass.Constexpr[bool] = False, deadlines: cutlass.Constexpr[int] = 1,
+) -> Int64:  # fmt: skip
+    """By one thread: acquires the word at `addr` until it belongs to this operation, and returns it. When the wait is
+    given up, which is reported, it returns another word.
+
+    `numbered`: the word carries a number in place of terms. It comes from another NVLink domain, whose ranks report a
+    failure by the alarm alone.
+    """
+    seen = ptx.ld_acquire_sys(addr)
+    if is_awaited(ranks, seen, numbered):
+        start = arch.globaltimer()
+        polls = Int32(0)
+        reason, instead = Int32(0), Int64(0)
+        while is_awaited(ranks, seen, numbered) and reason == 0:
+            seen = ptx.ld_acquire_sys(addr)
+            polls += 1
+            if polls == POLLS_PER_CHECK:
+                polls = Int32(0)
+                reason, instead = why_stop(ranks, start + (deadlines - 1) * ranks.timeout_ns, peer)
+                if const_expr(numbered):
+                    alarm = ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"])
+                    if alarm != 0:
+                        reason, instead = Int32(PEER_FAILED), alarm
+                elif const_expr(flag != "chunk"):  # pulling warps, which await chunks, have no registers for a warning
+                    if arch.globaltimer() - start > cutlass.min(ranks.timeout_ns // 10, Int64(LONG_NS)):
+                        if ptx.atom_claim(ranks.own + LATE * 8, ranks.mark) != ranks.mark:
+                            write_report(ranks, 3, Int32(WAITING), Int32(FLAGS.index(flag)), peer, detail, seen)
+        if const_expr(flag not in OWN_FLAGS):
+            note_wait(ranks, peer, start)
+        if is_awaited(ranks, seen, numbered):
+            fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
+    return seen
+
+
+def is_awaited(ranks: Ranks, seen: Int64, numbered: bool) -> Boolean:
+    """Whether a word that was read does not belong to this operation yet."""
+    return (seen >> SHIFT) != (ranks.mark >> SHIFT) if numbered else seen != ranks.mark
 
 
 @cute.jit
@@ -230,9 +249,9 @@ def note_wait(ranks: Ranks, peer: Int32, start: Int64) -> None:
     """By one thread that has waited for `peer` since `start`: kept, for people who look who is waited for, if no other
     wait for that rank in this operation was longer. Nothing is waited for here."""
     lasted = cutlass.min((arch.globaltimer() - start) >> WAIT_UNIT, Int64((1 << WAIT_BITS) - 1))
-    place = (ranks.epoch & (NOTES - 1)) * ranks.world_size + peer
+    index = (ranks.epoch & (NOTES - 1)) * ranks.world_size + peer
     ptx.red_max(
-        ranks.own + ranks.heap.offset["waited"] + place * 8,
+        ranks.own + ranks.heap.offset["waited"] + index * 8,
         (ranks.epoch >> NOTES.bit_length() - 1 << WAIT_BITS) | lasted,
     )
 
@@ -265,9 +284,9 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
     """By one thread that has waited for `peer` since `start`: the reason to wait no longer, or 0, and the mark that
     says so: the peer's hello, or the refusal.
 
-    That is so when the deadline has passed, when this rank has given up before or was told to, when some rank refuses
-    the operation, or when the peer has said hello with other terms: the ranks disagree on what they are doing. Blocks
-    that wait for others of their own rank have twice as long: those may be waiting for a peer, and then name it.
+    That is so when the deadline has passed, when this rank has given up before or an alarm was raised here, when some
+    rank rejects the operation, or when the peer has said hello with other terms: the ranks disagree on the operation.
+    Blocks that wait for others of their own rank have twice as long: those may be waiting for a peer, and then name it.
     """
     reason = Int32(0)
     limit = ranks.timeout_ns
@@ -281,7 +300,7 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
     heed_refusals(ranks)
-    # A rank that refuses says so before it says hello: whoever sees its hello sees this.
+    # A rank that rejects releases its refusal before its hello: an acquire of the hello makes the refusal visible.
     refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
     if mark != ranks.mark and same_operation(mark, ranks.mark):
         if const_expr(not ranks.heap.problem.domains):
@@ -312,12 +331,10 @@ def late_rank(ranks: Ranks, peer: Int32) -> Int32:
     found = Int32(peer)
     if not is_silent(ranks, peer):
         domain, _ = position_of(ranks, ranks.rank)
-        index = Int32(0)
-        while index < ranks.heap.problem.domain_ranks:
+        for index in cutlass.range(ranks.heap.problem.domain_ranks):
             mate = rank_at(ranks, domain, index)
             if is_silent(ranks, mate):
                 found = mate
-            index += 1
     return found
 
 
@@ -338,43 +355,41 @@ def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
 def heed_refusals(ranks: Ranks) -> None:
     """By any thread: those of ranks of other NVLink domains set a word each; now the domain's own says so."""
     if const_expr(ranks.heap.problem.num_domains > 1):
-        rank = Int32(0)
-        while rank < ranks.world_size:
+        for rank in cutlass.range(ranks.world_size):
             word = ranks.at(ranks.own, "refused") + Int64(rank) * 8
             if same_operation(ptx.ld_relaxed_sys(word), ranks.mark):
                 ptx.st_release_sys(ranks.at(ranks.own, "refusal"), ptx.ld_acquire_sys(word))
-            rank += 1
 
 
 @cute.jit
 def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
-    """The first wait of this rank that fails says why, in the first record, or that another rank has told it to give
-    up; one that a refusal ends says so in the third, where all of an operation's write the same (the rank that refuses
+    """Report a failed wait. The first one of this rank says why in the first record, or that another rank has failed.
+    One that a rejection ends writes the third record, where all of an operation's write the same (the rank that rejects
     is in the refusal's terms)."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         if reason == TIMEOUT:
             peer = late_rank(ranks, peer)
     record = Int32(0)
-    tell = reason == REFUSAL
-    if tell:
+    writes = reason == REFUSAL
+    if writes:
         record = Int32(2)
     else:
         before = ptx.atom_claim(ranks.own + FAILED * 8)
         ptx.st_u64(note_of(ranks) + GAVE_UP * 8, arch.globaltimer())
-        tell = before != 1
+        writes = before != 1
         if before == FAILED_BY_PEER:
             reason = Int32(PEER_FAILED)
-    if tell:
+    if writes:
         write_report(ranks, record, reason, Int32(FLAGS.index(flag)), peer, detail, seen)
 
 
-def await_begun(ranks: Ranks, peer: Int32) -> None:
+def await_begun(ranks: Ranks, peer: Int32 | int) -> None:
     """By one thread: until `peer` has said hello in this operation, with whatever terms, or has not in time."""
     await_word_of(ranks, "hello", peer)
 
 
 @cute.jit
-def await_word_of(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32) -> Int64:
+def await_word_of(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32 | int) -> Int64:
     """By one thread: until `peer` has set its word of that kind in this operation, whatever else it says; that word, or
     0 if it has not in time. No refusal ends this."""
     address = ranks.at(ranks.own, flag) + Int64(peer) * 8
@@ -415,23 +430,22 @@ def meet(ranks: Ranks, peer: Int32) -> Boolean:
 def meet_all(ranks: Ranks, lane: Int32) -> None:
     """By a warp, when the operation's rows have been read: `meet` with every rank.
 
-    Then a rank that has given up, or was told to, tells all ranks, which give up, too. One that has may have gone on
-    without this one, and overwritten what this one read: it had told this one before.
+    Then a rank that has given up, or at which an alarm was raised, raises the alarm at all ranks. One that gave up may
+    have gone on and overwritten what this rank read, but only after it had raised the alarm here.
     """
     heed_alarm(ranks)
     failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
-    peer = Int32(lane)
-    while peer < ranks.world_size:
+    for peer in cutlass.range(lane, ranks.world_size, arch.WARP_SIZE):
         if not meet(ranks, peer):
             failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
-        peer += arch.WARP_SIZE
     if failed != 0:
         pass_on(ranks, failed)
 
 
 @cute.jit
 def pass_on(ranks: Ranks, failed: Int64) -> None:
-    """By one thread, or several, of a rank that has given up (`failed`: its state's word): tells all ranks."""
+    """By one thread, or several, of a rank that has given up (`failed`: its state's word): raises the alarm at all
+    ranks."""
     alarm = Int64(0)
     if failed == 1:
         alarm = own_alarm(ranks)
@@ -453,17 +467,17 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
 
 
 def send_alarm(heap: Int64, at: int, alarm: Int64) -> None:
-    # The alarm comes before the word that makes waits give up.
+    # The alarm is released by the word that makes waits give up.
     ptx.st_relaxed_sys(heap + at, alarm)
     ptx.atom_fail_by_peer(heap + FAILED * 8)
 
 
 @cute.jit
 def own_alarm(ranks: Ranks) -> Int64:
-    """By one thread of a rank that has given up: what it tells the others, or 0 if they know it already."""
+    """By one thread of a rank that has given up: the alarm word for the others, or 0 if they know it already."""
     alarm = Int64(0)
-    # What this rank was told itself the others know. While whoever claimed the report is filling it, nothing is told:
-    # the host will, when it sees it.
+    # The others know of a failure that a peer reported. While the thread that claimed the report is filling it, no
+    # alarm is raised; the host raises it when it sees the report.
     written = ptx.ld_acquire_sys(ranks.report)
     if written != 0 and ptx.ld_relaxed_sys(ranks.report + 8) != PEER_FAILED:
         shift = 0
@@ -479,9 +493,9 @@ def write_report(
 ) -> None:
     """Fills a host-visible record; its done mark is released last."""
     report = ranks.report + record * REPORT_WORDS * 8
-    words = (reason, flag, ranks.rank, peer, detail, ranks.mark, seen)
-    for i in range_constexpr(len(words)):
-        ptx.st_u64(report + (i + 1) * 8, Int64(words[i]))
+    words = Record(1, reason, flag, ranks.rank, peer, detail, ranks.mark, seen)
+    for i in range_constexpr(1, len(words)):
+        ptx.st_u64(report + i * 8, Int64(words[i]))
     ptx.st_release_sys(report, Int64(1))
 
 

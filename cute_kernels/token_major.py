@@ -10,6 +10,7 @@ from cutlass.cute import arch
 from . import ptx
 from .experts import local_experts
 from .heap import Problem
+from .ids import thread_id
 from .segments import inclusive_sum
 from .sync import Ranks
 
@@ -22,8 +23,7 @@ def clear_choices(
     """One block: its share of the local ids and weights of rows behind the last copy; it is the `share[0]`-th of so
     many blocks."""
     block, blocks = share
-    tid, _, _ = arch.thread_idx()
-    i = Int64(copies) * p.top_k + (block * threads + tid)
+    i = Int64(copies) * p.top_k + (block * threads + thread_id())
     while i < Int64(args.capacity) * p.top_k:
         if const_expr(ids):
             ptx.st_i32(args.recv_idx + i * 4, Int32(-1))
@@ -41,8 +41,7 @@ def write_counts(ranks: Ranks, named: Any, args: Any) -> None:
     first_local, end_local = local_experts(p, ranks.rank)
     held = end_local - first_local
     before = Int32(0)
-    chunk = Int32(0)
-    while chunk < held:
+    for chunk in cutlass.range(0, held, 32):
         local = chunk + lane
         dropped, kept = Int32(0), Int32(0)
         if local < held:
@@ -55,4 +54,3 @@ def write_counts(ranks: Ranks, named: Any, args: Any) -> None:
             ptx.st_i32(args.counts + at, kept)
             ptx.st_i32(args.dropped + at, dropped)
         before += arch.shuffle_sync(upto, 31)
-        chunk += 32

@@ -152,7 +152,7 @@ class Methods:
         if scales is not None:
             scales = inputs.scales(scales, batch)
         given = x, topk_weights, topk_idx
-        how = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
+        how = scales, format, scales_as, _clears(zeros)
         rows, align, slots, tokens, layout = sizes
         if exact:
             out = call(operator, *given, align, tokens, *self.plan_args, layout, *how)
@@ -186,7 +186,7 @@ class Methods:
             scales = inputs.scales(scales, route.batch)
         tensors = route.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts
         along = *tensors, route.num_rows, route.alignment, route.max_tokens, self.name, route.layout, route.slots
-        how = scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros
+        how = scales, format, scales_as, _clears(zeros)
         rows, recv_scales, weights = call("dispatch_planned", x, topk_weights, *along, *how)
         weights = None if topk_weights is None else weights
         received = _scales_of(rows, recv_scales, route, format, scales_as) if format else None
@@ -291,7 +291,7 @@ class Methods:
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
         if scales is not None:
             scales = inputs.scales(scales, batch)
-        how = Delivery(scales, format, scales_as, torch.is_grad_enabled() if zeros is None else zeros)
+        how = Delivery(scales, format, scales_as, _clears(zeros))
         rows, align, slots, tokens, layout = sizes
         along = rows, align, slots, tokens, *self.plan_args, layout
         ticket = call("dispatch_start", x, topk_weights, topk_idx, *along, *how, flight)
@@ -447,6 +447,11 @@ class Methods:
         weights = None if topk_weights is None else weights
         scales = _scales_of(recv_x, recv_scales, route, format, scales_as) if format else None
         return Dispatched(recv_x, weights, route, dropped, scales, local_idx)
+
+
+def _clears(zeros: bool | None) -> bool:
+    """Whether a dispatch clears padding: where gradients are on, unless the caller says."""
+    return torch.is_grad_enabled() if zeros is None else zeros
 
 
 def _home(rows: Tensor, route: Route) -> Tensor:

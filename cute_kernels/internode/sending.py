@@ -1,7 +1,7 @@
 """Rows on their way to other NVLink domains: batches of those that are needed there, each with one put and one word.
 
 A batch is of `batch_tokens` consecutive tokens. Rows of those of them that name an expert of a domain lie without gaps
-in the batch's place at the stager there, in the order of tokens; the batch's word says, beside the epoch, which tokens
+in the batch's slot at the stager there, in the order of tokens; the batch's word says, beside the epoch, which tokens
 these are, as bits. So a reader finds a token's row by counting bits, batches may come in any order, and a batch of
 which nothing is needed is a word without bits.
 """
@@ -19,6 +19,7 @@ from .. import ptx, sync
 from ..copies import lowest
 from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
+from ..ids import thread_id, warp_id
 from ..marks import same_operation, with_number
 
 VECTORS = 4
@@ -47,7 +48,7 @@ def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32, each: int) 
     return ranks.at(Int64(0), name) + Int64((slot - 1) * each + index) * 8
 
 
-def row_in(mask: Int32, token: Int32) -> Int32:
+def row_in(mask: Int32, token: Int32 | int) -> Int32:
     """Where the row of a token lies in its batch, which holds those of `mask`; `token` counts within the batch."""
     return Int32(arch.popc(mask & ((Int32(1) << token) - 1)))
 
@@ -92,14 +93,13 @@ def put_batch(
     it has rows, its offset, and the bytes of a row."""
     p = ranks.heap.problem
     mask, here, row_bytes = what
-    tid, _, _ = arch.thread_idx()
     to, target = slot_there(ranks, slot), on_rail(ranks, slot)
     word = word_at(ranks, words, to, batch, ranks.heap.batches)
     if mask != 0:
         there = offset_of_batch(ranks, "rows_in", to, batch)
         nbytes = Int32(arch.popc(mask)) * row_bytes
         p.wire.put_signal_by_block(ranks, threads, target, there, here, nbytes, word, word_of(ranks, mask))
-    elif tid == 0:
+    elif thread_id() == 0:
         p.wire.put_value(ranks, target, word, word_of(ranks, 0))
 
 
@@ -108,10 +108,8 @@ def vector_of(row_bytes: cutlass.Constexpr[int], mask: Int32, number: Int32) -> 
     """Of the vectors of a batch's rows, one after the other: whose token's row it belongs to, and its offset there."""
     row = number // (row_bytes // 16)
     left = Int32(mask)
-    skipped = Int32(0)
-    while skipped < row:
+    for _ in cutlass.range(row):
         left = left & (left - 1)
-        skipped += 1
     return lowest(left), (number - row * (row_bytes // 16)) * 16
 
 
@@ -119,10 +117,8 @@ def vector_of(row_bytes: cutlass.Constexpr[int], mask: Int32, number: Int32) -> 
 def copy_rows(ranks: sync.Ranks, threads: cutlass.Constexpr[int], mask: Int32, to: Int64, source: Int64) -> None:
     """By a whole block: the rows of the tokens of `mask`, without gaps."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
-    first = Int32(tid)
-    while first < total:
+    for first in cutlass.range(thread_id(), total, VECTORS * threads):
         # Behind the end the last vector is copied once more.
         numbers = [cutlass.min(first + i * threads, total - 1) for i in range(VECTORS)]
         words = []
@@ -131,7 +127,6 @@ def copy_rows(ranks: sync.Ranks, threads: cutlass.Constexpr[int], mask: Int32, t
             words.append(ptx.ld_v4(source + Int64(token) * p.row_bytes + at))
         for i in range_constexpr(VECTORS):
             ptx.st_v4(to + Int64(numbers[i]) * 16, words[i])
-        first += VECTORS * threads
 
 
 @cute.jit
@@ -163,8 +158,7 @@ def send_weights(
     """By one block, behind a barrier: the weights of its tile, tokens from `first` to `end`, from where it has put
     them for its own domain, to the stagers of all others. `each`: bytes of a token's, and of what goes with them."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
-    slot = Int32(arch.make_warp_uniform(tid // 32)) + 1
+    slot = Int32(warp_id()) + 1
     while slot < p.num_domains and ranks.mark >= 0:
         to = slot_there(ranks, slot)
         there = ranks.at(Int64(0), "weights_in") + Int64(to - 1) * ranks.heap.weights_bytes + Int64(first) * each
@@ -184,7 +178,6 @@ def relay(
     itself, behind what came with it. It ends when all have come; so this rank's operation does not end before them.
     `rows`, `weighted`: whether they come."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     others = p.num_domains - 1
     domain, _ = position_of(ranks, ranks.rank)
     batches = Int32(0)
@@ -193,7 +186,7 @@ def relay(
     count = Int32(batches)
     if const_expr(weighted):
         count += others * p.tiles
-    item = Int32(tid)
+    item = Int32(thread_id())
     start, polls = Int64(arch.globaltimer()), Int32(0)
     while arch.vote_any_sync(item < count):
         # Of words by number first, then by slot: those that are sent first come first.
@@ -217,10 +210,8 @@ def relay(
         if came:
             # What was acquired comes before the flags.
             arch.fence_acq_rel_sys()
-            index = Int32(0)
-            while index < p.domain_ranks:
+            for index in cutlass.range(p.domain_ranks):
                 ptx.st_relaxed_sys(ranks.peer(rank_at(ranks, domain, index)) + flag, seen)
-                index += 1
             item += threads
             start, polls = Int64(arch.globaltimer()), Int32(0)
         elif polls >= sync.POLLS_PER_CHECK:

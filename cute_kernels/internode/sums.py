@@ -4,7 +4,7 @@ An expert's rank stores the sum of a copy with the stager of the token's owner, 
 every batch of tokens the owner *asks* each other domain's stager for sums: a word for each token, whose bits are the
 copies in that domain that have rows. The stager waits for these copies, adds them up by ranks ascending, rounds, and
 puts the sums of the batch together on the wire, with one word that says which tokens they are of (sending.py). Nothing
-is sent where nothing was asked for.
+is sent where nothing was requested.
 """
 
 from typing import Any
@@ -19,6 +19,7 @@ from ..copies import Copies, copies_of, lowest
 from ..domains import index_of, on_rail, position_of, rank_at, slot_of, slot_there
 from ..experts import holder_of
 from ..heap import Problem
+from ..ids import warp_id
 from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
@@ -35,7 +36,7 @@ def in_two_parts(problem: Problem) -> bool:
     return problem.num_domains > 2
 
 
-def number_there(problem: Problem, slot: Int32, number: Int32) -> Int32:
+def number_there(problem: Problem, slot: Int32 | int, number: Int32) -> Int32:
     """A copy's number where it is pushed to: in a domain of one rank, which has one copy of a token at most, 0."""
     if problem.domain_ranks > 1 or problem.num_domains == 1:
         return number
@@ -60,8 +61,7 @@ def ask(
     while batch < batches_of(ranks, max_tokens) and ranks.mark >= 0:
         here = ranks.at(Int64(0), "wanted_out") + Int64(batch) * ranks.heap.wanted_bytes
         slots = ranks.heap.batches * ranks.heap.wanted_bytes  # bytes of a slot
-        i = Int32(0)
-        while i < p.batch_tokens:
+        for i in cutlass.range(p.batch_tokens):
             token = batch * p.batch_tokens + i
             row, expert = Int32(-1), Int32(-1)
             if token < tokens and lane < p.top_k:
@@ -70,23 +70,19 @@ def ask(
                 expert = ptx.ld_i32(topk_idx + at)
             copies = copies_of(p, expert, row)
             theirs = slot_of(ranks, cutlass.max(copies.holder, 0))
-            slot = Int32(1)
-            while slot < p.num_domains:
+            for slot in cutlass.range(1, p.num_domains):
                 bit = Int32(0)
                 if copies.expected != 0 and theirs == slot:
                     bit = Int32(1) << number_there(p, slot, copies.number)
                 wanted = arch.warp_redux_sync(bit, "or")
-                place = ranks.own + here + (slot - 1) * slots
+                address = ranks.own + here + (slot - 1) * slots
                 if lane == 0:
-                    ptx.st_i32(place + Int64(i) * 4, wanted)
+                    ptx.st_i32(address + Int64(i) * 4, wanted)
                 if const_expr(ids):
                     if lane < p.top_k:
-                        ptx.st_i32(place + offset_of_id(ranks, i, lane), expert)
-                slot += 1
-            i += 1
+                        ptx.st_i32(address + offset_of_id(ranks, i, lane), expert)
         arch.sync_warp()
-        slot = Int32(1)
-        while slot < p.num_domains:
+        for slot in cutlass.range(1, p.num_domains):
             to = slot_there(ranks, slot)
             there = ranks.at(Int64(0), "wanted_in") + Int64(to - 1) * slots + Int64(batch) * ranks.heap.wanted_bytes
             word = word_at(ranks, "wanted", to, batch, ranks.heap.batches)
@@ -94,11 +90,10 @@ def ask(
                 ranks, on_rail(ranks, slot), there, here + (slot - 1) * slots,
                 Int32(ranks.heap.wanted_bytes if ids else ranks.heap.masks_bytes), word, word_of(ranks, 0),
             )  # fmt: skip
-            slot += 1
         batch += step
 
 
-def offset_of_id(ranks: sync.Ranks, token: Int32, k: Int32) -> Int64:
+def offset_of_id(ranks: sync.Ranks, token: Int32 | int, k: Int32) -> Int64:
     """Among what is asked for a batch; `token` counts within it."""
     return Int64(ranks.heap.masks_bytes) + Int64(token * ranks.heap.problem.weights_each + k) * 4
 
@@ -111,8 +106,7 @@ def pass_sums(
     """By a block of a stager, `first` of `step`: its batches of what owners of other domains ask for. `rows`: sums of
     rows; `scalars`: those of the (token, k) in the batch; `ids`: which lie by rank."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
-    warp = Int32(arch.make_warp_uniform(tid // 32))
+    warp = Int32(warp_id())
     others = p.num_domains - 1
     item = Int32(first)
     while item < batches_of(ranks, max_tokens) * others and ranks.mark >= 0:
@@ -122,12 +116,10 @@ def pass_sums(
         wanted, complete = await_wanted(ranks, slot, batch, owner)
         mask = Int32(arch.vote_ballot_sync(wanted != 0))
         # Each warp waits for the copies of some tokens.
-        i = Int32(warp)
-        while i < p.batch_tokens:
+        for i in cutlass.range(warp, p.batch_tokens, threads // 32):
             if not await_pushed(ranks, slot, batch * p.batch_tokens + i, arch.shuffle_sync(wanted, i), owner):
                 complete = Boolean(False)
-            i += threads // 32
-        # Hands what each warp acquired to the whole block, and tells it whether all came: no sum may cross of which a
+        # Extends each warp's acquires to the whole block, and counts whether all came: no sum may cross of which a
         # copy has not come.
         whole = ptx.barrier_count(Int32(complete))
         if whole == threads and mask != 0:
@@ -208,14 +200,12 @@ def suspects(ranks: sync.Ranks, start: Int64, token: Int32) -> Boolean:
     p = ranks.heap.problem
     domain, _ = position_of(ranks, ranks.rank)
     gone = Boolean(False)
-    index = Int32(arch.lane_idx())
-    while index < p.domain_ranks:
+    for index in cutlass.range(arch.lane_idx(), p.domain_ranks, arch.WARP_SIZE):
         peer = rank_at(ranks, domain, index)
         hello = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
         if hello != ranks.mark:
             if sync.gives_up(ranks, start, "token", peer, token, hello):
                 gone = Boolean(True)
-        index += arch.WARP_SIZE
     return arch.vote_any_sync(gone)
 
 
@@ -226,25 +216,23 @@ def add_pushed(
     """By a whole block: the rounded sums of a batch's tokens, each of its copies by ranks ascending. `wanted`: by lane,
     the copies of each."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     values = VECTORS * (16 // p.itemsize)
     acc = cute.make_rmem_tensor((values,), Float32)
     rows = ranks.at(ranks.own, "rows")
     to = ranks.own + offset_of_batch(ranks, "rows_out", slot, batch)
     total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
     # Lanes of a warp go on together, since they ask each other for `wanted`.
-    first = Int32(arch.make_warp_uniform(tid // 32)) * 32
-    while first < total:
+    for first in cutlass.range(Int32(warp_id()) * 32, total, VECTORS * threads):
         # Behind the end the last vector is added up once more.
         numbers = [cutlass.min(first + arch.lane_idx() + i * threads, total - 1) for i in range(VECTORS)]
         left = cute.make_rmem_tensor((VECTORS,), Int32)
         copy = cute.make_rmem_tensor((VECTORS,), Int32)
-        places = cute.make_rmem_tensor((VECTORS,), Int64)
+        addresses = cute.make_rmem_tensor((VECTORS,), Int64)
         for u in range_constexpr(VECTORS):
             token, at = vector_of(p.row_bytes, mask, numbers[u])
             left[u] = arch.shuffle_sync(wanted, token)
             copy[u] = lowest(left[u])
-            places[u] = rows + Int64(batch * p.batch_tokens + token) * p.row_bytes + at
+            addresses[u] = rows + Int64(batch * p.batch_tokens + token) * p.row_bytes + at
         for i in range_constexpr(values):
             acc[i] = Float32(0.0)
         more = Int32(1)
@@ -254,7 +242,7 @@ def add_pushed(
             for u in range_constexpr(VECTORS):
                 # Of a token with fewer copies than another one the last is loaded again, and not added.
                 words.extend(
-                    ptx.ld_v4(places[u] + Int64((slot * p.most_copies + copy[u]) * p.max_tokens) * p.row_bytes)
+                    ptx.ld_v4(addresses[u] + Int64((slot * p.most_copies + copy[u]) * p.max_tokens) * p.row_bytes)
                 )
             found = ptx.unpack(words, p.dtype)
             each = values // VECTORS
@@ -269,12 +257,11 @@ def add_pushed(
         sums = ptx.pack([acc[i] for i in range(values)], p.dtype)
         for u in range_constexpr(VECTORS):
             ptx.st_v4(to + Int64(numbers[u]) * 16, sums[4 * u : 4 * u + 4])
-        first += VECTORS * threads
 
 
 def offset_of_copy_scalars(ranks: sync.Ranks, slot: Int32, holder: Int32, token: Int32) -> Int64:
     """Offset of the `top_k` scalars of a token-major row, which `holder` holds, at the token's owner, or its stager.
-    The space is that of what a dispatch tells, in which there is room for as many of each rank."""
+    The space is that of a dispatch's messages, in which there is room for as many of each rank."""
     p = ranks.heap.problem
     row = (slot * p.domain_ranks + index_of(ranks, holder)) * p.max_tokens + token
     return ranks.at(Int64(0), "messages") + Int64(row) * (p.weights_each * 4)
@@ -289,8 +276,7 @@ def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
     asked = Int64((slot - 1) * ranks.heap.batches + batch) * ranks.heap.wanted_bytes
     asked += ranks.at(ranks.own, "wanted_in")
     scalars = ranks.at(ranks.own, "scalars") + Int64(slot * p.max_tokens * p.weights_each) * 4
-    i = Int32(arch.lane_idx())
-    while i < p.batch_tokens * p.top_k:
+    for i in cutlass.range(arch.lane_idx(), p.batch_tokens * p.top_k, arch.WARP_SIZE):
         of_batch = i // p.top_k
         k = i - of_batch * p.top_k
         token = batch * p.batch_tokens + of_batch
@@ -301,7 +287,6 @@ def pick_scalars(ranks: sync.Ranks, slot: Int32, batch: Int32) -> None:
             if theirs == domain:
                 at = ranks.own + offset_of_copy_scalars(ranks, slot, holder, token) + Int64(k) * 4
                 ptx.st_f32(scalars + Int64(token * p.weights_each + k) * 4, ptx.ld_f32(at))
-        i += arch.WARP_SIZE
 
 
 @cute.jit
@@ -326,7 +311,6 @@ def await_sums(
     lane i has the i-th: its number, and the bits above, OPENS and CLOSES where it adds `in_two_parts`. Also how many
     there are, and False if one never came."""
     p = ranks.heap.problem
-    lane = Int32(arch.lane_idx())
     holder = cutlass.max(copies.holder, 0)
     slot = slot_of(ranks, holder)
     domain, _ = position_of(ranks, holder)
@@ -361,26 +345,36 @@ def await_sums(
     p.wire.arrived(ranks, word, leads)
     # Hands what each lane acquired to the whole warp.
     complete = arch.vote_all_sync(came)
+    mine, count = in_order(p, near, leads, key, number)
+    return mine, count, complete
+
+
+@cute.jit
+def in_order(
+    problem: cutlass.Constexpr[Problem], near: Boolean, leads: Boolean, key: Int32, number: Int32
+) -> tuple[Int32, Int32]:
+    """By a whole warp: the numbers of a token's sums, lane i the i-th by ascending `key`, and how many there are. Lanes
+    with a sum of this rank's own domain are `near`, those with another domain's one are `leads`."""
+    lane = Int32(arch.lane_idx())
     if not (near or leads):
         key = Int32(1 << 30)
-    place = Int32(0)
-    for k in range_constexpr(p.top_k):
+    position = Int32(0)
+    for k in range_constexpr(problem.top_k):
         if arch.shuffle_sync(key, k) < key:
-            place += 1
-    if const_expr(in_two_parts(p)):
+            position += 1
+    if const_expr(in_two_parts(problem)):
         nearest, last = Int32(64), Int32(-1)
         if near:
-            nearest, last = place, place
+            nearest, last = position, position
         nearest, last = arch.warp_redux_sync(nearest, "min"), arch.warp_redux_sync(last, "max")
-        if near and place == nearest:
+        if near and position == nearest:
             number += OPENS
-        if near and place == last:
+        if near and position == last:
             number += CLOSES
     mine = Int32(0)
-    for k in range_constexpr(p.top_k):
-        theirs, what = arch.shuffle_sync(place, k), arch.shuffle_sync(number, k)
+    for k in range_constexpr(problem.top_k):
+        theirs, what = arch.shuffle_sync(position, k), arch.shuffle_sync(number, k)
         known = arch.shuffle_sync(key, k)
         if known < (1 << 30) and theirs == lane:
             mine = what
-    count = Int32(arch.popc(Int32(arch.vote_ballot_sync(near or leads))))
-    return mine, count, complete
+    return mine, Int32(arch.popc(Int32(arch.vote_ballot_sync(near or leads))))

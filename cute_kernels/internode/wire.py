@@ -1,15 +1,15 @@
 """How kernels reach ranks that they may not map: a few calls, and what they promise. Nothing else may be relied on.
 
-A rank's heap is symmetric memory, the same on all ranks, so an offset names a place in each. `put_signal` copies bytes
+A rank's heap is symmetric memory, the same on all ranks, so an offset is valid on each. `put_signal` copies bytes
 of this rank's heap into another one's and then sets a word there, which has no other writer: whoever acquires that word
 sees those bytes. `put_value` sets a word alone. In which order puts and words of one rank arrive, and how late, is not
 said; a put is cut into pieces as the wire likes, and reads its source as late as it likes. `flush` waits until the
 source of this warp's puts may be written again, which says nothing of their arrival.
 
 What a kernel makes of that:
-- A batch of rows has a place and a word of its own, for each sender and bank: no sums, no counters, no queues.
+- A batch of rows has memory and a word of its own, for each sender and bank: no sums, no counters, no queues.
 - Its word holds the operation's epoch, and a number that says what came (which tokens' rows, as bits, for many tokens):
-  a word of an earlier operation is no batch, and no rows are told from rows that have not come.
+  a word of an earlier operation is no batch, and so an empty batch differs from one that has not arrived.
 - A receiver waits for all that it is sent before its operation ends, and says hello, by `put_value`, in the next. Who
   has seen the hello of operation e may therefore write, in e + 1, what its puts of operation e - 1 read and wrote.
 """
@@ -28,10 +28,11 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..copies import lowest
+from ..ids import thread_id
 from ..sync import Ranks
 
 BUNDLE = 32
-"""The most rows of few tokens in one put: one for each lane of a warp."""
+"""The most latency rows in one put: one for each lane of a warp."""
 
 VECTORS = 4
 """How many vectors a thread loads before it stores them."""
@@ -49,8 +50,8 @@ class Wire:
     `late`: puts arrive at times of their own, and not before whatever is released after them. Those are counted, for
     each rank that they go to (`operation.settle`).
 
-    `rows`: the most rows of few tokens that go to a rank in one put, with one word. More than 1, at most `BUNDLE`,
-    where a put costs more than it takes a block to put the rows together (docs/across-domains.md)."""
+    `rows`: the most rows of the latency kernels that go to a rank in one put, with one word. More than 1, at most
+    `BUNDLE`, where a put costs more than it takes a block to put the rows together (docs/across-domains.md)."""
 
     late: ClassVar[bool] = True
     rows: int = field(default=1, kw_only=True)
@@ -125,33 +126,27 @@ def copy_by_warp(there: Int64, here: Int64, nbytes: Int32) -> None:
     """By a whole warp, from where it, or a thread that it has acquired from, has written."""
     # Every lane copies what any lane of the warp has written.
     arch.sync_warp()
-    at = Int32(arch.lane_idx() * 16)
-    while at < nbytes:
+    for at in cutlass.range(arch.lane_idx() * 16, nbytes, 32 * 16):
         ptx.st_v4(there + at, ptx.ld_v4(here + at))
-        at += 32 * 16
 
 
 @cute.jit
 def copy_by_block(threads: cutlass.Constexpr[int], there: Int64, here: Int64, nbytes: Int32) -> None:
     """By a whole block: several loads of each thread are in flight together."""
-    tid, _, _ = arch.thread_idx()
-    at = Int32(tid * 16)
-    while at < nbytes:
+    for at in cutlass.range(thread_id() * 16, nbytes, VECTORS * threads * 16):
         # Behind the end the last vector is read once more.
-        places = [at + i * (threads * 16) for i in range(VECTORS)]
-        words = [ptx.ld_v4(here + cutlass.min(place, nbytes - 16)) for place in places]
+        offsets = [at + i * (threads * 16) for i in range(VECTORS)]
+        words = [ptx.ld_v4(here + cutlass.min(offset, nbytes - 16)) for offset in offsets]
         for i in cutlass.range_constexpr(VECTORS):
-            if places[i] < nbytes:
-                ptx.st_v4(there + places[i], words[i])
-        at += VECTORS * threads * 16
+            if offsets[i] < nbytes:
+                ptx.st_v4(there + offsets[i], words[i])
 
 
 @cute.jit
 def signal_by_block(address: Int64, value: Int64) -> None:
-    tid, _, _ = arch.thread_idx()
     # The stores of the whole block come before the release.
     arch.sync_threads()
-    if tid == 0:
+    if thread_id() == 0:
         ptx.st_release_sys(address, value)
 
 
@@ -214,8 +209,7 @@ def fence_by_block() -> None:
     One fences for all of them: fences of a multiprocessor wait for each other."""
     # Every thread's stores come before the one's fence.
     arch.sync_threads()
-    tid, _, _ = arch.thread_idx()
-    if tid == 0:
+    if thread_id() == 0:
         arch.fence_acq_rel_sys()
     # The fence comes before any thread's put.
     arch.sync_threads()
@@ -235,7 +229,7 @@ def test_by_warp(library: cutlass.Constexpr[str], address: Int64, came: Boolean)
 
 @dataclass(frozen=True)
 class _Calls:
-    """NVSHMEM's functions, on addresses in this rank's heap that stand for the same place in `pe`'s."""
+    """NVSHMEM's functions, on addresses in this rank's heap that stand for the same offset in `pe`'s."""
 
     put_signal: Any
     put_signal_by_block: Any

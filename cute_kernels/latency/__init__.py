@@ -1,1 +1,1 @@
-"""Dispatch and combine of few tokens: one kernel each, which pushes rows and routes as lines with their own mark."""
+"""Dispatch and combine for decode: one kernel each, which pushes rows and routes as lines with their own mark."""

@@ -1,4 +1,4 @@
-"""Rows of few tokens that go together to a rank of another NVLink domain: up to `wire.rows` of them in one put.
+"""Rows of the latency kernels that go together to a rank of another NVLink domain: up to `wire.rows` in one put.
 
 The rows of one rank for another one are numbered, in the order of their tokens. They lie without gaps at [source
 rank][number], and the word of a put is that of its first row, whose number is a multiple of `wire.rows`. Both ends know
@@ -30,7 +30,7 @@ def bundles(problem: Problem, tokens: Int32) -> Int32:
     return (problem.world_size - 1) * ((tokens + problem.wire.rows - 1) // problem.wire.rows)
 
 
-def bundle_of(ranks: sync.Ranks, item: Int32) -> tuple[Int32, Int32]:
+def bundle_of(ranks: sync.Ranks, item: Int32 | int) -> tuple[Int32, Int32]:
     """Of the put with that number: the rank that it is for, and the number of its first row. The first ones for all
     ranks come first."""
     others = ranks.world_size - 1
@@ -75,11 +75,10 @@ def number_rows(ranks: sync.Ranks, tables: RouteTables, max_tokens: Int32, warp:
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     low, high = local_experts(p, ranks.rank)
-    source = Int32(warp)
-    while source < p.world_size:
+    for source in cutlass.range(warp, p.world_size, WARPS):
         near = is_near(ranks, source)
-        before, begin = Int32(0), Int32(0)
-        while begin < max_tokens:
+        before = Int32(0)
+        for begin in cutlass.range(0, max_tokens, 32):
             token = begin + lane
             names = Boolean(False)
             for k in range_constexpr(p.top_k):
@@ -92,8 +91,6 @@ def number_rows(ranks: sync.Ranks, tables: RouteTables, max_tokens: Int32, warp:
             if token < max_tokens:
                 tables.order[source * ranks.heap.tokens + token] = Uint16(number)
             before += Int32(arch.popc(members))
-            begin += 32
-        source += WARPS
 
 
 def number_of(ranks: sync.Ranks, tables: RouteTables, source: Int32, token: Int32) -> Int32:
@@ -108,12 +105,11 @@ def number_sums(ranks: sync.Ranks, args: Any, order: Any, warp: Int32) -> None:
     in shared memory. Sums of this rank's own domain, which stores bring, have their tokens'."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
-    rank = Int32(warp)
-    while rank < p.world_size:
+    for rank in cutlass.range(warp, p.world_size, WARPS):
         near = is_near(ranks, rank)
         low, high = local_experts(p, rank)
-        before, begin = Int32(0), Int32(0)
-        while begin < args.tokens:
+        before = Int32(0)
+        for begin in cutlass.range(0, args.tokens, 32):
             token = begin + lane
             mine, kept = Int32(0), Int32(0)  # the token's entries there, and those of them that have rows, as bits
             for k in range_constexpr(p.top_k):
@@ -132,5 +128,3 @@ def number_sums(ranks: sync.Ranks, args: Any, order: Any, warp: Int32) -> None:
                 if kept != 0 and (mine >> k) & 1 != 0:
                     order[token * p.top_k + k] = Uint16(number)
             before += Int32(arch.popc(members))
-            begin += 32
-        rank += WARPS

@@ -23,9 +23,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, 
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
-from ..copies import below, copies_of, lowest, set_of
+from ..copies import below, copies_of, set_of
 from ..domains import is_near
 from ..experts import holder_of
+from ..ids import block_ids, warp_id
 from .bundled import first_of, number_sums
 from .combine_sender import BATCH, CombineSender, LatencyCombineArgs, report_bad_row
 from .far import Order, await_far, end, have_put, order_of
@@ -33,11 +34,10 @@ from .packets import (
     THREADS,
     WARPS,
     WarpShare,
-    arrived,
+    await_packets,
     by_mark,
     hold_epoch,
     lane_offset,
-    ld_line,
     open_next_epoch,
     seal,
     store_payload,
@@ -64,11 +64,9 @@ class LatencyCombine(CombineSender):
     @cute.kernel
     def kernel(self, args: LatencyCombineArgs) -> None:
         p = self.problem
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
+        bid, blocks = block_ids()
         lane = arch.lane_idx()
-        warp = arch.make_warp_uniform(tid // 32)
+        warp = warp_id()
         if const_expr(self.send):
             peers = Peers(p, args.ranks.peers, lane)
         # Nothing else is read, or written, before the kernel in front has ended: its epoch, its y.
@@ -128,9 +126,9 @@ class LatencyCombine(CombineSender):
         batch = BATCH if p.most_copies <= COPIES else BATCH // 2
         acc = cute.make_rmem_tensor((self.values,), Float32)
         last = Int32(-1)  # row here, of all that this lane meets
-        item = share.first
-        if item >= args.tokens * count:
+        if share.first >= args.tokens * count:
             self.end_waits(share.warp)
+        item = share.first
         while item < args.tokens * count:
             token = item // count
             packet = item - token * count
@@ -169,7 +167,7 @@ class LatencyCombine(CombineSender):
             store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
             item += share.step
         self.trigger_dependents(share.warp)
-        # Reported behind the loop, in which registers are few.
+        # Reported behind the loop, in which registers are scarce.
         report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
@@ -196,7 +194,8 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def holder_of_copy(self, args: LatencyCombineArgs, token: Int32, number: Int32) -> Int32:
-        """By a whole warp: which rank the copy of that number is at. For those who wait in vain: registers are few."""
+        """By a whole warp: which rank the copy of that number is at. Called only when a wait lasts long: registers are
+        scarce."""
         p = self.problem
         expert = Int32(-1)
         if arch.lane_idx() < p.top_k:
@@ -209,15 +208,9 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def add_copies(
-        self,
-        ranks: sync.Ranks,
-        args: LatencyCombineArgs,
-        named: Named,
-        sums: Any,
-        token: Int32,
-        address: Int64,
+        self, ranks: sync.Ranks, args: LatencyCombineArgs, named: Named, sums: Any, token: Int32, address: Int64,
         first: Int32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Waits for the lines of the expected ones of the copies `first`, ... (as many as are taken together), and adds
         them to a sum, in order; `sums` are what this rank itself adds, and that sum.
 
@@ -226,7 +219,6 @@ class LatencyCombine(CombineSender):
         own, acc = sums
         p = self.problem
         together = min(COPIES, p.most_copies)
-        step = self.tokens * self.row_stride
         words = cute.make_rmem_tensor((4 * together,), Uint32)
         group = (1 << together) - 1
         expected = (named.expected >> first) & group
@@ -235,35 +227,26 @@ class LatencyCombine(CombineSender):
             if (mine >> u) & 1 != 0:
                 for i in range_constexpr(4):
                     words[4 * u + i] = own[i]
-        waiting = expected & ~mine
-        polls = Int32(0)
-        start = Int64(0)
-        while waiting != 0:
-            for u in range_constexpr(together):
-                if (waiting >> u) & 1 != 0:
-                    got = ld_line(address + u * step)
-                    for i in range_constexpr(4):
-                        words[4 * u + i] = got[i]
-            missing = Int32(0)
-            for u in range_constexpr(together):
-                if (waiting >> u) & 1 != 0:
-                    if not arrived(words[4 * u + 2], words[4 * u + 3], lane_of(), ranks.mark):
-                        missing = missing | (1 << u)
-            waiting = missing
-            polls += 1
-            if polls == sync.POLLS_PER_CHECK and waiting != 0:
-                polls = Int32(0)
-                if start == 0:
-                    start = Int64(arch.globaltimer())
-                peer = self.holder_of_copy(args, token, first + lowest(waiting))
-                if sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0)):
-                    waiting = Int32(0)
-                    expected = Int32(0)
+
+        def address_of(u: int) -> Int64:
+            return address + u * (self.tokens * self.row_stride)
+
+        def gives_up(start: Int64, u: Int32) -> Boolean:
+            peer = self.holder_of_copy(args, token, first + u)
+            return sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0))
+
+        expected = await_packets(ranks, words, expected & ~mine, together, address_of, gives_up, expected)
         for u in range_constexpr(together):
             if (expected >> u) & 1 != 0:
-                values = ptx.unpack([words[4 * u + i] for i in range(4)], p.dtype)
-                for i in range_constexpr(self.values):
-                    acc[i] = ptx.add_rn(acc[i], values[i])
+                self.add(acc, self.unpacked(words, u))
+
+    def unpacked(self, words: Any, u: int) -> list[Float32]:
+        """The numbers of a lane's 16 bytes of packet u."""
+        return ptx.unpack([words[4 * u + i] for i in range(4)], self.problem.dtype)
+
+    def add(self, acc: Any, values: Any) -> None:
+        for i in range(self.values):
+            acc[i] = ptx.add_rn(acc[i], values[i])
 
     @cute.jit
     def ordered(self, ranks: sync.Ranks, args: LatencyCombineArgs, numbers: Any, token: Int32) -> tuple[Int32, Order]:
@@ -278,31 +261,19 @@ class LatencyCombine(CombineSender):
         copies = copies_of(p, expert, row)
         if copies.holder != ranks.rank:
             row = Int32(-1)
-        place = copies.number * self.tokens + token
+        line = copies.number * self.tokens + token
         if const_expr(p.bundles):
-            place = Int32(0)
+            line = Int32(0)
             if copies.expected != 0:
-                place = copies.holder * self.tokens + Int32(numbers[token * p.top_k + lane])
-        return row, order_of(ranks, copies, place)
+                line = copies.holder * self.tokens + Int32(numbers[token * p.top_k + lane])
+        return row, order_of(ranks, copies, line)
 
     @cute.jit
     def add_tree(self, ranks: sync.Ranks, order: Order, sums: Any, token: Int32, address: Int64) -> None:
         """`add_copies` over several domains: the words of copies from other ones are awaited first."""
         own, acc = sums
-        p = self.problem
-        lane = Int32(arch.lane_idx())
-        comes = Boolean(False)
-        if lane < order.copies:
-            comes = Boolean(not is_near(ranks, order.holder))
-        number = Int32(order.place)
-        if const_expr(p.bundles):
-            before = order.holder * self.tokens
-            number = before + first_of(p, number - before)
-        complete = await_far(ranks, "lines", comes, number, order.holder, token)
-        count = order.copies
-        if not arch.vote_all_sync(complete):
-            count = Int32(0)
-        together = min(COPIES, p.most_copies)
+        count = self.await_far_copies(ranks, order, token)
+        together = min(COPIES, self.problem.most_copies)
         words = cute.make_rmem_tensor((4 * together,), Uint32)
         part = cute.make_rmem_tensor((self.values,), Float32)
         for i in range_constexpr(self.values):
@@ -317,44 +288,49 @@ class LatencyCombine(CombineSender):
                             words[4 * u + i] = own[i]
                     else:
                         waiting = waiting | (1 << u)
-            polls = Int32(0)
-            start = Int64(0)
-            while waiting != 0:
-                for u in range_constexpr(together):
-                    if (waiting >> u) & 1 != 0:
-                        got = ld_line(address + Int64(arch.shuffle_sync(order.place, first + u)) * self.row_stride)
-                        for i in range_constexpr(4):
-                            words[4 * u + i] = got[i]
-                missing = Int32(0)
-                for u in range_constexpr(together):
-                    if (waiting >> u) & 1 != 0:
-                        if not arrived(words[4 * u + 2], words[4 * u + 3], lane_of(), ranks.mark):
-                            missing = missing | (1 << u)
-                waiting = missing
-                polls += 1
-                if polls == sync.POLLS_PER_CHECK and waiting != 0:
-                    polls = Int32(0)
-                    if start == 0:
-                        start = Int64(arch.globaltimer())
-                    peer = arch.shuffle_sync(order.holder, first + lowest(waiting))
-                    if sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0)):
-                        waiting = Int32(0)
-                        count = Int32(0)
+
+            def address_of(u: int, first: Int32 = first) -> Int64:
+                return address + Int64(arch.shuffle_sync(order.line, first + u)) * self.row_stride
+
+            def gives_up(start: Int64, u: Int32, first: Int32 = first) -> Boolean:
+                peer = arch.shuffle_sync(order.holder, first + u)
+                return sync.warp_gives_up(ranks, start, "token", peer, token, Int64(0))
+
+            count = await_packets(ranks, words, waiting, together, address_of, gives_up, count)
             for u in range_constexpr(together):
                 if first + u < count:
-                    values = ptx.unpack([words[4 * u + i] for i in range(4)], p.dtype)
-                    for i in range_constexpr(self.values):
-                        part[i] = ptx.add_rn(part[i], values[i])
-                    if (order.last >> (first + u)) & 1 != 0:
-                        if (order.rounded >> (first + u)) & 1 != 0:
-                            rounded = ptx.unpack(ptx.pack([part[i] for i in range(self.values)], p.dtype), p.dtype)
-                            for i in range_constexpr(self.values):
-                                part[i] = rounded[i]
-                        for i in range_constexpr(self.values):
-                            acc[i] = ptx.add_rn(acc[i], part[i])
-                            part[i] = Float32(0.0)
+                    self.add(part, self.unpacked(words, u))
+                    self.close_domain(order, first + u, part, acc)
             first += together
 
+    @cute.jit
+    def await_far_copies(self, ranks: sync.Ranks, order: Order, token: Int32) -> Int32:
+        """By a whole warp: until the words of a token's copies from other domains have come. How many copies are to be
+        added: all of the token's, or none if a wait was given up."""
+        p = self.problem
+        comes = Boolean(False)
+        if Int32(arch.lane_idx()) < order.copies:
+            comes = Boolean(not is_near(ranks, order.holder))
+        number = Int32(order.line)
+        if const_expr(p.bundles):
+            before = order.holder * self.tokens
+            number = before + first_of(p, number - before)
+        complete = await_far(ranks, "lines", comes, number, order.holder, token)
+        count = order.copies
+        if not arch.vote_all_sync(complete):
+            count = Int32(0)
+        return count
 
-def lane_of() -> Int32:
-    return Int32(arch.lane_idx())
+    @cute.jit
+    def close_domain(self, order: Order, copy: Int32, part: Any, acc: Any) -> None:
+        """Behind the last copy of a domain: adds the domain's sum `part`, rounded unless it is the owner's own domain,
+        to `acc`, and clears it."""
+        dtype = self.problem.dtype
+        if (order.last >> copy) & 1 != 0:
+            if (order.rounded >> copy) & 1 != 0:
+                rounded = ptx.unpack(ptx.pack([part[i] for i in range(self.values)], dtype), dtype)
+                for i in range_constexpr(self.values):
+                    part[i] = rounded[i]
+            for i in range_constexpr(self.values):
+                acc[i] = ptx.add_rn(acc[i], part[i])
+                part[i] = Float32(0.0)

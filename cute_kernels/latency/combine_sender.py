@@ -4,8 +4,10 @@ Inside an NVLink domain a warp pushes a packet. Ranks of other domains get their
 or several copies (bundled.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,20 +16,20 @@ from cutlass.cute import arch
 
 from .. import ptx, sync
 from ..arrivals import Copy, guarded, lists
-from ..copies import lowest
+from ..copies import pop_lowest
 from ..domains import is_near
 from ..launch import Kernel, RankArgs
 from .bundled import bundle_of, bundles
-from .far import put_far, store_far
+from .far import FarTarget, put_packets
 from .lookup import copy_at, look_up, row_at
-from .packets import WARPS, WarpShare, Words, lane_vector, seal, st_line
+from .packets import WarpShare, Words, lane_vector, seal, st_line
 from .reach import Peers, heap_of
 from .sizes import PACKET_BYTES, PAYLOAD_VECTORS, packets
 from .split import SplitOperation
 
 BATCH = 4
 """How many rows a warp loads together; half as many of this rank's own where there are more copies than `COPIES`: one
-rank then has few of a token, and registers are few."""
+rank then has few rows of a token, and registers are scarce."""
 
 
 class LatencyCombineArgs(NamedTuple):
@@ -74,120 +76,113 @@ class CombineSender(SplitOperation, Kernel):
 
     @cute.jit
     def push(self, ranks: sync.Ranks, args: LatencyCombineArgs, peers: Peers, share: WarpShare) -> None:
-        """Packets of copies from other ranks. In each round the lanes look up one of the warp's next 32 items each;
-        then the warp sends those that go anywhere, and reads the rows of the next one while it sends one.
+        """Packets of copies from other ranks, a packet a warp.
 
         There are as many items as there might be copies, so that how many there are, where they lie and what rows they
         have is all read at once.
         """
-        p = self.problem
-        lane = share.lane
-        count = self.row_packets
-        at = lists(args.arrivals, args.num_rows)
-        items = args.max_tokens * (p.world_size * count)
-        item = share.first
-        last = Int32(-1)  # row of all that this lane meets
-        while item < items:
-            found, near = look_up(ranks, self.tokens, args, item + lane * share.step, count)
-            goes = found.rows > 0
-            if const_expr(p.num_domains > 1):
-                if goes:
-                    goes = is_near(ranks, found.owner)
-            left = Int32(arch.vote_ballot_sync(goes))
-            row = row_at(at, near, found, left)
-            while left != 0:
-                i = lowest(left)
-                left = left & (left - 1)
-                ahead = Int32(-1)
-                # With few tokens a warp has one copy, and does not wait for the row of another one.
-                if left != 0:
-                    ahead = row_at(at, near, found, left)
-                owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
-                now = sync.again(ranks)
-                last = cutlass.max(last, row)
-                if row >= args.num_rows:
-                    row = Int32(-1)
-                packet = (item + i * share.step) % count
-                words = self.sum_rows(args, row, packet, lane, BATCH)
-                place = Int64(line) * self.row_stride + packet * PACKET_BYTES + lane * 16
-                st_line(now.at(heap_of(peers, owner), "lines") + place, seal(words, lane, now.mark))
-                row = ahead
-            item += 32 * share.step
-        # Told behind the loop: nothing is to be slow in it.
-        report_bad_row(ranks, last, args.num_rows)
+        count, lane = self.row_packets, share.lane
+
+        def send(owner: Int32, line: Int32, item: Int32, row: Int32) -> None:
+            now = sync.again(ranks)
+            packet = item % count
+            words = self.sum_rows(args, row, packet, lane, BATCH)
+            at = Int64(line) * self.row_stride + packet * PACKET_BYTES + lane * 16
+            st_line(now.at(heap_of(peers, owner), "lines") + at, seal(words, lane, now.mark))
+
+        self.send_copies(ranks, args, (share.first, share.step), count, True, send)
 
     @cute.jit
     def put_sums(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
-        """Likewise of copies from other domains, a whole block each, which puts all packets at once."""
-        lane = share.lane
+        """Sums of copies from other domains, a copy a block, which puts all packets at once."""
+
+        def send(owner: Int32, line: Int32, item: Int32, row: Int32) -> None:
+            def words_of(packet: Int32) -> Words:
+                return self.sum_rows(args, row, packet, share.lane, BATCH)
+
+            at = Int64(owner * self.tokens + line % self.tokens) * self.row_stride
+            to = FarTarget(owner, line, self.row_stride)
+            put_packets(ranks, share, "lines", to, at, self.row_packets, words_of)
+
+        self.send_copies(ranks, args, (share.block, share.blocks), 1, False, send)
+
+    @cute.jit
+    def send_copies(
+        self, ranks: sync.Ranks, args: LatencyCombineArgs, items: tuple[Int32, Int32], each: cutlass.Constexpr[int],
+        near: cutlass.Constexpr[bool], send: Callable[[Int32, Int32, Int32, Int32], None],
+    ) -> None:  # fmt: skip
+        """By a warp: `send(owner, line, item, row)` for every copy whose owner is `near`, or is not; `row` is a lane's
+        row of the copy. There are `each` items for a copy; the warp takes those from items[0] on in steps of items[1].
+
+        In each round the lanes look up one of the warp's next 32 items each; then the warp goes through those that go
+        anywhere, and reads the rows of the next one before it sends one.
+        """
+        p, lane = self.problem, arch.lane_idx()
+        item, step = items
         at = lists(args.arrivals, args.num_rows)
-        item = Int32(share.block)
-        last = Int32(-1)
-        while item < args.max_tokens * self.problem.world_size:
-            found, near = look_up(ranks, self.tokens, args, item + lane * share.blocks, 1)
+        last = Int32(-1)  # row of all that this lane meets
+        while item < args.max_tokens * (p.world_size * each):
+            found, rows_near = look_up(ranks, self.tokens, args, item + lane * step, each)
             goes = found.rows > 0
-            if goes:
-                goes = not is_near(ranks, found.owner)
+            if const_expr(p.num_domains > 1):
+                if goes:
+                    goes = is_near(ranks, found.owner) == near
             left = Int32(arch.vote_ballot_sync(goes))
-            row = row_at(at, near, found, left)
+            row = row_at(at, rows_near, found, left)
             while left != 0:
-                i = lowest(left)
-                left = left & (left - 1)
-                ahead = row_at(at, near, found, left)
+                i, left = pop_lowest(left)
+                ahead = Int32(-1)
+                # A warp that has one copy only does not wait for the row of another one.
+                if left != 0:
+                    ahead = row_at(at, rows_near, found, left)
                 owner, line = arch.shuffle_sync(found.owner, i), arch.shuffle_sync(found.line, i)
                 last = cutlass.max(last, row)
                 if row >= args.num_rows:
                     row = Int32(-1)
-                place = Int64(owner * self.tokens + line % self.tokens) * self.row_stride
-                packet = Int32(share.warp)
-                while packet < self.row_packets:
-                    words = seal(self.sum_rows(args, row, packet, lane, BATCH), lane, ranks.mark)
-                    store_far(ranks, "lines_out", place + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                put_far(ranks, "lines", owner, line, self.row_stride, place, Int32(self.row_packets))
+                send(owner, line, item + i * step, row)
                 row = ahead
-            item += 32 * share.blocks
+            item += 32 * step
+        # Reported behind the loop, so that the loop stays short.
         report_bad_row(ranks, last, args.num_rows)
 
     @cute.jit
     def put_bundles(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
         """Likewise, several sums for an owner together, a block each time."""
-        p = self.problem
-        lane = share.lane
-        count = self.row_packets
+        p, count = self.problem, self.row_packets
         at = lists(args.arrivals, args.num_rows)
-        item = Int32(share.block)
-        last = Int32(-1)
-        while item < bundles(p, args.max_tokens):
+        last = cute.make_rmem_tensor((1,), Int32)  # row of all that this lane meets
+        last[0] = Int32(-1)
+        for item in cutlass.range(share.block, bundles(p, args.max_tokens), share.blocks):
             owner, first = bundle_of(ranks, item)
             copy, sums = Copy(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
             if not is_near(ranks, owner):
                 begin = ptx.ld_i32(at.sources + Int64(owner) * 4) + first
                 end = ptx.ld_i32(at.sources + Int64(owner + 1) * 4)
                 sums = cutlass.min(end - begin, cutlass.min(args.max_tokens - first, p.wire.rows))
-                index = begin + lane
-                if lane < sums and index >= 0 and index < args.num_rows:
+                index = begin + share.lane
+                if share.lane < sums and index >= 0 and index < args.num_rows:
                     copy = copy_at(p, at, index, args.max_tokens)
                 copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
             if sums > 0:
-                place = Int64(owner * self.tokens + first) * self.row_stride
-                packet = Int32(share.warp)
-                while packet < sums * count:
-                    i = packet // count
-                    begin, rows = arch.shuffle_sync(copy.begin, i), arch.shuffle_sync(copy.rows, i)
-                    row = Int32(-1)
-                    if lane < rows:
-                        row, _ = ptx.ld_pair(at.owned + Int64(begin + lane) * 8)
-                    last = cutlass.max(last, row)
-                    if row >= args.num_rows:
-                        row = Int32(-1)
-                    words = seal(self.sum_rows(args, row, packet - i * count, lane, BATCH), lane, ranks.mark)
-                    store_far(ranks, "lines_out", place + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                line = ranks.rank * self.tokens + first
-                put_far(ranks, "lines", owner, line, self.row_stride, place, sums * count)
-            item += share.blocks
-        report_bad_row(ranks, last, args.num_rows)
+                words_of = partial(self.bundled_sum, args, copy, last)
+                here = Int64(owner * self.tokens + first) * self.row_stride
+                to = FarTarget(owner, ranks.rank * self.tokens + first, self.row_stride)
+                put_packets(ranks, share, "lines", to, here, sums * count, words_of)
+        report_bad_row(ranks, last[0], args.num_rows)
+
+    @cute.jit
+    def bundled_sum(self, args: LatencyCombineArgs, copy: Copy, last: Any, packet: Int32) -> Words:
+        """A lane's payload vector of a packet of several sums: lane i knows the i-th of their copies."""
+        lane = arch.lane_idx()
+        i = packet // self.row_packets
+        begin, rows = arch.shuffle_sync(copy.begin, i), arch.shuffle_sync(copy.rows, i)
+        row = Int32(-1)
+        if lane < rows:
+            row, _ = ptx.ld_pair(lists(args.arrivals, args.num_rows).owned + Int64(begin + lane) * 8)
+        last[0] = cutlass.max(last[0], row)
+        if row >= args.num_rows:
+            row = Int32(-1)
+        return self.sum_rows(args, row, packet - i * self.row_packets, lane, BATCH)
 
     @cute.jit
     def sum_rows(
@@ -209,15 +204,13 @@ class CombineSender(SplitOperation, Kernel):
             loading = left
             for b in range_constexpr(batch):
                 if loading != 0:
-                    k = arch.popc((loading & -loading) - 1)
-                    loading = loading & (loading - 1)
+                    k, loading = pop_lowest(loading)
                     got = ptx.ld_v4(args.y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes + vector)
                     for i in range_constexpr(4):
                         words[4 * b + i] = got[i]
             for b in range_constexpr(batch):
                 if left != 0:
-                    k = arch.popc((left & -left) - 1)
-                    left = left & (left - 1)
+                    k, left = pop_lowest(left)
                     values = ptx.unpack([words[4 * b + i] for i in range(4)], p.dtype)
                     if const_expr(self.weighted):
                         w = arch.shuffle_sync(weight, k)

@@ -2,7 +2,7 @@
 
 Blocks before `senders` push: the route to every peer, each row once to every rank that holds one of its experts, a
 warp a packet. Blocks from `first_receiver` on receive, two at least: each waits for the routes of all ranks, works out
-where the rows of this rank go, waits for its share of the rows that must come and stores them to all their places. The
+where the rows of this rank go, waits for its share of the rows that must come and stores them to all their rows. The
 last block does not take rows: it does the same for all experts and writes segments and `send_rows`. Nor does the one
 before it, which writes the lists of what arrives; if only two receive, the last one does that, too. A block that pushes
 and receives pushes first, and pushing waits for nobody: all waits end, whatever order blocks start in, as long as all
@@ -24,10 +24,12 @@ from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
-from ..copies import lowest
+from ..copies import lowest, pop_lowest
 from ..delivery import Arrived
 from ..domains import is_near
 from ..experts import first_expert, local_experts
+from ..ids import block_ids, thread_id, warp_id
+from ..segments import padded
 from ..swizzled import Begins
 from ..token_major import clear_choices
 from .bundled import first_of, number_of, number_rows
@@ -40,10 +42,11 @@ from .packets import (
     WarpShare,
     Words,
     arrived,
+    await_packets,
     hold_epoch,
     lane_offset,
     lane_vector,
-    ld_line,
+    load_packets,
     marks,
     open_next_epoch,
     receive_packet,
@@ -88,94 +91,125 @@ class LatencyDispatch(DispatchSender):
 
     @cute.kernel
     def kernel(self, args: LatencyDispatchArgs) -> None:
-        p = self.problem
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
         lane = arch.lane_idx()
-        warp = arch.make_warp_uniform(tid // 32)
+        warp = warp_id()
         if const_expr(self.send):
-            peers = Peers(p, args.ranks.peers, lane)
+            peers = Peers(self.problem, args.ranks.peers, lane)
         # Nothing else is read, or written, before the kernel in front has ended: its epoch, its x.
         arch.griddepcontrol_wait()
         ranks = sync.Ranks(self.heap, args.ranks)
-        senders, first_receiver = args.senders, args.first_receiver
-
         if const_expr(self.send):
-            if bid < senders:
-                if const_expr(p.num_domains > 1):
-                    self.put_routes(ranks, args, WarpShare(senders - 1 - bid, senders, warp, lane))
-                    if const_expr(p.bundles):
-                        self.put_bundles(ranks, args, WarpShare(bid, senders, warp, lane))
-                    else:
-                        self.put_rows(ranks, args, WarpShare(bid, senders, warp, lane))
-                if const_expr(p.domain_ranks > 1):
-                    self.push_route(ranks, args, peers, WarpShare(senders - 1 - bid, senders, warp, lane))
-                    self.push_rows(ranks, args, peers, WarpShare(bid, senders, warp, lane))
-            if bid == blocks - 1 and warp == WARPS - 1:
-                operation.say_hello(ranks, lane, 32, False)
-
+            self.send_all(ranks, args, peers, warp, lane)
         if const_expr(self.receive):
-            smem = cutlass.memory.SmemAllocator()
-            tables = RouteTables(smem, ranks.heap)
-            # The last block has all experts, the others this rank's; of token-major rows all have all ranks.
-            low, high = local_experts(p, ranks.rank)
-            if bid == blocks - 1:
-                low = Int32(0)
-                high = Int32(p.num_experts)
-            if bid >= first_receiver:
-                clear_counts(tables, Int32(p.world_size) if self.token_major else high - low)
-                self.gather_routes(ranks, tables, args, warp, lane)
-            hold_epoch(ranks)
-            arch.sync_threads()
-            if warp == WARPS - 1 and lane == 0:
-                if const_expr(p.num_domains > 1):
-                    have_put(ranks)
-                else:
-                    open_next_epoch(ranks)
-            if bid >= first_receiver:
+            self.receive_all(ranks, args, warp, lane)
+
+    @cute.jit
+    def send_all(
+        self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, warp: Int32, lane: Int32
+    ) -> None:  # fmt: skip
+        """By every block: what it sends. The last block says hello."""
+        p, senders = self.problem, args.senders
+        bid, blocks = block_ids()
+        if bid < senders:
+            from_first = WarpShare(bid, senders, warp, lane)
+            from_last = WarpShare(senders - 1 - bid, senders, warp, lane)
+            if const_expr(p.num_domains > 1):
+                self.put_routes(ranks, args, from_last)
                 if const_expr(p.bundles):
-                    number_rows(ranks, tables, args.max_tokens, warp)
-                copies = Int32(0)
-                if const_expr(self.token_major):
-                    copies = place_tokens(p, tables, args)
+                    self.put_bundles(ranks, args, from_first)
                 else:
-                    place_entries(p, tables, args.max_tokens * p.top_k, low, high)
-                # Blocks that take rows: all but one or two.
-                takers = cutlass.max(blocks - first_receiver - 2, 1)
-                if const_expr(self.triggers):
-                    # The routes were all that blocks without rows wait for.
-                    if bid - first_receiver >= takers and warp == WARPS - 1:
-                        arch.griddepcontrol_launch_dependents()
-                if bid == blocks - 1:
-                    if const_expr(self.token_major):
-                        write_send_rows(p, tables, args)
-                    else:
-                        write_segments(p, tables, args)
-                        self.write_send_rows(tables, args)
-                    if const_expr(p.num_domains > 1):
-                        if warp == 0:
-                            sync.meet_all(ranks, lane)
-                            arch.sync_warp()
-                            if lane == 0:
-                                end(ranks)
-                    if tid == 0:
-                        operation.note_met(ranks)
-                if bid - first_receiver < takers:
-                    share = WarpShare(bid - first_receiver, takers, warp, lane)
-                    if const_expr(self.token_major):
-                        behind = cutlass.min(copies, args.capacity)
-                        clear_choices(p, THREADS, (share.block, share.blocks), args, behind, True, self.weights)
-                    else:
-                        if const_expr(self.weights):
-                            own_weights(p, tables, args, share)
-                        self.clear_padding(tables, args, share)
-                    self.take_rows(ranks, tables, args, share)
-                elif bid - first_receiver == takers:
-                    if const_expr(self.token_major):
-                        write_copies(ranks, tables, args, copies, self.weights)
-                    else:
-                        write_lists(p, tables, args)
+                    self.put_rows(ranks, args, from_first)
+            if const_expr(p.domain_ranks > 1):
+                self.push_route(ranks, args, peers, from_last)
+                self.push_rows(ranks, args, peers, from_first)
+        if bid == blocks - 1 and warp == WARPS - 1:
+            operation.say_hello(ranks, lane, 32, False)
+
+    @cute.jit
+    def receive_all(self, ranks: sync.Ranks, args: LatencyDispatchArgs, warp: Int32, lane: Int32) -> None:
+        """By every block: ends the block's part of the epoch; and if it receives, learns where rows go and does what is
+        its role."""
+        p = self.problem
+        bid, blocks = block_ids()
+        smem = cutlass.memory.SmemAllocator()
+        tables = RouteTables(smem, ranks.heap)
+        # The last block has all experts, the others this rank's; of token-major rows all have all ranks.
+        low, high = local_experts(p, ranks.rank)
+        if bid == blocks - 1:
+            low = Int32(0)
+            high = Int32(p.num_experts)
+        if bid >= args.first_receiver:
+            clear_counts(tables, Int32(p.world_size) if self.token_major else high - low)
+            self.gather_routes(ranks, tables, args, warp, lane)
+        hold_epoch(ranks)
+        arch.sync_threads()
+        if warp == WARPS - 1 and lane == 0:
+            if const_expr(p.num_domains > 1):
+                have_put(ranks)
+            else:
+                open_next_epoch(ranks)
+        if bid >= args.first_receiver:
+            if const_expr(p.bundles):
+                number_rows(ranks, tables, args.max_tokens, warp)
+            copies = Int32(0)
+            if const_expr(self.token_major):
+                copies = place_tokens(p, tables, args)
+            else:
+                place_entries(p, tables, args.max_tokens * p.top_k, low, high)
+            self.do_role(ranks, tables, args, copies, warp, lane)
+
+    @cute.jit
+    def do_role(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, copies: Int32, warp: Int32, lane: Int32
+    ) -> None:
+        """By a block that receives, which has placed the rows: all blocks but one or two take rows, the next one writes
+        the lists of what arrives, and the last one all that depends on all experts."""
+        p = self.problem
+        bid, blocks = block_ids()
+        takers = cutlass.max(blocks - args.first_receiver - 2, 1)
+        number = bid - args.first_receiver
+        if const_expr(self.triggers):
+            # The routes were all that blocks without rows wait for.
+            if number >= takers and warp == WARPS - 1:
+                arch.griddepcontrol_launch_dependents()
+        if bid == blocks - 1:
+            self.write_route(ranks, tables, args, warp, lane)
+        if number < takers:
+            share = WarpShare(number, takers, warp, lane)
+            if const_expr(self.token_major):
+                behind = cutlass.min(copies, args.capacity)
+                clear_choices(p, THREADS, (share.block, share.blocks), args, behind, True, self.weights)
+            else:
+                if const_expr(self.weights):
+                    own_weights(p, tables, args, share)
+                self.clear_padding(tables, args, share)
+            self.take_rows(ranks, tables, args, share)
+        elif number == takers:
+            if const_expr(self.token_major):
+                write_copies(ranks, tables, args, copies, self.weights)
+            else:
+                write_lists(p, tables, args)
+
+    @cute.jit
+    def write_route(
+        self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, warp: Int32, lane: Int32
+    ) -> None:  # fmt: skip
+        """By the last block: segments and `send_rows`. Across domains it also meets all ranks and ends the
+        operation."""
+        p = self.problem
+        if const_expr(self.token_major):
+            write_send_rows(p, tables, args)
+        else:
+            write_segments(p, tables, args)
+            self.write_send_rows(tables, args)
+        if const_expr(p.num_domains > 1):
+            if warp == 0:
+                sync.meet_all(ranks, lane)
+                arch.sync_warp()
+                if lane == 0:
+                    end(ranks)
+        if warp == 0 and lane == 0:
+            operation.note_met(ranks)
 
     @cute.jit
     def gather_routes(
@@ -184,8 +218,7 @@ class LatencyDispatch(DispatchSender):
         """The routes of all ranks into shared memory. What does not come in time names no experts. The last block
         notes for whom it waits."""
         p = self.problem
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
+        bid, blocks = block_ids()
         count = packets(ROUTE_HEADER_BYTES + 2 * (args.max_tokens * p.top_k))
         item = warp
         while item < count * p.world_size:
@@ -209,12 +242,9 @@ class LatencyDispatch(DispatchSender):
     @cute.jit
     def write_send_rows(self, tables: RouteTables, args: LatencyDispatchArgs) -> None:
         """By the block that placed all experts: the rows of this rank's entries."""
-        tid, _, _ = arch.thread_idx()
         first = args.ranks.rank * source_stride(args.max_tokens * self.problem.top_k)
-        i = tid
-        while i < args.tokens * self.problem.top_k:
+        for i in cutlass.range(thread_id(), args.tokens * self.problem.top_k, THREADS):
             ptx.st_i32(args.send_rows + Int64(i) * 4, tables.rows[first + i])
-            i += THREADS
 
     @cute.jit
     def clear_padding(self, tables: RouteTables, args: LatencyDispatchArgs, share: WarpShare) -> None:
@@ -224,23 +254,22 @@ class LatencyDispatch(DispatchSender):
         rank, lane = args.ranks.rank, share.lane
         experts = first_expert(p, rank + 1) - first_expert(p, rank)
         alignment = cutlass.max(Int32(tables.route[rank * tables.route_stride + 1]), 1)
-        item = share.first
         to = self.arrived(tables, args)
         end = experts * (alignment - 1) if args.zeros != 0 else Int32(0)
+        item = share.first
         while item < end:
             e = item // (alignment - 1)
             start = tables.start[e]
             kept = kept_rows(tables, e)
             row = start + kept + (item - e * (alignment - 1))
-            if row < start + (kept + alignment - 1) // alignment * alignment:
+            if row < start + padded(kept, alignment):
                 self.delivery.zero(to, row, row + 1, lane, self.weights)
             item += share.step
         if const_expr(self.delivery.tiles is not None):
             e = Int32(share.first)
             while args.zeros != 0 and e < experts:
                 kept = kept_rows(tables, e)
-                rows = (kept + alignment - 1) // alignment * alignment
-                self.delivery.tiles.clear(to, e, tables.start[e], kept, rows)
+                self.delivery.tiles.clear(to, e, tables.start[e], kept, padded(kept, alignment))
                 e += share.step
 
     def arrived(self, tables: RouteTables, args: LatencyDispatchArgs) -> Arrived:
@@ -273,7 +302,9 @@ class LatencyDispatch(DispatchSender):
             if const_expr(p.num_domains > 1):
                 self.await_rows(ranks, tables, args, item + share.lane * share.step, Int32(total), size)
             if const_expr(self.token_major):
-                self.await_batch(ranks, batch, item, share, state)
+                waiting = state & ~(state >> HELD) & ((1 << BATCH) - 1)
+                address_of, gives_up = self.waits_of(ranks, batch, item, share)
+                await_packets(ranks, batch.words, waiting, BATCH, address_of, gives_up, Int32(0))
                 if item + size * share.step >= total:
                     self.end_waits(share.warp)
                 for u in range_constexpr(size):
@@ -336,29 +367,6 @@ class LatencyDispatch(DispatchSender):
         return ptx.ld_v4(args.x + Int64(token) * p.row_bytes + vector)
 
     @cute.jit
-    def await_batch(self, ranks: sync.Ranks, batch: Batch, item: Int32, share: WarpShare, state: Int32) -> None:
-        """By a warp: until all packets of a batch have arrived, or the wait is given up, which is reported."""
-        staging = ranks.at(ranks.own, "lines")
-        waiting = state & ~(state >> HELD) & ((1 << BATCH) - 1)
-        polls = Int32(0)
-        start = Int64(0)
-        while waiting != 0:
-            self.load_packets(batch, staging, waiting, BATCH)
-            missing = Int32(0)
-            for u in range_constexpr(BATCH):
-                if (waiting >> u) & 1 != 0:
-                    if not arrived(batch.words[4 * u + 2], batch.words[4 * u + 3], share.lane, ranks.mark):
-                        missing = missing | (1 << u)
-            waiting = missing
-            polls += 1
-            if polls == sync.POLLS_PER_CHECK and waiting != 0:
-                polls = Int32(0)
-                if start == 0:
-                    start = Int64(arch.globaltimer())
-                if self.gives_up(ranks, start, item + share.step * lowest(waiting)):
-                    waiting = Int32(0)
-
-    @cute.jit
     def store_on_arrival(
         self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, batch: Batch, item: Int32,
         share: WarpShare, state: Int32,
@@ -368,11 +376,11 @@ class LatencyDispatch(DispatchSender):
         One register holds it all: a bit for each packet that is not stored, from bit `HELD` on one for each that this
         rank holds, and from bit `POLLS` on how often the others were looked for since the last check of the deadline.
         """
-        staging = ranks.at(ranks.own, "lines")
+        address_of, gives_up = self.waits_of(ranks, batch, item, share)
         every = (1 << EAGER_BATCH) - 1
         start = Int64(0)
         while state & every != 0:
-            self.load_packets(batch, staging, state & ~(state >> HELD), EAGER_BATCH)
+            load_packets(batch.words, state & ~(state >> HELD), EAGER_BATCH, address_of)
             for u in range_constexpr(EAGER_BATCH):
                 if (state >> u) & 1 != 0:
                     whole = arrived(batch.words[4 * u + 2], batch.words[4 * u + 3], share.lane, ranks.mark)
@@ -384,25 +392,23 @@ class LatencyDispatch(DispatchSender):
                 state = state & ((1 << POLLS) - 1)
                 if start == 0:
                     start = Int64(arch.globaltimer())
-                if self.gives_up(ranks, start, item + share.step * lowest(state & every)):
+                if gives_up(start, lowest(state & every)):
                     state = Int32(0)
 
-    @cute.jit
-    def load_packets(self, batch: Batch, staging: Int64, wanted: Int32, size: cutlass.Constexpr[int]) -> None:
-        """By a warp: what lies now in the staging of the `wanted` packets of a batch."""
-        for u in range_constexpr(size):
-            if (wanted >> u) & 1 != 0:
-                got = ld_line(staging + Int64(batch.vectors[u]) * 16)
-                for i in range_constexpr(4):
-                    batch.words[4 * u + i] = got[i]
+    def waits_of(self, ranks: sync.Ranks, batch: Batch, item: Int32, share: WarpShare) -> tuple[Any, Any]:
+        """How a warp waits for the packets of a batch that begins with `item` (see `packets.await_packets`)."""
+        staging = ranks.at(ranks.own, "lines")
 
-    @cute.jit
-    def gives_up(self, ranks: sync.Ranks, start: Int64, item: Int32) -> Boolean:
-        """By a warp that has waited for a packet since `start`: whether it waits no longer."""
-        p, count = self.problem, self.row_packets
-        token = item // (p.world_size * count)
-        source = (item // count) % p.world_size
-        return sync.warp_gives_up(ranks, start, "token", source, token, Int64(0))
+        def address_of(u: int) -> Int64:
+            return staging + Int64(batch.vectors[u]) * 16
+
+        def gives_up(start: Int64, u: Int32) -> Boolean:
+            late = item + share.step * u
+            token = late // (self.problem.world_size * self.row_packets)
+            source = (late // self.row_packets) % self.problem.world_size
+            return sync.warp_gives_up(ranks, start, "token", source, token, Int64(0))
+
+        return address_of, gives_up
 
     @cute.jit
     def store_packet(
@@ -413,7 +419,7 @@ class LatencyDispatch(DispatchSender):
         p = self.problem
         words = (batch.words[4 * u], batch.words[4 * u + 1], batch.words[4 * u + 2], batch.words[4 * u + 3])
         left = arch.vote_ballot_sync(batch.rows[u] >= 0)
-        # Found again from the vector's number: registers are few.
+        # Derived again from the vector's number: registers are scarce.
         packet = batch.vectors[u] % (self.row_stride // 16) // (PACKET_BYTES // 16)
         offset = packet * PAYLOAD_BYTES + lane_offset(lane)
         if const_expr(self.weights):
@@ -427,8 +433,7 @@ class LatencyDispatch(DispatchSender):
                 store_row(self.delivery, self.arrived(tables, args), words, packet, batch.rows[u], lane)
         else:
             while left != 0:
-                k = arch.popc((left & -left) - 1)
-                left = left & (left - 1)
+                k, left = pop_lowest(left)
                 row = Int64(arch.shuffle_sync(batch.rows[u], k))
                 store_payload(words, lane, args.recv_x + row * p.row_bytes, offset, p.row_bytes)
 

@@ -6,6 +6,7 @@ route (far.py), and one a row or several rows (bundled.py), which a block puts t
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -14,14 +15,14 @@ from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..copies import lowest, set_of
+from ..copies import pop_lowest, set_of
 from ..delivery import Delivery
 from ..domains import is_near
 from ..experts import holder_of
 from ..launch import Kernel, RankArgs
 from .bundled import bundle_of, bundles, tokens_for
-from .far import far_rank, put_far, store_far
-from .packets import WARPS, WarpShare, Words, lane_vector, seal, st_line
+from .far import FarTarget, far_rank, put_packets
+from .packets import WarpShare, Words, lane_vector, seal, st_line
 from .place import own_route_words
 from .quantized import packets_of, row_words
 from .reach import Peers, heap_of, rotated
@@ -102,81 +103,66 @@ class DispatchSender(SplitOperation, Kernel):
     def put_routes(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """This rank's route, to each rank of another domain by a block."""
         p = self.problem
-        lane = share.lane
         total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
-        item = Int32(share.block)
-        while item < p.world_size - 1:
+        stride = ranks.heap.route_packets * PACKET_BYTES
+        for item in cutlass.range(share.block, p.world_size - 1, share.blocks):
             rank = (ranks.rank + 1 + item) % p.world_size
             if not is_near(ranks, rank):
-                at = Int64(rank) * (ranks.heap.route_packets * PACKET_BYTES)
-                packet = Int32(share.warp)
-                while packet < total:
-                    words = seal(own_route_words(ranks, args, packet, lane, True), lane, ranks.mark)
-                    store_far(ranks, "routes_out", at + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                put_far(ranks, "routes", rank, ranks.rank, ranks.heap.route_packets * PACKET_BYTES, at, total)
-            item += share.blocks
+
+                def words_of(packet: Int32) -> Words:
+                    return own_route_words(ranks, args, packet, share.lane, True)
+
+                to = FarTarget(rank, ranks.rank, stride)
+                put_packets(ranks, share, "routes", to, Int64(rank) * stride, total, words_of)
 
     @cute.jit
     def put_rows(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """Each row once to every rank of another domain that holds one of its experts, a row and rank a block."""
         p = self.problem
-        lane = share.lane
-        count = self.row_packets
-        item = Int32(share.block)
-        while item < args.tokens * min(p.top_k, p.world_size - p.domain_ranks):
+        far = min(p.top_k, p.world_size - p.domain_ranks)  # the most such ranks of a token
+        for item in cutlass.range(share.block, args.tokens * far, share.blocks):
             number = item // args.tokens
             token = item - number * args.tokens
             expert = Int32(-1)
-            if lane < p.top_k:
-                expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + lane) * 4)
+            if share.lane < p.top_k:
+                expert = ptx.ld_i32(args.topk_idx + Int64(token * p.top_k + share.lane) * 4)
             names = expert >= 0 and expert < p.num_experts
             holder = Int32(0)
             if names:
                 holder = Int32(holder_of(p, expert))
             rank = far_rank(set_of(p, holder, names and not is_near(ranks, holder)), number)
             if rank >= 0:
+                words_of = partial(self.row_words, ranks, args, token, lane=share.lane)
                 at = Int64(rank * self.tokens + token) * self.row_stride
-                packet = Int32(share.warp)
-                while packet < count:
-                    words = seal(self.row_words(ranks, args, token, packet, lane), lane, ranks.mark)
-                    store_far(ranks, "lines_out", at + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                put_far(ranks, "lines", rank, ranks.rank * self.tokens + token, self.row_stride, at, Int32(count))
-            item += share.blocks
+                to = FarTarget(rank, ranks.rank * self.tokens + token, self.row_stride)
+                put_packets(ranks, share, "lines", to, at, self.row_packets, words_of)
 
     @cute.jit
     def put_bundles(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
         """Likewise, several rows for a rank together, a block each time."""
-        p = self.problem
-        lane = share.lane
-        count = self.row_packets
-        item = Int32(share.block)
-        while item < bundles(p, args.tokens):
+        p, count = self.problem, self.row_packets
+        for item in cutlass.range(share.block, bundles(p, args.tokens), share.blocks):
             rank, first = bundle_of(ranks, item)
             rows, token = Int32(0), Int32(0)
             if not is_near(ranks, rank):
                 rows, token = tokens_for(p, args, rank, first)
             if rows > 0:
-                at = Int64(rank * self.tokens + first) * self.row_stride
-                packet = Int32(share.warp)
-                while packet < rows * count:
+
+                def words_of(packet: Int32, token: Int32 = token) -> Words:
                     row = packet // count
-                    mine = self.row_words(ranks, args, arch.shuffle_sync(token, row), packet - row * count, lane)
-                    words = seal(mine, lane, ranks.mark)
-                    store_far(ranks, "lines_out", at + packet * PACKET_BYTES + lane * 16, words)
-                    packet += WARPS
-                put_far(ranks, "lines", rank, ranks.rank * self.tokens + first, self.row_stride, at, rows * count)
-            item += share.blocks
+                    return self.row_words(ranks, args, arch.shuffle_sync(token, row), packet - row * count, share.lane)
+
+                at = Int64(rank * self.tokens + first) * self.row_stride
+                to = FarTarget(rank, ranks.rank * self.tokens + first, self.row_stride)
+                put_packets(ranks, share, "lines", to, at, rows * count, words_of)
 
     @cute.jit
     def push_route(self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, share: WarpShare) -> None:
-        """This rank's route, a packet a warp; blocks are counted from the end, where rows are few."""
+        """This rank's route, a packet a warp; blocks are counted from the last one, which pushes the fewest rows."""
         p = self.problem
         lane = share.lane
-        packet = share.first
         total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
-        while packet < total:
+        for packet in cutlass.range(share.first, total, share.step):
             now = sync.again(ranks)
             words = seal(own_route_words(ranks, args, packet, lane, p.num_domains == 1), lane, now.mark)
             at = Int64(ranks.rank * ranks.heap.route_packets + packet) * PACKET_BYTES + lane * 16
@@ -189,7 +175,6 @@ class DispatchSender(SplitOperation, Kernel):
                     if is_near(ranks, peer):
                         st_line(now.at(heap, "routes") + at, words)
                 peer = (peer + 1) % p.world_size
-            packet += share.step
 
     @cute.jit
     def push_rows(self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, share: WarpShare) -> None:
@@ -242,8 +227,8 @@ class DispatchSender(SplitOperation, Kernel):
             # Higher ranks first: not all ranks begin with the same one.
             left = rotated(wanted[i], ranks.rank + 1)
             while left != 0:
-                peer = 32 * i + ((lowest(left) + ranks.rank + 1) & 31)
-                left = left & (left - 1)
+                bit, left = pop_lowest(left)
+                peer = 32 * i + ((bit + ranks.rank + 1) & 31)
                 st_line(ranks.at(heap_of(peers, peer), "lines") + at, words)
 
     @cute.jit

@@ -1,11 +1,12 @@
 """Packets for ranks of other NVLink domains, which only a wire reaches (../internode/wire.py).
 
 They are the same packets as inside a domain. A block puts those of a route, of a row or of several rows (bundled.py)
-together in a send area of its own rank. One put takes them to their places, and sets the first place's word to the
+together in a send area of its own rank. One put takes them to their targets, and sets the first one's word to the
 operation's mark. A line is no whole on a wire: who reads it has waited for that word, behind which all lines show the
 mark. Words are awaited of all that is put here, of rows that are dropped, too, before the operation ends.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -17,8 +18,16 @@ from .. import operation, ptx, sync
 from ..copies import Copies, RankSet, below, lowest, set_of
 from ..domains import position_of
 from ..heap import EPOCH, TICKET
-from .packets import THREADS, Words, st_line
+from .packets import THREADS, WARPS, WarpShare, Words, seal, st_line
 from .sizes import PACKET_BYTES
+
+
+class FarTarget(NamedTuple):
+    """Where packets go at a rank of another domain: index `number` of an area, and those behind it."""
+
+    rank: Int32
+    number: Int32
+    stride: int  # bytes from one index to the next
 
 
 @cute.jit
@@ -29,26 +38,35 @@ def store_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], at: Int64, words:
 
 
 @cute.jit
-def put_far(
-    ranks: sync.Ranks, area: cutlass.Constexpr[str], rank: Int32, number: Int32, stride: int, at: Int64, count: Int32
-) -> None:
-    """By the whole block that has stored `count` packets in the send area, from `at` on: to the place `number` of that
-    rank, and what is behind it. Places are `stride` bytes long."""
+def put_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], to: FarTarget, at: Int64, count: Int32) -> None:
+    """By the whole block that has stored `count` packets in the send area, from `at` on."""
     # Warps may not agree on whether this rank has given up.
     if ptx.barrier_count(Int32(ranks.mark < 0)) == 0:
-        there = ranks.at(Int64(0), area) + Int64(number) * stride
+        there = ranks.at(Int64(0), area) + Int64(to.number) * to.stride
         here = ranks.at(Int64(0), f"{area}_out") + at
-        word = ranks.at(Int64(0), f"{area}_words") + Int64(number) * 8
+        word = ranks.at(Int64(0), f"{area}_words") + Int64(to.number) * 8
         wire = ranks.heap.problem.wire
-        wire.put_signal_by_block(ranks, THREADS, rank, there, here, count * PACKET_BYTES, word, ranks.mark)
+        wire.put_signal_by_block(ranks, THREADS, to.rank, there, here, count * PACKET_BYTES, word, ranks.mark)
+
+
+@cute.jit
+def put_packets(
+    ranks: sync.Ranks, share: WarpShare, area: cutlass.Constexpr[str], to: FarTarget, at: Int64, count: Int32 | int,
+    words_of: Callable[..., Words],
+) -> None:  # fmt: skip
+    """By a whole block: seals `count` packets, `words_of(packet)`, into the send area from `at` on, and puts them."""
+    for packet in cutlass.range(share.warp, count, WARPS):
+        words = seal(words_of(packet), share.lane, ranks.mark)
+        store_far(ranks, f"{area}_out", at + packet * PACKET_BYTES + share.lane * 16, words)
+    put_far(ranks, area, to, at, Int32(count))
 
 
 @cute.jit
 def await_far(
     ranks: sync.Ranks, area: cutlass.Constexpr[str], waits: Boolean, number: Int32, peer: Int32, detail: Int32
 ) -> Boolean:  # fmt: skip
-    """By a whole warp: until what `peer` puts into the place `number` has come, of each lane that `waits`. A lane whose
-    wait is given up has False. What the lanes acquired comes before what any of them reads behind this."""
+    """By a whole warp: until what `peer` puts at index `number` of the area has come, of each lane that `waits`. A lane
+    whose wait is given up has False. What the lanes acquired comes before what any of them reads behind this."""
     word = ranks.at(Int64(0), f"{area}_words") + Int64(number) * 8
     came = Boolean(True)
     if waits:
@@ -96,28 +114,28 @@ class Order(NamedTuple):
     own: Int32  # the one that this rank has itself, as a bit
     last: Int32  # those that are the last of their domain, as bits
     rounded: Int32  # those whose domain's sum is rounded: it is not the owner's
-    place: Int32  # of the sum in the staging rows
+    line: Int32  # of the sum, in the staging rows
     holder: Int32
 
 
 @cute.jit
-def order_of(ranks: sync.Ranks, copies: Copies, places: Int32) -> Order:
-    """By a whole warp, from the copies of a token and the place of each lane's: over domains ascending, in each over
+def order_of(ranks: sync.Ranks, copies: Copies, lines: Int32) -> Order:
+    """By a whole warp, from the copies of a token and each lane's line: over domains ascending, in each over
     ranks ascending."""
     p = ranks.heap.problem
     lane = Int32(arch.lane_idx())
     theirs, index = position_of(ranks, cutlass.max(copies.holder, 0))
     mine, _ = position_of(ranks, ranks.rank)
-    place = theirs * p.domain_ranks + index
-    behind = below(set_of(p, place, copies.expected != 0), place)
+    position = theirs * p.domain_ranks + index
+    behind = below(set_of(p, position, copies.expected != 0), position)
     # Lane i looks for the lane with the i-th copy.
     giver = Int32(-1)
     for k in range_constexpr(p.top_k):
-        place_of_k, comes = arch.shuffle_sync(behind, k), arch.shuffle_sync(copies.expected, k)
-        if place_of_k == lane and comes != 0:
+        position_of_k, comes = arch.shuffle_sync(behind, k), arch.shuffle_sync(copies.expected, k)
+        if position_of_k == lane and comes != 0:
             giver = Int32(k)
     count = Int32(arch.popc(arch.vote_ballot_sync(giver >= 0)))
-    lies, holder = arch.shuffle_sync(places, giver & 31), arch.shuffle_sync(copies.holder, giver & 31)
+    lies, holder = arch.shuffle_sync(lines, giver & 31), arch.shuffle_sync(copies.holder, giver & 31)
     domain = arch.shuffle_sync(theirs, giver & 31)
     following = arch.shuffle_sync(domain, (lane + 1) & 31)
     last = arch.vote_ballot_sync(giver >= 0 and (lane == count - 1 or following != domain))

@@ -12,8 +12,9 @@ from .. import arrivals, ptx
 from ..copies import low_bits
 from ..experts import holder_of, local_experts
 from ..heap import Problem
+from ..ids import thread_id, warp_id
 from .packets import THREADS, WARPS, WarpShare
-from .place import RouteTables, asked_expert, source_stride
+from .place import RouteTables, asked_expert, share_of_warp, source_stride
 
 
 class Group(NamedTuple):
@@ -86,27 +87,21 @@ def write_lists(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: 
     """
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
-    warp = arch.make_warp_uniform(tid // 32)
+    warp = warp_id()
     lists = arrivals.lists(args.arrivals, args.capacity)
     tokens = args.max_tokens * problem.world_size
     groups = (tokens + 32 // problem.top_k - 1) // (32 // problem.top_k)
-    each = (groups + WARPS - 1) // WARPS
-    begin = cutlass.min(warp * each, groups)
-    end = cutlass.min(begin + each, groups)
-
+    begin, end = share_of_warp(warp, groups)
     copies, rows = Int32(0), Int32(0)
     group = Group(Int32(0), Int32(-1), Int32(-1), Int32(0), Int32(0))
-    turn = Int32(0)
-    while turn < 2:
-        number = begin
-        while number < end:
+    for turn in cutlass.range(2):
+        for number in cutlass.range(begin, end, 1):
             if turn == 0 or begin + 1 < end:
                 group = group_of(problem, tables, args, number)
             if turn == 1:
                 write_group(problem, args, group, copies, rows)
             copies += Int32(arch.popc(group.firsts))
             rows += Int32(arch.popc(group.kept))
-            number += 1
         if turn == 0:
             if lane == 0:
                 tables.found[warp] = copies
@@ -119,7 +114,6 @@ def write_lists(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: 
                 rows = tables.found[WARPS + lane]
             copies = arch.warp_redux_sync(copies, "add")
             rows = arch.warp_redux_sync(rows, "add")
-        turn += 1
     if warp == WARPS - 1 and lane == 0:
         # The last warp has added up everything.
         ptx.st_pair(lists.copies + Int64(copies) * 8, rows, Int32(-1))
@@ -159,11 +153,8 @@ def begins_source(problem: cutlass.Constexpr[Problem], args: Any, token: Int32, 
 @cute.jit
 def own_weights(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any, share: WarpShare) -> None:
     """A block's share of the weights of rows that stay on this rank."""
-    tid, _, _ = arch.thread_idx()
     entries = args.max_tokens * problem.top_k
-    i = share.block * THREADS + tid
-    while i < args.tokens * problem.top_k:
+    for i in cutlass.range(share.block * THREADS + thread_id(), args.tokens * problem.top_k, share.blocks * THREADS):
         row = tables.rows[args.ranks.rank * source_stride(entries) + i]
         if row >= 0:
             ptx.st_i32(args.recv_weights + Int64(row) * 4, ptx.ld_i32(args.topk_weights + Int64(i) * 4))
-        i += share.blocks * THREADS

@@ -1,5 +1,5 @@
-"""Which sums a rank owes to whom: copies of other ranks' tokens that have rows here, looked up in a route's lists of
-what arrives (../arrivals.py). `tokens`: the most of a rank; `args`: those of a combine."""
+"""Which sums a rank sends to which owner: copies of other ranks' tokens that have rows here, looked up in a route's
+lists of what arrives (../arrivals.py). `tokens`: the most of a rank; `args`: those of a combine."""
 
 import math
 from typing import Any, NamedTuple
@@ -108,9 +108,9 @@ def index_of_item(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: 
 @cute.jit
 def copy_at(problem: cutlass.Constexpr[Problem], at: Lists, index: Int32, max_tokens: Int32) -> Copy:
     """By each lane: copy `index` of the list, garbage if there are not so many."""
-    place = at.copies + Int64(index) * 8
-    begin, home = ptx.ld_pair(place)
-    end = ptx.ld_i32(place + 8)
+    address = at.copies + Int64(index) * 8
+    begin, home = ptx.ld_pair(address)
+    end = ptx.ld_i32(address + 8)
     each = Uint32(max_tokens) * problem.most_copies  # homes of a source
     source = Int32(0)
     if const_expr(problem.world_size > COMPARED):

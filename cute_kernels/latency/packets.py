@@ -7,7 +7,7 @@ lanes 7 and 15 the two halves of the last one.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cutlass
@@ -16,6 +16,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
+from ..copies import lowest
 from ..heap import EPOCH, TICKET
 from ..marks import SHIFT
 from ..sync import POLLS_PER_CHECK, Ranks, await_begun, note_wait, warp_gives_up
@@ -114,11 +115,53 @@ def store_payload(
 
 
 @cute.jit
+def load_packets(words: Any, wanted: Int32, count: cutlass.Constexpr[int], address_of: Callable[[int], Int64]) -> None:
+    """By the whole warp: load a lane's 16 bytes of each packet u of the `wanted` (as bits) from `address_of(u)`."""
+    for u in range_constexpr(count):
+        if (wanted >> u) & 1 != 0:
+            got = ld_line(address_of(u))
+            for i in range_constexpr(4):
+                words[4 * u + i] = got[i]
+
+
+@cute.jit
+def await_packets(
+    ranks: Ranks, words: Any, waiting: Int32, count: cutlass.Constexpr[int], address_of: Callable[[int], Int64],
+    gives_up: Callable[[Int64, Int32], Boolean], result: Int32,
+) -> Int32:  # fmt: skip
+    """By the whole warp: load the packets whose bits are set in `waiting` until all of them have arrived.
+
+    `words` [4 x count]: a lane's 16 bytes of each packet. `address_of(u)`: where those of packet u lie.
+    `gives_up(start, u)`: whether the warp, which has waited for packet u since `start`, waits no longer. Returns
+    `result`, or 0 if the wait was given up.
+    """
+    polls = Int32(0)
+    start = Int64(0)
+    while waiting != 0:
+        load_packets(words, waiting, count, address_of)
+        missing = Int32(0)
+        for u in range_constexpr(count):
+            if (waiting >> u) & 1 != 0:
+                if not arrived(words[4 * u + 2], words[4 * u + 3], Int32(arch.lane_idx()), ranks.mark):
+                    missing = missing | (1 << u)
+        waiting = missing
+        polls += 1
+        if polls == POLLS_PER_CHECK and waiting != 0:
+            polls = Int32(0)
+            if start == 0:
+                start = Int64(arch.globaltimer())
+            if gives_up(start, lowest(waiting)):
+                waiting = Int32(0)
+                result = Int32(0)
+    return result
+
+
+@cute.jit
 def receive_packet(
     ranks: Ranks, addr: Int64, flag: cutlass.Constexpr[str], peer: Int32, noted: Boolean, lane: Int32
 ) -> Words:
     """By the whole warp: the packet at `addr`, once it has arrived; all ones if it does not. `noted`: how long it took
-    is noted (by few warps, for nothing is to be slow here)."""
+    is noted (by one block's warps only, since this is a critical path)."""
     words = cute.make_rmem_tensor((4,), Uint32)
     polls = Int32(0)
     start = Int64(0)

@@ -5,18 +5,21 @@ being ordered by (source rank, token, k). A block that moves rows asks for the e
 writes the route for all experts.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint16, Uint32, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
 from ..carried import Carried
-from ..experts import first_expert, local_experts
+from ..experts import local_experts
 from ..heap import ALIGNMENT, CAPACITY, SLOTS, Problem
-from ..segments import place_segments
+from ..ids import thread_id, warp_id
+from ..segments import place_segments, write_segment
 from ..sync import BAD_EXPERT, Ranks, refuse
 from .packets import THREADS, WARPS, Words, lane_offset, lane_vector, marks
 from .sizes import PAYLOAD_BYTES, PAYLOAD_VECTORS, ROUTE_HEADER_BYTES, LatencyHeap, table_ints
@@ -108,13 +111,33 @@ def keep_route(tables: RouteTables, source: Int32, packet: Int32, words: Words, 
         tables.route[at + 3] = words[3]
 
 
+def share_of_warp(warp: Int32, total: Int32) -> tuple[Int32, Int32]:
+    """Which of `total` consecutive things a warp of the block takes: from the first up to the second."""
+    each = (total + WARPS - 1) // WARPS
+    begin = cutlass.min(warp * each, total)
+    return begin, cutlass.min(begin + each, total)
+
+
+@cute.jit
+def count_up(earlier: Any, at: Int32, same: Int32, counts: Boolean) -> Int32:
+    """By a warp: how many were counted at `earlier[at]` before a lane that `counts`, those of lower lanes included; -1
+    in the others. `same`: the lanes that count there."""
+    below = Int32(arch.popc(same & arch.lanemask_lt()))
+    number = Int32(-1)
+    if counts:
+        number = Int32(earlier[at]) + below
+    # The leader's update comes after every lane's read.
+    arch.sync_warp()
+    if counts and below == 0:
+        earlier[at] = Uint16(number + Int32(arch.popc(same)))
+    arch.sync_warp()
+    return number
+
+
 @cute.jit
 def clear_counts(tables: RouteTables, experts: Int32) -> None:
-    tid, _, _ = arch.thread_idx()
-    i = tid
-    while i < WARPS * experts:
+    for i in cutlass.range(thread_id(), WARPS * experts, THREADS):
         tables.earlier[i] = Uint16(0)
-        i += THREADS
 
 
 @cute.jit
@@ -151,8 +174,7 @@ def place_entries(
     many each source may have. Then `rows` of (source, entry) at source * (entries rounded up to 32) + entry is the row
     at the expert's rank, or -1.
     """
-    tid, _, _ = arch.thread_idx()
-    warp = arch.make_warp_uniform(tid // 32)
+    warp = warp_id()
     chunks = (entries + 31) // 32
     each = (problem.world_size * chunks + WARPS - 1) // WARPS
     begin = warp * each
@@ -160,45 +182,29 @@ def place_entries(
     # One division for all chunks of the warp: it takes as long as everything else that is done for a chunk.
     source = Int32(begin // chunks)
     mine = EntryRange(begin, end, chunks, source, begin - source * chunks)
-    count_entries(tables, mine, entries, low, high)
+    each_chunk(mine, partial(count_chunk, tables, entries, low, high, warp * (high - low)))
     arch.sync_threads()
     sum_earlier(tables, high - low)
     arch.sync_threads()
     # A warp for each destination: where its segments start. With more ranks than warps, they take turns.
-    destination = Int32(warp)
-    while destination < problem.world_size:
+    for destination in cutlass.range(warp, problem.world_size, WARPS):
         first, behind = local_experts(problem, destination)
         if first >= low and behind <= high:
             at = destination * tables.route_stride
             settings = tuple(Int32(tables.route[at + what]) for what in (CAPACITY, ALIGNMENT, SLOTS))
             place_segments(tables, (first, behind), low, settings)
-        destination += WARPS
     arch.sync_threads()
-    number_rows_of_entries(tables, mine, entries, low, high)
+    each_chunk(mine, partial(number_chunk, tables, entries, low, high, warp * (high - low)))
     arch.sync_threads()
 
 
 @cute.jit
-def count_entries(tables: RouteTables, mine: EntryRange, entries: Int32, low: Int32, high: Int32) -> None:
-    """By a warp: `rows` of its entries is how many of its own entries before name the same expert, and `earlier` of the
-    warp how many name each."""
-    tid, _, _ = arch.thread_idx()
-    lane, warp = arch.lane_idx(), arch.make_warp_uniform(tid // 32)
+def each_chunk(mine: EntryRange, visit: Callable[[Int32, Int32, Int32], None]) -> None:
+    """By a warp: `visit(source, first, at)` for each of its chunks: the source rank, the number of the chunk's first
+    entry there, and where the chunk begins in `RouteTables.rows`."""
     source, number, chunk = Int32(mine.source), Int32(mine.number), Int32(mine.begin)
     while chunk < mine.end:
-        expert = asked_expert(tables, source, number * 32 + lane, entries, low, high)
-        same = arch.match_sync(0xFFFFFFFF, expert)
-        below = Int32(arch.popc(same & arch.lanemask_lt()))
-        at = warp * (high - low) + expert
-        earlier = Int32(-1)
-        if expert >= 0:
-            earlier = Int32(tables.earlier[at]) + below
-        # The leader's update comes after every lane's read.
-        arch.sync_warp()
-        if expert >= 0 and below == 0:
-            tables.earlier[at] = Uint16(earlier + Int32(arch.popc(same)))
-        arch.sync_warp()
-        tables.rows[chunk * 32 + lane] = earlier
+        visit(source, number * 32, chunk * 32)
         chunk += 1
         number += 1
         if number == mine.each:
@@ -207,10 +213,21 @@ def count_entries(tables: RouteTables, mine: EntryRange, entries: Int32, low: In
 
 
 @cute.jit
+def count_chunk(
+    tables: RouteTables, entries: Int32, low: Int32, high: Int32, counts: Int32, source: Int32, first: Int32, at: Int32
+) -> None:
+    """By a warp, whose counts begin at `earlier[counts]`: `rows` of its entries becomes how many of the warp's entries
+    before name the same expert, and `earlier` how many name each."""
+    lane = arch.lane_idx()
+    expert = asked_expert(tables, source, first + lane, entries, low, high)
+    same = arch.match_sync(0xFFFFFFFF, expert)
+    tables.rows[at + lane] = count_up(tables.earlier, counts + expert, same, expert >= 0)
+
+
+@cute.jit
 def sum_earlier(tables: RouteTables, experts: Int32) -> None:
     """By the whole block: `earlier` of each warp becomes what lies before the warp's own entries, `asked` the total."""
-    e, _, _ = arch.thread_idx()
-    while e < experts:
+    for e in cutlass.range(thread_id(), experts, THREADS):
         # All reads come before the first write, so that no read waits for a write.
         found = [Int32(tables.earlier[w * experts + e]) for w in range(WARPS)]
         total = Int32(0)
@@ -218,29 +235,22 @@ def sum_earlier(tables: RouteTables, experts: Int32) -> None:
             tables.earlier[w * experts + e] = Uint16(total)
             total += found[w]
         tables.asked[e] = total
-        e += THREADS
 
 
 @cute.jit
-def number_rows_of_entries(tables: RouteTables, mine: EntryRange, entries: Int32, low: Int32, high: Int32) -> None:
+def number_chunk(
+    tables: RouteTables, entries: Int32, low: Int32, high: Int32, counts: Int32, source: Int32, first: Int32, at: Int32
+) -> None:
     """By a warp, behind `sum_earlier` and `place_segments`: `rows` of its entries becomes their rows."""
-    tid, _, _ = arch.thread_idx()
-    lane, warp = arch.lane_idx(), arch.make_warp_uniform(tid // 32)
-    source, number, chunk = Int32(mine.source), Int32(mine.number), Int32(mine.begin)
-    while chunk < mine.end:
-        expert = asked_expert(tables, source, number * 32 + lane, entries, low, high)
-        row = Int32(-1)
-        if expert >= 0:
-            earlier = Int32(tables.earlier[warp * (high - low) + expert])
-            row = tables.rows[chunk * 32 + lane] + tables.start[expert] + earlier
-            if row >= tables.limit[expert]:
-                row = Int32(-1)
-        tables.rows[chunk * 32 + lane] = row
-        chunk += 1
-        number += 1
-        if number == mine.each:
-            source += 1
-            number = Int32(0)
+    lane = arch.lane_idx()
+    expert = asked_expert(tables, source, first + lane, entries, low, high)
+    row = Int32(-1)
+    if expert >= 0:
+        earlier = Int32(tables.earlier[counts + expert])
+        row = tables.rows[at + lane] + tables.start[expert] + earlier
+        if row >= tables.limit[expert]:
+            row = Int32(-1)
+    tables.rows[at + lane] = row
 
 
 @cute.jit
@@ -252,23 +262,6 @@ def kept_rows(tables: RouteTables, e: Int32) -> Int32:
 @cute.jit
 def write_segments(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any) -> None:
     """By the block that placed all experts: the segments of this rank's."""
-    tid, _, _ = arch.thread_idx()
-    rank = args.ranks.rank
-    first = first_expert(problem, rank)
-    count = first_expert(problem, rank + 1) - first
-    at = rank * tables.route_stride
-    capacity = Int32(tables.route[at])
-    alignment = cutlass.max(Int32(tables.route[at + 1]), 1)
-    slots = Int32(tables.route[at + 2])
-    e = tid
-    while e < count:
-        asked = tables.asked[first + e]
-        start = tables.start[first + e]
-        kept = kept_rows(tables, first + e)
-        end = cutlass.min(start + (asked + alignment - 1) // alignment * alignment, capacity)
-        if slots > 0:
-            end = start + (kept + alignment - 1) // alignment * alignment
-        ptx.st_i32(args.offs + Int64(e) * 4, end)
-        ptx.st_i32(args.counts + Int64(e) * 4, kept)
-        ptx.st_i32(args.dropped + Int64(e) * 4, asked - kept)
-        e += THREADS
+    first, behind = local_experts(problem, args.ranks.rank)
+    for e in cutlass.range(thread_id(), behind - first, THREADS):
+        write_segment(args, e, tables.start[first + e], tables.asked[first + e], kept_rows(tables, first + e))

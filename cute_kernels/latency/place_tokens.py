@@ -16,11 +16,12 @@ from .. import ptx
 from ..arrivals import lists
 from ..experts import holder_of, local_experts
 from ..heap import CAPACITY, Problem
+from ..ids import thread_id, warp_id
 from ..sync import Ranks
 from ..token_major import write_counts
 from .lists import copy_number, entry_of
 from .packets import THREADS, WARPS
-from .place import RouteTables, asked_expert
+from .place import RouteTables, asked_expert, count_up, share_of_warp
 from .sizes import placed
 
 
@@ -31,25 +32,40 @@ def place_tokens(problem: cutlass.Constexpr[Problem], tables: RouteTables, args:
     Then `rows` of (source, token) at source * max_tokens + token is the row, or -1; `start` of each source is how many
     rows lie before its first one; and `asked` is cleared for `write_copies`. Each warp takes consecutive tokens.
     """
-    tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
-    warp = arch.make_warp_uniform(tid // 32)
+    warp = warp_id()
+    for i in cutlass.range(thread_id(), placed(problem), THREADS):
+        tables.start[i] = Int32(0)
+        tables.asked[i] = Int32(0)
+    mine = share_of_warp(warp, (args.max_tokens * problem.world_size + 31) // 32)
+    before = count_tokens(problem, tables, args, mine)
+    if lane == 0:
+        tables.found[warp] = before
+    # All warps' counts come before the reads of any, and what was cleared above before what is written below.
+    arch.sync_threads()
+    found = Int32(0)
+    if lane < WARPS:
+        found = tables.found[lane]
+    total = arch.warp_redux_sync(found, "add")
+    if lane >= warp:
+        found = Int32(0)
+    number_tokens(problem, tables, args, mine, arch.warp_redux_sync(found, "add"))
+    arch.sync_threads()
+    return total
+
+
+@cute.jit
+def count_tokens(
+    problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any, mine: tuple[Int32, Int32]
+) -> Int32:  # fmt: skip
+    """By a warp: how many of its tokens (chunks of 32, from mine[0] to mine[1]) name an expert here. `rows` of a token
+    becomes twice the number of the warp's earlier ones that do, and 1 more if it does itself."""
+    lane = arch.lane_idx()
     first, end = local_experts(problem, args.ranks.rank)
     entries = args.max_tokens * problem.top_k
     tokens = args.max_tokens * problem.world_size
-    chunks = (tokens + 31) // 32
-    each = (chunks + WARPS - 1) // WARPS
-    begin = cutlass.min(warp * each, chunks)
-    behind = cutlass.min(begin + each, chunks)
-    i = Int32(tid)
-    while i < placed(problem):
-        tables.start[i] = Int32(0)
-        tables.asked[i] = Int32(0)
-        i += THREADS
-
     before = Int32(0)
-    chunk = begin
-    while chunk < behind:
+    for chunk in cutlass.range(mine[0], mine[1], 1):
         token = chunk * 32 + lane
         comes = Boolean(False)
         if token < tokens:
@@ -63,23 +79,17 @@ def place_tokens(problem: cutlass.Constexpr[Problem], tables: RouteTables, args:
             number = before + Int32(arch.popc(coming & arch.lanemask_lt()))
             tables.rows[token] = 2 * number + Int32(comes)
         before += Int32(arch.popc(coming))
-        chunk += 1
-    if lane == 0:
-        tables.found[warp] = before
-    # All warps' counts come before the reads of any, and what was cleared above before what is written below.
-    arch.sync_threads()
-    found = Int32(0)
-    if lane < WARPS:
-        found = tables.found[lane]
-    total = arch.warp_redux_sync(found, "add")
-    if lane >= warp:
-        found = Int32(0)
-    before = arch.warp_redux_sync(found, "add")
+    return before
 
-    chunk = begin
-    while chunk < behind:
-        token = chunk * 32 + lane
-        if token < tokens:
+
+@cute.jit
+def number_tokens(
+    problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any, mine: tuple[Int32, Int32], before: Int32
+) -> None:  # fmt: skip
+    """By a warp, before whose tokens so many rows come: `rows` of its tokens becomes their rows, -1 for none."""
+    for chunk in cutlass.range(mine[0], mine[1], 1):
+        token = chunk * 32 + arch.lane_idx()
+        if token < args.max_tokens * problem.world_size:
             number = tables.rows[token]
             row = before + (number >> 1)
             source = token // args.max_tokens
@@ -88,9 +98,6 @@ def place_tokens(problem: cutlass.Constexpr[Problem], tables: RouteTables, args:
             if number & 1 == 0 or row >= args.capacity:
                 row = Int32(-1)
             tables.rows[token] = row
-        chunk += 1
-    arch.sync_threads()
-    return total
 
 
 @cute.jit
@@ -101,20 +108,14 @@ def write_send_rows(problem: cutlass.Constexpr[Problem], tables: RouteTables, ar
     Each warp takes consecutive groups of the tokens up to this rank's last, twice: it counts those that go to each
     rank, and, when what the warps before it have is added up, numbers them.
     """
-    tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
-    warp = arch.make_warp_uniform(tid // 32)
+    warp = warp_id()
     world_size, top_k = problem.world_size, problem.top_k
     own = args.ranks.rank * args.max_tokens
     groups = (own + args.max_tokens + 32 // top_k - 1) // (32 // top_k)
-    each = (groups + WARPS - 1) // WARPS
-    begin = cutlass.min(warp * each, groups)
-    end = cutlass.min(begin + each, groups)
-
-    turn = Int32(0)
-    while turn < 2:
-        number = begin
-        while number < end:
+    begin, end = share_of_warp(warp, groups)
+    for turn in cutlass.range(2):
+        for number in cutlass.range(begin, end, 1):
             token, expert = entry_of(problem, tables, args, number)
             holder = Int32(holder_of(problem, expert))
             key = lane // top_k * world_size + holder
@@ -124,36 +125,23 @@ def write_send_rows(problem: cutlass.Constexpr[Problem], tables: RouteTables, ar
             if expert < 0 or same != 0:
                 holder = Int32(-1)
             asking = Int32(arch.match_sync(0xFFFFFFFF, holder))
-            below = Int32(arch.popc(asking & Int32(arch.lanemask_lt())))
-            at = warp * world_size + holder
-            row = Int32(-1)
-            if holder >= 0:
-                row = Int32(tables.earlier[at]) + below
-            # The leader's update comes after every lane's read.
-            arch.sync_warp()
-            if holder >= 0 and below == 0:
-                tables.earlier[at] = Uint16(row + Int32(arch.popc(asking)))
-            arch.sync_warp()
+            row = count_up(tables.earlier, warp * world_size + holder, asking, holder >= 0)
             mine = lane < 32 // top_k * top_k and token >= own and token < own + args.tokens
             if turn == 1 and mine:
                 if holder >= 0:
                     if row >= Int32(tables.route[holder * tables.route_stride + CAPACITY]):
                         row = Int32(-1)
                 ptx.st_i32(args.send_rows + Int64((token - own) * top_k + lane % top_k) * 4, row)
-            number += 1
         if turn == 0:
             # All warps' counts come before they are added up, and the sums before the numbers.
             arch.sync_threads()
-            r = Int32(tid)
-            while r < world_size:
+            for r in cutlass.range(thread_id(), world_size, THREADS):
                 total = Int32(0)
                 for w in range_constexpr(WARPS):
                     n = Int32(tables.earlier[w * world_size + r])
                     tables.earlier[w * world_size + r] = Uint16(total)
                     total += n
-                r += THREADS
             arch.sync_threads()
-        turn += 1
 
 
 @cute.jit
@@ -163,14 +151,13 @@ def write_copies(ranks: Ranks, tables: RouteTables, args: Any, total: Int32, wei
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
-    warp = arch.make_warp_uniform(tid // 32)
+    warp = warp_id()
     out = lists(args.arrivals, args.capacity)
     first, end = local_experts(p, ranks.rank)
     tokens = args.max_tokens * p.world_size
     groups = (tokens + 32 // p.top_k - 1) // (32 // p.top_k)
     k = lane % p.top_k
-    number = Int32(warp)
-    while number < groups:
+    for number in cutlass.range(warp, groups, WARPS):
         token, expert = entry_of(p, tables, args, number)
         row, local = Int32(-1), Int32(-1)
         if lane < 32 // p.top_k * p.top_k and token < tokens:
@@ -181,15 +168,15 @@ def write_copies(ranks: Ranks, tables: RouteTables, args: Any, total: Int32, wei
         earlier = Uint32(here & arch.lanemask_lt()) >> Uint32(lane - k)
         home = token * p.most_copies + copy_number(p, ranks.rank, expert)
         if row >= 0:
-            place = (Int64(row) * p.top_k + k) * 4
-            ptx.st_i32(args.recv_idx + place, local)
+            at = (Int64(row) * p.top_k + k) * 4
+            ptx.st_i32(args.recv_idx + at, local)
             if const_expr(weights):
                 mine = token - ranks.rank * args.max_tokens
                 if mine >= 0 and mine < args.max_tokens:
                     weight = Int32(0)
                     if local >= 0:
                         weight = ptx.ld_i32(args.topk_weights + Int64(mine * p.top_k + k) * 4)
-                    ptx.st_i32(args.recv_weights + place, weight)
+                    ptx.st_i32(args.recv_weights + at, weight)
             if local >= 0 and earlier == 0:
                 ptx.st_pair(out.copies + Int64(row) * 8, row, home)
                 ptx.st_pair(out.owned + Int64(row) * 8, row, token * p.top_k + k)
@@ -197,12 +184,9 @@ def write_copies(ranks: Ranks, tables: RouteTables, args: Any, total: Int32, wei
             ptx.add_shared(tables.asked.iterator + local, Int32(1))
             if row < 0:
                 ptx.add_shared(tables.asked.iterator + (p.local_experts + local), Int32(1))
-        number += WARPS
     kept = cutlass.min(total, args.capacity)
-    i = Int32(tid)
-    while i < p.world_size:
+    for i in cutlass.range(tid, p.world_size, THREADS):
         ptx.st_i32(out.sources + Int64(i) * 4, tables.start[i])
-        i += THREADS
     if tid == 0:
         ptx.st_i32(out.sources + p.world_size * 4, kept)
         ptx.st_pair(out.copies + Int64(kept) * 8, kept, Int32(-1))

@@ -14,6 +14,7 @@ from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
+from ..copies import lowest
 from ..delivery import Arrived, Delivery
 from ..formats import Form
 from ..quantize import decode, encode, exact_scale, given_word, largest, of_group, scale_of
@@ -138,13 +139,13 @@ def store_row(
         holds = (lane < count + 4 and column < -(-form.scales // 4) * 4) and (lane < count or column >= form.scales)
     left = arch.vote_ballot_sync(rows >= 0)
     while left != 0:
-        row = arch.shuffle_sync(rows, arch.popc((left & -left) - 1))
+        row = arch.shuffle_sync(rows, lowest(left))
         left = left & (left - 1)
         if const_expr(delivery.layout != ""):
             store_payload(words, lane, to.rows + Int64(row) * p.hidden_size, offset, p.hidden_size)
-            place = delivery.place(to, row)
+            at = delivery.scales_at(to, row)
             if holds:
-                delivery.store_scale(place, column, mine)
+                delivery.store_scale(at, column, mine)
         elif offset < p.hidden_size:
             out = to.rows + Int64(row) * p.row_bytes + offset * p.itemsize
             for i in range_constexpr(0, len(numbers), 4):

@@ -1,7 +1,7 @@
 """Symmetric memory of the latency kernels: marked lines, and nothing else ever; across NVLink domains words, too.
 
 What travels is cut into packets: 480 bytes of payload in four 128-byte lines, each of which ends with the 8-byte mark
-of the operation. A line with the current mark is a line that has arrived, because a line's place never holds anything
+of the operation. A line with the current mark is a line that has arrived, because its memory never holds anything
 but lines of this kind, and no two operations have the same mark. Therefore this memory is apart from what the
 throughput kernels stage.
 """
@@ -23,7 +23,7 @@ ROUTE_HEADER_BYTES = 16
 unused."""
 
 MOST_EXPERTS = 65534
-"""The most experts that 16-bit ids can tell from each other, and from none."""
+"""The most experts that 16-bit ids can distinguish, and one value for none."""
 
 MOST_BLOCK_BYTES = 113 * 1024
 """The most bytes of shared memory of a block, so that two fit on a multiprocessor: that of another communicator's
@@ -82,10 +82,10 @@ class LatencyHeap(Heap):
     """The heap with two more sections behind it: a route of each rank, and rows.
 
     A route's address is [bank][source rank]. A row's is [bank][source rank][token] in a dispatch, in a combine
-    [bank][copy of the token][token], which is no more: in each operation a place has one writer at most. Where rows are
-    bundled (bundled.py) it is [bank][source rank][number] in both.
+    [bank][copy of the token][token], which is no more: in each operation an address has one writer at most. Where rows
+    are bundled (bundled.py) it is [bank][source rank][number] in both.
 
-    Across NVLink domains each such place has a word (`routes_words`, `lines_words`), and what goes to other domains is
+    Across NVLink domains each of these has a word (`routes_words`, `lines_words`), and what goes to other domains is
     put together in a send area (far.py): a route by [bank][rank that it goes to], a row by [bank][rank that it goes
     to][its owner's token, or its number].
     """

@@ -81,22 +81,19 @@ class ExpertLists(Launched):
             self.begin(args, tables, bid == 0)
         arch.sync_threads()
         if tid < 32:
-            self.place(args, tables, first, end)
+            self.fill(args, tables, first, end)
         else:
-            at = tables.last[0] + bid * ((WARPS - 1) * 32) + tid - 32
-            while at < args.length:
+            threads = (WARPS - 1) * 32
+            for at in cutlass.range(tables.last[0] + bid * threads + tid - 32, args.length, args.blocks * threads):
                 ptx.st_i32(args.rows + Int64(at) * 4, Int32(0))
                 ptx.st_i32(args.flat + Int64(at) * 4, args.entries)
-                at += args.blocks * ((WARPS - 1) * 32)
 
     @cute.jit
     def count(self, args: ExpertListsArgs, tables: ListTables, tid: Int32, first: Int32) -> None:
         """By the whole block."""
-        e = tid
-        while e < self.experts:
+        for e in cutlass.range(tid, self.experts, WARPS * 32):
             tables.before[e] = Int32(0)
             tables.asked[e] = Int32(0)
-            e += WARPS * 32
         arch.sync_threads()
         i = tid * 4
         while i + 3 < args.entries:
@@ -116,11 +113,11 @@ class ExpertLists(Launched):
                 ptx.add_shared(tables.asked.iterator + expert, Int32(1))
 
     @cute.jit
-    def begin(self, args: ExpertListsArgs, tables: ListTables, told: Any) -> None:
+    def begin(self, args: ExpertListsArgs, tables: ListTables, writes: Any) -> None:
         """By a warp: where lists begin, 32 experts at a time; by one block the tensors of experts."""
         lane = Int32(arch.lane_idx())
-        carry, first = Int32(0), Int32(0)
-        while first < self.experts:
+        carry = Int32(0)
+        for first in cutlass.range(0, self.experts, 32):
             e = first + lane
             asked = Int32(0)
             if e < self.experts:
@@ -132,12 +129,11 @@ class ExpertLists(Launched):
                 kept = cutlass.min(asked, args.length - begin)
                 tables.asked[e] = asked
                 tables.begin[e] = begin
-                if told:
+                if writes:
                     ptx.st_i32(args.offs + Int64(e) * 4, begin + self.padded(args, kept))
                     ptx.st_i32(args.counts + Int64(e) * 4, kept)
                     ptx.st_i32(args.dropped + Int64(e) * 4, asked - kept)
             carry += arch.shuffle_sync(total, 31)
-            first += 32
         if lane == 0:
             tables.last[0] = cutlass.min(carry, args.length)
 
@@ -145,11 +141,11 @@ class ExpertLists(Launched):
         return (count + args.alignment - 1) // args.alignment * args.alignment
 
     @cute.jit
-    def place(self, args: ExpertListsArgs, tables: ListTables, first: Int32, end: Int32) -> None:
+    def fill(self, args: ExpertListsArgs, tables: ListTables, first: Int32, end: Int32) -> None:
         """By a warp: the places of a block's entries, and the padding behind the last of an expert's."""
         lane = Int32(arch.lane_idx())
-        start, coming = Int32(first), self.expert_of(args, first + lane, end)
-        while start < end:
+        coming = self.expert_of(args, first + lane, end)
+        for start in cutlass.range(first, end, 32):
             i, expert = start + lane, Int32(coming)
             coming = self.expert_of(args, i + 32, end)  # under way meanwhile
             same = Int32(arch.match_sync(0xFFFFFFFF, expert))
@@ -166,7 +162,6 @@ class ExpertLists(Launched):
                     place = self.take(args, tables, i, expert, number)
                 ptx.st_i32(args.places + Int64(i) * 4, place)
             arch.sync_warp()  # what has been counted is seen by those of the next 32
-            start += 32
 
     @cute.jit
     def expert_of(self, args: ExpertListsArgs, entry: Int32, end: Int32) -> Int32:
@@ -189,10 +184,8 @@ class ExpertLists(Launched):
             row = i // args.top_k
             self.put(args, place, row, i)
             if number == kept - 1:
-                at, behind = place + 1, begin + self.padded(args, kept)
-                while at < behind:
+                for at in cutlass.range(place + 1, begin + self.padded(args, kept), 1):
                     self.put(args, at, row, args.entries)
-                    at += 1
         return place
 
     @cute.jit

@@ -95,9 +95,9 @@ class PlacesRoute(Launched):
         lane = Int32(arch.lane_idx())
         old, new = lists(args.arrivals, args.num_rows), lists(args.new_arrivals, args.num_places)
         most_copies = cutlass.min(args.top_k, args.ranks)
-        start, carry = Int32(first), Int32(before)
+        carry = Int32(before)
         coming, coming_home = self.load(args, old, first + lane, end)
-        while start < end:
+        for start in cutlass.range(first, end, 32):
             i, place, home = start + lane, Int32(coming), Int32(coming_home)
             row = i // args.top_k
             coming, coming_home = self.load(args, old, i + 32, end)  # under way meanwhile
@@ -112,7 +112,6 @@ class PlacesRoute(Launched):
                     ptx.st_i32(new.owned + Int64(number) * 8, place)
                     ptx.st_i32(new.owned + Int64(number) * 8 + 4, home // most_copies * args.top_k + k)
             carry += Int32(arch.popc(held))
-            start += 32
         if last:
             if lane == 0:
                 ptx.st_i32(new.copies + Int64(copies) * 8, carry)
@@ -130,23 +129,20 @@ class PlacesRoute(Launched):
     def send(self, args: PlacesRouteArgs, first: Int32) -> None:
         """By a thread: entries of this rank's tokens from the `first`. A copy's row stands at the first k that names
         its rank."""
-        i = Int32(first)
-        while i < args.tokens * args.top_k:
+        for i in cutlass.range(first, args.tokens * args.top_k, args.blocks * ((WARPS - 1) * 32)):
             token = i // args.top_k
             holder = self.holder(args, i)
-            copy, k = Int32(-1), Int32(0)
-            while k < args.top_k:
+            copy = Int32(-1)
+            for k in cutlass.range(args.top_k):
                 j = token * args.top_k + k
                 if self.holder(args, j) == holder:
                     copy = cutlass.max(copy, ptx.ld_i32(args.send_rows + Int64(j) * 4))
-                k += 1
             row = Int32(-1)
             if copy >= 0:
                 row = Int32(UNTOLD)
                 if holder == args.rank and copy < args.num_rows:
                     row = ptx.ld_i32(args.places + Int64(copy * args.top_k + i - token * args.top_k) * 4)
             ptx.st_i32(args.new_send_rows + Int64(i) * 4, row)
-            i += args.blocks * ((WARPS - 1) * 32)
 
     @cute.jit
     def holder(self, args: PlacesRouteArgs, entry: Int32) -> Int32:

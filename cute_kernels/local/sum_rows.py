@@ -9,12 +9,14 @@ of the grid. A lane reads one of the indices; those that name a row are gone thr
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
-from ..copies import lowest
+from ..copies import pop_lowest
+from ..ids import warp_id
 from .row_pieces import WARPS, RowPieces
 
 
@@ -47,17 +49,15 @@ class SumRows(RowPieces):
 
     @cute.kernel
     def kernel(self, args: SumRowsArgs) -> None:
-        tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
-        item = bid * WARPS + arch.make_warp_uniform(tid // 32)
-        while item < args.rows * self.pieces:
+        first_item = bid * WARPS + warp_id()
+        for item in cutlass.range(first_item, args.rows * self.pieces, args.blocks * WARPS):
             row = item // self.pieces
             first = (item - row * self.pieces) * (32 * self.ahead) + arch.lane_idx()
             if const_expr(self.alone):
                 self.copy(args, row, first)
             else:
                 self.add_up(args, row, first)
-            item += args.blocks * WARPS
 
     @cute.jit
     def copy(self, args: SumRowsArgs, row: Int32, first: Int32) -> None:
@@ -75,8 +75,7 @@ class SumRows(RowPieces):
         sums = cute.make_rmem_tensor((self.numbers,), Float32)
         for i in range_constexpr(self.numbers):
             sums[i] = Float32(0.0)
-        begin = Int32(0)
-        while begin < args.terms:
+        for begin in cutlass.range(0, args.terms, 32):
             index, weight = Int32(-1), Float32(1.0)
             if begin + lane < args.terms:
                 at = (Int64(row) * args.terms + begin + lane) * 4
@@ -85,10 +84,8 @@ class SumRows(RowPieces):
                     weight = ptx.ld_f32(args.weights + at)
             left = arch.vote_ballot_sync(index >= 0)
             while left != 0:
-                k = lowest(left)
-                left &= left - 1
+                k, left = pop_lowest(left)
                 self.add(args, arch.shuffle_sync(index, k), arch.shuffle_sync(weight, k), first, sums)
-            begin += 32
         packed = ptx.pack([sums[i] for i in range(self.numbers)], self.dtype)
         words = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
         for i in range_constexpr(4 * self.ahead):

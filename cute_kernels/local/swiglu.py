@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx
 from ..delivery import Arrived, Delivery
+from ..ids import warp_id
 from ..quantize import encode, largest, numbers_of, of_group, scale_of, store_codes
 from ..segments import inclusive_sum
 from .row_pieces import WARPS, RowPieces
@@ -64,13 +66,12 @@ class SwiGLU(RowPieces):
 
     @cute.kernel
     def kernel(self, args: SwiGLUArgs) -> None:
-        tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
         lane = arch.lane_idx()
-        item = bid * WARPS + arch.make_warp_uniform(tid // 32)
-        first, before = Int32(0), Int32(0)
+        item = bid * WARPS + warp_id()
+        before = Int32(0)
         # 32 experts at a time, one a lane; rows of segments are counted on through all of them.
-        while first < args.experts:
+        for first in cutlass.range(0, args.experts, 32):
             count, padded, begin = Int32(0), Int32(0), Int32(0)
             if first + lane < args.experts:
                 count = ptx.ld_i32(args.counts + Int64(first + lane) * 4)
@@ -81,13 +82,12 @@ class SwiGLU(RowPieces):
             while item // self.pieces < last:
                 number = item // self.pieces
                 expert = Int32(arch.popc(arch.vote_ballot_sync(end <= number)))
-                place = number - arch.shuffle_sync(end - padded, expert)
-                row = arch.shuffle_sync(begin, expert) + place
-                kept = place < arch.shuffle_sync(count, expert)
+                offset = number - arch.shuffle_sync(end - padded, expert)
+                row = arch.shuffle_sync(begin, expert) + offset
+                kept = offset < arch.shuffle_sync(count, expert)
                 self.piece(args, row, kept, item - number * self.pieces)
                 item += args.blocks * WARPS
             before = last
-            first += 32
 
     @cute.jit
     def piece(self, args: SwiGLUArgs, row: Int32, kept: Boolean, number: Int32) -> None:
@@ -162,7 +162,7 @@ class SwiGLU(RowPieces):
     def quantize(self, to: Arrived, row: Int32, first: Int32, words: Any) -> None:
         delivery, form, dtype = self.delivery, self.delivery.form, self.dtype
         lanes = form.block // numbers_of(dtype)  # that hold a block
-        codes_at, place = to.rows + Int64(row) * self.hidden_size, delivery.place(to, row)
+        codes_at, scales_at = to.rows + Int64(row) * self.hidden_size, delivery.scales_at(to, row)
         for u in range_constexpr(self.ahead):
             vector = first + u * 32
             stored, inverse = scale_of(form.kind, of_group(largest(words, 4 * u, 4, dtype), lanes))
@@ -170,8 +170,8 @@ class SwiGLU(RowPieces):
             if vector < self.vectors:
                 store_codes(codes_at, vector, codes)
                 if vector % lanes == 0:
-                    delivery.store_scale(place, vector // lanes, stored)
+                    delivery.store_scale(scales_at, vector // lanes, stored)
                 if const_expr(self.layout == "packed" and form.scales % 4 != 0):
                     if vector == self.vectors - 1:
                         for column in range_constexpr(form.scales, (form.scales + 3) // 4 * 4):
-                            delivery.store_scale(place, Int32(column), Int32(0))
+                            delivery.store_scale(scales_at, Int32(column), Int32(0))

@@ -1,6 +1,6 @@
 """Adds up rows and stores the sums elsewhere: what both the pushing and the summing blocks of a combine do.
 
-An item is a few rows to add and one place for the sum. A stage of the ring holds a slice of a row (pipeline.py). A lane
+An item is the rows to add and the address of the sum. A stage of the ring holds a slice of a row (pipeline.py). A lane
 adds its vectors of each slice in fp32 in registers and stores the rounded sum from there.
 """
 
@@ -29,13 +29,13 @@ sum joins the others."""
 class Notes(Carried):
     """What a warp has to know of a stage when it is full: written by lane 0 when its load starts."""
 
-    carried = ("marks", "weights", "codes", "places")
+    carried = ("marks", "weights", "codes", "targets")
 
     def __init__(self, smem: Any, stages: int) -> None:
         self.marks = smem.allocate_array(Int32, stages)
         self.weights = smem.allocate_array(Float32, stages)
         self.codes = smem.allocate_array(Int32, stages)
-        self.places = smem.allocate_array(Int64, stages)
+        self.targets = smem.allocate_array(Int64, stages)
 
 
 class SumJob(NamedTuple):
@@ -46,7 +46,7 @@ class SumJob(NamedTuple):
     piece: Int32  # the slice that loads are being started for
     row: Int32
     weight: Float32
-    place: Int64
+    target: Int64
     code: Int32
 
 
@@ -96,11 +96,11 @@ class Adding:
 
     @cute.jit
     def begin(self, lists: Any, state: Adder, item: Int32, scouted: Any, peeked: Any) -> SumJob:
-        held, row, weight, place, code = self.fetch(lists, scouted, peeked)
+        held, row, weight, target, code = self.fetch(lists, scouted, peeked)
         piece = Int32(0)
         if held == 0:
             piece = Int32(self.slices.slices)
-        return SumJob(held, held, piece, row, weight, place, code)
+        return SumJob(held, held, piece, row, weight, target, code)
 
     @cute.jit
     def left(self, job: SumJob) -> Boolean:
@@ -109,7 +109,7 @@ class Adding:
     @cute.jit
     def load(self, lists: Any, state: Adder, ring: Ring, stage: Int32, job: SumJob) -> SumJob:
         shape, notes = ring.shape, state.notes
-        held, left, piece, row, weight, place, code = job
+        held, left, piece, row, weight, target, code = job
         if left == 0:
             piece += 1
             left = held
@@ -149,9 +149,9 @@ class Adding:
         if arch.lane_idx() == 0:
             (notes.marks + note).store(mark)
             (notes.codes + note).store(code)
-            (notes.places + note).store(place + piece * shape.piece_bytes)
+            (notes.targets + note).store(target + piece * shape.piece_bytes)
             ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
-        return SumJob(held, left, piece, row, weight, place, code)
+        return SumJob(held, left, piece, row, weight, target, code)
 
     @cute.jit
     def use(self, state: Adder, ring: Ring, stage: Int32, phase: Int32) -> None:
@@ -180,13 +180,9 @@ class Adding:
             for i in range_constexpr(slices.values):
                 acc[i] = ptx.add_rn(acc[i], values[i])
         if mark & LAST != 0:
-            to = (notes.places + note).load() + lane * 16
+            to = (notes.targets + note).load() + lane * 16
             sums = ptx.pack([acc[i] for i in range(slices.values)], slices.dtype)
-            # The last slice of a row may be short: its end is that of the row.
-            behind = Int32(slices.slice_bytes)
-            if const_expr(shape.row_bytes % slices.slice_bytes != 0):
-                if mark & END != 0:
-                    behind = Int32(shape.row_bytes % slices.slice_bytes)
+            behind = slices.end_of(mark & END != 0)
             for u in range_constexpr(slices.vectors):
                 if u * 512 + lane * 16 < behind:
                     ptx.st_v4(to + u * 512, sums[4 * u : 4 * u + 4])

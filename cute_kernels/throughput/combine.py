@@ -27,6 +27,7 @@ from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, to
 from ..copies import copies_of
 from ..domains import index_of, slot_of, stager_of
 from ..heap import SEND, Heap
+from ..ids import block_ids, thread_id, warp_id
 from ..internode.sums import ask, await_sums, in_two_parts, number_there, offset_of_copy_scalars, pass_sums
 from ..launch import RankArgs
 from ..rows import zero_row
@@ -99,8 +100,7 @@ class Combine(SlicedKernel):
 
     @cute.kernel
     def kernel(self, args: CombineArgs) -> None:
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
+        bid, blocks = block_ids()
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         p, rings = self.problem, (self.ring, self.sum_ring)
         tid, _, _ = arch.thread_idx()
@@ -128,9 +128,8 @@ class Combine(SlicedKernel):
     @cute.jit
     def take_part(self, parts: Parts, shared: Any, args: CombineArgs) -> None:
         p, ranks = self.problem, parts.ranks
-        tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
-        warp = arch.make_warp_uniform(tid // 32)
+        warp = warp_id()
         outbox, buffers, barriers, notes, sources = shared
         pushers, dealt = args.pushers, args.dealt
         pushes = bid < pushers or bid >= dealt
@@ -141,7 +140,7 @@ class Combine(SlicedKernel):
             if not pushes and bid < pushers + passers:
                 self.pass_on(ranks, bid - pushers, passers, args)
         if warp == self.WARPS:
-            if tid == 32 * self.WARPS:
+            if thread_id() == 32 * self.WARPS:
                 count_parts(parts, SEND)  # the warp that has time for it
             if pushes:
                 deliver(outbox, ranks, "token", p.num_domains * p.most_copies * p.max_tokens)
@@ -170,7 +169,7 @@ class Combine(SlicedKernel):
                         count += 1
                     item += step
                 close(outbox, warp, count)
-            # Told behind the loop: nothing is to be slow in it.
+            # Reported behind the loop, so that the loop stays short.
             given_row(ranks, last[0], args.num_rows)
         elif bid >= first:
             summing = (ranks, args)
@@ -185,16 +184,14 @@ class Combine(SlicedKernel):
                 add_items(ring, notes, warp, adding, items, summing, RowBases(staging, args.residual, far))
             else:
                 while item < args.tokens:
-                    token = self.scout_sum(summing, item)
-                    self.fetch_sum(summing, token, self.peek_sum(summing, token))
+                    self.fetch_sum(summing, item, self.peek_sum(summing, item))
                     item += step
 
     @cute.jit
     def pass_on(self, ranks: sync.Ranks, block: Int32, blocks: Int32, args: CombineArgs) -> None:
         """By `block` of so many that sum, all of its warps: what goes to and from other domains."""
-        tid, _, _ = arch.thread_idx()
         warps = self.WARPS + 1
-        first = Int32(arch.make_warp_uniform(tid // 32)) * blocks + block
+        first = Int32(warp_id()) * blocks + block
         ids = self.token_major
         ask(ranks, ids, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)
         pass_sums(ranks, 32 * warps, self.rows, self.scalars, ids, args.max_tokens, block, blocks)
@@ -214,7 +211,7 @@ class Combine(SlicedKernel):
     def fetch_push(self, context: Any, copy: Copy, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
         """The rows of a copy (see add_items); its scalars go out at once.
 
-        In the place of a row behind the last one, which is reported, the last one is read: the owner waits for a sum
+        Instead of a row behind the last one, which is reported, the last one is read: the owner waits for a sum
         all the same. (Where there is none to read it waits until its deadline.)
         """
         ranks, walk, args, last = context
@@ -229,7 +226,7 @@ class Combine(SlicedKernel):
         stager, slot = stager_of(ranks, owner), slot_of(ranks, owner)
         heap = ranks.peer(stager)
         at = (slot * p.most_copies + number_there(p, slot, number)) * p.max_tokens + token
-        place = ranks.at(heap, "rows") + Int64(at) * p.row_bytes
+        target = ranks.at(heap, "rows") + Int64(at) * p.row_bytes
         last[0] = cutlass.max(last[0], row)
         row = cutlass.min(row, args.num_rows - 1)
         weight = Float32(1.0)
@@ -248,7 +245,7 @@ class Combine(SlicedKernel):
                 scalar = ptx.ld_f32(args.row_scalars + (Int64(first) * p.top_k + lane) * 4)
                 ptx.st_f32(heap + offset_of_copy_scalars(ranks, slot, ranks.rank, token) + Int64(lane) * 4, scalar)
         held = arch.vote_ballot_sync(row >= 0)
-        return held, row, weight, place, index_of(ranks, owner) * (p.num_domains * p.most_copies * p.max_tokens) + at
+        return held, row, weight, target, index_of(ranks, owner) * (p.num_domains * p.most_copies * p.max_tokens) + at
 
     @cute.jit
     def scout_sum(self, context: Any, token: Int32) -> Int32:
@@ -303,7 +300,7 @@ class Combine(SlicedKernel):
                 if row >= 0:
                     value = ptx.ld_f32(self.address_of_returned(ranks, copy.holder, token, lane))
                 ptx.st_f32(args.out_scalars + at, value)
-        place = args.out + Int64(token) * p.row_bytes
+        target = args.out + Int64(token) * p.row_bytes
         rows = held
         if const_expr(self.residual):
             # One row more, added last.
@@ -312,8 +309,8 @@ class Combine(SlicedKernel):
                 rows = rows | (Int64(1) << 32)
         if const_expr(self.rows):
             if rows == 0:
-                zero_row(p.row_bytes, place, lane)
-        return rows, number, Float32(1.0), place, token
+                zero_row(p.row_bytes, target, lane)
+        return rows, number, Float32(1.0), target, token
 
     @cute.jit
     def address_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:

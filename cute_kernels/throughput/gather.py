@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, range_constexpr
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..arrivals import given_row
 from ..experts import holder_of
 from ..heap import Heap
+from ..ids import block_ids, warp_id
 from ..launch import RankArgs
 from .pipeline import deal_out, run
 from .ring import Ring, SlicedKernel, init_ring_barriers
@@ -50,7 +51,7 @@ class GatherJob(NamedTuple):
 
     held: Int32  # its rows, whose addresses lie in the warp's `order`
     row: Int32  # the next of them to load
-    place: Int64  # where the sum goes
+    target: Int64  # where the sum goes
     piece: Int32
 
 
@@ -69,18 +70,17 @@ class Gather(SlicedKernel):
     def kernel(self, args: GatherArgs) -> None:
         p, shape = self.problem, self.ring
         tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
+        bid, blocks = block_ids()
         ranks = sync.Ranks(Heap(p), args.ranks)
         # Earlier kernels wrote the rows, bulk copies of the peers read them.
         sync.fence_async()
         if bid == 0:
             operation.say_hello(ranks, tid, 32 * self.WARPS, True)
-        warp = arch.make_warp_uniform(tid // 32)
+        warp = warp_id()
         smem = cutlass.memory.SmemAllocator()
         stages = self.WARPS * shape.stages
         barriers = smem.allocate_array(Int64, stages)
-        places = smem.allocate_array(Int64, stages)
+        targets = smem.allocate_array(Int64, stages)
         order = smem.allocate_array(Int64, self.WARPS * 32)
         marks = smem.allocate_array(Int32, stages)
         buffers = smem.allocate_array(Uint8, stages * shape.stride, byte_alignment=128)
@@ -90,17 +90,15 @@ class Gather(SlicedKernel):
         if tid == 0:
             lost[0] = 0
         arch.sync_threads()
-        peer = Int32(tid)
-        while peer < p.world_size:
+        for peer in cutlass.range(tid, p.world_size, 32 * self.WARPS):
             if not ranks.wait("hello", peer, peer, 0):
                 lost[0] = 1
-            peer += 32 * self.WARPS
         # Hands the barriers, and what was acquired, to the whole block; then to its bulk copies.
         arch.sync_threads()
         sync.fence_async()
         if lost[0] == 0:
             first = warp * shape.stages
-            notes = (order + warp * 32, marks + first, places + first)
+            notes = (order + warp * 32, marks + first, targets + first)
             total = cute.make_rmem_tensor((self.slices.values,), Float32)
             partial = cute.make_rmem_tensor((self.slices.values,), Float32)
             count = args.tokens * shape.pieces
@@ -133,8 +131,8 @@ class Gather(SlicedKernel):
     @cute.jit
     def begin(self, lists: Any, state: Any, item: Int32, scouted: Int32, peeked: tuple[Int32, Int32]) -> GatherJob:
         expert, row = peeked
-        held, place, piece = self.order_rows(lists, item, expert, row, state[0][0])
-        return GatherJob(held, Int32(0), place, piece)
+        held, target, piece = self.order_rows(lists, item, expert, row, state[0][0])
+        return GatherJob(held, Int32(0), target, piece)
 
     def left(self, job: GatherJob) -> Boolean:
         return job.row < job.held
@@ -142,8 +140,8 @@ class Gather(SlicedKernel):
     @cute.jit
     def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: GatherJob) -> GatherJob:
         shape = ring.shape
-        (order, marks, places), _, _ = state
-        held, row, place, piece = job
+        (order, marks, targets), _, _ = state
+        held, row, target, piece = job
         if arch.lane_idx() == 0:
             source = (order + row).load()
             mark = Int32(source) & RANK_MARKS
@@ -155,14 +153,14 @@ class Gather(SlicedKernel):
             if piece == shape.pieces - 1:
                 mark = mark | END
             (marks + stage).store(mark)
-            (places + stage).store(place)
+            (targets + stage).store(target)
             ring.load(stage, source, shape.bytes_of(piece))
-        return GatherJob(held, row + 1, place, piece)
+        return GatherJob(held, row + 1, target, piece)
 
     @cute.jit
     def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
         shape, slices = ring.shape, self.slices
-        (_, marks, places), total, partial = state
+        (_, marks, targets), total, partial = state
         lane = arch.lane_idx()
         ring.wait(stage, phase)
         mark = (marks + stage).load()
@@ -186,12 +184,8 @@ class Gather(SlicedKernel):
                     rounded = ptx.pack(of_vector(slices.dtype, partial, u), slices.dtype)
                     add(slices.dtype, total, u, ptx.unpack(rounded, slices.dtype))
         if mark & LAST != 0:
-            to = (places + stage).load() + lane * 16
-            # The last slice of a row may be short: its end is that of the row.
-            behind = Int32(slices.slice_bytes)
-            if const_expr(shape.row_bytes % slices.slice_bytes != 0):
-                if mark & END != 0:
-                    behind = Int32(shape.row_bytes % slices.slice_bytes)
+            to = (targets + stage).load() + lane * 16
+            behind = slices.end_of(mark & END != 0)
             for u in range_constexpr(slices.vectors):
                 if u * 512 + lane * 16 < behind:
                     ptx.st_v4(to + u * 512, ptx.pack(of_vector(slices.dtype, total, u), slices.dtype))
@@ -209,7 +203,7 @@ class Gather(SlicedKernel):
         lane = arch.lane_idx()
         token, piece = item // shape.pieces, item % shape.pieces
         at = piece * shape.piece_bytes
-        place = args.out + Int64(token) * p.row_bytes + at
+        target = args.out + Int64(token) * p.row_bytes + at
         row = given_row(ranks, row, args.num_rows)
         holder = Int32(-1)
         if row >= 0:
@@ -235,11 +229,9 @@ class Gather(SlicedKernel):
         arch.sync_warp()
         if held == 0:
             end = cutlass.min(p.row_bytes - at, shape.piece_bytes)
-            i = lane * 16
-            while i < end:
-                ptx.st_v4(place + i, (Int32(0), Int32(0), Int32(0), Int32(0)))
-                i += 32 * 16
-        return held, place, piece
+            for i in cutlass.range(lane * 16, end, 32 * 16):
+                ptx.st_v4(target + i, (Int32(0), Int32(0), Int32(0), Int32(0)))
+        return held, target, piece
 
 
 def of_vector(dtype: str, numbers: Any, u: int) -> list[Float32]:

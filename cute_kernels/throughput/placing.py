@@ -1,10 +1,9 @@
 """From all ranks' messages to rows: where this rank's tokens go, and the lists of what arrives here.
 
-A row's place follows from prefix sums alone: the start of its expert's segment, plus the rows of that expert from
-lower source ranks, plus those from earlier tiles of its own rank, plus its position within the tile. A place in the
+The row of an entry follows from prefix sums alone: the start of its expert's segment, plus the rows of that expert from
+lower source ranks, plus those from earlier tiles of its own rank, plus its position within the tile. An index in the
 lists follows likewise from how many entries and copies come before its tile's; so one block places one tile, of all
-ranks, and no block waits for another. Only where rows are dropped do the blocks of a rank have to tell each other how
-many they keep.
+ranks, and no block waits for another. Only where rows are dropped do the blocks of a rank exchange how many they keep.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +18,10 @@ from ..arrivals import Lists, lists
 from ..domains import slot_of, stager_of
 from ..experts import local_experts
 from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SETTINGS_INTS, SLOTS, Problem
-from ..segments import inclusive_sum, place_segments
+from ..ids import thread_id
+from ..segments import inclusive_sum, place_segments, write_segment
 from ..sync import Ranks
-from .route import address_of_entries, address_of_message, sum_tiles, tile_of
+from .route import THREADS, add_ahead, address_of_entries, address_of_message, sum_tiles, tile_of
 
 
 class PlacingTables(NamedTuple):
@@ -55,54 +55,45 @@ def new_tables(problem: Problem, smem: Any, table: Any) -> PlacingTables:
 
 
 @cute.jit
-def place_tile(
-    ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: PlacingTables, args: Any
-) -> None:
+def place_tile(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables, args: Any) -> None:
     """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
 
     Reads all ranks' messages (their route flags are acquired; `ok` says whether all came). `args` are those of the
     publish kernel. Where not all came, or another block's counts did not (`tables.drops` is -1), the lists are not
-    complete, and nobody may be told that the route is placed.
+    complete, and the `placed` flag must not be set.
     """
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     out = lists(args.arrivals, args.num_rows)
-    sum_counts(ranks, threads, ok, tile, tables)
+    sum_counts(ranks, ok, tile, tables)
     arch.sync_threads()
-    destination = Int32(tid // 32)
-    while destination < p.world_size:
+    for destination in cutlass.range(tid // 32, p.world_size, THREADS // 32):
         settings = tuple(tables.settings[what * p.world_size + destination] for what in (CAPACITY, ALIGNMENT, SLOTS))
         place_segments(tables, local_experts(p, destination), 0, settings)
-        destination += threads // 32
     arch.sync_threads()
-    finish_segments(ranks, threads, tile, tables, args)
+    finish_segments(ranks, tile, tables, args)
     arch.sync_threads()
     if tables.drops[0] != 0:
-        scan_kept(ranks, threads, tile, tables, args, False)
-        exchange_kept(ranks, threads, tile, tables)
+        scan_kept(ranks, tile, tables, args, False)
+        exchange_kept(ranks, tile, tables)
     if tid < 32:
         number_sources(p, tables, tile, out)
     arch.sync_threads()
     drops = tables.drops[0]
     if drops > 0:
-        scan_kept(ranks, threads, tile, tables, args, True)
+        scan_kept(ranks, tile, tables, args, True)
     if drops == 0:
-        write_lists(ranks, threads, tile, tables, args)
+        write_lists(ranks, tile, tables, args)
 
 
 @cute.jit
-def finish_tile(
-    ranks: Ranks, threads: cutlass.Constexpr[int], weighted: cutlass.Constexpr[bool], tile: Int32,
-    tables: PlacingTables, args: Any,
-) -> None:  # fmt: skip
+def finish_tile(ranks: Ranks, weighted: cutlass.Constexpr[bool], tile: Int32, tables: PlacingTables, args: Any) -> None:
     """One block, behind `place_tile`: what no row waits for."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     if const_expr(weighted):
-        fetch_weights(ranks, threads, tile, tables, args)
+        fetch_weights(ranks, tile, tables, args)
     first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-    j = first * p.top_k + tid
-    while j < end * p.top_k:
+    for j in cutlass.range(first * p.top_k + thread_id(), end * p.top_k, THREADS):
         row = ptx.ld_i32(args.send_rows + Int64(j) * 4)  # the position within the tile
         if row >= 0:
             expert = ptx.ld_i32(args.topk_idx + Int64(j) * 4)
@@ -110,31 +101,25 @@ def finish_tile(
             if row >= tables.limit[expert]:
                 row = Int32(-1)
         ptx.st_i32(args.send_rows + Int64(j) * 4, row)
-        j += threads
 
 
 @cute.jit
-def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: PlacingTables) -> None:
+def sum_counts(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables) -> None:
     """By one block: the sums of the counts in all ranks' messages; zeros where `ok` is 0."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     world_size, num_experts, local = p.world_size, p.num_experts, p.local_experts
     first_local, end_local = local_experts(p, ranks.rank)
-    i = Int32(tid)
-    while i < num_experts:
+    for i in cutlass.range(tid, num_experts, THREADS):
         tables.asked[i] = 0
         tables.mine[i] = 0
-        i += threads
-    i = Int32(tid)
-    while i < world_size:
+    for i in cutlass.range(tid, world_size, THREADS):
         for part in range_constexpr(3):
             tables.entries[part * world_size + i] = 0
-        i += threads
     if tid == 0:
         tables.drops[0] = 0
     arch.sync_threads()
-    i = Int32(tid)
-    while i < world_size * num_experts:
+    for i in cutlass.range(tid, world_size * num_experts, THREADS):
         source = i // num_experts
         expert = i - source * num_experts
         total, before, now = Int32(0), Int32(0), Int32(0)
@@ -142,13 +127,7 @@ def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: I
             total, before, now = sum_tiles(ranks, source, expert, tile)
         if total != 0:
             ptx.add_shared(tables.asked.iterator + expert, total)
-        ahead = Int32(0)
-        if source < ranks.rank:
-            ahead = total
-        if source == ranks.rank:
-            ahead = before
-        if ahead != 0:
-            ptx.add_shared(tables.mine.iterator + expert, ahead)
+        add_ahead(ranks, source, total, before, tables.mine.iterator + expert)
         if expert >= first_local and expert < end_local:
             at_rows = source * local + expert - first_local
             tables.rows[at_rows] = total
@@ -157,17 +136,14 @@ def sum_counts(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: I
                 ptx.add_shared(tables.entries.iterator + source, total)
                 ptx.add_shared(tables.entries.iterator + (world_size + source), before)
                 ptx.add_shared(tables.entries.iterator + (2 * world_size + source), now)
-        i += threads
-    read_settings(ranks, threads, ok, tile, tables)
+    read_settings(ranks, ok, tile, tables)
 
 
 @cute.jit
-def read_settings(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: PlacingTables) -> None:
+def read_settings(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables) -> None:
     """By one block: capacity, alignment and slots of each rank, and how many copies come from it."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
-    source = Int32(tid)
-    while source < p.world_size:
+    for source in cutlass.range(thread_id(), p.world_size, THREADS):
         total, before = Int32(0), Int32(0)
         settings = (Int32(0), Int32(1), Int32(0))
         if ok != 0:
@@ -179,44 +155,29 @@ def read_settings(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
             tables.settings[what * p.world_size + source] = settings[what]
         tables.copies[source] = total
         tables.copies[p.world_size + source] = before
-        source += threads
 
 
 @cute.jit
-def finish_segments(
-    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any
-) -> None:
+def finish_segments(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> None:
     """`mine` and the first of `rows` become rows; tile 0 writes the segments of the experts here."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     first_local, end_local = local_experts(p, ranks.rank)
-    e = Int32(tid)
-    while e < p.num_experts:
+    for e in cutlass.range(thread_id(), p.num_experts, THREADS):
         tables.mine[e] = tables.mine[e] + tables.start[e]
         if e >= first_local and e < end_local:
             begin, local = tables.start[e], e - first_local
             end = begin
-            source = Int32(0)
-            while source < p.world_size:
+            for source in cutlass.range(p.world_size):
                 n = tables.rows[source * p.local_experts + local]
                 before = tables.rows[(p.world_size + source) * p.local_experts + local]
                 tables.rows[source * p.local_experts + local] = end + before
                 end += n
-                source += 1
             n = end - begin
             kept = cutlass.max(cutlass.min(n, tables.limit[e] - begin), 0)
             if kept < n:
                 tables.drops[0] = 1
             if tile == 0:
-                alignment = cutlass.max(args.alignment, 1)
-                stop = cutlass.min(begin + (n + alignment - 1) // alignment * alignment, args.capacity)
-                if args.slots > 0:
-                    stop = begin + (kept + alignment - 1) // alignment * alignment
-                at = Int64(local) * 4
-                ptx.st_i32(args.offs + at, stop)
-                ptx.st_i32(args.counts + at, kept)
-                ptx.st_i32(args.dropped + at, n - kept)
-        e += threads
+                write_segment(args, local, begin, n, kept)
 
 
 @cute.jit
@@ -226,8 +187,7 @@ def number_sources(problem: cutlass.Constexpr[Problem], tables: PlacingTables, t
     lane = arch.lane_idx()
     world_size = problem.world_size
     entries, copies = Int32(0), Int32(0)
-    chunk = Int32(0)
-    while chunk < world_size:
+    for chunk in cutlass.range(0, world_size, 32):
         source = chunk + lane
         n, m = Int32(0), Int32(0)
         if source < world_size:
@@ -241,7 +201,6 @@ def number_sources(problem: cutlass.Constexpr[Problem], tables: PlacingTables, t
                 ptx.st_i32(out.sources + Int64(source) * 4, begin)
         entries += arch.shuffle_sync(upto, 31)
         copies += arch.shuffle_sync(copies_upto, 31)
-        chunk += 32
     if tile == 0 and lane == 0:
         ptx.st_i32(out.sources + world_size * 4, copies)
         ptx.st_i32(out.copies + Int64(copies) * 8, entries)
@@ -267,27 +226,22 @@ def load_entry(problem: cutlass.Constexpr[Problem], tables: PlacingTables, sourc
 
 
 @cute.jit
-def write_lists(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any) -> None:
-    """The tile's part of the lists, where all rows fit: an entry's place follows from its number. Warps share the
+def write_lists(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> None:
+    """The tile's part of the lists, where all rows fit: an entry's index follows from its number. Warps share the
     entries of a source rank, or take several ranks one after the other."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     out = lists(args.arrivals, args.num_rows)
-    parts = max(1, threads // 32 // p.world_size)
-    unit = Int32(tid // 32)
-    while unit < p.world_size * parts:
+    parts = max(1, THREADS // 32 // p.world_size)
+    for unit in cutlass.range(thread_id() // 32, p.world_size * parts, THREADS // 32):
         source = unit % p.world_size
         n = tables.entries[2 * p.world_size + source]
         first_row, first_copy = tables.entries[p.world_size + source], tables.copies[p.world_size + source]
         at = address_of_entries(ranks, ranks.own, source, tile)
-        i = unit // p.world_size * 32 + arch.lane_idx()
-        while i < n:
+        for i in cutlass.range(unit // p.world_size * 32 + arch.lane_idx(), n, parts * 32):
             entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
             write_row(p, out, source, entry, first_row + i, args.max_tokens)
             if entry.opens != 0:
                 write_copy(p, out, source, entry, (first_copy + entry.copy, first_row + i), args.max_tokens)
-            i += parts * 32
-        unit += threads // 32
 
 
 @cute.jit
@@ -299,34 +253,28 @@ def write_row(
 
 @cute.jit
 def write_copy(
-    problem: cutlass.Constexpr[Problem], out: Lists, source: Int32, entry: Entry, place: tuple[Int32, Int32],
+    problem: cutlass.Constexpr[Problem], out: Lists, source: Int32, entry: Entry, at: tuple[Int32, Int32],
     max_tokens: Int32,
 ) -> None:  # fmt: skip
-    """`place`: of the copy, and of its first row, in their lists."""
+    """`at`: the index of the copy, and of its first row, in their lists."""
     token = source * max_tokens + entry.asker // problem.top_k
-    ptx.st_pair(out.copies + Int64(place[0]) * 8, place[1], token * problem.most_copies + entry.number)
+    ptx.st_pair(out.copies + Int64(at[0]) * 8, at[1], token * problem.most_copies + entry.number)
 
 
 @cute.jit
-def scan_kept(
-    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any,
-    write: cutlass.Constexpr[bool],
-) -> None:  # fmt: skip
+def scan_kept(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any, write: cutlass.Constexpr[bool]) -> None:
     """The same where some rows do not fit: a warp goes through all entries of a source rank in order, and counts those
     that are kept, and their copies, for `exchange_kept`; or writes them."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
     out = lists(args.arrivals, args.num_rows)
     first_local, _ = local_experts(p, ranks.rank)
     below = arch.lanemask_lt()
-    source = Int32(tid // 32)
-    while source < p.world_size:
+    for source in cutlass.range(thread_id() // 32, p.world_size, THREADS // 32):
         n = tables.entries[2 * p.world_size + source]
         at = address_of_entries(ranks, ranks.own, source, tile)
         kept, copies, last = Int32(0), Int32(0), Int32(-1)
-        i = Int32(0)
-        while i < n:
+        for i in cutlass.range(0, n, 32):
             entry = Entry(Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1), Int32(0))
             fits = Int32(0)
             if i + lane < n:
@@ -350,16 +298,14 @@ def scan_kept(
             kept += Int32(arch.popc(held))
             copies += Int32(arch.popc(opened))
             last = cutlass.max(last, arch.warp_redux_sync(copy, "max"))
-            i += 32
         if const_expr(not write):
             if lane == 0:
                 ptx.st_pair(ranks.at(ranks.own, "kept") + Int64(tile * p.world_size + source) * 8, kept, copies)
-        source += threads // 32
 
 
 @cute.jit
-def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables) -> None:
-    """One block: tells the other blocks of this rank what it keeps, and hears of theirs. All tile blocks run at once
+def exchange_kept(ranks: Ranks, tile: Int32, tables: PlacingTables) -> None:
+    """One block: exchanges with the other blocks of this rank how many entries each keeps. All tile blocks run at once
     (publish.py), and come here alike, since they know the same counts."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -373,8 +319,7 @@ def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, ta
     # Hands what was acquired to the whole block.
     arch.sync_threads()
     known = tables.drops[0] > 0
-    source = Int32(tid)
-    while source < p.world_size:
+    for source in cutlass.range(tid, p.world_size, THREADS):
         entries, entries_before, copies, copies_before = Int32(0), Int32(0), Int32(0), Int32(0)
         for t in range_constexpr(p.tiles):
             if known:
@@ -388,7 +333,6 @@ def exchange_kept(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, ta
         tables.entries[p.world_size + source] = entries_before
         tables.copies[source] = copies
         tables.copies[p.world_size + source] = copies_before
-        source += threads
     arch.sync_threads()
 
 
@@ -413,45 +357,37 @@ def offset_of_weight(problem: Problem, asker: Int32) -> Int64:
 
 
 @cute.jit
-def fetch_weights(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: PlacingTables, args: Any) -> None:
+def fetch_weights(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> None:
     """The weights of the tile's entries that come here, from the ranks that published them."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     first_local, _ = local_experts(p, ranks.rank)
-    parts = max(1, threads // 32 // p.world_size)
-    unit = Int32(tid // 32)
-    while unit < p.world_size * parts:
+    parts = max(1, THREADS // 32 // p.world_size)
+    for unit in cutlass.range(thread_id() // 32, p.world_size * parts, THREADS // 32):
         source = unit % p.world_size
         n = tables.entries[2 * p.world_size + source]
         at = address_of_entries(ranks, ranks.own, source, tile)
         weights = weights_of(ranks, source)
-        i = unit // p.world_size * 32 + arch.lane_idx()
-        while i < n:
+        for i in cutlass.range(unit // p.world_size * 32 + arch.lane_idx(), n, parts * 32):
             entry = load_entry(p, tables, source, at + Int64(i) * ENTRY_BYTES)
             if entry.row < tables.limit[first_local + entry.local]:
                 weight = ptx.ld_f32(weights + offset_of_weight(p, entry.asker))
                 ptx.st_f32(args.recv_weights + Int64(entry.row) * 4, weight)
-            i += parts * 32
-        unit += threads // 32
 
 
 @cute.jit
-def place_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, args: Any) -> None:
+def place_weights(ranks: Ranks, ok: Int32, tile: Int32, args: Any) -> None:
     """One block: this tile's share of the weights along a known route (their owners' route flags are acquired). What
     cannot be in the lists is left out; the pull kernel, which goes along the same route, reports it."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     given = lists(args.arrivals, args.num_rows)
     entries = args.max_tokens * p.top_k
     owned = Int32(0)
     if ok != 0:
         copies = cutlass.min(cutlass.max(ptx.ld_i32(given.sources + p.world_size * 4), 0), args.num_rows)
         owned = cutlass.min(ptx.ld_i32(given.copies + Int64(copies) * 8), args.num_rows)
-    j = tile * threads + tid
-    while j < owned:
+    for j in cutlass.range(tile * THREADS + thread_id(), owned, p.tiles * THREADS):
         row, asker = ptx.ld_pair(given.owned + Int64(j) * 8)
         if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
             source = asker // cutlass.max(entries, 1)
             at = weights_of(ranks, source) + offset_of_weight(p, asker - source * entries)
             ptx.st_f32(args.recv_weights + Int64(row) * 4, ptx.ld_f32(at))
-        j += p.tiles * threads

@@ -1,8 +1,8 @@
 """Placing of token-major rows, one for each copy; what they are: docs/token-major.md.
 
 A copy's number is its row: copies of lower source ranks come before it, then those of earlier tiles of its own rank,
-then those before it in its tile (route.py). Those that do not fit are the last ones, so that no block has to hear what
-another one keeps. Local ids and weights are read, for each copy, from what its owner holds of the whole token.
+then those before it in its tile (route.py). Those that do not fit are the last ones, so that blocks need not exchange
+how many they keep. Local ids and weights are read, for each copy, from what its owner holds of the whole token.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ from .. import ptx
 from ..arrivals import lists
 from ..experts import holder_of, local_experts
 from ..heap import CAPACITY, COPIES, SETTINGS_INTS, Problem
+from ..ids import thread_id
 from ..segments import inclusive_sum
 from ..sync import Ranks
 from ..token_major import clear_choices, write_counts
 from .placing import weights_of
-from .route import address_of_entries, address_of_message, sum_tiles, tile_of
+from .route import THREADS, add_ahead, address_of_entries, address_of_message, sum_tiles, tile_of
 
 
 class CopyTables(NamedTuple):
@@ -45,46 +46,35 @@ def new_copy_tables(problem: Problem, smem: Any) -> CopyTables:
 
 
 @cute.jit
-def place_copies(
-    ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: CopyTables, args: Any
-) -> None:
+def place_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables, args: Any) -> None:
     """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
 
-    Reads what all ranks have told (their route flags are acquired; `ok` says whether all came). `args` are those of the
+    Reads all ranks' messages (their route flags are acquired; `ok` says whether all came). `args` are those of the
     publish kernel.
     """
-    tid, _, _ = arch.thread_idx()
-    gather_copies(ranks, threads, ok, tile, tables)
+    gather_copies(ranks, ok, tile, tables)
     arch.sync_threads()
-    if tid < 32:
+    if thread_id() < 32:
         number_copies(ranks, tile, tables, args)
     arch.sync_threads()
-    write_copies(ranks, threads, tile, tables, args)
+    write_copies(ranks, tile, tables, args)
 
 
 @cute.jit
-def finish_copies(
-    ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: CopyTables, args: Any,
-    weights: cutlass.Constexpr[bool],
-) -> None:  # fmt: skip
+def finish_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any, weights: cutlass.Constexpr[bool]) -> None:
     """One block, a barrier behind `place_copies`: what no row waits for."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
-    parts = max(1, threads // 32 // p.world_size)
-    unit = Int32(tid // 32)
-    while unit < p.world_size * parts:
+    parts = max(1, THREADS // 32 // p.world_size)
+    for unit in cutlass.range(tid // 32, p.world_size * parts, THREADS // 32):
         source = unit % p.world_size
         first = tables.here[p.world_size + source]
         n = cutlass.min(first + tables.here[2 * p.world_size + source], args.capacity) - first
-        i = unit // p.world_size * 32 + arch.lane_idx()
-        while i < n * p.top_k:
+        for i in cutlass.range(unit // p.world_size * 32 + arch.lane_idx(), n * p.top_k, parts * 32):
             write_choice(ranks, args, first * p.top_k + i, True, weights)
-            i += parts * 32
-        unit += threads // 32
-    clear_choices(p, threads, (tile, p.tiles), args, cutlass.min(tables.total[0], args.capacity), True, weights)
+    clear_choices(p, THREADS, (tile, p.tiles), args, cutlass.min(tables.total[0], args.capacity), True, weights)
     first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-    j = first * p.top_k + tid
-    while j < end * p.top_k:
+    for j in cutlass.range(first * p.top_k + tid, end * p.top_k, THREADS):
         row = ptx.ld_i32(args.send_rows + Int64(j) * 4)  # the copy's number within the tile
         if row >= 0:
             rank = holder_of(p, ptx.ld_i32(args.topk_idx + Int64(j) * 4))
@@ -92,36 +82,32 @@ def finish_copies(
             if row >= tables.there[p.world_size + rank]:
                 row = Int32(-1)
         ptx.st_i32(args.send_rows + Int64(j) * 4, row)
-        j += threads
     if tile == 0:
         if tables.total[0] > args.capacity:
-            count_dropped(ranks, threads, tables, args)
+            count_dropped(ranks, tables, args)
             arch.sync_threads()
         if tid < 32:
             write_counts(ranks, tables.named, args)
 
 
 @cute.jit
-def place_copy_weights(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, args: Any) -> None:
+def place_copy_weights(ranks: Ranks, ok: Int32, tile: Int32, args: Any) -> None:
     """One block: this tile's share of the weights along a known route (their owners' route flags are acquired). What
     cannot be in the lists is left out; the pull kernel, which goes along the same route, reports it."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     copies = Int32(0)
     if ok != 0:
         copies = ptx.ld_i32(lists(args.arrivals, args.num_rows).sources + p.world_size * 4)
         most = cutlass.min(args.num_rows, args.max_tokens * p.world_size)
         copies = cutlass.min(cutlass.max(copies, 0), most)
-    i = tile * threads + tid
-    while i < copies * p.top_k:
+    for i in cutlass.range(tile * THREADS + thread_id(), copies * p.top_k, p.tiles * THREADS):
         write_choice(ranks, args, i, False, True)
-        i += p.tiles * threads
-    clear_choices(p, threads, (tile, p.tiles), args, copies, False, True)
+    clear_choices(p, THREADS, (tile, p.tiles), args, copies, False, True)
 
 
 @cute.jit
 def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
-    """Where among what a tile tells this rank it says how many copies go to a rank; -1 if that holds no expert."""
+    """The column of this rank's messages that counts the copies for `rank`; -1 if that rank holds no expert."""
     p = ranks.heap.problem
     column, end = local_experts(p, rank)
     if column == end:
@@ -132,14 +118,13 @@ def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
 
 
 @cute.jit
-def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile: Int32, tables: CopyTables) -> None:
-    """Sums of what all tiles of all ranks have told; nothing where `ok` is 0."""
+def gather_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables) -> None:
+    """Sums of the counts in all messages; zeros where `ok` is 0."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     world_size, held = p.world_size, p.local_experts
     first_local, end_local = local_experts(p, ranks.rank)
-    i = Int32(tid)
-    while i < world_size:
+    for i in cutlass.range(tid, world_size, THREADS):
         tables.entries[i] = 0
         tables.there[i] = 0
         capacity = Int32(0)
@@ -147,14 +132,10 @@ def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
             at = address_of_message(ranks, ranks.own, i, Int32(0)) + (p.header_ints - SETTINGS_INTS + CAPACITY) * 4
             capacity = ptx.ld_i32(at)
         tables.there[world_size + i] = capacity
-        i += threads
-    i = Int32(tid)
-    while i < 2 * held:
+    for i in cutlass.range(tid, 2 * held, THREADS):
         tables.named[i] = 0
-        i += threads
     arch.sync_threads()
-    i = Int32(tid)
-    while i < world_size * world_size:
+    for i in cutlass.range(tid, world_size * world_size, THREADS):
         source = i // world_size
         rank = i - source * world_size
         total, before, now = Int32(0), Int32(0), Int32(0)
@@ -165,16 +146,8 @@ def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
             tables.here[source] = total
             tables.here[world_size + source] = before
             tables.here[2 * world_size + source] = now
-        ahead = Int32(0)
-        if source < ranks.rank:
-            ahead = total
-        if source == ranks.rank:
-            ahead = before
-        if ahead != 0:
-            ptx.add_shared(tables.there.iterator + rank, ahead)
-        i += threads
-    i = Int32(tid)
-    while i < world_size * held:
+        add_ahead(ranks, source, total, before, tables.there.iterator + rank)
+    for i in cutlass.range(tid, world_size * held, THREADS):
         source = i // held
         local = i - source * held
         total, now = Int32(0), Int32(0)
@@ -183,7 +156,6 @@ def gather_copies(ranks: Ranks, threads: cutlass.Constexpr[int], ok: Int32, tile
         if total != 0:
             ptx.add_shared(tables.named.iterator + local, total)
             ptx.add_shared(tables.entries.iterator + source, now)
-        i += threads
 
 
 @cute.jit
@@ -194,8 +166,7 @@ def number_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> N
     lane = arch.lane_idx()
     out = lists(args.arrivals, args.num_rows)
     copies = Int32(0)
-    chunk = Int32(0)
-    while chunk < world_size:
+    for chunk in cutlass.range(0, world_size, 32):
         source = chunk + lane
         n = Int32(0)
         if source < world_size:
@@ -207,7 +178,6 @@ def number_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> N
             if tile == 0:
                 ptx.st_i32(out.sources + Int64(source) * 4, cutlass.min(begin, args.capacity))
         copies += arch.shuffle_sync(upto, 31)
-        chunk += 32
     if lane == 0:
         tables.total[0] = copies
         if tile == 0:
@@ -217,28 +187,23 @@ def number_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> N
 
 
 @cute.jit
-def write_copies(ranks: Ranks, threads: cutlass.Constexpr[int], tile: Int32, tables: CopyTables, args: Any) -> None:
+def write_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> None:
     """The tile's part of the lists. Warps share the entries of a source rank, or take several ranks one after the
-    other; the entry that opens a copy tells where it goes."""
+    other; the entry that opens a copy has its index."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     out = lists(args.arrivals, args.num_rows)
-    parts = max(1, threads // 32 // p.world_size)
-    unit = Int32(tid // 32)
-    while unit < p.world_size * parts:
+    parts = max(1, THREADS // 32 // p.world_size)
+    for unit in cutlass.range(thread_id() // 32, p.world_size * parts, THREADS // 32):
         source = unit % p.world_size
         n, first = tables.entries[source], tables.here[p.world_size + source]
         at = address_of_entries(ranks, ranks.own, source, tile)
-        i = unit // p.world_size * 32 + arch.lane_idx()
-        while i < n:
+        for i in cutlass.range(unit // p.world_size * 32 + arch.lane_idx(), n, parts * 32):
             asker, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)
             row = first + (Int32(copy) >> 1)
             if Int32(copy) & 1 != 0 and row < args.capacity:
                 token = source * args.max_tokens + Int32(asker) // p.top_k
                 ptx.st_pair(out.copies + Int64(row) * 8, row, token * p.most_copies + (Int32(where) >> 16))
                 ptx.st_pair(out.owned + Int64(row) * 8, row, source * args.max_tokens * p.top_k + Int32(asker))
-            i += parts * 32
-        unit += threads // 32
 
 
 def offset_of_token(problem: Problem, token: Int32, k: Int32) -> Int64:
@@ -248,12 +213,12 @@ def offset_of_token(problem: Problem, token: Int32, k: Int32) -> Int64:
 
 @cute.jit
 def write_choice(
-    ranks: Ranks, args: Any, place: Int32, ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool]
+    ranks: Ranks, args: Any, index: Int32, ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool]
 ) -> None:
-    """By one thread: the local id and the weight of one k of a copy; `place` is the copy's number × K + k."""
+    """By one thread: the local id and the weight of one k of a copy; `index` is the copy's number × K + k."""
     p = ranks.heap.problem
-    copy = place // p.top_k
-    k = place - copy * p.top_k
+    copy = index // p.top_k
+    k = index - copy * p.top_k
     row, asker = ptx.ld_pair(lists(args.arrivals, args.num_rows).owned + Int64(copy) * 8)
     entries = args.max_tokens * p.top_k
     if row >= 0 and row < args.num_rows and asker >= 0 and asker < entries * p.world_size:
@@ -275,32 +240,25 @@ def write_choice(
 
 
 @cute.jit
-def count_dropped(ranks: Ranks, threads: cutlass.Constexpr[int], tables: CopyTables, args: Any) -> None:
+def count_dropped(ranks: Ranks, tables: CopyTables, args: Any) -> None:
     """The block of tile 0, where copies are dropped: the entries of these, by expert. A warp takes a tile of a source
     rank."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
     first_local, end_local = local_experts(p, ranks.rank)
-    unit = Int32(tid // 32)
-    while unit < p.world_size * p.tiles:
+    for unit in cutlass.range(thread_id() // 32, p.world_size * p.tiles, THREADS // 32):
         source = unit % p.world_size
         tile = unit // p.world_size
         _, before, now = sum_tiles(ranks, source, column_of_copies(ranks, ranks.rank), tile)
         first = tables.here[p.world_size + source] + before
         if first + now > args.capacity:
-            told = address_of_message(ranks, ranks.own, source, tile)
+            message = address_of_message(ranks, ranks.own, source, tile)
             n = Int32(0)
-            expert = first_local + lane
-            while expert < end_local:
-                n += ptx.ld_i32(told + Int64(expert) * 4)
-                expert += 32
+            for expert in cutlass.range(first_local + lane, end_local, 32):
+                n += ptx.ld_i32(message + Int64(expert) * 4)
             n = arch.warp_redux_sync(n, "add")
             at = address_of_entries(ranks, ranks.own, source, tile)
-            i = Int32(lane)
-            while i < n:
+            for i in cutlass.range(lane, n, 32):
                 _, where, _, copy = ptx.ld_v4(at + Int64(i) * 16)
                 if first + (Int32(copy) >> 1) >= args.capacity:
                     ptx.add_shared(tables.named.iterator + (p.local_experts + (Int32(where) & 0xFFFF)), Int32(1))
-                i += 32
-        unit += threads // 32

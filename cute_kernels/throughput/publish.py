@@ -1,23 +1,26 @@
 """First kernel of a throughput dispatch: publish the route, place every row, stage the rows.
 
-Blocks that work side by side:
-  tile blocks       (the first `problem.tiles`) tell the peers of a tile of their own tokens: counts to all, entries to
-                    the holders of their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
-  announcing block  (the next) tells the peers of each chunk
-  staging blocks    copy x into staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py)
-Where there are several NVLink domains (internode/sending.py), the relaying block comes before the announcing one, and
-of the others two thirds send rows to other domains; in domains of one rank all do, and nothing is announced.
-Each tile block tells before it waits, staging blocks wait for nobody, the announcing block for staging blocks. So all
-waits end, provided that the tile blocks, the announcing block and one that stages run at once: they are the first of
-the grid, and a communicator is refused where there are not so many multiprocessors. Some are left free, so that a block
-of somebody else's kernel delays none of them.
+Roles of blocks:
+- tile blocks (the first `problem.tiles`) send messages about a tile of their own tokens, counts to all ranks and
+  entries to the holders of their experts (route.py). They wait for the messages of all ranks' tiles and place the rows
+  (placing.py).
+- the announcing block (the next one) flags each staged chunk at the peers.
+- staging blocks copy x into staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py).
+
+With several NVLink domains (internode/sending.py) the relaying block comes before the announcing one, and two thirds of
+the others send rows to other domains. In domains of one rank all of them do, and nothing is announced.
+
+Tile blocks send before they wait, staging blocks wait for nobody, and the announcing block waits for staging blocks. So
+all waits end, provided that the tile blocks, the announcing block and one staging block run at once. They are the first
+of the grid, and a communicator is rejected on a GPU with fewer SMs. Some SMs are left free, so that a block of another
+kernel delays none of them.
 
 The pull kernel is launched while this one runs (programmatic dependent launch) and takes the multiprocessors that this
-grid leaves free; the `placed` flags tell it when the route is there, the chunk flags when rows are.
+grid leaves free. It waits for the `placed` flags before it reads the route, and for chunk flags before it reads rows.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -27,20 +30,20 @@ from cutlass.cute import arch
 from .. import operation, ptx, sync
 from ..domains import is_near
 from ..formats import Form
-from ..heap import PLACING_WARPS, SHARED_BYTES, Heap
+from ..heap import SHARED_BYTES, Heap
+from ..ids import block_ids, thread_id, warp_id
 from ..internode.sending import BatchFiller, copy_rows, relay, row_in, send_rows, send_weights
 from ..launch import Kernel, RankArgs
 from .placing import finish_tile, new_tables, offset_of_weight, place_tile, place_weights
 from .ring import RingShape
-from .route import Counters, publish_tile, put_messages, tile_of
+from .route import THREADS, Counters, publish_tile, put_messages, tile_of
 from .stage import announce, ring_shape, stage
 from .stage_quantized import quantize_row, stage_quantized
 
-THREADS = 32 * PLACING_WARPS
-
 
 class PublishArgs(NamedTuple):
-    """Along a known route `arrivals` is given, not written, and `send_rows`, `offs`, `counts`, `dropped` are none."""
+    """Along a known route `arrivals` is given, not written, and `send_rows`, `offs`, `counts`, `dropped` and `recv_idx`
+    are none."""
 
     ranks: RankArgs
     x: Int64
@@ -53,9 +56,10 @@ class PublishArgs(NamedTuple):
     counts: Int64
     dropped: Int64
     recv_weights: Int64
+    recv_idx: Int64  # of token-major rows
     tokens: Int32
     max_tokens: Int32
-    capacity: Int32  # rows of the receive buffer
+    capacity: Int32  # rows of the receive buffer; token-major, along a known route: those cleared behind the last copy
     num_rows: Int32  # that `arrivals` has room for: as many, or all that may come where the capacity knows no bound
     alignment: Int32
     slots: Int32
@@ -71,6 +75,7 @@ class Publish(Kernel):
     """
 
     NAME, Args = "ep_publish", PublishArgs
+    TOKEN_MAJOR: ClassVar[bool] = False
 
     route: bool
     rows: bool
@@ -100,12 +105,10 @@ class Publish(Kernel):
 
     @cute.kernel
     def kernel(self, args: Any) -> None:
-        tid, _, _ = arch.thread_idx()
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
+        bid, blocks = block_ids()
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         if bid == 0:
-            operation.say_hello(ranks, tid, THREADS, True)
+            operation.say_hello(ranks, thread_id(), THREADS, True)
 
         # Every block runs and has read the epoch: the pull kernel may take the multiprocessors that are left. It reads
         # the epoch, x and a known route without waiting for this kernel to end, so all that must have been written
@@ -129,10 +132,10 @@ class Publish(Kernel):
     def do_rows(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
         """By `block` of so many: for ranks of this rank's domain."""
         if block == 0:
-            announce(ranks, smem, args.tokens, THREADS, self.format != "")
+            announce(ranks, smem, args.tokens, self.format != "")
         elif const_expr(self.format != ""):
             form = Form(self.format, self.problem.hidden_size)
-            stage_quantized(form, self.given, THREADS, ranks, args, block - 1, blocks - 1)
+            stage_quantized(form, self.given, ranks, args, block - 1, blocks - 1)
         else:
             stage(self.ring, ranks, smem, args.x, args.tokens, block - 1, blocks - 1)
 
@@ -159,16 +162,14 @@ class Publish(Kernel):
             copy_rows(ranks, THREADS, mask, to, args.x + Int64(first) * p.row_bytes)
         else:
             form = Form(self.format, p.hidden_size)
-            tid, _, _ = arch.thread_idx()
-            token = Int32(arch.make_warp_uniform(tid // 32))
-            while token < p.batch_tokens:
+            for token in cutlass.range(warp_id(), p.batch_tokens, THREADS // 32):
                 if (mask >> token) & 1 != 0:
                     row = to + Int64(row_in(mask, token)) * form.staged_bytes
                     quantize_row(form, self.given, ranks, args, first + token, row)
-                token += THREADS // 32
 
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: PublishArgs) -> None:
+        """One block: publishes a tile of this rank's tokens, and places what all ranks publish of theirs."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
         failed = smem.allocate_tensor(Int32, cute.make_layout(1))
@@ -178,37 +179,53 @@ class Publish(Kernel):
         if const_expr(self.route):
             table = smem.allocate_tensor(Int32, cute.make_layout(p.table_ints))
             counters = Counters(table, smem.allocate_tensor(Int32, cute.make_layout(p.counters)))
-            tables = new_tables(p, smem, table)
-            publish_tile(ranks, counters, THREADS, tile, args)
-        if const_expr(self.weights):
+            tables = self.new_tables(smem, table)
+            publish_tile(ranks, counters, tile, args, self.TOKEN_MAJOR)
+        if const_expr(self.published_bytes > 0):
             self.publish_weights(ranks, tile, args)
         self.put_tile(ranks, counters, tile, args)
         ok = self.meet(ranks, tile, failed)
         if const_expr(self.route):
-            place_tile(ranks, THREADS, ok, tile, tables, args)
-            # The tile's part of the lists comes before the release. Without it the pull kernel gives up, and looks at
-            # no list.
+            self.place(ranks, ok, tile, tables, args)
+            # The tile's part of the lists comes before the release, and before what this block reads of it. Without the
+            # flag the pull kernel gives up, and looks at no list.
             arch.sync_threads()
-            if tid == 0 and ok != 0 and tables.drops[0] >= 0:
+            if tid == 0 and self.is_placed(ok, tables):
                 ranks.signal("placed", ranks.rank, tile)
-            finish_tile(ranks, THREADS, self.weights, tile, tables, args)
+            self.finish(ranks, tile, tables, args)
         else:
-            place_weights(ranks, THREADS, ok, tile, args)
+            self.place_weights(ranks, ok, tile, args)
+
+    # How rows are placed, which token-major rows do in their own way.
+
+    def new_tables(self, smem: Any, table: Any) -> Any:
+        return new_tables(self.problem, smem, table)
+
+    def place(self, ranks: sync.Ranks, ok: Int32, tile: Int32, tables: Any, args: PublishArgs) -> None:
+        place_tile(ranks, ok, tile, tables, args)
+
+    @cute.jit
+    def is_placed(self, ok: Int32, tables: Any) -> Boolean:
+        """Whether the tile's part of the lists is complete."""
+        return ok != 0 and tables.drops[0] >= 0
+
+    def finish(self, ranks: sync.Ranks, tile: Int32, tables: Any, args: PublishArgs) -> None:
+        finish_tile(ranks, self.weights, tile, tables, args)
+
+    def place_weights(self, ranks: sync.Ranks, ok: Int32, tile: Int32, args: PublishArgs) -> None:
+        place_weights(ranks, ok, tile, args)
 
     @cute.jit
     def publish_weights(self, ranks: sync.Ranks, tile: Int32, args: Any) -> None:
         """One block: puts what there is of each token of the tile where peers read it."""
         p = self.problem
-        tid, _, _ = arch.thread_idx()
         first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-        j = first * p.top_k + tid
         if const_expr(p.num_domains > 1):
             # What puts may still read a rank that has given up leaves alone.
             if ranks.mark < 0:
                 end = first
-        while j < end * p.top_k:
+        for j in cutlass.range(first * p.top_k + thread_id(), end * p.top_k, THREADS):
             self.publish_weight(ranks, j, args)
-            j += THREADS
 
     @cute.jit
     def publish_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
@@ -218,7 +235,7 @@ class Publish(Kernel):
 
     @cute.jit
     def put_tile(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
-        """One block: what it has told of its tile goes to other NVLink domains."""
+        """One block: puts its messages and weights to ranks of other NVLink domains."""
         p = self.problem
         if const_expr(p.num_domains > 1):
             # All of the block's stores come before its puts.
@@ -231,22 +248,18 @@ class Publish(Kernel):
 
     @cute.jit
     def meet(self, ranks: sync.Ranks, tile: Int32, failed: Any) -> Int32:
-        """One block: releases what it has told of its tile, and acquires what all tiles of all ranks have. 0 if some of
-        it never came."""
+        """One block: releases its tile's messages (the flags' release at system scope, behind a block barrier), and
+        acquires those of all tiles of all ranks. 0 if some never came."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
         # All of the block's stores come before the release of the flags.
         arch.sync_threads()
-        peer = Int32(tid)
-        while peer < p.world_size:
+        for peer in cutlass.range(tid, p.world_size, THREADS):
             if is_near(ranks, peer):
                 ranks.signal("route", peer, ranks.rank * p.tiles + tile)
-            peer += THREADS
-        i = Int32(tid)
-        while i < p.world_size * p.tiles:
+        for i in cutlass.range(tid, p.world_size * p.tiles, THREADS):
             if not self.await_tile(ranks, i):
                 failed[0] = 1
-            i += THREADS
         if const_expr(p.num_domains > 1 and self.route):
             p.wire.arrived(ranks, ranks.at(Int64(0), "route") + Int64(tid) * 8, tid < p.world_size * p.tiles)
         # The barrier hands what was acquired to the whole block.
@@ -255,7 +268,8 @@ class Publish(Kernel):
 
     @cute.jit
     def await_tile(self, ranks: sync.Ranks, index: Int32) -> Boolean:
-        """By one thread: until what a tile of a rank tells is here, and its weights, too. False if they never came."""
+        """By one thread: until the message about a tile of a rank is here, and its weights, too. False if they never
+        came."""
         p = self.problem
         source, tile = index // p.tiles, index % p.tiles
         come = Boolean(True)

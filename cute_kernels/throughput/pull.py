@@ -1,7 +1,7 @@
-"""Second kernel of a throughput dispatch: fetch each row once from its owner and store it to all its places.
+"""Second kernel of a throughput dispatch: fetch each row once from its owner and store it to all its rows.
 
 Each warp owns a ring of row-sized stages in shared memory: a bulk copy brings a row over NVLink, then the lanes that
-hold one of its places each start a bulk copy out. Nothing passes through registers, duplicates cross the link once.
+hold one of its rows each start a bulk copy out. Nothing passes through registers, duplicates cross the link once.
 One more warp of each block clears the padding.
 
 Where a publish kernel goes before, this one is launched while that runs: `placed` flags say when the route is there.
@@ -22,9 +22,11 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
+from ..copies import lowest
 from ..delivery import Arrived, Delivery
 from ..experts import local_experts
 from ..heap import RING_BYTES, Heap
+from ..ids import thread_id, warp_id
 from ..launch import Kernel, RankArgs
 from ..quantize import decode, exact_scale, numbers_of
 from ..swizzled import Begins
@@ -60,7 +62,7 @@ class Fetch(NamedTuple):
     left: Int32  # 1 until it is under way
     at: Int64  # address of the piece
     piece: Int32
-    place: Int32  # where this lane is to store it, as the number of a piece of recv_x; -1: nowhere
+    target: Int32  # where this lane is to store it, as the number of a piece of recv_x; -1: nowhere
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Pull(Kernel):
         barriers = smem.allocate_array(Int64, shape.warps * shape.stages)
         buffers = smem.allocate_array(Uint8, shape.warps * shape.stages * shape.stride, byte_alignment=128)
         # What a lane has to store from a stage; written and read by the same lane.
-        places = smem.allocate_tensor(Int32, cute.make_layout(shape.warps * shape.stages * 32))
+        targets = smem.allocate_tensor(Int32, cute.make_layout(shape.warps * shape.stages * 32))
         if tid < 32:
             init_ring_barriers(barriers, shape.warps * shape.stages)
         known = new_known(p, smem, shape.warps)
@@ -145,7 +147,7 @@ class Pull(Kernel):
             share = BlockBudget(always, args.expected, Int32(0))
         parts = Parts(ranks, args.arrivals, args.num_rows, always, share, found)
         if takes_part(parts, number, 1.0):
-            self.take_part(parts, (ring_memory, places, sources, known, lost), number, args)
+            self.take_part(parts, (ring_memory, targets, sources, known, lost), number, args)
             # What was counted reaches all threads.
             arch.sync_threads()
             operation.finish(ranks, found[0])
@@ -157,17 +159,16 @@ class Pull(Kernel):
     def take_part(self, parts: Parts, shared: Any, number: Int32, args: PullArgs) -> None:
         """A block's share, as the `number`-th of all that take part."""
         p, shape, ranks = self.problem, self.ring, parts.ranks
-        tid, _, _ = arch.thread_idx()
-        warp = arch.make_warp_uniform(tid // 32)
-        (buffers, barriers), places, sources, known, lost = shared
-        if tid == 32 * shape.warps:
+        warp = warp_id()
+        (buffers, barriers), targets, sources, known, lost = shared
+        if thread_id() == 32 * shape.warps:
             count_parts(parts, 1.0)  # the warp that has time for it
         if lost[0] != 0:
             pass  # reported; without a route nothing can be moved
         elif warp < shape.warps:
             ring = Ring(shape, buffers, barriers, warp)
             mine = cute.make_tensor(known.iterator + warp * p.world_size, cute.make_layout(p.world_size))
-            self.move_rows(ranks, ring, (places, sources, mine), (warp, number), args)
+            self.move_rows(ranks, ring, (targets, sources, mine), (warp, number), args)
         elif number < args.dealt:
             if args.zeros != 0:
                 segments = Segments(args.offs, args.counts, args.alignment)
@@ -178,17 +179,17 @@ class Pull(Kernel):
             arch.griddepcontrol_wait()
 
     @cute.jit
-    def move_rows(self, ranks: sync.Ranks, ring: Ring, shared: Any, place: tuple[Int32, Int32], args: PullArgs) -> None:
-        """One warp's items, two dealt out, others claimed. An item is a piece of the row of a copy. `place`: the warp
+    def move_rows(self, ranks: sync.Ranks, ring: Ring, shared: Any, who: tuple[Int32, Int32], args: PullArgs) -> None:
+        """One warp's items, two dealt out, others claimed. An item is a piece of the row of a copy. `who`: the warp
         in its block, and the block among all that take part."""
         shape = self.ring
-        places, sources, known = shared
-        warp, number = place
+        targets, sources, known = shared
+        warp, number = who
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
         first, step = warp * args.dealt + number, args.dealt * shape.warps
         items = deal_out(ranks.own, first, step, walk.items * shape.pieces, number < args.dealt)
         to = self.arrived(ranks, args)
-        run(self, ring, items, (ranks, walk, args), (known, places, warp * shape.stages * 32, to))
+        run(self, ring, items, (ranks, walk, args), (known, targets, warp * shape.stages * 32, to))
         # The rows lie in memory before the block ends.
         arch.cp_async_bulk_wait_group(0)
 
@@ -238,21 +239,21 @@ class Pull(Kernel):
 
     @cute.jit
     def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: Fetch) -> Fetch:
-        _, places, first, _ = state
+        _, targets, first, _ = state
         lane = arch.lane_idx()
-        places[first + stage * 32 + lane] = job.place
+        targets[first + stage * 32 + lane] = job.target
         if lane == 0:
             ring.load(stage, job.at, self.ring.bytes_of(job.piece))
-        return Fetch(Int32(0), job.at, job.piece, job.place)
+        return Fetch(Int32(0), job.at, job.piece, job.target)
 
     @cute.jit
     def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
-        """Each lane that holds a place starts a copy to it. Of rows in a format the whole warp stores the scales, or
+        """Each lane that holds a row starts a copy to it. Of rows in a format the whole warp stores the scales, or
         what the codes stand for, from registers."""
         shape = self.ring
-        _, places, first, to = state
+        _, targets, first, to = state
         ring.wait(stage, phase)
-        row = places[first + stage * 32 + arch.lane_idx()]
+        row = targets[first + stage * 32 + arch.lane_idx()]
         if const_expr(self.format == "" or self.layout != ""):
             if row >= 0:
                 piece = row % shape.pieces
@@ -280,13 +281,11 @@ class Pull(Kernel):
         words = staged + self.problem.hidden_size
         left = arch.vote_ballot_sync(row >= 0)
         while left != 0:
-            mine = arch.shuffle_sync(row, arch.popc((left & -left) - 1))
+            mine = arch.shuffle_sync(row, lowest(left))
             left = left & (left - 1)
-            at, step = delivery.place(to, mine)
-            i = Int32(lane)
-            while i < delivery.units:
+            at, step = delivery.scales_at(to, mine)
+            for i in cutlass.range(lane, delivery.units, 32):
                 delivery.store_unit(at + Int64(i) * step, delivery.staged_unit(words, i))
-                i += 32
 
     @cute.jit
     def store_numbers(self, staged: Any, row: Int32, to: Arrived) -> None:
@@ -296,8 +295,7 @@ class Pull(Kernel):
         each = numbers_of(p.dtype)
         rows = arch.vote_ballot_sync(row >= 0)
         words = staged + p.hidden_size
-        first = Int32(0)
-        while first < p.hidden_size:
+        for first in cutlass.range(0, p.hidden_size, 32 * each):
             at = first + arch.lane_idx() * each
             inside = at < p.hidden_size
             code = cutlass.min(at, p.hidden_size - each)
@@ -310,8 +308,7 @@ class Pull(Kernel):
             numbers = decode(codes, exact_scale(form.kind, stored), p.dtype)
             left = rows
             while left != 0:
-                mine = arch.shuffle_sync(row, arch.popc((left & -left) - 1))
+                mine = arch.shuffle_sync(row, lowest(left))
                 left = left & (left - 1)
                 if inside:
                     ptx.st_v4(to.rows + Int64(mine) * p.row_bytes + at * p.itemsize, numbers)
-            first += 32 * each

@@ -16,8 +16,10 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
+from ..copies import pop_lowest
 from ..delivery import Arrived, Delivery
 from ..heap import Heap
+from ..ids import block_ids, warp_id
 from ..launch import RankArgs
 from .adder import Notes
 from .pipeline import deal_out, run
@@ -84,7 +86,7 @@ class PullScaled(SlicedKernel):
         buffers = smem.allocate_array(Uint8, self.WARPS * shape.stages * shape.stride, byte_alignment=128)
         known = new_known(self.problem, smem, self.WARPS)
         sources = smem.allocate_tensor(Int32, cute.make_layout(self.problem.world_size + 1))
-        warp = arch.make_warp_uniform(tid // 32)
+        warp = warp_id()
         if tid < 32:
             init_ring_barriers(barriers, self.WARPS * shape.stages)
         blocks, _, _ = arch.grid_dim()
@@ -108,8 +110,7 @@ class PullScaled(SlicedKernel):
     def move(self, ranks: sync.Ranks, ring: Ring, shared: Any, warp: Int32, args: PullScaledArgs) -> None:
         """One warp's items, two dealt out, the others claimed: an item is a copy."""
         notes, sources, known = shared
-        bid, _, _ = arch.block_idx()
-        blocks, _, _ = arch.grid_dim()
+        bid, blocks = block_ids()
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
         items = deal_out(ranks.own, warp * blocks + bid, blocks * self.WARPS, walk.items, Boolean(True))
         g = cute.make_rmem_tensor((4 * self.slices.vectors,), Uint32)  # a lane's part of a slice of the gradient
@@ -166,15 +167,14 @@ class PullScaled(SlicedKernel):
         lane = arch.lane_idx()
         note = first_note + stage
         if left != 0:
-            k = arch.popc((left & -left) - 1)
-            left = left & (left - 1)
+            k, left = pop_lowest(left)
             source = Int64(arch.shuffle_sync(row, k))
             factor = arch.shuffle_sync(weight, k)
             if lane == 0:
                 (notes.marks + note).store(k)
                 (notes.weights + note).store(factor)
                 (notes.codes + note).store(piece)
-                (notes.places + note).store(source)
+                (notes.targets + note).store(source)
                 at = source * self.problem.row_bytes + piece * shape.piece_bytes
                 ring.load(stage, args.y + at, shape.bytes_of(piece))
         else:
@@ -201,7 +201,7 @@ class PullScaled(SlicedKernel):
             for i in range_constexpr(4 * slices.vectors):
                 g[i] = words[i]
         else:
-            of_row = (notes.places + note).load()
+            of_row = (notes.targets + note).load()
             of_piece = (notes.codes + note).load()
             factor = (notes.weights + note).load()
             # The last slice of a row may be short: its end is that of the row.

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx
 from ..carried import Carried
 from ..heap import SHARED_BYTES
+from ..ids import thread_id
 from ..launch import Kernel
 
 MAX_PIECE = 16 * 1024
@@ -105,11 +106,8 @@ class Ring(Carried):
 @cute.jit
 def init_ring_barriers(barriers: Any, count: cutlass.Constexpr[int]) -> None:
     """By the whole block, followed by a block barrier."""
-    tid, _, _ = arch.thread_idx()
-    i = tid
-    while i < count:
+    for i in cutlass.range(thread_id(), count, 32):
         arch.mbarrier_init(barriers + i, 1)
-        i += 32
     arch.mbarrier_init_fence()
 
 
@@ -138,6 +136,15 @@ class Slices:
     @property
     def slice_bytes(self) -> int:
         return self.vectors * 32 * 16
+
+    @cute.jit
+    def end_of(self, last: Boolean) -> Int32:
+        """Bytes of a slice, which are fewer in the `last` one of a row that does not fill it."""
+        end = Int32(self.slice_bytes)
+        if const_expr(self.row_bytes % self.slice_bytes != 0):
+            if last:
+                end = Int32(self.row_bytes % self.slice_bytes)
+        return end
 
     @property
     def values(self) -> int:

@@ -1,6 +1,6 @@
-"""What a rank tells the others of its route: each tile's counts to everybody, each entry to the holder of its expert.
+"""Messages about a route: each tile's counts to every rank, each entry to the holder of its expert.
 
-An entry is a (token, k) that names an expert. It goes to the rank that holds the expert, into a place that this source
+An entry is a (token, k) that names an expert. It goes to the rank that holds the expert, into a slot that this source
 rank and this tile have there, behind the tile's entries for that rank that come before it in the order of (token, k).
 Its four ints: its flat index token × K + k; the expert's index at its rank, and, from bit 16, the number of the token's
 copy there; how many entries of the tile name the same expert before it; and, from bit 1, how many of the tile's tokens
@@ -19,9 +19,12 @@ from cutlass.cute import arch
 from .. import ptx
 from ..domains import is_near
 from ..experts import first_expert, holder_of
-from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, SETTINGS_INTS, SLOTS, Problem
+from ..heap import ALIGNMENT, CAPACITY, COPIES, ENTRY_BYTES, PLACING_WARPS, SETTINGS_INTS, SLOTS, Problem
+from ..ids import thread_id, warp_id
 from ..sync import BAD_EXPERT, Ranks, refuse
 
+THREADS = 32 * PLACING_WARPS
+"""Threads of every block of a publish kernel."""
 STEPS = 2
 """How many times 32 lanes' entries a warp counts between two barriers: their loads are in flight together."""
 
@@ -40,34 +43,34 @@ def tile_of(problem: Problem, tile: Int32, max_tokens: Int32, tokens: Int32) -> 
     return tile * each, cutlass.min((tile + 1) * each, tokens)
 
 
-def address_of_entries(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
+def address_of_entries(ranks: Ranks, heap: Int64, source: Int32 | int, tile: Int32) -> Int64:
     """Where the entries of a source rank's tile lie in a rank's heap."""
     return address_of_message(ranks, heap, source, tile) + ranks.heap.problem.header_ints * 4
 
 
-def address_of_message(ranks: Ranks, heap: Int64, source: Int32, tile: Int32) -> Int64:
+def address_of_message(ranks: Ranks, heap: Int64, source: Int32 | int, tile: Int32) -> Int64:
     """Return the address of the message of a source rank's tile in a rank's heap: its counts, then its entries."""
     return heap + offset_of_message(ranks, "messages", source, tile)
 
 
-def offset_of_message(ranks: Ranks, name: str, rank: Int32, tile: Int32) -> Int64:
+def offset_of_message(ranks: Ranks, name: str, rank: Int32 | int, tile: Int32) -> Int64:
     """Return the offset of a tile's message in a section that has one for each (rank, tile)."""
     return ranks.at(Int64(0), name) + Int64(rank * ranks.heap.problem.tiles + tile) * ranks.heap.message_bytes
 
 
 @cute.jit
 def address_of_outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
-    """Where this rank writes what a tile tells another one: there, or, for a rank of another NVLink domain, here, from
-    where it is put on the wire (`put_messages`)."""
-    place = Int64(0)
+    """Where this rank writes a tile's message to another one: there, or, for a rank of another NVLink domain, here,
+    from where it is put on the wire (`put_messages`)."""
+    address = Int64(0)
     if const_expr(not ranks.heap.problem.domains):
-        place = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
+        address = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
     else:
         if is_near(ranks, rank):
-            place = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
+            address = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
         else:
-            place = ranks.own + offset_of_message(ranks, "messages_out", rank, tile)
-    return place
+            address = ranks.own + offset_of_message(ranks, "messages_out", rank, tile)
+    return address
 
 
 @cute.jit
@@ -81,11 +84,10 @@ def may_write(ranks: Ranks, rank: Int32) -> Boolean:
 
 @cute.jit
 def put_messages(ranks: Ranks, counters: Counters, warps: cutlass.Constexpr[int], tile: Int32) -> None:
-    """By one block, behind a barrier: what its tile tells ranks of other domains. A put for each, whose word is the
-    route flag."""
+    """By one block, behind a barrier: puts its tile's messages to ranks of other domains, one put each, whose word is
+    the route flag."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
-    rank = Int32(arch.make_warp_uniform(tid // 32))
+    rank = Int32(warp_id())
     while rank < p.world_size and ranks.mark >= 0:
         if not is_near(ranks, rank):
             entries = Int32(counters.total[p.num_experts + rank])
@@ -120,9 +122,8 @@ class Counted(NamedTuple):
 
 @cute.jit
 def publish_tile(
-    ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[int], tile: Int32, args: Any,
-    token_major: cutlass.Constexpr[bool] = False,
-) -> None:  # fmt: skip
+    ranks: Ranks, counters: Counters, tile: Int32, args: Any, token_major: cutlass.Constexpr[bool] = False
+) -> None:
     """By one block: write this rank's message about a tile to every rank. `args` are those of the publish kernel.
 
     The messages are not released here. Each warp takes consecutive tokens, so that the order of rounds, warps, steps
@@ -134,37 +135,30 @@ def publish_tile(
     the tile where an entry opens a copy, and -1 elsewhere.
     """
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
-    first, end = tile_of(p, tile, args.max_tokens, args.tokens)
-    clear_counters(counters.total, p.counters, threads)
-    while first < end:
-        clear_counters(counters.warps, p.counting_warps * p.counters, threads)
+    begin, end = tile_of(p, tile, args.max_tokens, args.tokens)
+    clear_counters(counters.total, p.counters)
+    for first in cutlass.range(begin, end, p.counting_warps * STEPS * (32 // p.top_k)):
+        clear_counters(counters.warps, p.counting_warps * p.counters)
         # All loads first: they are in flight together.
         asked = [load_asked(p, args, first, end, r) for r in range(STEPS)]
         arch.sync_threads()
         counted = [count_entry(ranks, counters, asked[r]) for r in range(STEPS)]
         arch.sync_threads()
-        i = Int32(tid)
-        while i < p.counters:
+        for i in cutlass.range(thread_id(), p.counters, THREADS):
             sum_warps(counters.warps, counters.total, p.counting_warps, p.counters, i)
-            i += threads
         arch.sync_threads()
         for r in range_constexpr(STEPS):
             write_entry(ranks, counters, tile, counted[r], args, token_major)
         arch.sync_threads()
-        first += p.counting_warps * STEPS * (32 // p.top_k)
     arch.sync_threads()
-    write_headers(ranks, counters, threads, tile, args, token_major)
+    write_headers(ranks, counters, tile, args, token_major)
 
 
 @cute.jit
-def clear_counters(counters: Any, length: cutlass.Constexpr[int], threads: cutlass.Constexpr[int]) -> None:
+def clear_counters(counters: Any, length: cutlass.Constexpr[int]) -> None:
     """By one block."""
-    tid, _, _ = arch.thread_idx()
-    i = Int32(tid)
-    while i < length:
+    for i in cutlass.range(thread_id(), length, THREADS):
         counters[i] = 0
-        i += threads
 
 
 @cute.jit
@@ -175,8 +169,7 @@ def load_asked(
     neighbors. Warps beyond those that count have none."""
     top_k = problem.top_k
     tokens_each = 32 // top_k  # of a warp's step
-    tid, _, _ = arch.thread_idx()
-    lane, warp = arch.lane_idx(), tid // 32
+    lane, warp = arch.lane_idx(), thread_id() // 32
     token = first + (warp * STEPS + step) * tokens_each + lane // top_k
     index, expert = Int32(-1), Int32(-1)
     if warp < problem.counting_warps and lane < tokens_each * top_k and token < end:
@@ -189,9 +182,8 @@ def load_asked(
 def count_entry(ranks: Ranks, counters: Counters, asked: Asked) -> Counted:
     """By a warp: adds the entries of its lanes to its own counters. An expert out of range is reported, and is none."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     lane, below = arch.lane_idx(), arch.lanemask_lt()
-    table, mine = counters.warps, tid // 32 * p.counters
+    table, mine = counters.warps, thread_id() // 32 * p.counters
     group = lane // p.top_k * p.top_k  # the lane of this token's first entry
     of_token = Int32(-1) if p.top_k == 32 else Int32((1 << p.top_k) - 1) << group
     expert, holder = Int32(asked.expert), Int32(-1)
@@ -238,8 +230,7 @@ def write_entry(
 ) -> None:
     """By a warp, behind the sums over warps: an entry of each lane, into the message to its expert's holder."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
-    table, mine = counters.warps, tid // 32 * p.counters
+    table, mine = counters.warps, thread_id() // 32 * p.counters
     position = Int32(-1)
     if entry.expert >= 0:
         position = entry.of_expert + table[mine + entry.expert]
@@ -259,15 +250,12 @@ def write_entry(
 
 @cute.jit
 def write_headers(
-    ranks: Ranks, counters: Counters, threads: cutlass.Constexpr[int], tile: Int32, args: Any,
-    token_major: cutlass.Constexpr[bool],
-) -> None:  # fmt: skip
+    ranks: Ranks, counters: Counters, tile: Int32, args: Any, token_major: cutlass.Constexpr[bool]
+) -> None:
     """By one block that has counted its tile: what stands before the entries in the message to each rank."""
     p = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
     total, copies = counters.total, p.num_experts + p.world_size  # the first column of copies
-    i = Int32(tid)
-    while i < p.world_size * p.header_ints:
+    for i in cutlass.range(thread_id(), p.world_size * p.header_ints, THREADS):
         j = i % p.header_ints
         peer = (ranks.rank + i // p.header_ints) % p.world_size
         value = Int32(0)
@@ -290,7 +278,6 @@ def write_headers(
             value = total[copies + peer]
         if may_write(ranks, peer):
             ptx.st_i32(address_of_outgoing(ranks, peer, tile) + Int64(j) * 4, value)
-        i += threads
 
 
 @cute.jit
@@ -307,8 +294,21 @@ def sum_warps(
 
 
 @cute.jit
+def add_ahead(ranks: Ranks, source: Int32, total: Int32, before: Int32, counter: Any) -> None:
+    """By one thread: adds to `counter` in shared memory what a source rank has ahead of this rank's tile: its `total`
+    if it is a lower rank; what comes `before` the tile if it is this one."""
+    ahead = Int32(0)
+    if source < ranks.rank:
+        ahead = total
+    if source == ranks.rank:
+        ahead = before
+    if ahead != 0:
+        ptx.add_shared(counter, ahead)
+
+
+@cute.jit
 def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
-    """What a source rank has told in a column: in all tiles, in those before `tile`, and in this one."""
+    """The sums of a column over a source rank's messages: of all tiles, of those before `tile`, and of this one."""
     p = ranks.heap.problem
     at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
     # All loads first: they are in flight together.

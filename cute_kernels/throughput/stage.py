@@ -1,10 +1,10 @@
 """Staging: x is copied to where peers fetch its rows, chunk by chunk, and each chunk is announced to them.
 
 Two kinds of block share the work. Staging blocks copy with bulk copies and mark a chunk in this rank's own memory
-(release, device scope). One announcing block looks for these marks and sets the flags at the peers. For a release to a
-peer waits for all that its multiprocessor has sent over the link, many microseconds where that is busy fetching rows:
-blocks that announced their own chunks would do little else. The announcing block fences once for all chunks that have
-been staged since.
+(release, device scope). One announcing block looks for these marks and sets the flags at the peers. A release at system
+scope waits for everything that its SM has sent over the link, many microseconds while the link is busy. Blocks that
+announced their own chunks would spend most of their time in releases. The announcing block fences once for all chunks
+that have been staged since.
 """
 
 from typing import Any
@@ -15,9 +15,12 @@ from cutlass import Int32, Int64, Uint8
 from cutlass.cute import arch
 
 from .. import ptx, sync
+from ..copies import pop_lowest
 from ..domains import neighbor
 from ..heap import CHUNK_BYTES, Problem
+from ..ids import thread_id, warp_id
 from .ring import Ring, RingShape, init_ring_barriers
+from .route import THREADS
 
 MOST_WARPS = 16
 """The most warps of a staging block that copy."""
@@ -46,11 +49,10 @@ def stage(
 ) -> None:  # fmt: skip
     """By block `copier` of `copiers`: copies its chunks of x into staging and marks each."""
     problem = ranks.heap.problem
-    tid, _, _ = arch.thread_idx()
-    warp = arch.make_warp_uniform(tid // 32)
+    warp = warp_id()
     barriers = smem.allocate_array(Int64, shape.warps)
     buffers = smem.allocate_array(Uint8, shape.warps * shape.stride, byte_alignment=128)
-    if tid < 32:
+    if thread_id() < 32:
         init_ring_barriers(barriers, shape.warps)
     arch.sync_threads()
     pieces = BYTES_UNDER_WAY // shape.piece_bytes
@@ -81,22 +83,37 @@ def stage(
 
 
 @cute.jit
-def announce(
-    ranks: sync.Ranks, smem: Any, tokens: Int32, threads: cutlass.Constexpr[int], own: cutlass.Constexpr[bool]
-) -> None:
+def flag_chunks(ranks: sync.Ranks, first: Int64, group: Int32, found: Int32) -> None:
+    """By a warp that has fenced: sets the flags of chunks at the peers. Lane w has those that warp w has `found`, as
+    bits from chunk `group` on; `first`: the flag of this rank's first chunk."""
+    lane = arch.lane_idx()
+    left = arch.vote_ballot_sync(found != 0)
+    while left != 0:
+        w, left = pop_lowest(left)
+        at = arch.shuffle_sync(group, w) + lane
+        if (arch.shuffle_sync(found, w) >> lane) & 1 != 0:
+            r = Int32(1)
+            while r < ranks.heap.problem.domain_ranks:
+                flags = ranks.at(ranks.peer(neighbor(ranks, r)), "chunk") + first * 8
+                ptx.st_relaxed_sys(flags + Int64(at) * 8, ranks.mark)
+                r += 1
+
+
+@cute.jit
+def announce(ranks: sync.Ranks, smem: Any, tokens: Int32, own: cutlass.Constexpr[bool]) -> None:
     """By one block, the first behind the tile blocks. Those that it waits for wait for nobody: they run and end as soon
     as there is a multiprocessor for one of them.
 
     Each warp looks at 32 chunks at a time until all of them are announced. Those that it finds go to the first warp
     through shared memory; that warp fences, and then its lanes set the flags: one fence for all that were found. There
-    are 1024 `threads`: each lane of the first warp reads what one of the 32 warps has found. Peers are those of this
+    are 1024 threads: each lane of the first warp reads what one of the 32 warps has found. Peers are those of this
     rank's NVLink domain. `own`: this rank fetches its own rows from staging, too.
     """
     problem = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     lane = arch.lane_idx()
-    warps = threads // 32
-    warp = arch.make_warp_uniform(tid // 32)
+    warps = THREADS // 32
+    warp = warp_id()
     # What each warp has found, as a mask of its chunks. Held twice and used in turn: a warp may write what it finds
     # next while the first warp still reads.
     masks = smem.allocate_array(Int32, 2 * warps)
@@ -117,28 +134,18 @@ def announce(
         mine = mine | mask
         if mine == -1:
             mine = Int32(0)
-            chunk += threads
+            chunk += THREADS
         # Hands masks, and what every thread acquired, to the first warp.
         found = ptx.barrier_count(ready)
         if found != 0 and warp == 0:
             theirs = (masks + (side + lane)).load()
             # Every lane fences before the flags that it sets itself.
             arch.fence_acq_rel_sys()
-            left = arch.vote_ballot_sync(theirs != 0)
-            while left != 0:
-                w = arch.popc((left & -left) - 1)
-                left = left & (left - 1)
-                at = arch.shuffle_sync(group, w) + lane
-                if (arch.shuffle_sync(theirs, w) >> lane) & 1 != 0:
-                    r = Int32(1)
-                    while r < problem.domain_ranks:
-                        flags = ranks.at(ranks.peer(neighbor(ranks, r)), "chunk") + first * 8
-                        ptx.st_relaxed_sys(flags + Int64(at) * 8, ranks.mark)
-                        r += 1
+            flag_chunks(ranks, first, group, theirs)
             done = done | theirs
             if done == -1:
                 done = Int32(0)
-                group += threads
+                group += THREADS
         side = warps - side
         announced += found
     nearest = 0 if own else 1

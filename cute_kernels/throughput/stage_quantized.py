@@ -15,7 +15,9 @@ from cutlass.cute import arch
 from .. import ptx, sync
 from ..formats import Form
 from ..heap import Problem
+from ..ids import warp_id
 from ..quantize import encode, given_word, largest, numbers_of, of_group, scale_of, store_codes
+from .route import THREADS
 
 AHEAD = 4
 """How many times 16 bytes a lane loads before it looks at the first."""
@@ -32,15 +34,14 @@ def parts_of(form: Form, given: bool, dtype: str) -> int:
 
 @cute.jit
 def stage_quantized(
-    form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], threads: cutlass.Constexpr[int], ranks: sync.Ranks,
+    form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], ranks: sync.Ranks,
     args: Any, copier: Int32, copiers: Int32,
 ) -> None:  # fmt: skip
     """By block `copier` of `copiers`. `given`: x and its scales are quantized already."""
     problem = ranks.heap.problem
     parts = parts_of(form, given, problem.dtype)
-    team = min(TEAM, threads // 32)
-    tid, _, _ = arch.thread_idx()
-    warp, lane = arch.make_warp_uniform(tid // 32), arch.lane_idx()
+    team = min(TEAM, THREADS // 32)
+    warp, lane = warp_id(), arch.lane_idx()
     member, mine = warp % team, warp // team
     staging = ranks.at(ranks.own, "rows")
     marks = ranks.at(ranks.own, "chunk") + Int64(ranks.rank * ranks.heap.chunks) * 8
@@ -48,12 +49,10 @@ def stage_quantized(
     while chunk * problem.chunk_tokens < args.tokens:
         first = chunk * problem.chunk_tokens
         items = (cutlass.min(first + problem.chunk_tokens, args.tokens) - first) * parts
-        item = Int32(member)
-        while item < items:
+        for item in cutlass.range(member, items, team):
             token = first + item // parts
             row = staging + Int64(token) * form.staged_bytes
             quantize_part(form, given, ranks, args, token, row, item % parts)
-            item += team
         # All of the team's stores come before the mark.
         if const_expr(team > 1):
             arch.barrier(barrier_id=1 + mine, number_of_threads=32 * team)
@@ -61,7 +60,7 @@ def stage_quantized(
             arch.sync_warp()
         if member == 0 and lane == 0:
             ptx.st_release_gpu(marks + Int64(chunk) * 8, ranks.mark)
-        chunk += threads // 32 // team * copiers
+        chunk += THREADS // 32 // team * copiers
 
 
 @cute.jit
@@ -69,11 +68,9 @@ def quantize_row(
     form: cutlass.Constexpr[Form], given: cutlass.Constexpr[bool], ranks: sync.Ranks, args: Any, token: Int32,
     row: Int64,
 ) -> None:  # fmt: skip
-    """By a warp: a token's row and its scales, into the place at `row`."""
-    part = Int32(0)
-    while part < parts_of(form, given, ranks.heap.problem.dtype):
+    """By a warp: a token's row and its scales, to the address `row`."""
+    for part in cutlass.range(parts_of(form, given, ranks.heap.problem.dtype)):
         quantize_part(form, given, ranks, args, token, row, part)
-        part += 1
 
 
 @cute.jit
@@ -148,21 +145,18 @@ def quantize_whole(form: cutlass.Constexpr[Form], problem: cutlass.Constexpr[Pro
     dtype, lane = problem.dtype, arch.lane_idx()
     vectors = problem.hidden_size // numbers_of(dtype)
     words = cute.make_rmem_tensor((4 * AHEAD,), Uint32)
-    amax, first = Int32(0), Int32(0)
-    while first < vectors:
+    amax = Int32(0)
+    for first in cutlass.range(0, vectors, 32 * AHEAD):
         load(x, first, vectors, words)
         amax = cutlass.max(amax, largest(words, 0, 4 * AHEAD, dtype))
-        first += 32 * AHEAD
     stored, inverse = scale_of(form.kind, of_group(amax, 32))
-    first = Int32(0)
-    while first < vectors:
+    for first in cutlass.range(0, vectors, 32 * AHEAD):
         load(x, first, vectors, words)
         for u in range_constexpr(AHEAD):
             vector = first + u * 32 + lane
             codes = encode([words[4 * u + i] for i in range(4)], inverse, dtype)
             if vector < vectors:
                 store_codes(row, vector, codes)
-        first += 32 * AHEAD
     if lane == 0:
         ptx.st_i32(row + problem.hidden_size, stored)
 
@@ -181,7 +175,5 @@ def copy_part(
         if vector < vectors:
             ptx.st_v4(row + Int64(vector) * 16, [words[4 * u + i] for i in range(4)])
     if part == 0:
-        i = Int32(lane)
-        while i < form.scale_words:
+        for i in cutlass.range(lane, form.scale_words, 32):
             ptx.st_i32(row + form.hidden_size + Int64(i) * 4, given_word(form, ranks, args.scales, token, i))
-            i += 32

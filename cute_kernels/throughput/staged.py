@@ -12,7 +12,9 @@ from ..delivery import Arrived, Delivery
 from ..domains import is_near, slot_of, stager_of
 from ..experts import local_experts
 from ..heap import Problem
+from ..ids import thread_id
 from ..internode.sending import offset_of_batch, row_in
+from ..segments import padded
 
 
 @cute.jit
@@ -20,7 +22,7 @@ def await_rows(
     ranks: sync.Ranks, known: Any, source: Int32, token: Int32, own: cutlass.Constexpr[bool] = False
 ) -> Int32:
     """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported), else what `source_row` takes.
-    `known` [W] in shared memory is the warp's own: which ranks have told that all their rows are staged. `own`: this
+    `known` [W] in shared memory is the warp's own: which ranks' `staged` flags it has acquired. `own`: this
     rank's own rows are fetched from staging, too, not from x.
 
     Of a rank of another NVLink domain it is twice the tokens, as bits, whose rows the batch has, and 1."""
@@ -56,13 +58,10 @@ def await_rows(
 @cute.jit
 def new_known(problem: cutlass.Constexpr[Problem], smem: Any, warps: cutlass.Constexpr[int]) -> Any:
     """By the whole block, with a barrier behind it: `known` of all warps, one after the other."""
-    tid, _, _ = arch.thread_idx()
     threads, _, _ = arch.block_dim()
     known = smem.allocate_tensor(Int8, cute.make_layout(warps * problem.world_size))
-    i = Int32(tid)
-    while i < warps * problem.world_size:
+    for i in cutlass.range(thread_id(), warps * problem.world_size, threads):
         known[i] = Int8(0)
-        i += threads
     return known
 
 
@@ -117,11 +116,10 @@ def clear_padding(
     lane = arch.lane_idx()
     bid, _, _ = arch.block_idx()
     first_local, end_local = local_experts(problem, ranks.rank)
-    e = bid
-    while e < end_local - first_local:
+    for e in cutlass.range(bid, end_local - first_local, blocks):
         count = ptx.ld_i32(segments.counts + Int64(e) * 4)
         end = ptx.ld_i32(segments.offs + Int64(e) * 4)
-        row = end - ((count + alignment - 1) // alignment * alignment - count)
+        row = end - (padded(count, alignment) - count)
         begin = row - count
         if const_expr(given):
             row, end = cutlass.max(row, 0), cutlass.min(end, to.num_rows)
@@ -129,4 +127,3 @@ def clear_padding(
         delivery.zero(to, row, end, lane, weights)
         if const_expr(delivery.tiles is not None):
             delivery.tiles.clear(to, e, begin, row - begin, end - begin)
-        e += blocks

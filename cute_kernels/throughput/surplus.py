@@ -14,6 +14,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..arrivals import lists
+from ..ids import thread_id
 from ..sync import Ranks
 
 
@@ -58,8 +59,7 @@ def takes_part(parts: Parts, number: Int32, of_copy: cutlass.Constexpr[float]) -
     """By a whole block, the `number`-th: whether it takes part. Only those that may not have to ask."""
     part = Boolean(True)
     if number >= parts.always:
-        tid, _, _ = arch.thread_idx()
-        if tid == 0:
+        if thread_id() == 0:
             count_parts(parts, of_copy)
         arch.sync_threads()
         part = number < parts.found[0]

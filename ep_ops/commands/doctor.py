@@ -144,7 +144,7 @@ def lack_across() -> str | None:
 
 def nvlink_domain() -> list[str]:
     """Of each GPU, and the domains of ranks with one process for each visible GPU."""
-    from ep_ops.group.topology import Fabric, divide, domain_name, fabric_of, gpu_facts, told
+    from ep_ops.group.topology import Fabric, describe, divide, domain_name, fabric_of, gpu_facts
 
     lines = []
     for index in range(gpu_count()):
@@ -154,7 +154,7 @@ def nvlink_domain() -> list[str]:
         return ["needs GPUs"]
     facts = [gpu_facts(torch.device("cuda", i)) for i in range(len(lines))]
     try:
-        where = told(facts, divide(facts, None))
+        where = describe(facts, divide(facts, None))
     except ValueError as error:
         where = str(error)
     return [*lines, f"with one process for each: {where}"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..config import Config
 from .exchange import Exchange
-from .topology import GpuFacts, choose_backend, choose_wire, divide, gpu_facts, pair_without_nvlink, told
+from .topology import GpuFacts, choose_backend, choose_wire, describe, divide, gpu_facts, pair_without_nvlink
 
 Lack = Callable[[Config], "str | None"]
 """What a rank lacks for the kernels of a communicator whose NVLink domains are known; None: nothing."""
@@ -27,7 +27,7 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
     differ, if domains have unequally many ranks, if "cute" was asked for and is out of reach for some, or if latency
     kernels were asked for and some ranks lack NVLink. A warning where "auto" leaves GPUs to the reference backend.
     """
-    words = _told_by_all(exchange, (own, problem, gpu_facts(exchange.device), unfit))
+    words = _gather_words(exchange, (own, problem, gpu_facts(exchange.device), unfit))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]
     if problems:
         raise ValueError("; ".join(problems))
@@ -84,14 +84,15 @@ def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | No
         return agreed, lack(agreed) or ""
     wire, why = choose_wire(facts, agreed.wire)
     agreed = dataclasses.replace(agreed, wire=wire)
-    lacks = _told_by_all(exchange, why or lack(agreed))
+    lacks = _gather_words(exchange, why or lack(agreed))
     for rank, text in enumerate(lacks):
         if text:
-            return agreed, f"{told(facts, agreed.domains)}; backend 'cute' cannot run across them: rank {rank}: {text}"
+            where = describe(facts, agreed.domains)
+            return agreed, f"{where}; backend 'cute' cannot run across them: rank {rank}: {text}"
     return agreed, ""
 
 
-def _told_by_all(exchange: Exchange, word: Any) -> list[Any]:
+def _gather_words(exchange: Exchange, word: Any) -> list[Any]:
     """What each rank says, by rank. Collective."""
     words: list[Any] = [word]
     if exchange.world_size > 1:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TEXT_BYTES = 1024
-"""The most that a rank tells the others in words."""
+"""The most bytes of a text that a rank sends to the others."""
 
 
 class Exchange:
@@ -54,8 +54,8 @@ class Exchange:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Of each rank the text, of which ``TEXT_BYTES`` bytes travel."""
-        told = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        texts = self.all_gather(torch.tensor(list(told), dtype=torch.uint8, device="cpu")).tolist()
+        encoded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        texts = self.all_gather(torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")).tolist()
         return [bytes(numbers).rstrip(b"\0").decode(errors="ignore") for numbers in texts]
 
     def raise_together(self, doing: str, error: Exception | None) -> None:
@@ -63,9 +63,9 @@ class Exchange:
         texts = self.all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        if told:
-            raise RuntimeError(f"{doing}: {'; '.join(told)}")
+        reasons = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if reasons:
+            raise RuntimeError(f"{doing}: {'; '.join(reasons)}")
 
     def barrier(self) -> None:
         """Return after every rank has come here."""

@@ -51,14 +51,14 @@ def meet(group: Any, name: str, number: int, seconds: float, failed: Callable[[]
         missing = list(range(dist.get_world_size(group)))
         store = store_of(group, number)
         store.set(_left(dist.get_rank(group)), "")
-        told = False
+        warned = False
         while missing:
             missing = [rank for rank in missing if not store.check([_left(rank)])]
             waited = time.monotonic() - start
             if not missing or waited > seconds or failed():
                 break
-            if waited > patience(seconds) and not told:
-                told = True
+            if waited > patience(seconds) and not warned:
+                warned = True
                 logger.warning(f"communicator {name!r}: destroy waits for ranks {missing}, {seconds:g} s at most")
             time.sleep(min(0.05, 0.001 + waited / 10))
     except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)

@@ -158,13 +158,13 @@ def divide(facts: Sequence[GpuFacts | None], domain_size: int | None) -> Domains
     if domain_size is None:
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"{told(facts, found)}; all domains must have the same number of ranks; domain_size={math.gcd(*sizes)}"
-                " divides them into equal ones"
+                f"{describe(facts, found)}; all domains must have the same number of ranks; "
+                f"domain_size={math.gcd(*sizes)} divides them into equal ones"
             )
         return found
     if any(size % domain_size for size in sizes):
         raise ValueError(
-            f"domain_size is {domain_size}; {told(facts, found)}, and it must divide the number of ranks of each"
+            f"domain_size is {domain_size}; {describe(facts, found)}, and it must divide the number of ranks of each"
         )
     return tuple(
         sorted(members[at : at + domain_size] for members in found for at in range(0, len(members), domain_size))
@@ -176,7 +176,7 @@ def rails_of(domains: Domains) -> Domains:
     return tuple(zip(*domains, strict=True))
 
 
-def told(facts: Sequence[GpuFacts | None], domains: Domains) -> str:
+def describe(facts: Sequence[GpuFacts | None], domains: Domains) -> str:
     """Says which ranks are in which NVLink domain."""
 
     def place(rank: int) -> str:

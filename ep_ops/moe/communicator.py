@@ -80,7 +80,7 @@ class MoECommunicator:
         if self.placement is not None:
             sizes = config.num_experts, comm.max_tokens_per_rank, comm.rank, comm.device
             self._map = ReplicaMap(self.placement, *sizes)
-        self._quant, self._few = config.quant, config.mode == "latency"
+        self._quant, self._latency = config.quant, config.mode == "latency"
         self._exact = config.capacity == EXACT
         self._operator = "dispatch_dynamic" if self._exact else "dispatch"
         self._splits = config.overlap and not self._exact
@@ -214,7 +214,7 @@ class MoECommunicator:
         if topk_ids is not None:
             reason = "topk_ids is given with previous_handle, whose route is known; allowed: None"
             self._reject(operator, reason, route.max_tokens)
-        if self._few:
+        if self._latency:
             reason = "previous_handle is given; mode 'latency' has no kernels for known routes; allowed: mode 'auto'"
             self._reject(operator, reason, route.max_tokens)
         given: dict[str, Any] = {"scales": how.scales, "format": how.format, "scales_as": how.scales_as}
@@ -239,7 +239,7 @@ class MoECommunicator:
 
     def _how(self, quant: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> Quant:
         if isinstance(quant, Quant):
-            problem = text_problem(quant) or (latency_problem(quant) if self._few else None)
+            problem = text_problem(quant) or (latency_problem(quant) if self._latency else None)
         else:
             problem = f"quant is {quant!r}; allowed: None, or an ep_ops.moe.Quant"
         if problem is not None:

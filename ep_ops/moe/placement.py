@@ -50,12 +50,12 @@ def agree(exchange: Exchange, placement: Sequence[int] | None, problem: str | No
     if problem:
         exchange.all_gather_text(f"!{problem}")
         raise ValueError(problem)
-    told = exchange.all_gather_text(f"{zlib.crc32(repr(placement and tuple(placement)).encode())}")
-    refusals = [f"rejected by rank {rank}: {text[1:]}" for rank, text in enumerate(told) if text.startswith("!")]
+    texts = exchange.all_gather_text(f"{zlib.crc32(repr(placement and tuple(placement)).encode())}")
+    refusals = [f"rejected by rank {rank}: {text[1:]}" for rank, text in enumerate(texts) if text.startswith("!")]
     if refusals:
         raise ValueError("; ".join(refusals))
-    if len(set(told)) > 1:
-        raise ValueError(f"ranks disagree on placement: its checksums are {', '.join(told)} by rank")
+    if len(set(texts)) > 1:
+        raise ValueError(f"ranks disagree on placement: its checksums are {', '.join(texts)} by rank")
 
 
 class ReplicaMap:

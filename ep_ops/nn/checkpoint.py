@@ -40,7 +40,7 @@ def load_experts(
     inner, hidden = experts.w_out.shape[1:]
     with torch.no_grad():
         for expert, local, part in local_parts(experts.w_in):
-            halves = [matrix(expert, name, (inner, hidden)) for name in (gate, up)]
-            local.copy_(torch.cat(halves, dim=1)[part])
+            matrices = [matrix(expert, name, (inner, hidden)) for name in (gate, up)]
+            local.copy_(torch.cat(matrices, dim=1)[part])
         for expert, local, part in local_parts(experts.w_out):
             local.copy_(matrix(expert, down, (hidden, inner))[part])

@@ -63,7 +63,7 @@ def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: S
         free.grad_dtype = None
 
 
-def _sent_back(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _outgoing_grads(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Of the gradients of a dispatch's outputs: those of rows and of weights, and the route."""
     grad_x, _scales, grad_weights, *_ = grads
     route = ctx.saved_tensors
@@ -78,7 +78,7 @@ def _sent_back(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[
 
 
 def _dispatch_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    home_x, home_weights = call("dispatch_backward", *_sent_back(ctx, asked, grads), *ctx.along)
+    home_x, home_weights = call("dispatch_backward", *_outgoing_grads(ctx, asked, grads), *ctx.along)
     return {"x": home_x if asked.x else None, "topk_weights": home_weights if asked.topk_weights else None}
 
 
@@ -134,7 +134,7 @@ def _save_dispatch_wait(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]
 
 
 def _dispatch_wait_backward(ctx: Any, asked: Any, *grads: Tensor | None) -> dict[str, Tensor | None]:
-    return _started("dispatch_backward_start", _sent_back(ctx, asked, grads), *ctx.along, ctx.flight)
+    return _started("dispatch_backward_start", _outgoing_grads(ctx, asked, grads), *ctx.along, ctx.flight)
 
 
 def _save_dispatch_start(ctx: Any, a: Any, asked: Any, ticket: Tensor) -> None:

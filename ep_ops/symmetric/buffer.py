@@ -28,17 +28,17 @@ class SymmetricBuffer:
             raise RuntimeError(f"the symmetric memory of rank {rank} is not mapped: it is in another NVLink domain")
         from cuda.bindings import driver
 
-        told = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         device = self.local.device
         with torch.cuda.device(device):
             stream = torch.cuda.Stream(device)
             (error,) = driver.cuMemcpyDtoHAsync(
-                told.data_ptr(), self.addresses[rank] + first, nbytes, stream.cuda_stream
+                copied.data_ptr(), self.addresses[rank] + first, nbytes, stream.cuda_stream
             )
             if int(error) != 0:
                 raise RuntimeError(f"reading the symmetric memory of rank {rank} failed: {error}")
             stream.synchronize()
-        return bytes(told.tolist())
+        return bytes(copied.tolist())
 
     def free(self) -> None:
         """Give the memory back; no rank may touch it any more (barrier first). Calling it again does nothing."""

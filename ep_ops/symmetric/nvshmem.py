@@ -155,8 +155,8 @@ def _initialize(exchange: Exchange) -> None:
     if exchange.rank == 0:
         bindings.get_uniqueid(unique.ptr)
     own = torch.tensor(list(ctypes.string_at(unique.ptr, UNIQUE_ID_BYTES)), dtype=torch.uint8, device="cpu")
-    told = bytes(exchange.all_gather(own)[0].tolist())
-    ctypes.memmove(unique.ptr, told, UNIQUE_ID_BYTES)
+    received = bytes(exchange.all_gather(own)[0].tolist())
+    ctypes.memmove(unique.ptr, received, UNIQUE_ID_BYTES)
     attributes = bindings.InitAttr()
     bindings.set_attr_uniqueid_args(exchange.rank, exchange.world_size, unique.ptr, attributes.ptr)
     bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)

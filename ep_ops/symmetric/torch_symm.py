@@ -16,8 +16,9 @@ from .rendezvous import meet
 def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
     """See :func:`ep_ops.symmetric.allocate`."""
     exchange = Exchange(group, device)
-    told = exchange.all_gather(torch.tensor([nbytes, secrets.randbits(62)], dtype=torch.int64, device="cpu")).tolist()
-    sizes = [size for size, _ in told]
+    own = torch.tensor([nbytes, secrets.randbits(62)], dtype=torch.int64, device="cpu")
+    gathered = exchange.all_gather(own).tolist()
+    sizes = [size for size, _ in gathered]
     if len(set(sizes)) > 1:
         raise ValueError(f"ranks ask for different sizes of symmetric memory: {sizes} bytes by rank")
     with torch.cuda.device(device):
@@ -28,7 +29,7 @@ def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
             error = caught
         exchange.raise_together(f"allocating {nbytes} bytes of symmetric memory", error)  # who lacks it meets nobody
         assert memory is not None
-        handle = meet(memory, group, told[0][1])
+        handle = meet(memory, group, gathered[0][1])
         memory.zero_()
         torch.cuda.synchronize(device)
     bases = [int(base) for base in handle.buffer_ptrs]

@@ -41,7 +41,7 @@ def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
     words = [(own, None, None, "dtype is not one of them" if rank == unfit else None) for rank in range(2)]
     exchange: Any = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"))
     with (
-        mock.patch.object(agreement, "_told_by_all", lambda exchange, word: words),
+        mock.patch.object(agreement, "_gather_words", lambda exchange, word: words),
         mock.patch.object(agreement, "choose_backend", lambda facts: ("cute", "")),
         mock.patch.object(agreement, "divide", lambda facts, size: ((0, 1),)),
     ):

@@ -22,13 +22,13 @@ from ep_ops.group.topology import (
     GpuFacts,
     choose_backend,
     choose_wire,
+    describe,
     divide,
     fabric_of,
     gpu_facts,
     no_nvlink,
     pair_without_nvlink,
     rails_of,
-    told,
 )  # fmt: skip
 
 RACK, OTHER = Fabric("c0ffee", 1), Fabric("c0ffee", 2)
@@ -73,7 +73,7 @@ APART = [
 
 @pytest.mark.parametrize(("given", "where"), APART)
 def test_wire_between_found_domains(given: list[GpuFacts], where: str) -> None:
-    assert told(given, divide(given, None)) == where
+    assert describe(given, divide(given, None)) == where
     for asked in ("auto", "nvshmem"):
         assert choose_wire(given, asked) == ("nvshmem", None)
     assert choose_wire(given, "nvlink")[1] == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from . import arch, machine, network, numbers, ptx
@@ -39,6 +40,11 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
+def counted(*bounds: int) -> Iterator[numbers.Fixed]:
+    """The numbers of a loop at run time."""
+    return map(numbers.Int32, range(*bounds))
+
+
 def registers(shape: tuple[int, ...], kind: Any) -> Registers:
     """They hold whatever they held before."""
     number = machine.draw.getrandbits(31)
@@ -65,8 +71,8 @@ def install() -> None:
     )  # fmt: skip
     kinds = {name: getattr(numbers, name) for name in KINDS}
     _module(
-        "cutlass", cute=cute, const_expr=as_it_is, range_constexpr=range, Constexpr=Constexpr, min=numbers.smaller,
-        max=numbers.larger, memory=types.SimpleNamespace(SmemAllocator=Allocator), **kinds,
+        "cutlass", cute=cute, const_expr=as_it_is, range_constexpr=range, range=counted, Constexpr=Constexpr,
+        min=numbers.smaller, max=numbers.larger, memory=types.SimpleNamespace(SmemAllocator=Allocator), **kinds,
     )  # fmt: skip
     _module("cutlass.cute.runtime", make_fake_stream=lambda: None, load_module=None)
     driver = _module("cuda.bindings.driver", CUstream=object)

@@ -54,7 +54,7 @@ MUTATIONS = {
         '                ptx.st_release_sys(ranks.own + 17 * 8',
     ),
     "sent": Mutation(
-        "latency_across_refused", OPERATION, 'expected += number_in(await_word_of(ranks, "put_counts", rank))',
+        "latency_across_refused", OPERATION, 'expected += number_in(await_word_of(ranks, "put_counts", source))',
         "expected += Int64(0)",
     ),
     "come": Mutation(
@@ -133,7 +133,7 @@ MUTATIONS = {
     ),
     "settle, few tokens": Mutation("latency_across_refused", FAR, "    operation.end_refused(ranks)\n", ""),
     "few, lines arrived": Mutation(
-        "latency_tokens", DISPATCH, "            waiting = missing\n", "            waiting = Int32(0)\n"
+        "latency_tokens", "latency/packets.py", "        waiting = missing\n", "        waiting = Int32(0)\n"
     ),
     "few, copies counted": Mutation(
         "latency_tokens_many", PLACE, "    arch.sync_threads()\n    found = Int32(0)\n", "    found = Int32(0)\n"
@@ -155,8 +155,8 @@ MUTATIONS = {
     ),
     "few, rows behind the last": Mutation(
         "given_few", "latency/combine_sender.py",
-        "                if row >= args.num_rows:\n                    row = Int32(-1)\n                packet = (item",
-        "                packet = (item",
+        "                if row >= args.num_rows:\n                    row = Int32(-1)\n                send(",
+        "                send(",
     ),
     "few, rows behind the last, of own tokens": Mutation(
         "given_few", COMBINE, "            if row >= args.num_rows:\n                row = Int32(-1)\n            own",

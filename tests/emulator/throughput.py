@@ -57,7 +57,7 @@ class Steps:
         """Arguments that are not given are those of the route, or the rank's tensor of that name."""
         case = self.truth.case
         usual = {
-            "scales": 0, "recv_scales": 0, "zeros": 1, **self.at[rank],
+            "scales": 0, "recv_scales": 0, "recv_idx": 0, "zeros": 1, **self.at[rank],
             "ranks": self.ranks.args(rank, terms), "tokens": case.topk_idx[rank].shape[0],
             "max_tokens": case.max_tokens, "capacity": case.capacity[rank], "num_rows": case.capacity[rank],
             "alignment": case.alignment, "slots": case.slots[rank], "expected": 2, "dealt": 2, "joining": self.joining,

@@ -56,13 +56,13 @@ def test_waits_of_an_operation_that_is_over_do_not_count() -> None:
 
 
 def test_what_people_read() -> None:
-    line = history.told(
+    line = history.describe(
         3, history.operations(noted((5, "combine", 10**9, 10**9 + 12345, 0), (6, "plan", 2 * 10**9, 0, 0)))
     )
     assert line.startswith("rank 3, last first: 6 ep::plan (max_tokens 64) begun at ")
     assert ", has not seen all ranks in it; 5 ep::combine (max_tokens 64) begun at " in line
     assert line.endswith(", has seen all ranks in it 12 us later")
-    assert history.told(0, []) == "rank 0, last first: nothing"
+    assert history.describe(0, []) == "rank 0, last first: nothing"
 
 
 def begun(*numbers: int) -> bytes:
@@ -75,11 +75,11 @@ def test_ranks_that_have_not_begun_are_named() -> None:
     memory = noted(*((number, "dispatch", number * 10**9, 0, 0) for number in (4, 5, 6)))
     found = history.operations(memory, b"", (begun(6, 4, 6, 0), begun(5, 7, 3, 5)))
     assert [(one.number, one.unseen) for one in found] == [(6, (1, 3)), (5, (2,)), (4, ())]
-    ends = [line.split(", ")[-1] for line in history.told(0, found[1:]).split("; ")]
+    ends = [line.split(", ")[-1] for line in history.describe(0, found[1:]).split("; ")]
     assert ends == ["has not seen rank 2 in it", "has not seen all ranks in it"]
-    assert history.told(0, found).split("; ")[0].endswith(", has not seen ranks 1, 3 in it")
+    assert history.describe(0, found).split("; ")[0].endswith(", has not seen ranks 1, 3 in it")
     many = history.operations(memory, b"", (begun(*[6] * 3, *[4] * 11), begun()))
-    line = history.told(0, many).split("; ")[0]
+    line = history.describe(0, many).split("; ")[0]
     assert line.endswith(", has not seen ranks 3, 4, 5, 6, 7, 8, 9, 10 and 3 more in it")
 
 
@@ -152,7 +152,7 @@ def test_whoever_runs_nothing_hears_of_a_failure(
     told: list[tuple[int, int]] = []
     made: Any = object.__new__(Failures)
     made._across, made._rank = across, 3
-    made.report = SimpleNamespace(pending=lambda: False, tell=lambda rank, epoch: told.append((rank, epoch)))
+    made.report = SimpleNamespace(pending=lambda: False, fail_by_peer=lambda rank, epoch: told.append((rank, epoch)))
     made._read = lambda first, nbytes: struct.pack("<2q", 17, failed)
     made._heard = lambda epoch: (alarm, ())
     made.listen()

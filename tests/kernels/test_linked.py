@@ -37,7 +37,7 @@ def test_kept_and_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert path.stem == jit.object_name(kernel, ARCH)
     assert b"nvshmemi_device_state_d" in path.read_bytes() and b"ep_alarm" in path.read_bytes()
     monkeypatch.setattr(jit, "compile_kernel", lambda *args, **more: pytest.fail("compiled once more"))
-    with pytest.raises(ValueError, match="RaiseAlarm is linked with .*, which has to be told of it"):
+    with pytest.raises(ValueError, match="RaiseAlarm is linked with .*, which needs its handle"):
         jit.get(kernel, ARCH, lambda: False)
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(jit, "LinkedFunction", lambda *given: made.append(given) or made)

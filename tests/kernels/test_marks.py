@@ -104,7 +104,7 @@ def test_told():
     made = object.__new__(Report)
     made._timeout, made._heard = 2.0, lambda epoch: (word, ())
     made._words = [1, sync.PEER_FAILED, 0, 0, 0, 0, mark(7, "combine", 64) | -(1 << 63), 0] + [0] * 56
-    assert made.told()
+    assert made.failed_by_peer()
     assert made.failed() == (
         "rank 0, in ep::combine (operation 7 of this communicator), stopped because rank 1023 waited 2 s for rank 3"
         " (token flag, token 33554431)"
@@ -131,8 +131,8 @@ def test_told_before_anything_was_begun():
     told = sync.TIMEOUT | 3 << 7 | 1 << 7 + marks.RANK_BITS
     made._timeout, made._heard = 2.0, lambda epoch: (told, ())
     made._words = [0] * 64
-    made.tell(1, 9)
-    assert made.pending() and made.told()
+    made.fail_by_peer(1, 9)
+    assert made.pending() and made.failed_by_peer()
     assert made.failed() == (
         "rank 1, which has not begun operation 9 of this communicator, stopped because rank 3 waited 2 s for rank 1"
         " (hello flag)"
@@ -198,7 +198,7 @@ def test_watch(caplog):
 def test_refusal():
     """Whoever sees it first or last in an operation, the host is told once, and of the next one again."""
     made = object.__new__(Report)
-    made._told = 0
+    made._reported = 0
     for epoch in (7, 8):
         own, refusal = mark(epoch, "dispatch", 64), epoch << marks.SHIFT | marks.pack_refusal(3)
         record = [1, sync.REFUSAL, 0, 0, 1, 5, own, refusal]
@@ -213,7 +213,7 @@ def test_refusal():
 def test_refusal_in_rounds():
     """Of an operation that takes several epochs the host is told once, whichever it sees."""
     made = object.__new__(Report)
-    made._told = 0
+    made._reported = 0
     most = MOST_RANKS_ACROSS - 1
     for first, seen in ((7, (7, 8, 71)), (72, (74, 72))):
         for number, epoch in enumerate(seen):

@@ -131,7 +131,7 @@ def test_a_dynamic_dispatch_that_is_refused(
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     failures.report = report = object.__new__(Report)
-    report._told, report._words = 0, [0] * 64  # type: ignore[assignment]
+    report._reported, report._words = 0, [0] * 64  # type: ignore[assignment]
     plan = Placed(idx, torch.zeros(4 * 336 + 6, dtype=torch.int32), *[idx.new_zeros(3)] * 3, idx)
 
     def planned(*_: Any) -> Any:

@@ -368,8 +368,8 @@ class CuteBackend:
             return
         self._flights.follow()
         text = torch.frombuffer(bytearray(pack_reason(reason, turns)), dtype=torch.uint8).to(self._device)
-        few = max(0, self._latency_tokens) if self._across else 0
-        refuse = self._launcher.get(Refuse, few)
+        tokens = max(0, self._latency_tokens) if self._across else 0
+        refuse = self._launcher.get(Refuse, tokens)
         for turn in range(first, turns):
             refuse(marks.pack_refusal(self._rank, turn), text=text, blocks=1)
 
@@ -414,9 +414,9 @@ class CuteBackend:
         rows = config.alignment
         # Latency kernels, throughput kernels, those that go in rounds.
         bounds = sorted({1, self._problem.max_tokens, config.max_tokens_per_rank})
-        plain, few = Delivery(), Sizes(rows, rows, 0, bounds[0])
+        plain, fewest = Delivery(), Sizes(rows, rows, 0, bounds[0])
         for layout in (GROUPED, TOKEN_MAJOR):
-            every = [few._replace(max_tokens=bound, layout=layout) for bound in bounds]
+            every = [fewest._replace(max_tokens=bound, layout=layout) for bound in bounds]
             if layout == TOKEN_MAJOR:
                 every = [sizes._replace(alignment=1) for sizes in every]
             self.plan(topk_idx, every[0])

@@ -68,7 +68,7 @@ class Failures:
             return
         epoch, failed = struct.unpack("<2q", self._read(EPOCH * 8, 16))
         if failed == FAILED_BY_PEER or (self._across and self._heard(epoch)[0] != 0):
-            self.report.tell(self._rank, epoch)
+            self.report.fail_by_peer(self._rank, epoch)
 
     def check(self, failures_alone: bool = False) -> None:
         """Raises what was reported: RuntimeError for a failure, ValueError for what was refused, here or elsewhere.
@@ -173,7 +173,7 @@ class Failures:
 
     def on_failure(self, text: str) -> None:
         """Tells the other ranks, unless they have told this one, and calls back."""
-        if not self.report.told():
+        if not self.report.failed_by_peer():
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
                 self._alarm("")
         for callback in self.callbacks:
@@ -196,7 +196,7 @@ class Failures:
             ranks = () if self.broken else self.report.concerned()
         for rank in ranks:
             with contextlib.suppress(RuntimeError):  # or that rank's memory is not mapped
-                lines += f"\n{history.told(rank, self.last_operations(rank))}"
+                lines += f"\n{history.describe(rank, self.last_operations(rank))}"
             lines += self._elsewhere(rank)
         return lines
 
@@ -219,8 +219,8 @@ class Failures:
     def _reason(self, peer: int, epoch: int) -> tuple[str, int]:
         """What a rank that refuses, or gives up, in an operation has left here: `pack_reason`."""
         first = self._heap.offset["reason"] + epoch % 2 * self._heap.distance["reason"] + peer * REASON_BYTES
-        told = self._read(first, REASON_BYTES)
-        return told[:-1].rstrip(b"\0").decode(errors="ignore"), told[-1]
+        held = self._read(first, REASON_BYTES)
+        return held[:-1].rstrip(b"\0").decode(errors="ignore"), held[-1]
 
     def _heard(self, epoch: int) -> tuple[int, Sequence[int]]:
         """The alarm, and the marks with which ranks have begun an operation."""

@@ -42,7 +42,7 @@ def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = ())
 def _unseen(hellos: bytes, number: int) -> tuple[int, ...]:
     """Ranks that have not begun operation `number`: their marks are of operations before it."""
     found = struct.unpack(f"<{len(hellos) // 8}q", hellos)
-    return tuple(rank for rank, mark in enumerate(found) if marks.unpack(mark)[0] < number)
+    return tuple(rank for rank, mark in enumerate(found) if marks.epoch_in(mark) < number)
 
 
 def _seconds(word: int, use: int) -> float:
@@ -51,7 +51,7 @@ def _seconds(word: int, use: int) -> float:
     return ((word & (1 << WAIT_BITS) - 1) << WAIT_UNIT) * 1e-9 if word >> WAIT_BITS == use else 0.0
 
 
-def told(rank: int, noted: Iterable[Operation]) -> str:
+def describe(rank: int, noted: Iterable[Operation]) -> str:
     """A line about a rank, for people."""
     lines = [_of_one(operation) for operation in list(noted)[:TOLD]]
     return f"rank {rank}, last first: {'; '.join(lines) or 'nothing'}"

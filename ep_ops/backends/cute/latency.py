@@ -20,7 +20,7 @@ from .launcher import Launch, Launcher, Plans
 from .outputs import Outputs
 from .row_format import RowFormat, row_format
 
-FEW_TOKENS = 16
+SMALL_BATCH_TOKENS = 16
 """A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
 receive."""
 
@@ -79,7 +79,7 @@ class LatencyPath:
         """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store a row several
         times."""
         sms = self._multiprocessors
-        senders = 0 if self._alone else sms * 3 // 10 if max_tokens < FEW_TOKENS else sms * 2 // 11
+        senders = 0 if self._alone else sms * 3 // 10 if max_tokens < SMALL_BATCH_TOKENS else sms * 2 // 11
         if not receive:  # leaves the rest to what runs beside it
             return senders, 0, max(senders, 1)
         return self.deal or self._with_puts(senders, self._far + self._far_rows * max_tokens, send)

@@ -47,7 +47,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> N
 def expert_lists(local_idx: Tensor, experts: int, alignment: int, made: tuple[Tensor, ...]) -> None:
     """`made`: rows, flat, places, offs, counts, dropped."""
     entries, length = local_idx.numel(), made[0].shape[0]
-    blocks = _few(max(entries, length), local_idx.device)
+    blocks = _blocks_for(max(entries, length), local_idx.device)
     numbers = entries, local_idx.shape[1], length, alignment
     _run(ExpertLists(experts), blocks, local_idx.device, (local_idx, *made), *numbers)
 
@@ -57,12 +57,12 @@ def places_route(
 ) -> None:
     """`given`: topk_idx, send_rows, arrivals, places; `made`: the arrivals and send_rows of places."""
     topk_idx, _, _, places = given
-    blocks = _few(max(topk_idx.numel(), places.numel()), places.device)
+    blocks = _blocks_for(max(topk_idx.numel(), places.numel()), places.device)
     numbers = places.shape[0], num_places, topk_idx.shape[0], topk_idx.shape[1], ranks, rank, each
     _run(PlacesRoute(), blocks, places.device, (*given, *made), *numbers)
 
 
-def _few(entries: int, device: torch.device) -> int:
+def _blocks_for(entries: int, device: torch.device) -> int:
     """Blocks of which each has two steps of a warp to go through, as far as there are multiprocessors."""
     return max(1, min(-(-entries // 64), _multiprocessors(device.index)))
 

@@ -35,7 +35,7 @@ class Report:
         self._num_experts = num_experts
         self._timeout = timeout
         self._heard, self._reason = heard, reason
-        self._told = 0  # epoch of the last refusal, of its first turn
+        self._reported = 0  # epoch of the last refusal, of its first turn
         self._memory = torch.zeros(_ALL, dtype=torch.int64, device="cpu", pin_memory=True)
         self.address = self._memory.data_ptr()
         self._words = (ctypes.c_int64 * _ALL).from_address(self.address)
@@ -45,9 +45,8 @@ class Report:
         words = self._words
         return words[_FAILED] != 0 or words[_REFUSED] != 0 or words[_REFUSAL] != 0
 
-    def _record(self, first: int) -> list[int]:
-        """Done mark, reason, flag, rank, peer, detail, expected mark, seen. Read when the done mark is there."""
-        return self._words[first : first + 8]
+    def _record(self, first: int) -> sync.Record:
+        return sync.Record(*self._words[first : first + len(sync.Record._fields)])
 
     def failed(self) -> str | None:
         """Text of the wait that failed; the communicator cannot be used after it."""
@@ -59,7 +58,7 @@ class Report:
         if reason == sync.PEER_FAILED and flag == _NOT_BEGUN:
             doing = failure_text.before_operation(rank, epoch)
         if reason == sync.PEER_FAILED:
-            return failure_text.stopped(doing, self._told_of(epoch))
+            return failure_text.stopped(doing, self._cause(epoch))
         if reason == sync.HALF:
             return f"{doing}, has launched only a part of the operation"
         if reason == sync.MISMATCH:
@@ -73,17 +72,18 @@ class Report:
 
     def timed_out(self) -> bool:
         """Whether a wait of this rank has reached its deadline."""
-        return self._words[_FAILED] != 0 and self._words[_FAILED + 1] == sync.TIMEOUT
+        record = self._record(_FAILED)
+        return record.done != 0 and record.reason == sync.TIMEOUT
 
     def concerned(self) -> tuple[int, ...]:
         """Who waited for whom, where a wait has failed."""
-        _, reason, _, rank, peer, _, expected, _ = self._record(_FAILED)
-        if reason == sync.PEER_FAILED:
-            alarm = marks.unpack_alarm(self._heard(marks.unpack(expected)[0])[0])
-            return tuple(dict.fromkeys((rank, alarm.rank, alarm.peer)))
-        return tuple(dict.fromkeys((rank, peer)))
+        record = self._record(_FAILED)
+        if record.reason == sync.PEER_FAILED:
+            alarm = marks.unpack_alarm(self._heard(marks.epoch_in(record.mark))[0])
+            return tuple(dict.fromkeys((record.rank, alarm.rank, alarm.peer)))
+        return tuple(dict.fromkeys((record.rank, record.peer)))
 
-    def _told_of(self, epoch: int) -> str:
+    def _cause(self, epoch: int) -> str:
         word, begun = self._heard(epoch)
         alarm = marks.unpack_alarm(word)
         if alarm.reason == sync.MISMATCH:
@@ -97,32 +97,34 @@ class Report:
         return f"rank {alarm.rank} {failure_text.waited(whom, self._timeout)}"
 
     def _met(self, epoch: int, begun: Sequence[int], alarm: marks.Alarm) -> str:
-        """On what those two disagree: in the operation in which this rank was told, or in the next one, which they may
-        have begun already."""
+        """On what those two disagree: in the operation in which their alarm reached this rank, or in the next one,
+        which they may have begun already."""
         for met in (begun, self._heard(epoch + 1)[1]):
             own, other = (marks.unpack(met[rank]) for rank in (alarm.rank, alarm.peer))
             if own[0] == other[0] and own[1] != other[1]:
                 return _disagreement(own[1], other[1])
         return " in another call: all ranks must call the same operators with the same arguments"
 
-    def tell(self, rank: int, epoch: int) -> None:
-        """Writes what a kernel would: that another rank has told this one, which has not begun operation `epoch`."""
-        self._words[_FAILED + 1 : _FAILED + 8] = [sync.PEER_FAILED, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0]
+    def fail_by_peer(self, rank: int, epoch: int) -> None:
+        """Write the record that a kernel would: another rank raised its alarm here before operation `epoch` began."""
+        record = sync.Record(1, sync.PEER_FAILED, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0)
+        self._words[_FAILED + 1 : _FAILED + len(record)] = list(record[1:])
         self._words[_FAILED] = 1
 
-    def told(self) -> bool:
-        """Whether the wait failed because another rank had given up, who has told all."""
-        return self._words[_FAILED + 1] == sync.PEER_FAILED
+    def failed_by_peer(self) -> bool:
+        """Whether the wait failed because another rank had raised its alarm."""
+        return self._record(_FAILED).reason == sync.PEER_FAILED
 
     def waiting(self, communicator: str) -> str | None:
         """Return the warning about a wait that lasts long, once for each operation."""
         if self._words[_LATE] == 0:
             return None
-        _, _, flag, rank, peer, _, expected, _ = self._record(_LATE)
+        record = self._record(_LATE)
         self._words[_LATE] = 0
-        epoch, own = marks.unpack(expected)
-        doing = failure_text.in_operation(rank, own.kind, epoch)
-        return failure_text.still_waits(communicator, doing, f"rank {peer} ({sync.FLAGS[flag]} flag)", self._timeout)
+        epoch, own = marks.unpack(record.mark)
+        doing = failure_text.in_operation(record.rank, own.kind, epoch)
+        whom = f"rank {record.peer} ({sync.FLAGS[record.flag]} flag)"
+        return failure_text.still_waits(communicator, doing, whom, self._timeout)
 
     def refused(self) -> str | None:
         """Text of the first expert id or row out of range since the last call; forgets it."""
@@ -152,21 +154,20 @@ class Report:
         """The epoch of the operation that :meth:`refusal` would tell of."""
         if self._words[_REFUSAL] == 0:
             return None
-        *_, own, _ = self._record(_REFUSAL)
-        return marks.unpack(own)[0]
+        return marks.epoch_in(self._record(_REFUSAL).mark)
 
     def refusal(self) -> tuple[int, int, str, marks.Terms] | None:
         """Of an operation that another rank refused since the last call, which is forgotten: that rank, the epoch,
         text that says what this rank was doing, and with which terms."""
         if self._words[_REFUSAL] == 0:
             return None
-        *_, own, refusal = self._record(_REFUSAL)
+        record = self._record(_REFUSAL)
         self._words[_REFUSAL] = 0
-        epoch, terms = marks.unpack(own)
-        rank, turn = marks.unpack_refusal(marks.unpack(refusal)[1])
-        if epoch - turn == self._told:  # by another warp, or in a later turn, since the host looked
+        epoch, terms = marks.unpack(record.mark)
+        rank, turn = marks.unpack_refusal(marks.unpack(record.seen)[1])
+        if epoch - turn == self._reported:  # by another warp, or in a later turn, since the host looked
             return None
-        self._told = epoch - turn
+        self._reported = epoch - turn
         return rank, epoch, f"ep::{terms.kind} (operation {epoch})", terms
 
 
@@ -187,4 +188,4 @@ def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
 
 
 _GIVEN = ("weights (or their gradients)", "rows", "a residual")
-"""What `scalars`, `rows` and `few` of the terms tell of calls that are alike in all else."""
+"""What `scalars`, `rows` and `latency` of the terms mean where calls are alike in all else."""

@@ -78,11 +78,6 @@ def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
     return Route(*along, sizes.alignment, sizes.capacity, sizes.max_tokens, None, sizes.slots, sizes.layout)
 
 
-def _ids(placed: Placed, token_major: bool) -> dict[str, Tensor]:
-    """The argument of the kernels of token-major rows that others do not have."""
-    return {"recv_idx": placed.recv_idx} if token_major else {}
-
-
 _new = tuple.__new__  # makes records in a third of the time
 _ALL = slice(None)
 
@@ -122,14 +117,14 @@ class ThroughputPath:
         blocks = self.sms.publishing(variant, 0)
         if token_major:
             blocks += bool(self._problem.domains)  # local ids are relayed
-        publish, ids = self._kernel(PublishTokens if token_major else Publish, *variant), _ids(placed, token_major)
+        publish = self._kernel(PublishTokens if token_major else Publish, *variant)
         with self._course:
             publish(
                 terms,
                 topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
                 counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
                 capacity=sizes.capacity, num_rows=num_rows, alignment=sizes.alignment, slots=sizes.slots,
-                blocks=blocks, **ids,
+                blocks=blocks, recv_idx=placed.recv_idx,
             )  # fmt: skip
 
     def rounds(self, max_tokens: int) -> int:
@@ -173,12 +168,12 @@ class ThroughputPath:
             return _new(DispatchTensors, (*received, *placed))
         key = sizes, how, weighted, x.shape[0], self.sms.budget.asked
         publish, pulls = self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))
-        send_rows, arrived, offs, counts, dropped, _ = placed
+        send_rows, arrived, offs, counts, dropped, recv_idx = placed
         with self._course:
             publish(
                 x=x, scales=delivery.scales, topk_idx=topk_idx, topk_weights=topk_weights, send_rows=send_rows,
                 arrivals=arrived, offs=offs, counts=counts, dropped=dropped, recv_weights=recv_weights,
-                **_ids(placed, token_major),
+                recv_idx=recv_idx,
             )  # fmt: skip
             for pull in pulls:
                 pull(
