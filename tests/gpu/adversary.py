@@ -30,6 +30,7 @@ from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops import config
 from ep_ops.backends.cute import backend, launcher, sizing
+from ep_ops.backends.cute.course import Course
 
 NAME = "adversary"
 DEPTH, COURIERS = 64, 2
@@ -136,9 +137,9 @@ class Launcher(launcher.Launcher):
 
     def __init__(
         self, problem: Any, heap: Any, multiprocessors: int, rest: tuple[int, int, int],
-        stream: Callable[[int], int] | None = None,
+        stream: Callable[[int], int] | None = None, course: Course | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(problem, heap, multiprocessors, rest, stream)
+        super().__init__(problem, heap, multiprocessors, rest, stream, course)
         self.mail: Mail | None = None
         if isinstance(problem.wire, Adversary):
             if not hasattr(heap, "mail"):
@@ -186,10 +187,12 @@ class Launcher(launcher.Launcher):
     def get(self, kernel: Any, *variant: Any) -> Any:
         launch = super().get(kernel, *variant)
         mail = self.mail
-        if mail is None or mail not in _awake or kernel in LATER:
+        if mail is None or kernel in LATER:
             return launch
 
         def launched(terms: int, **given: Any) -> None:
+            if mail not in _awake:  # launches are kept from before
+                return launch(terms, **given)
             with torch.cuda.device(self.device):
                 stream = self.stream_of(self._stream(self.device.index))
                 if kernel is RaiseAlarm:  # no operation: what it has put is delivered behind it
