@@ -1,17 +1,17 @@
-# Two commands matter: `make demo` and `make test`. Both make what they need, on a machine with or without a GPU.
+# `make demo` and `make test` create what they need, on a machine with or without a GPU.
 #
-# By default everything runs in .venv, made on demand. Where there are GPUs and python3 has a torch for CUDA, .venv uses
-# that torch (outer.pth: python3 may be of a virtual environment itself); otherwise it gets torch $(TORCH). To use an
-# interpreter that has everything already (where no package index is reached, say), name it: `make test PYTHON=python3`.
+# By default everything runs in .venv, which is created on demand. If there are GPUs and python3 has torch for CUDA, .venv
+# uses that torch (outer.pth, because python3 may be part of a virtual environment); otherwise it gets torch $(TORCH). To
+# use an interpreter that has all packages, for example without a package index: `make test PYTHON=python3`.
 
 SHELL := /bin/bash
 TORCH ?= 2.13.0
-# Wheels of torch without CUDA, for machines without GPUs. Not used where it does not answer within 5 seconds.
+# Wheels of torch without CUDA, for machines without GPUs. Not used if it does not answer within 5 seconds.
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-# Of its wheel only the device library is used, with which kernels are compiled; pip may say that torch wants another one.
+# Kernels are compiled with the device library of its wheel. pip may report that torch needs another version.
 NVSHMEM ?= 3.7.2
 
-# Every process would compile what it imports anew, torch with it: seconds each, and tests start hundreds.
+# Otherwise each of the hundreds of processes that tests start would compile torch's modules again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
@@ -28,10 +28,10 @@ endif
 help:
 	@echo "make demo       train a small MoE on all GPUs, or on two CPU processes, and check it against a dense model"
 	@echo "make test       the tests that need no GPU (and what a GPU adds, where there is one)"
-	@echo "make gpu-test   tests/gpu under torchrun with 1 to 16 ranks and a part with up to 72, which share GPUs if need be, then both demos"
+	@echo "make gpu-test   tests/gpu under torchrun with 1 to 16 ranks and some with up to 72, which may share GPUs, then both demos"
 	@echo "make bench      throughput and latency of dispatch and combine on all visible GPUs"
-	@echo "make lint       ruff;  make format: let ruff rewrite;  make typecheck: mypy"
-	@echo "make docs       the documentation as a site, in build/site; a link that leads nowhere is an error"
+	@echo "make lint       ruff and codespell;  make format: let ruff rewrite;  make typecheck: mypy"
+	@echo "make docs       the documentation as a site, in build/site; a broken link is an error"
 	@echo "make clean      remove .venv and the tools' caches"
 
 $(READY): pyproject.toml Makefile
@@ -58,14 +58,14 @@ $(READY): pyproject.toml Makefile
 demo: $(NEEDS)
 	$(PYTHON) -m ep_ops demo $(ARGS)
 
-# Two runs, since tests/gpu changes torch's settings for its whole process. (5: ARGS selects none of its tests.) The
-# second one works at four files of tests at a time (on two cores some always wait), the long ones (tests/conftest.py)
-# first.
+# Two runs, because tests/gpu changes torch's settings for its whole process. (Exit code 5: ARGS selects none of its
+# tests.) The second run tests four files at a time (on two cores some processes always wait), longest files first
+# (tests/conftest.py).
 test: $(NEEDS)
 	$(PYTHON) -m pytest tests/gpu $(ARGS) || [ $$? -eq 5 ]
 	$(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Every rank runs pytest over the same files in lockstep. More ranks than GPUs share them (tests/gpu/sharing.py).
+# Every rank runs pytest over the same files in lockstep. Ranks share GPUs if there are fewer (tests/gpu/sharing.py).
 RANKS ?= 1 2 4 8 16
 MANY ?= 72
 gpu-test: $(NEEDS)
@@ -90,6 +90,7 @@ bench: $(NEEDS)
 lint: $(NEEDS)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m codespell_lib
 
 format: $(NEEDS)
 	$(PYTHON) -m ruff check --fix .

@@ -39,7 +39,7 @@ def arrived(sums: Tensor, format: str) -> Tensor:
 
 
 def error(kind: str, format: str, ranks: int, tokens: int, hidden: int, seed: int = 0) -> float:
-    """Of the rounded sums over ranks, relative to the norm of the exact ones."""
+    """Return the error of the rounded sums over ranks, relative to the norm of the exact sums."""
     parts = drawn(kind, (ranks, tokens, hidden), seed)
     exact = parts.double().sum(0)
     total = torch.zeros(tokens, hidden)

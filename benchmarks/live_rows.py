@@ -1,4 +1,4 @@
-"""SwiGLU of the rows of a route, beside plain PyTorch over all the rows that there is room for. One device, no ranks.
+"""Compare SwiGLU of the rows of a route with plain PyTorch over all rows of the buffer. One device, no ranks.
 
 benchmarks/live_rows.py --live 32768 --times 4 --hidden 2048 --experts 64
 """

@@ -53,7 +53,7 @@ class Pairs:
         return operators if how == "operators" else through
 
     def error(self, how: str) -> float:
-        """Of what comes back where experts are the identity: x times the sum of its weights."""
+        """Return the error of results where experts are the identity: x times the sum of its weights."""
         return relative_error(self.of(how)(0), self.x.float() * self.weights.sum(1, keepdim=True))
 
 

@@ -1,5 +1,5 @@
-"""What overlaps with what: two micro-batches in turns, and a shared expert between the halves of an operation, beside
-the same one after the other and beside each part alone, in one run.
+"""Measure overlap: two interleaved micro-batches, and a shared expert between the start and the wait of an operation,
+compared in one run with the same work in sequence and with each part alone.
 
 torchrun --nproc-per-node 2 benchmarks/overlap.py --out overlap.json --picture overlap.svg
 """
@@ -161,17 +161,17 @@ class Layer:
             self.comm.combine(rows.x, rows.route, rows.weights)
 
     def dispatch(self, i: int = 0) -> Any:
-        """Of one."""
+        """Dispatch micro-batch ``i``."""
         b = self.batches[i % 2]
         return self.comm.dispatch(b.x, b.topk_idx, b.topk_weights, zeros=True, **self.sizes)
 
     def combine(self, i: int = 0) -> Tensor:
-        """Of one."""
+        """Combine micro-batch ``i``."""
         rows = self.batches[i % 2].rows
         return self.comm.combine(rows.x, rows.route, rows.weights)
 
     def shared_alone(self, i: int = 0) -> Tensor:
-        """Of one."""
+        """Run the shared expert on micro-batch ``i``."""
         return self.shared(self.batches[i % 2].x)
 
     # ------------------------------------------------------------------ put together
@@ -196,14 +196,14 @@ class Layer:
         return interleave(*(self.steps(b, flight) for flight, b in enumerate(self.batches)))
 
     def shared_in_dispatch(self, i: int = 0) -> tuple[Any, Tensor]:
-        """Of one: the shared expert between the halves of the dispatch."""
+        """Run the shared expert on micro-batch ``i`` between the start and the wait of its dispatch."""
         b = self.batches[i % 2]
         started = self.comm.dispatch_start(b.x, b.topk_idx, b.topk_weights, zeros=True, **self.sizes)
         beside = self.shared(b.x)
         return self.comm.dispatch_wait(started), beside
 
     def shared_in_combine(self, i: int = 0) -> tuple[Tensor, Tensor]:
-        """Of one: likewise in the combine."""
+        """Run the shared expert on micro-batch ``i`` between the start and the wait of its combine."""
         b = self.batches[i % 2]
         started = self.comm.combine_start(b.rows.x, b.rows.route, b.rows.weights)
         beside = self.shared(b.x)
@@ -341,7 +341,7 @@ class Session(Run):
             print(*text_table([("figure", ""), *((name, f"{value:.3f}") for name, value in figures.items())]), sep="\n")
 
     def lines(self, layer: Layer) -> None:
-        """Of rank 0, as its profiler sees it; the second of two runs."""
+        """Record the timeline of rank 0 with the profiler, in the second of two runs."""
         with torch.no_grad():
             runs: dict[str, Callable[[], Any]] = {"serial": layer.serial, "in turns": layer.in_turns}
             for name, run in runs.items():

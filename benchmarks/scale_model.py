@@ -1,6 +1,6 @@
 """Compare the scale model with recorded and with published figures, and draw it.
 
-    python benchmarks/scale_model.py --out benchmarks/results/model.json     # writes model.svg beside it
+    python benchmarks/scale_model.py --out benchmarks/results/model.json     # also writes model.svg
     python benchmarks/scale_model.py --markdown                              # the tables of results/model.md
 
 Constants of the model come from recorded runs of both benchmarks on 4 x H200; its other figures are in
@@ -153,13 +153,14 @@ def measured_gpu(many: dict[str, Any], few: dict[str, Any]) -> Gpu:
 
 
 def is_centre(result: dict[str, Any]) -> bool:
-    """Of the sweep over tokens: everything else as in workload A, with default budgets."""
+    """Return whether a result belongs to the sweep over tokens with all other parameters as in workload A and default
+    budgets."""
     same = {"hidden": 7168, "top_k": 8, "routing": "balanced", "given_sms": None}
     return all(result[key] == value for key, value in same.items())
 
 
 def layout_of(run: dict[str, Any], tokens: int) -> Layout:
-    """Of a run of the latency benchmark."""
+    """Return the layout of a run of the latency benchmark."""
     return Layout(1, run["world_size"], tokens, run["hidden"], experts=run["experts"], top_k=run["top_k"])
 
 
@@ -284,7 +285,7 @@ def text(found: Found) -> str:
 
 
 def markdown(found: Found) -> str:
-    titles = ("Predictions", "Beside what was measured", "Beside what others publish")
+    titles = ("Predictions", "Compared with measurements", "Compared with published figures")
     said = ["## Assumptions", "", *(f"- {line}." for line in lines(found))]
     parts = (prediction_rows(found), error_rows(found), published_rows(found))
     for title, rows in zip(titles, parts, strict=True):
@@ -296,7 +297,8 @@ COLOURS = {None: "#333333", "InfiniBand, GPU-initiated": "#1b6ca8", "EFA, proxie
 
 
 def plot(found: Found, path: Path) -> Path:
-    """Times over ranks, and what the model rests on beside them, as an SVG file; returns its path."""
+    """Draw predicted times over ranks, and list the assumptions of the model next to them. Returns the path of the SVG
+    file."""
     plt = pyplot()
     figure, axes = plt.subplots(2, 3, figsize=(15, 9), width_ratios=(1, 1, 0.75))
     panels = {
@@ -330,10 +332,10 @@ def plot(found: Found, path: Path) -> Path:
     gone = axes[0][2].get_gridspec()
     for axis in axes[:, 2]:
         axis.remove()
-    beside = figure.add_subplot(gone[:, 2])
-    beside.axis("off")
-    said = "\n\n".join(textwrap.fill(line, 46) for line in ("What it rests on:", *assumptions(found)))
-    beside.text(0, 1, said, va="top", fontsize=9)
+    side = figure.add_subplot(gone[:, 2])
+    side.axis("off")
+    said = "\n\n".join(textwrap.fill(line, 46) for line in ("Assumptions:", *assumptions(found)))
+    side.text(0, 1, said, va="top", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -351,7 +353,7 @@ def by_line(found: Found) -> dict[tuple[str | None, int], list[Found]]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--runs", type=Path, default=RECORDED, help="folder of recorded runs (%(default)s)")
-    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, and a plot beside it")
+    options.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, and a plot next to it")
     options.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     args = options.parse_args(argv)
     *many, few = [json.loads((args.runs / f"{name}.json").read_text()) for name in RUNS]

@@ -1,11 +1,11 @@
-"""Loss curves of a small language model whose mixture-of-experts layer dispatches quantized rows, beside bfloat16's.
+"""Compare the loss of a small MoE language model with quantized rows with the loss in bfloat16.
 
 benchmarks/training.py --steps 300 --out training.json --plot training.svg        # all GPUs, or two CPU processes
 benchmarks/training.py --device cpu --hidden 128 --sequences 8 --steps 200
 
-The model and the language are those of `ep-ops demo`, but that a tenth of the words to be predicted are random ones, so
-that the loss ends where a language's does, above 0. Every run begins with the same weights and sees the same batches.
-Before training the layer's output in each format is compared with bfloat16's, on the same tokens.
+The model and the language are those of `ep-ops demo`, except that a tenth of the words to be predicted are random, so
+that the loss stays above 0 as that of a natural language does. All runs begin with the same weights and use the same
+batches. Before training, the layer's output in each format is compared with bfloat16, on the same tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from ep_ops.nn import MoELayer
 
 FORMATS = ("", "e4m3/row/fp32", "wire:e4m3/128/pow2", "wire:e4m3/32/mx")
 MAX_OUTPUT_ERROR = 0.08
-"""Of the layer's output beside bfloat16's, relative to its norm, with untrained weights: e4m3 numbers are off by 2.7 %
-in the root mean square, and an output is a product of two sums of them (of codes and codes in ``e4m3/row/fp32``)."""
+"""Largest relative error of the layer's output compared with bfloat16, with untrained weights. The root mean square
+error of e4m3 numbers is 2.7 %, and an output is a product of two sums of them (of codes and codes in
+``e4m3/row/fp32``)."""
 MAX_LOSS_GAP = 0.05
-"""Nats a token, the mean of the last tenth of the steps beside bfloat16's."""
+"""Largest difference in nats per token from bfloat16, in the mean of the last tenth of the steps."""
 EXPERTS, TOP_K = 8, 2  # of each rank; of each token
 NOISE = 0.1  # of the words to be predicted
 
@@ -123,7 +124,8 @@ def batch(language: Language) -> tuple[Tensor, Tensor]:
 
 
 def output_error(run: Run, comm: Communicator, model: Model) -> float:
-    """Of the layer in its format, beside bfloat16, in norm: the worst rank's."""
+    """Return the relative error of the layer's output in its format, compared with bfloat16, in norm: the largest of
+    all ranks."""
     moe = model.moe
     plain = MoELayer(comm, run.args.hidden)
     plain.load_state_dict(moe.state_dict())

@@ -51,7 +51,7 @@ class WireHeap(Heap):
 
 
 class PutsArgs(NamedTuple):
-    """Of :class:`Puts`."""
+    """Arguments of :class:`Puts`."""
 
     ranks: RankArgs
     x: Int64  # [batches, bytes] what is put
@@ -109,7 +109,7 @@ class Puts(Kernel):
 
 
 class AnswersArgs(NamedTuple):
-    """Of :class:`Answers`."""
+    """Arguments of :class:`Answers`."""
 
     ranks: RankArgs
     partner: Int32
@@ -190,7 +190,8 @@ class Wired:
         return lambda i: run(*self.ranks, x, self.next, self.count, blocks, stream(self.device))
 
     def answer(self, rounds: int) -> Any:
-        """Likewise. Ranks 0 and 1, 2 and 3, ... are partners; one that is left over is its own."""
+        """Return a launch of :class:`Answers`. Ranks 0 and 1, 2 and 3, ... are partners; the last of an odd number is
+        its own."""
         run = self.function(Answers(self.problem))
         partner = self.rank ^ 1 if self.rank ^ 1 < self.world_size else self.rank
         first = int(self.rank <= partner)

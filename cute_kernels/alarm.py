@@ -1,5 +1,5 @@
-"""The kernel that raises a failed rank's alarm at all other ranks. Its host launches it when it sees the failure, or
-when the host itself fails."""
+"""The kernel that notifies all other ranks that this rank has given up. The host launches it when it sees the report of
+a kernel, or when the host itself gives up."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from .refusal import leave_reason
 
 class AlarmArgs(NamedTuple):
     ranks: RankArgs
-    text: Int64  # why this rank gives up, REASON_BYTES bytes; 0: its state says already that it has
+    text: Int64  # why this rank gives up, REASON_BYTES bytes; 0 if its state already says that it has
     blocks: Int32  # one
 
 
 @dataclass(frozen=True)
 class RaiseAlarm(Kernel):
-    """One warp. It belongs to no operation, and may run beside any; with a text it comes behind the last kernel that
-    this rank has launched, since whatever runs at the time gives up."""
+    """One warp. It belongs to no operation and may run concurrently with any. With a text, it runs after the last
+    kernel that this rank has launched, because all running kernels then give up."""
 
     NAME, Args = "ep_alarm", AlarmArgs
 
@@ -49,7 +49,8 @@ class RaiseAlarm(Kernel):
 
     @cute.jit
     def give_up(self, ranks: sync.Ranks) -> None:
-        """By one thread: reports it, with the number of the operation, unless a wait has failed before."""
+        """By one thread: report that this rank gives up, with the number of the operation, unless a wait has failed
+        before."""
         before = ptx.atom_claim(ranks.own + FAILED * 8)
         if before != 1:
             reason = Int32(sync.HALF)

@@ -34,7 +34,7 @@ class Lists(NamedTuple):
 
 
 def lists(arrivals: Int64, num_rows: Int32) -> Lists:
-    """Of `arrivals` for a buffer of `num_rows`."""
+    """Return the lists of `arrivals` for a buffer of `num_rows`."""
     each = Int64(num_rows) * 8
     return Lists(arrivals, arrivals + each + 8, arrivals + 2 * each + 8)
 

@@ -17,7 +17,8 @@ from .heap import Problem
 RankSet = tuple[Int32, ...]
 """A set of ranks."""
 MOST_WORDS = 4
-"""Of a set that a warp has registers for beside a sum. Of more ranks it looks at what its lanes have, one by one."""
+"""Largest number of words of a set that a warp keeps in registers during a sum. Larger sets are distributed over its
+lanes and searched word by word."""
 
 
 def words_of(problem: Problem) -> int:

@@ -43,12 +43,12 @@ class Delivery:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row where it arrives."""
+        """Size of a received row in bytes."""
         return self.problem.hidden_size if self.layout else self.problem.row_bytes
 
     @property
     def traveling_bytes(self) -> int:
-        """Of a row on its way."""
+        """Size of a sent row in bytes."""
         return self.form.staged_bytes if self.format else self.problem.row_bytes
 
     @property
@@ -69,7 +69,7 @@ class Delivery:
 
     @property
     def units(self) -> int:
-        """Of a row's scales. In 4 bytes lie four exponents."""
+        """Number of 4-byte units of a row's scales. A unit contains four exponents."""
         four = self.unit == 4 and (self.form.in_bytes or self.in_words)
         return -(-self.form.scales // 4) if four else self.form.scales
 
@@ -140,7 +140,8 @@ class Delivery:
 
 @cute.jit
 def _scales_in_lines(to: Arrived, row: Int32, lines: cutlass.Constexpr[int]) -> tuple[Int64, Int32]:
-    """Of units in lines, each of which holds one unit of every row; in the padded layout of every row of an expert."""
+    """Return the address of units in lines, each of which contains one unit of every row; in the padded layout, of
+    every row of an expert."""
     across, at = (to.num_rows + 3) & ~3, Int64(row)
     if to.slots > 0:
         across = (to.slots + 3) & ~3

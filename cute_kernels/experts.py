@@ -17,7 +17,7 @@ def spread(problem: Problem) -> tuple[int, int]:
 
 @cute.jit
 def first_expert(problem: cutlass.Constexpr[Problem], rank: Int32) -> Int32:
-    """Of a rank known at run time; num_experts for the rank behind the last."""
+    """Return the first expert of a rank that is known at run time; num_experts for the rank after the last."""
     first = Int32(0)
     each, more = spread(problem)
     if const_expr(each + more > 0):

@@ -29,7 +29,7 @@ class Form:
 
     @property
     def kind(self) -> str:
-        """Of scales: "pow2", "fp32" or "mx"."""
+        """Kind of scales: "pow2", "fp32" or "mx"."""
         return self.name.split("/")[2]
 
     @property
@@ -39,15 +39,15 @@ class Form:
 
     @property
     def scales(self) -> int:
-        """Of a row."""
+        """Number of scales of a row."""
         return self.hidden_size // self.block
 
     @property
     def scale_words(self) -> int:
-        """Of 4 bytes, that a row's scales take."""
+        """Number of 4-byte words of a row's scales."""
         return -(-self.scales // 4) if self.in_bytes else self.scales
 
     @property
     def staged_bytes(self) -> int:
-        """Of a staged row: its codes, its scales behind them, and room up to a multiple of 16."""
+        """Size of a staged row in bytes: its codes, its scales, and padding to a multiple of 16."""
         return -(-(self.hidden_size + 4 * self.scale_words) // 16) * 16

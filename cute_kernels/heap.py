@@ -1,8 +1,8 @@
-"""Where everything lies in a rank's symmetric memory. The same on every rank, so an offset is valid on all peers.
+"""Layout of a rank's symmetric memory. It is the same on every rank, so an offset names a place on all peers.
 
-Everything that peers write or read is held in two banks, which operations use in turn, by the parity of their epoch:
-when a rank writes into bank `e % 2` in operation e, all its peers have left operation e - 2, because each of them
-announced operation e - 1 (the hello flag, see sync.py) and an operation does not end before all its hellos were seen.
+Everything that peers write or read exists in two banks, which operations use alternately, by the parity of their epoch.
+When a rank writes to bank `e % 2` in operation e, all its peers have left operation e - 2: each of them announced
+operation e - 1 with its hello flag (sync.py), and an operation does not end before it has seen all its hellos.
 """
 
 from dataclasses import dataclass
@@ -37,30 +37,30 @@ COUNTING_BYTES = 128 * 1024
 """The most bytes of shared memory for counters of single warps while a tile is counted."""
 
 CAPACITY, ALIGNMENT, SLOTS, COPIES = 0, 1, 2, 3
-"""Settings behind the counts in a message: the first three are arguments of the sender's call, the last is how many of
-the tile's tokens have an expert at the receiver."""
+"""Values that a rank sends after its counts: the first three are arguments of its call, the last is the number of its
+tile's tokens that name an expert of the destination rank."""
 SETTINGS_INTS = 8
-"""Room for that in int32; a multiple of 4 that leaves some unused."""
+"""Number of int32 reserved for these values; a multiple of 4, of which some are unused."""
 ENTRY_BYTES = 16
-"""Bytes of an entry, which describes one (token, k) to the rank that holds its expert."""
+"""Size of an entry: what a rank sends to the rank of an expert about one (token, k) that names it."""
 
 REASON_BYTES = 512
-"""The most bytes of the text that says why a rank refuses an operation; a multiple of 8."""
+"""Size of the text that gives the reason for rejecting an operation; a multiple of 8."""
 
 GUARD_BYTES = 64
-"""Bytes behind every bank of every buffer that nobody touches; tests look whether that is so."""
+"""Unused bytes after every bank of every buffer. Tests check that nothing writes to them."""
 
-# What a rank notes of its last operations, for people who look why something hangs; peers' hosts may read it.
+# Each rank logs its latest operations, to diagnose hangs. The hosts of its peers may read the log.
 NOTES = 16
-"""Of how many operations it is kept, by the lowest bits of their epochs."""
+"""Number of log entries, indexed by the lowest bits of the epoch."""
 BEGUN, MET, GAVE_UP = 1, 2, 3
-"""Words of a note, behind the operation's mark: when the rank began it, when it had seen that all ranks have, and when
-a wait of it failed. All in ns of the device's clock; those of an earlier operation may still stand there."""
+"""Words of a log entry after the operation's mark: when the rank began it, when it had seen that all ranks have begun
+it, and when a wait of it failed. In ns of the device's clock. Values of an earlier operation may remain."""
 NOTE_WORDS = 4
 WAIT_BITS, WAIT_UNIT = 31, 6
-"""A word for each rank, beside a note: the longest that a thread waited for that rank in the operation, in 2**WAIT_UNIT
-ns, in the lowest WAIT_BITS bits; above them how often the note has been used (epoch // NOTES), so that the
-greatest word is of the latest operation."""
+"""Each log entry has one word for each rank: the longest wait of a thread for that rank in the operation, in
+2**WAIT_UNIT ns, in the lowest WAIT_BITS bits. The bits above contain how often the entry has been used (epoch //
+NOTES), so that the largest word is of the latest operation."""
 
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them, but for FAILED, and
 # look at EPOCH and ALIVE, when some thread of it has last looked why it waits, by the clock of its GPU.
@@ -70,7 +70,7 @@ STATE_BYTES = 256
 
 
 class RowSizes:
-    """Of rows of `hidden_size` numbers of a `dtype`: "bf16", "fp16" or "fp32"."""
+    """Sizes of rows of `hidden_size` numbers of a `dtype`: "bf16", "fp16" or "fp32"."""
 
     hidden_size: int
     dtype: str
@@ -86,12 +86,13 @@ class RowSizes:
 
 @dataclass(frozen=True)
 class Problem(RowSizes):
-    """What kernels are compiled for: everything that all calls of one communicator share.
+    """Compile-time parameters that all kernels of a communicator share.
 
-    `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32". `domains`: the ranks
-    of each NVLink domain, ascending, where there are several of them; `wire` is then what crosses from one to another
-    (internode/wire.py). `max_tokens` are those of a rank whose rows one operation moves; a route may cover more,
-    `route_tokens`, whose rows then go in rounds, an operation each. 0: of as many.
+    `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32". `domains` lists the
+    ranks of each NVLink domain in ascending order if there are several, and `wire` then moves data between them
+    (internode/wire.py). `max_tokens` is the largest number of tokens of a rank whose rows one operation moves.
+    `route_tokens` is the largest number of tokens of a route, 0 if equal to `max_tokens`; rows of larger routes are
+    moved in several rounds, one operation each.
     """
 
     world_size: int
@@ -106,7 +107,7 @@ class Problem(RowSizes):
 
     @property
     def planned_tokens(self) -> int:
-        """The most tokens of a rank that a route covers."""
+        """The largest number of tokens of a rank in a route."""
         return self.route_tokens or self.max_tokens
 
     @property
@@ -140,7 +141,7 @@ class Problem(RowSizes):
 
     @property
     def most_copies(self) -> int:
-        """Of a token: it reaches no more ranks than it names experts."""
+        """Largest number of copies of a token: it reaches no more ranks than it names experts."""
         return min(self.top_k, self.world_size)
 
     @property
@@ -171,8 +172,8 @@ class Problem(RowSizes):
 
     @property
     def counting_warps(self) -> int:
-        """How many warps of a block count at a time, each for itself: as many as have shared memory beside what is
-        there for the whole tile."""
+        """Number of warps of a block that count concurrently in separate counters, limited by the shared memory that
+        the tile's tables leave."""
         left = SHARED_BYTES - 2048 - self.tile_bytes
         return max(1, min(PLACING_WARPS, min(COUNTING_BYTES, left) // (4 * self.counters)))
 
@@ -231,7 +232,7 @@ PURPOSES = {
     **dict.fromkeys(("rows", "rows_in", "rows_out"), "staged rows"),
     **dict.fromkeys(("routes", "lines", "routes_out", "lines_out"), "marked lines"),  # of the latency kernels
 }
-"""Section -> its purpose in `memory_plan`; all others hold flags."""
+"""Purposes of buffers in `ep_ops.memory_plan`. All buffers that are not listed hold flags."""
 
 
 def _padded(nbytes: int) -> int:
@@ -269,7 +270,7 @@ class Heap:
             "chunk": w * self.chunks,
             "token": d * p.most_copies * t,
             "fetched": w,
-            "refusal": 1,  # set by any rank of the domain that refuses the operation, after its reason (refusal.py)
+            "refusal": 1,  # set by any rank of the domain that rejects the operation, after its reason
             "alarm": 1,  # set once and for all by a rank that gives up (marks.Alarm); of one bank
         }
         self.take(
@@ -277,16 +278,16 @@ class Heap:
             reason=w * REASON_BYTES,
             notes=NOTES * NOTE_WORDS * 8,  # of one bank
             waited=NOTES * w * 8,  # likewise
-            # The message of each tile of each source rank: its counts, then its entries for experts here.
+            # From each tile of each source rank: its counts, then its entries for experts of this rank.
             messages=w * p.tiles * self.message_bytes,
-            # What the blocks of this rank exchange where rows are dropped: entries and copies that are kept.
+            # Exchanged between the blocks of this rank if rows are dropped: numbers of kept entries and copies.
             kept=p.tiles * w * 8,
             # Routing weights, which peers read here; in a token-major dispatch each token's, and behind them its ids.
             weights=self.weights_bytes,
-            # What peers write here in a combine: one scalar for each (token, k), one row for each copy of each token,
-            # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space: the banks alternate
-            # for all operations alike. The backward of a token-major dispatch has its scalars where messages
-            # lie. Where there are several domains a rank has both for the ranks of its rail, too, by [slot]
+            # Written by peers in a combine: one scalar for each (token, k), one row for each copy of each token,
+            # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space, because the banks
+            # alternate for all operations. The backward of a token-major dispatch has its scalars in the place of the
+            # messages. With several domains, a rank has both for the ranks of its rail as well, by [slot]
             # (domains.py).
             scalars=d * t * p.weights_each * 4,
             rows=d * p.most_copies * t * p.row_bytes,
@@ -295,8 +296,9 @@ class Heap:
             self.take(**self._across())
 
     def _across(self) -> dict[str, int]:
-        """What ranks of other domains put here, or what is on its way to them (`_out`), by [slot - 1]; then what a rank
-        passes on to those of its own domain, by [source rank]. Words and flags have 8 bytes each."""
+        """Return the sizes of buffers for other domains: what their ranks put here, what is to be put to them (`_out`),
+        both by [slot - 1], and what a rank forwards to the ranks of its own domain, by [source rank]. Words and flags
+        have 8 bytes each."""
         p, others, ranks = self.problem, self.problem.num_domains - 1, self.problem.world_size
         words = ("batch", "wanted", "sum", "returned")  # of each batch
         by_rank = ("refused", "put_counts", "puts")  # see operation.settle

@@ -158,10 +158,10 @@ def object_name(kernel: Any, arch: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What compiles, besides our own sources.
+    """Return what determines the result of a compilation, besides our sources.
 
-    The driver has no part in it: a file holds machine code for one arch, which a driver loads as it is or, if it is
-    older than the CUDA toolkit that made it, refuses; and that toolkit is the one named here.
+    The driver is not part of it. A file contains machine code for one architecture, which a driver loads as it is, or
+    rejects if the driver is older than the CUDA toolkit that produced it. The toolkit is part of the result.
     """
 
     def installed(distribution: str) -> str:

@@ -47,7 +47,7 @@ class Launched:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the launch: `block`, and what else is to be said."""
+        """Options of the launch: `block`, and others if needed."""
         raise NotImplementedError
 
     def signature(self) -> tuple[Any, ...]:

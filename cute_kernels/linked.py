@@ -1,9 +1,9 @@
-"""Kernels that are linked with a device library, such as NVSHMEM's, which keeps its state in every module that it is a
-part of: the library's host side must be given each loaded module before its kernel is launched.
+"""Kernels that are linked with a device library, such as NVSHMEM's. The library keeps state in every module that it is
+part of, so its host side must be given each loaded module before the kernel is launched.
 
-TVM FFI hides the CUDA library that it loads. So these kernels are compiled without it, and are called through the C
-function that is made of them: it takes the addresses of the arguments' values, the stream's among them, and of the
-place for its result.
+TVM FFI hides the CUDA library that it loads. These kernels are therefore compiled without it and called through the C
+function that the compiler generates. It takes the addresses of the arguments' values, including the stream, and of its
+result.
 """
 
 import ctypes
@@ -19,39 +19,41 @@ from cutlass.cute.runtime import find_runtime_libraries
 
 
 def library_of(kernel: Any) -> str:
-    """Path of the device library that a kernel is linked with; "": it calls none."""
+    """Return the path of the device library that a kernel is linked with, or ""."""
     return getattr(kernel, "linked", "")
 
 
 @functools.lru_cache
 def digest_of(library: str) -> str:
-    """Of the file's bytes."""
+    """Return a digest of the file's contents."""
     return hashlib.sha256(Path(library).read_bytes()).hexdigest()
 
 
 def object_of(compiled: Any, name: str) -> bytes:
-    """The object file of a compiled kernel, which is loaded by that name."""
+    """Return the object file of a compiled kernel, which is loaded by that name."""
     _host_calls()
     return bytes(compiled.dump_to_object(name))
 
 
 @functools.lru_cache(maxsize=1)
 def _host_calls() -> list[ctypes.CDLL]:
-    """What compiled host code calls; the DSL looks for it in the process."""
+    """Load the libraries that compiled host code calls; the DSL looks for them in the process."""
     return [ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in find_runtime_libraries(enable_tvm_ffi=False)]
 
 
 _registered: list[Any] = []
-"""Compiled kernels that are registered with a library: it goes on writing to their modules, which are unloaded with
-them, so they live as long as the process."""
+"""Compiled kernels whose modules are registered with a device library. The library writes to the modules as long as the
+process lives, so they are never unloaded."""
 
 
 class LinkedFunction:
-    """Launches a loaded kernel: takes integers, the stream's handle last."""
+    """A loaded kernel. Calling it launches it; it takes integers, the stream's handle last."""
 
     def __init__(self, compiled: Any, count: int, register: Callable[[int], None]) -> None:
-        """`count`: of arguments. `register` is given the handle of the CUDA library, which is loaded here, for the
-        device that is current."""
+        """Load the kernel on the current device.
+
+        `count` is the number of arguments. `register` is called with the handle of the CUDA library.
+        """
         _registered.append(compiled)
         register(int(compiled.library))
         self._call = compiled.capi_func

@@ -1,8 +1,9 @@
-"""Marks: the value of a flag, and of a marked line, says which operation it belongs to.
+"""Marks: the value of a flag, or of a marked line, which identifies the operation that it belongs to.
 
-A mark is epoch << SHIFT | terms. The epoch is the operation's number; the terms are what all ranks must pass alike, so
-that a rank that waits finds out why what it waits for never comes. Only equality counts. The highest bit is set in
-what a rank sends that has given up: nobody waits for such a mark, so nobody accepts its data as valid.
+A mark is epoch << SHIFT | terms. The epoch is the operation's number. The terms are what all ranks must pass alike;
+they tell a waiting rank why the flag that it waits for never arrives. Marks are only compared for equality. The highest
+bit is set in everything that a rank sends after it has given up. No wait accepts such a mark, so no peer accepts data
+of that rank as valid.
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +14,11 @@ KINDS = (
     "none", "plan", "dispatch", "dispatch_planned", "combine", "dispatch_backward", "combine_backward",
     "combine_gathered", "refused",
 )  # fmt: skip
-"""Kinds of operation; terms carry the index, and behind these the index in `OF_TOKENS`. `refused` is what a rank does
-instead of an operation that it refuses; its terms carry that rank where others have `max_tokens`, and above it, of an
-operator that takes several operations, which of them it is."""
+"""Kinds of operation. Terms contain the index, followed by the indices of `OF_TOKENS`. The last kind stands for an
+operation that a rank rejects; its terms contain the rank in place of `max_tokens` and, above it, the number of the
+operation among those of the call."""
 OF_TOKENS = ("dispatch", "plan", "dispatch_planned", "dispatch_backward")
-"""Kinds that have a number of their own for token-major rows."""
+"""Kinds that have a second index, for token-major rows."""
 
 SHIFT = 27
 """The lowest bit of the epoch in a mark: how many bits the terms have."""
@@ -30,20 +31,20 @@ FORMAT = 7
 TOKENS = 10
 """The lowest bit of `max_tokens` in a mark."""
 MOST_TOKENS = 1 << SHIFT - TOKENS
-"""What `max_tokens` counts modulo."""
+"""The modulus of `max_tokens`."""
 RANK_BITS = 10
-"""Bits of a rank in marks and alarms."""
+"""Number of bits of a rank in marks and alarms."""
 _NUMBERED = [*((kind, False) for kind in KINDS), *((kind, True) for kind in OF_TOKENS)]
 _INDEX = {kind: index for index, kind in enumerate(_NUMBERED)}
 
 
 def same_operation(word: Any, mark: Any) -> Any:
-    """Whether two words carry the same epoch, whatever their terms."""
+    """Return whether two words have the same epoch, whatever their terms."""
     return (word >> SHIFT) == (mark >> SHIFT)
 
 
 def with_number(mark: Any, number: Any) -> Any:
-    """The word of the mark's operation that carries a number in place of terms."""
+    """Return the word of the mark's operation that contains a number in place of terms."""
     return ((mark >> SHIFT) << SHIFT) | number
 
 
@@ -53,19 +54,19 @@ def epoch_in(mark: int) -> int:
 
 
 def number_in(word: Any) -> Any:
-    """The number that a word carries in place of terms."""
+    """Return the number that a word contains in place of terms."""
     return word & ((1 << SHIFT) - 1)
 
 
 def kind_in(mark: Any) -> Any:
-    """The index of the mark's kind of operation."""
+    """Return the index of the mark's kind of operation."""
     return mark & ((1 << KIND_BITS) - 1)
 
 
 class Terms(NamedTuple):
-    """What the ranks must agree on. `scalars`: weights, or gradients of weights, travel. `rows`: rows travel.
-    `latency`: the latency kernels do it. `max_tokens` counts modulo 2**17. `format`: what rows travel as.
-    `token_major`: rows are, and the kind is one of `OF_TOKENS`."""
+    """What the ranks must agree on. `scalars`: weights, or gradients of weights, are sent. `rows`: rows are sent.
+    `latency`: the latency kernels run it. `max_tokens` is modulo 2**17. `format`: format in which rows are sent.
+    `token_major`: rows are token-major, and the kind is one of `OF_TOKENS`."""
 
     kind: str
     scalars: bool
@@ -80,24 +81,25 @@ def pack(
     kind: str, max_tokens: int, scalars: bool = False, rows: bool = True, latency: bool = False, format: str = "",
     token_major: bool = False,
 ) -> int:  # fmt: skip
-    """Terms as the kernels take them."""
+    """Return terms as kernels take them."""
     flags = scalars << 4 | rows << 5 | latency << 6 | FORMATS.index(format) << FORMAT
     return _INDEX[kind, token_major] | flags | max_tokens % MOST_TOKENS << TOKENS
 
 
 def pack_refusal(rank: int, turn: int = 0) -> int:
-    """Terms of a rank that refuses; `turn`: of an operator that takes several operations, which of them it is."""
+    """Return the terms of a rank that rejects an operation; `turn` is the number of the operation among those of the
+    call."""
     return pack("refused", turn << RANK_BITS | rank)
 
 
 def unpack_refusal(terms: Terms) -> tuple[int, int]:
-    """Rank and turn."""
+    """Return rank and turn."""
     return terms.max_tokens & (1 << RANK_BITS) - 1, terms.max_tokens >> RANK_BITS
 
 
 def unpack(mark: int) -> tuple[int, Terms]:
-    """Epoch and terms of a mark, also of one that has the highest bit set; what is no kind or format, as in a word that
-    carries a number in the place of terms, counts as none."""
+    """Return epoch and terms of a mark, even if its highest bit is set. Invalid kinds and formats, as in a word that
+    contains a number in place of terms, are returned as none."""
     scalars, rows, latency = (bool(mark >> i & 1) for i in (4, 5, 6))
     number, form = kind_in(mark), mark >> FORMAT & 7
     kind, token_major = _NUMBERED[number if number < len(_NUMBERED) else 0]
@@ -106,7 +108,7 @@ def unpack(mark: int) -> tuple[int, Terms]:
 
 
 class Alarm(NamedTuple):
-    """The word with which a rank that gives up raises the alarm at all others."""
+    """What a rank that gives up sends to all others, in one word."""
 
     reason: int  # as in its report
     flag: int  # kind of what it waited for
@@ -116,7 +118,7 @@ class Alarm(NamedTuple):
 
 
 ALARM_BITS = Alarm(reason=3, flag=4, rank=RANK_BITS, peer=RANK_BITS, detail=25)
-"""How wide each part is, from the lowest bit on."""
+"""Number of bits of each part, from the lowest bit on."""
 
 
 def unpack_alarm(word: int) -> Alarm:

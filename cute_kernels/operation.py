@@ -1,5 +1,5 @@
-"""The beginning and the end of an operation at a rank: hello to all, what is noted of it, and who opens the next epoch
-when. What that orders is said in sync.py."""
+"""Begin and end of an operation at a rank: hello flags, the log, and the step to the next epoch. sync.py states the
+memory order that these establish."""
 
 import cutlass
 import cutlass.cute as cute
@@ -24,11 +24,12 @@ from .sync import Ranks, await_word_of, meet_all, note_of, set_flag, too_late
 
 @cute.jit
 def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], release: cutlass.Constexpr[bool]) -> None:
-    """By `threads` threads of one block, `number` 0, 1, ...: signals to every rank that this one has begun the
-    operation, hence has left the one before.
+    """By `threads` threads of one block, `number` 0, 1, ...: set this rank's hello flag at every rank. It means that
+    this rank has begun the operation, and hence has left the previous one.
 
-    With `release`, who sees the hello sees what kernels before this one wrote (rows, in a gather). Without, it is no
-    round trip: for kernels whose peers read nothing that was written before.
+    With `release`, the store is a system-scope release: a rank that acquires the hello sees what earlier kernels of
+    this rank wrote (rows, in a gather). Without it, the store is relaxed and costs no round trip, for kernels whose
+    peers read nothing that was written before.
     """
     for peer in cutlass.range(number, ranks.world_size, threads):
         set_flag(ranks, "hello", peer, ranks.rank, release)
@@ -38,7 +39,7 @@ def say_hello(ranks: Ranks, number: Int32, threads: cutlass.Constexpr[int], rele
 
 @cute.jit
 def note_begun(ranks: Ranks) -> None:
-    """By one thread: this rank has begun the operation. It has put nothing in the next one."""
+    """By one thread: log that this rank has begun the operation, and clear the counts of puts of the next one."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         heap = ranks.heap
         for rank in cutlass.range(ranks.world_size):
@@ -50,19 +51,20 @@ def note_begun(ranks: Ranks) -> None:
 
 @cute.jit
 def note_met(ranks: Ranks) -> None:
-    """By one thread, when all ranks have been seen in this operation, or a wait for one has failed, which is noted,
-    too. Nothing is looked up here: it may be the last thing that an operation does."""
+    """By one thread: log that all ranks have begun this operation, or that a wait for one has failed. Reads nothing,
+    because it may be the last step of an operation."""
     ptx.st_u64(note_of(ranks) + MET * 8, arch.globaltimer())
 
 
 @cute.jit
 def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False) -> None:
-    """Ends an operation: the last of so many blocks to come here waits for all hellos and opens the next epoch.
+    """End an operation. The last of `blocks` blocks to call this waits for all hellos and advances the epoch.
 
-    With `fetched` no rank's operation ends before all ranks have come here: nobody reads its memory any more.
+    With `fetched`, no rank's operation ends before all ranks have called this, so that no peer reads its memory
+    afterwards.
     """
     tid, _, _ = arch.thread_idx()
-    # Every thread's reads of staging precede the block's ticket.
+    # Orders every thread's reads of staging before the block's ticket.
     arch.sync_threads()
     if tid < arch.WARP_SIZE:
         last = Int32(0)
@@ -71,7 +73,7 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
         last = arch.shuffle_sync(last, 0)
         if last != 0:
             if const_expr(fetched):
-                # What thread 0 acquired with the ticket, all blocks' reads, comes before every lane's release.
+                # Orders all blocks' reads, which thread 0 acquired with the ticket, before every lane's release.
                 arch.sync_warp()
                 for peer in cutlass.range(tid, ranks.world_size, arch.WARP_SIZE):
                     ranks.signal("fetched", peer, ranks.rank)
@@ -90,8 +92,8 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
 
 @cute.jit
 def end_refused(ranks: Ranks) -> None:
-    """By one thread, at an operation's end: if some rank has refused it, others may not have waited for what this one
-    has put, which must arrive before the memory there is used again."""
+    """By one thread, at the end of an operation: if a rank has rejected it, wait until all puts of this rank have
+    arrived. Other ranks may not have waited for them, and their destinations are used again."""
     if const_expr(ranks.heap.problem.wire.late):
         refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
         if same_operation(refusal, ranks.mark):
@@ -100,9 +102,10 @@ def end_refused(ranks: Ranks) -> None:
 
 @cute.jit
 def settle(ranks: Ranks) -> None:
-    """By one thread of a rank whose other threads put nothing any more in this operation: until all has arrived that
-    others have put to this one, who send their counts of puts. Puts that nobody waits for would else arrive in the
-    operation after the next, which uses the same memory. A dead rank sends no count, and is named at the deadline."""
+    """By one thread of a rank whose other threads put nothing any more in this operation: wait until everything that
+    other ranks have put to this rank has arrived. They send the number of their puts. Otherwise late puts would arrive
+    in the operation after the next, which uses the same places. A dead rank sends no number, and is named at the
+    deadline."""
     if const_expr(ranks.heap.problem.wire.late):
         rank = Int32(0)
         while rank < ranks.world_size and ranks.mark >= 0:
@@ -125,7 +128,8 @@ def settle(ranks: Ranks) -> None:
 
 @cute.jit
 def words_come(ranks: Ranks) -> Int32:
-    """By one thread: how many words of this operation ranks of other domains have set here, without `put_counts`."""
+    """By one thread: return the number of words of this operation that ranks of other domains have set here, without
+    `sent`."""
     p = ranks.heap.problem
     count = Int32(0)
     for name in WORDS_OF_RANKS:

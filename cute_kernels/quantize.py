@@ -21,7 +21,7 @@ FLOOR = 0x38D1B717
 INFINITE = 0x7F800000
 NO_NUMBER = 0x7FC00000
 LARGEST = 448.0
-"""Of e4m3."""
+"""Largest e4m3 number."""
 ABOVE = 0x600000
 """The mantissa of 448: what is above it times a power of two needs the next one."""
 
@@ -56,8 +56,8 @@ def of_group(bits: Int32, lanes: cutlass.Constexpr[int]) -> Int32:
 
 @cute.jit
 def scale_of(kind: cutlass.Constexpr[str], bits: Int32) -> tuple[Int32, Float32]:
-    """Of a block's largest magnitude: its scale, as fp32 bits (of "mx": the exponent), and what numbers are multiplied
-    with."""
+    """Return the scale of a block from its largest magnitude, as fp32 bits (for "mx": the exponent), and the factor
+    that numbers are multiplied by."""
     bad = bits >= INFINITE
     if const_expr(kind == "fp32"):
         amax = ptx.as_float(cutlass.max(bits, Int32(FLOOR)))
@@ -92,7 +92,7 @@ def encode(words: Sequence[Any], inverse: Float32, dtype: str) -> list[Uint32]:
 
 
 def decode(words: Sequence[Any], scale: Float32, dtype: str) -> list[Uint32]:
-    """Of codes, four in each word: the numbers, packed."""
+    """Return the numbers, packed, of codes, four in each word."""
     values = [ptx.mul_rn(value, scale) for word in words for value in ptx.decode(word)]
     return ptx.pack(values, dtype)
 

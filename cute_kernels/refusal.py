@@ -1,7 +1,8 @@
-"""The kernel of an operation that a rank's host rejects: it sends the reason to all ranks and uses up the number.
+"""The kernel that a rank runs in place of an operation that its host rejects. It sends the reason to all ranks and
+consumes the operation's epoch.
 
-To ranks of other NVLink domains the reason is put on the wire, behind which a word of this rank is set, and hello may
-arrive before that: waits there know by its kind that a refusal is on its way (`sync.why_stop`).
+To ranks of other NVLink domains the reason is put over the wire, followed by a word of this rank. The hello may arrive
+before them; waits recognize from its kind that a reason will follow (`sync.why_stop`).
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ WORDS = REASON_BYTES // 8
 
 
 class RefuseArgs(NamedTuple):
-    """Of :class:`Refuse`."""
+    """Arguments of :class:`Refuse`."""
 
     ranks: RankArgs
     text: Int64  # REASON_BYTES bytes
@@ -44,11 +45,12 @@ def leave_reason(ranks: sync.Ranks, text: Int64, threads: cutlass.Constexpr[int]
 
 @dataclass(frozen=True)
 class Refuse(Kernel):
-    """One block: leaves the reason with every rank, sets `refusal` there, says hello, waits until all have begun."""
+    """One block: store the reason at every rank, set the `refusal` flag there, set the hello flag, and wait until all
+    ranks have begun the operation."""
 
     tokens: int = 0
-    """The bound of the latency kernels where they take calls across domains: what others put here is in sections of
-    theirs, too."""
+    """The bound of the latency kernels if they run across domains, because words that other ranks put here may be in
+    their buffers; else 0."""
 
     NAME, Args = "ep_refuse", RefuseArgs
 
@@ -69,7 +71,7 @@ class Refuse(Kernel):
             self.put_reason(ranks)
         for peer in cutlass.range(tid, world_size, THREADS):
             if is_near(ranks, peer):
-                # The refusal is released before the hello: whoever sees the hello sees the refusal.
+                # Program order of two releases: a thread that acquires the hello sees the `refusal` flag.
                 ranks.signal("refusal", peer, Int32(0))
             ranks.signal("hello", peer, ranks.rank)
         for peer in cutlass.range(tid, world_size, THREADS):
@@ -84,7 +86,7 @@ class Refuse(Kernel):
 
     @cute.jit
     def put_reason(self, ranks: sync.Ranks) -> None:
-        """Ranks of other domains, each by a put from where this rank's own reason lies with itself."""
+        """Send the reason to the ranks of other domains, with one put each from this rank's own copy of it."""
         reason = ranks.at(Int64(0), "reason") + Int64(ranks.rank) * REASON_BYTES
         rank = Int32(warp_id())
         while rank < self.problem.world_size and ranks.mark >= 0:

@@ -16,7 +16,7 @@ from cutlass.cute import arch
 from . import ptx
 
 ROWS = 128
-"""Of a tile."""
+"""Rows of a tile."""
 TILE_BYTES = 512
 
 
@@ -53,7 +53,8 @@ def expert_of(begins: Begins, row: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of the scales that a rank receives: `consumer` "torch", "quack" or "flashinfer"; `words` of 4 columns a row."""
+    """Tiles of the scales that a rank receives: `consumer` is "torch", "quack" or "flashinfer"; `words` of 4 columns a
+    row."""
 
     consumer: str
     words: int
@@ -89,7 +90,8 @@ class Tiles:
 
     @cute.jit
     def at(self, to: Any, base: Int32, number: Int32) -> Int64:
-        """Of the `number`-th row of an expert. Whatever a given route says, in some tile that there is."""
+        """Return the address of the scales of the `number`-th row of an expert. It is within some existing tile, even
+        for an invalid route."""
         tiles = to.begins.experts * ((to.slots + ROWS - 1) >> 7)
         if to.slots == 0:
             if const_expr(self.consumer == "quack"):

@@ -1,41 +1,46 @@
-"""Every flag, wait and barrier between ranks, in one file, so that each order that a kernel relies on can be read here.
+"""All flags, waits and barriers between ranks, in one module, so that every memory order that kernels rely on is stated
+here.
 
-A flag is one 8-byte word in the reader's memory with a single writer. Its value, the mark, holds the operation's epoch
-and what the ranks must agree on (marks.py). The epoch is the number of the operation on this communicator, from 1, the
-same on all ranks. It lives in device memory, and the last block of an operation advances it, so that captured graphs
-replay.
+A flag is an 8-byte word in the reader's memory with a single writer. Its value, the mark, identifies the operation: its
+epoch, and what the ranks must agree on (marks.py). The epoch is the number of the operation on this communicator,
+starting at 1, equal on all ranks. It is stored in device memory and advanced by the last block of an operation, so that
+captured graphs can be replayed.
 
-Orders that hold, in the terms of the PTX memory model:
-- `signal` is a release at system scope. It is cumulative: it makes visible what the calling thread wrote before it, and
-  what other threads of the block wrote before a block barrier that precedes it.
-- `wait` is the matching acquire at system scope by the calling thread. A block or warp barrier behind it extends the
-  order to the other threads.
-- Rows that ordinary stores wrote are read by bulk copies, which is another proxy. The reader executes `fence_async`
-  between its acquire and its copies. In a gather the writer is a kernel of the user, so the gather kernel executes the
-  fence on the writer's side, too.
-- A fence at system scope waits for everything that its SM has sent over the link, and an SM executes one at a time.
-  Where many flags are due, one thread fences once for all of them: warps of a combine hand their flags to another warp
-  of the block (throughput/outbox.py), staging blocks of a dispatch to a block that does nothing else (stage.py).
-- Every operation signals `hello` to all ranks when it starts and does not end before it saw all hellos. A rank that has
-  left operation e - 1 therefore knows that all ranks have left operation e - 2, and may reuse the bank of e - 2.
+Memory order:
 
-No wait for another rank lasts forever (`why_stop`, for flags and packets alike). When its deadline passes, a wait
-claims the report (first come), writes who waited for whom into host-visible memory, and ends. Later waits of this
-kernel and of the next ones give up at once. At the end of the operation, or when the host sees the report, the rank
-raises the alarm at all ranks (`pass_on`), whose waits then give up for the same cause.
+- `signal` is a system-scope release. The writes of the calling thread before it, and the writes of other threads of its
+  block before a preceding block barrier, are visible to a thread that acquires the flag.
+- `wait` is a system-scope acquire by the calling thread. A block or warp barrier after it extends the order to other
+  threads.
+- Rows that are written with generic-proxy stores and read with bulk copies cross proxies. The reader executes
+  `fence_async` between its acquire and its copies. In a gather, the owner of the rows also executes one, because the
+  writer of the rows is a kernel of the user.
+- A system-scope fence waits for all of its SM's outstanding stores to peers, and an SM executes one fence at a time.
+  Where many flags become due, one thread therefore fences once for all of them: warps of a combine pass theirs to
+  another warp of the block (throughput/outbox.py), staging blocks of a dispatch to a block that does nothing else
+  (stage.py).
+- Every operation sets its `hello` flag at all ranks when it begins, and does not end before it has acquired all hellos.
+  A rank that has left operation e - 1 therefore knows that all ranks have left operation e - 2, and may reuse the
+  memory of that operation.
 
-What a rank sends does not depend on what it receives in the same operation, but it may depend on earlier operations. A
-rank that gave up therefore sends marks that nobody waits for (marks.py), and no peer accepts its data as valid.
+Every wait for another rank ends (`why_stop`, for flags and packets alike). When its deadline passes, the thread claims
+the report (the first one wins), writes who waited for whom to host-visible memory, and stops waiting. Later waits, in
+this kernel and the next ones, then stop immediately. At the end of the operation, or when the host sees the report, an
+alarm is sent to all ranks (`pass_on`), and their waits stop with the same cause.
 
-A rank that rejects an operation (its host does, for an invalid argument) still uses up the operation's number: it
-writes its reason to all ranks, sets their `refusal` word, and says hello (refusal.py). All waits of that operation then
-give up, on every rank; the reason is reported, and the next operation runs normally. The hellos of all ranks are still
-awaited.
+What a rank sends does not depend on what it receives in the same operation, but may depend on what it received in an
+earlier one. After the operation in which a rank gives up, everything that it sends carries marks that no wait accepts
+(marks.py), so no peer accepts its data as valid.
 
-Ranks of several NVLink domains (domains.py) store only within their own domain and reach others by puts on a wire
-(internode/wire.py), which promises only that a word arrives behind the bytes of its own put. Across domains a flag that
-is set alone therefore orders nothing; a rank that gave up puts nothing any more; and a rejected operation ends at a
-rank when all that was put to it has arrived (`operation.settle`).
+A rank whose host rejects an operation, because of an invalid argument, still consumes the operation's epoch: it stores
+its reason at all ranks, sets their `refusal` flag, and sets its hello (`refusal.py`). Waits of that operation then stop
+on every rank, whichever rank they wait for. The reason is reported, and the next operation is not affected. A rejected
+operation still waits for the hellos of all ranks.
+
+Ranks of several NVLink domains (domains.py) store only to memory of their own domain and reach other domains by puts
+over a wire (internode/wire.py), which guarantees only that a word arrives after the bytes of its own put. Across
+domains, a flag that is set alone therefore orders nothing else, a rank that has given up puts nothing any more, and a
+rejected operation ends at a rank only after everything that was put to it has arrived (`settle`).
 """
 
 import copy
@@ -66,15 +71,14 @@ from .launch import RankArgs
 from .marks import ALARM_BITS, GIVEN_UP, KINDS, SHIFT, kind_in, number_in, same_operation
 
 FLAGS = ("hello", "route", "placed", "staged", "chunk", "token", "fetched", "counted", "batch", "put_counts")
-"""Kinds of flag, by the name of their section of the heap; a record carries the index."""
+"""Kinds of flag, by the name of their heap section. A record contains the index."""
 
 OWN_FLAGS = ("placed", "counted")
-"""Those that blocks of one rank set for each other."""
+"""Kinds that the blocks of one rank set for each other."""
 
 REPORT_WORDS = 16
-"""Words (8 bytes each) of each record of the report, which the host sees. The first record is for a wait that failed,
-the second for a value that was refused, the third for an operation that a peer refused, the fourth for a wait that
-lasts long."""
+"""Words (8 bytes each) of a record of the host-visible report. The records are: a failed wait, an invalid value, an
+operation that a peer rejected, and a long wait."""
 
 
 class Record(NamedTuple):
@@ -91,22 +95,22 @@ class Record(NamedTuple):
 
 
 TIMEOUT, MISMATCH, BAD_EXPERT, BAD_ROW, REFUSAL, PEER_FAILED, HALF, BAD_SCALE, WAITING = range(1, 10)
-"""Reasons in a record. PEER_FAILED: another rank has given up, and has left its alarm here. HALF: this rank's host has
-launched a part of an operation and cannot launch the rest. Alarms have room for reasons up to HALF."""
+"""Reasons in a record. PEER_FAILED: another rank has given up, and its alarm is in this rank's memory. HALF: this
+rank's host has launched a part of an operation and cannot launch the rest. Alarms have room for reasons up to HALF."""
 FAILED_BY_PEER = 3
-"""The state's word FAILED is 0, 1 when this rank has given up and reports it, or this: another rank has raised its
-alarm here."""
+"""Value of the state's word FAILED if another rank's alarm made this rank give up. The other values are 0, and 1 if
+this rank gave up itself and reports it."""
 LONG_NS = 60_000_000_000
-"""A warning is reported for a flag that has been awaited for so long, or for a tenth of the deadline."""
+"""A wait that lasts this long, or a tenth of the deadline, is reported for a warning."""
 
 REFUSED_KIND = KINDS.index("refused")
 
 POLLS_PER_CHECK = 256
-"""How many times a waiting thread looks for what it waits for between two looks at the deadline."""
+"""Number of polls between two checks of the deadline."""
 
 
 class Ranks(Carried):
-    """What a kernel knows of the group: built once at its start from the launch arguments."""
+    """What a kernel knows about the group, built once at its start from the launch arguments."""
 
     carried = ("peers", "rank", "report", "timeout_ns", "terms", "own", "epoch", "bank", "mark")
 
@@ -127,24 +131,25 @@ class Ranks(Carried):
         return self.heap.problem.world_size
 
     def peer(self, rank: Int32 | int) -> Int64:
-        """Address of a rank's heap."""
+        """Return the address of a rank's heap."""
         return ptx.ld_constant(self.peers + Int64(rank) * 8)
 
     def at(self, base: Int64, name: str) -> Int64:
-        """Address of a heap section in the heap at `base`, in the bank that this operation uses."""
+        """Return the address of a section of the heap at `base`, in the bank that this operation uses."""
         return base + self.heap.offset[name] + self.bank * self.heap.distance[name]
 
     def signal(self, flag: str, peer: Int32 | int, index: Int32 | int) -> None:
-        """Sets flag `index` at `peer`: releases what this thread (or, before a barrier, its block) wrote. At a rank of
-        another NVLink domain the flag says nothing but itself."""
+        """Set flag `index` at `peer` with a system-scope release of what this thread, or its block before a barrier,
+        wrote. At a rank of another NVLink domain the flag orders nothing else."""
         set_flag(self, flag, Int32(peer), Int32(index), True)
 
     def wait(self, flag: str, index: Int32 | int, peer: Int32 | int, detail: Int32 | int) -> Boolean:
-        """Acquires flag `index` of its kind, set by `peer`. False when it gave up (`why_stop`)."""
+        """Wait for flag `index` of its kind, set by `peer`, and acquire it. Return False if the wait gave up
+        (`why_stop`)."""
         return await_flag(self, self.at(self.own, flag) + Int64(index) * 8, flag, Int32(peer), Int32(detail))
 
     def seen(self, flag: str, index: Int32) -> Boolean:
-        """Acquires flag `index` of its kind if it is set already."""
+        """Return whether flag `index` of its kind is set, and acquire it if so."""
         return ptx.ld_acquire_sys(self.at(self.own, flag) + Int64(index) * 8) == self.mark
 
 
@@ -168,7 +173,8 @@ def store_flag(address: Int64, mark: Int64, release: bool) -> None:
 
 
 def again(ranks: Ranks) -> Ranks:
-    """`ranks` with the epoch read anew: a load that is issued here and used late does not delay the loads before it."""
+    """Return `ranks` with the epoch read again. A load that is issued here and used late does not delay the loads
+    before it."""
     new = copy.copy(ranks)
     new.epoch, failed = ptx.ld_u64_pair(ranks.own + EPOCH * 8)
     new.bank = new.epoch & 1
@@ -177,7 +183,7 @@ def again(ranks: Ranks) -> Ranks:
 
 
 def mark_of(epoch: Int64, terms: Int32, failed: Int64) -> Int64:
-    """See marks.py. `failed` is odd if this rank has given up, else 0."""
+    """Return the mark of an operation (marks.py). `failed` is odd if this rank has given up, else 0."""
     return (epoch << SHIFT) | Int64(terms) | (failed << GIVEN_UP)
 
 
@@ -185,7 +191,7 @@ def mark_of(epoch: Int64, terms: Int32, failed: Int64) -> Int64:
 
 
 def await_flag(ranks: Ranks, addr: Int64, flag: str, peer: Int32, detail: Int32) -> Boolean:
-    """By one thread: acquires the flag at `addr`. False when it gave up."""
+    """By one thread: wait for the flag at `addr` and acquire it. Return False if the wait gave up."""
     return poll(ranks, addr, flag, peer, detail) == ranks.mark
 
 
@@ -193,8 +199,9 @@ def await_flag(ranks: Ranks, addr: Int64, flag: str, peer: Int32, detail: Int32)
 def await_word(
     ranks: Ranks, addr: Int64, peer: Int32, detail: Int32, deadlines: cutlass.Constexpr[int] = 1
 ) -> Int64:  # fmt: skip
-    """By one thread: acquires a word of this operation, which carries a number where marks have terms: that number, or
-    -1 when it gave up. `deadlines`: 2 where `peer` may itself be waiting for another rank, and then names that one."""
+    """By one thread: wait for a word of this operation that contains a number in place of terms, and acquire it. Return
+    the number, or -1 if the wait gave up. `deadlines` is 2 if `peer` may itself be waiting for another rank, which it
+    then names."""
     word = poll(ranks, addr, "batch", peer, detail, True, deadlines)
     number = number_in(word)
     if not same_operation(word, ranks.mark):
@@ -246,8 +253,8 @@ def is_awaited(ranks: Ranks, seen: Int64, numbered: bool) -> Boolean:
 
 @cute.jit
 def note_wait(ranks: Ranks, peer: Int32, start: Int64) -> None:
-    """By one thread that has waited for `peer` since `start`: kept, for people who look who is waited for, if no other
-    wait for that rank in this operation was longer. Nothing is waited for here."""
+    """By one thread that has waited for `peer` since `start`: log the wait, unless a wait for that rank in this
+    operation was longer. Does not wait."""
     lasted = cutlass.min((arch.globaltimer() - start) >> WAIT_UNIT, Int64((1 << WAIT_BITS) - 1))
     index = (ranks.epoch & (NOTES - 1)) * ranks.world_size + peer
     ptx.red_max(
@@ -260,8 +267,8 @@ def note_wait(ranks: Ranks, peer: Int32, start: Int64) -> None:
 def warp_gives_up(
     ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
 ) -> Boolean:
-    """By a whole warp that has waited for `peer` since `start`, now and then: whether it waits no longer. Arguments are
-    those of lane 0; `seen` is the mark that it found last."""
+    """By a whole warp that has waited for `peer` since `start`, called now and then: return whether to stop waiting.
+    Arguments are those of lane 0; `seen` is the mark that it found last."""
     given_up = Int32(0)
     if arch.lane_idx() == 0:
         given_up = Int32(gives_up(ranks, start, flag, peer, detail, seen))
@@ -272,7 +279,7 @@ def warp_gives_up(
 def gives_up(
     ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64
 ) -> Boolean:
-    """The same by one thread."""
+    """By one thread: return whether to stop waiting for `peer`, and report why."""
     reason, instead = why_stop(ranks, start, peer)
     if reason != 0:
         fail(ranks, reason, flag, peer, detail, seen if reason == TIMEOUT else instead)
@@ -281,12 +288,12 @@ def gives_up(
 
 @cute.jit
 def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
-    """By one thread that has waited for `peer` since `start`: the reason to wait no longer, or 0, and the mark that
-    says so: the peer's hello, or the refusal.
+    """By one thread that has waited for `peer` since `start`: return the reason to stop waiting, or 0, and the mark
+    that is its cause, the peer's hello or the `refusal` flag.
 
-    That is so when the deadline has passed, when this rank has given up before or an alarm was raised here, when some
-    rank rejects the operation, or when the peer has said hello with other terms: the ranks disagree on the operation.
-    Blocks that wait for others of their own rank have twice as long: those may be waiting for a peer, and then name it.
+    Reasons are: the deadline has passed; this rank has given up before, or received an alarm; a rank rejects the
+    operation; or the peer's hello has other terms, because the ranks disagree on what they run. Waits for blocks of
+    this rank have twice the deadline, because those blocks may be waiting for a peer, which they then name.
     """
     reason = Int32(0)
     limit = ranks.timeout_ns
@@ -300,12 +307,12 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
         reason = Int32(TIMEOUT)
     mark = ptx.ld_acquire_sys(ranks.at(ranks.own, "hello") + Int64(peer) * 8)
     heed_refusals(ranks)
-    # A rank that rejects releases its refusal before its hello: an acquire of the hello makes the refusal visible.
+    # A rank that rejects releases this flag before its hello: an acquire of the hello makes the flag visible.
     refusal = ptx.ld_acquire_sys(ranks.at(ranks.own, "refusal"))
     if mark != ranks.mark and same_operation(mark, ranks.mark):
         if const_expr(not ranks.heap.problem.domains):
             reason = Int32(MISMATCH)
-        elif kind_in(mark) != REFUSED_KIND:  # a refusal may come later than the hello
+        elif kind_in(mark) != REFUSED_KIND:  # the flag may arrive after the hello
             reason = Int32(MISMATCH)
     if same_operation(refusal, ranks.mark):
         reason = Int32(REFUSAL)
@@ -315,7 +322,7 @@ def why_stop(ranks: Ranks, start: Int64, peer: Int32) -> tuple[Int32, Int64]:
 
 @cute.jit
 def heed_alarm(ranks: Ranks) -> None:
-    """By any thread: ranks of other NVLink domains leave an alarm and nothing else; now this rank's state says so."""
+    """By any thread: copy an alarm of another NVLink domain, whose ranks set nothing else, to this rank's state."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         if ptx.ld_acquire_sys(ranks.own + ranks.heap.offset["alarm"]) != 0:
             ptx.atom_fail_by_peer(ranks.own + FAILED * 8)
@@ -323,11 +330,12 @@ def heed_alarm(ranks: Ranks) -> None:
 
 @cute.jit
 def late_rank(ranks: Ranks, peer: Int32) -> Int32:
-    """By one thread whose wait for `peer` has reached its deadline: who is to be named.
+    """By one thread whose wait for `peer` has reached its deadline: return the rank to name in the error.
 
-    A stager does not know which rank of its domain has the copy that it waits for, nor does a rank that waits for what
-    its stager relays know which of the two is late. So where `peer` itself is not silent, a rank of this one's domain
-    that is."""
+    A stager does not know which rank of its domain has the copy that it waits for, and a rank that waits for relayed
+    data does not know whether the source or the stager is late. If `peer` is not silent, this returns a rank of this
+    domain that is.
+    """
     found = Int32(peer)
     if not is_silent(ranks, peer):
         domain, _ = position_of(ranks, ranks.rank)
@@ -340,8 +348,8 @@ def late_rank(ranks: Ranks, peer: Int32) -> Int32:
 
 @cute.jit
 def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
-    """Whether a rank is another one of this one's domain, in the same operation, in which none of its threads has been
-    waiting lately: it is dead, or does not launch what is to come."""
+    """Return whether `rank` is another rank of this domain, in the same operation, none of whose threads has been
+    waiting recently: it is dead, or does not launch what is expected of it."""
     found = Boolean(False)
     if rank != ranks.rank:
         if is_near(ranks, rank):
@@ -353,7 +361,7 @@ def is_silent(ranks: Ranks, rank: Int32) -> Boolean:
 
 @cute.jit
 def heed_refusals(ranks: Ranks) -> None:
-    """By any thread: those of ranks of other NVLink domains set a word each; now the domain's own says so."""
+    """By any thread: copy the rejection words that ranks of other NVLink domains set to the `refusal` flag."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         for rank in cutlass.range(ranks.world_size):
             word = ranks.at(ranks.own, "refused") + Int64(rank) * 8
@@ -363,9 +371,9 @@ def heed_refusals(ranks: Ranks) -> None:
 
 @cute.jit
 def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32, detail: Int32, seen: Int64) -> None:
-    """Report a failed wait. The first one of this rank says why in the first record, or that another rank has failed.
-    One that a rejection ends writes the third record, where all of an operation's write the same (the rank that rejects
-    is in the refusal's terms)."""
+    """Report a wait that ended. The first failed wait of this rank writes the first record: why it failed, or that
+    another rank's alarm ended it. Waits that end because of a rejection write the third record; within one operation
+    they all write the same (the terms of the seen mark contain the rank)."""
     if const_expr(ranks.heap.problem.num_domains > 1):
         if reason == TIMEOUT:
             peer = late_rank(ranks, peer)
@@ -384,14 +392,14 @@ def fail(ranks: Ranks, reason: Int32, flag: cutlass.Constexpr[str], peer: Int32,
 
 
 def await_begun(ranks: Ranks, peer: Int32 | int) -> None:
-    """By one thread: until `peer` has said hello in this operation, with whatever terms, or has not in time."""
+    """By one thread: wait for `peer`'s hello of this operation, with any terms, or for the deadline."""
     await_word_of(ranks, "hello", peer)
 
 
 @cute.jit
 def await_word_of(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32 | int) -> Int64:
-    """By one thread: until `peer` has set its word of that kind in this operation, whatever else it says; that word, or
-    0 if it has not in time. No refusal ends this."""
+    """By one thread: wait until `peer` has set its word of that kind in this operation, with any terms. Return the
+    word, or 0 after the deadline. Rejections do not end this wait."""
     address = ranks.at(ranks.own, flag) + Int64(peer) * 8
     seen = ptx.ld_acquire_sys(address)
     start = arch.globaltimer()
@@ -406,7 +414,8 @@ def await_word_of(ranks: Ranks, flag: cutlass.Constexpr[str], peer: Int32 | int)
 
 @cute.jit
 def too_late(ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int32, seen: Int64) -> Boolean:
-    """By one thread that has waited for `peer` since `start`, and that no refusal stops: whether it waits no longer."""
+    """By one thread that has waited for `peer` since `start`, and that rejections do not stop: return whether to stop
+    waiting."""
     stop = Boolean(False)
     heed_alarm(ranks)
     failed = ptx.ld_acquire_sys(ranks.own + FAILED * 8)
@@ -418,8 +427,8 @@ def too_late(ranks: Ranks, start: Int64, flag: cutlass.Constexpr[str], peer: Int
 
 @cute.jit
 def meet(ranks: Ranks, peer: Int32) -> Boolean:
-    """By one thread, at an operation's end: until `peer` has begun it, so that the bank that it used may be written
-    again two operations later. False if it was given up."""
+    """By one thread, at the end of an operation: wait until `peer` has begun it, so that the bank that it used may be
+    written again two operations later. Return False if the operation was given up."""
     met = ranks.wait("hello", peer, peer, 0)
     if not met:
         await_begun(ranks, peer)
@@ -430,8 +439,9 @@ def meet(ranks: Ranks, peer: Int32) -> Boolean:
 def meet_all(ranks: Ranks, lane: Int32) -> None:
     """By a warp, when the operation's rows have been read: `meet` with every rank.
 
-    Then a rank that has given up, or at which an alarm was raised, raises the alarm at all ranks. One that gave up may
-    have gone on and overwritten what this rank read, but only after it had raised the alarm here.
+    If this rank has given up, or has received an alarm, it then sends an alarm to all ranks, which give up, too. A rank
+    that has given up may have continued without this one and overwritten what this one read; in that case its alarm
+    arrived before.
     """
     heed_alarm(ranks)
     failed = ptx.ld_relaxed_sys(ranks.own + FAILED * 8)
@@ -444,8 +454,8 @@ def meet_all(ranks: Ranks, lane: Int32) -> None:
 
 @cute.jit
 def pass_on(ranks: Ranks, failed: Int64) -> None:
-    """By one thread, or several, of a rank that has given up (`failed`: its state's word): raises the alarm at all
-    ranks."""
+    """By one or several threads of a rank that has given up: send an alarm to all ranks. `failed` is the value of the
+    state's word."""
     alarm = Int64(0)
     if failed == 1:
         alarm = own_alarm(ranks)
@@ -461,7 +471,7 @@ def pass_on(ranks: Ranks, failed: Int64) -> None:
             if is_near(ranks, peer):
                 send_alarm(ranks.peer(peer), ranks.heap.offset["alarm"], alarm)
             else:
-                # Two words might arrive in any order: waits there look at the alarm itself.
+                # Two words may arrive in any order, so waits across domains check the alarm itself.
                 ranks.heap.problem.wire.put_value(ranks, peer, Int64(ranks.heap.offset["alarm"]), alarm)
         peer += 1
 
@@ -474,7 +484,7 @@ def send_alarm(heap: Int64, at: int, alarm: Int64) -> None:
 
 @cute.jit
 def own_alarm(ranks: Ranks) -> Int64:
-    """By one thread of a rank that has given up: the alarm word for the others, or 0 if they know it already."""
+    """By one thread of a rank that has given up: return its alarm, or 0 if the other ranks have it already."""
     alarm = Int64(0)
     # The others know of a failure that a peer reported. While the thread that claimed the report is filling it, no
     # alarm is raised; the host raises it when it sees the report.
@@ -491,7 +501,7 @@ def own_alarm(ranks: Ranks) -> Int64:
 def write_report(
     ranks: Ranks, record: Int32 | int, reason: Int32, flag: Int32, peer: Int32, detail: Int32, seen: Int64
 ) -> None:
-    """Fills a host-visible record; its done mark is released last."""
+    """Write a host-visible record. Its done mark is released last."""
     report = ranks.report + record * REPORT_WORDS * 8
     words = Record(1, reason, flag, ranks.rank, peer, detail, ranks.mark, seen)
     for i in range_constexpr(1, len(words)):
@@ -501,16 +511,16 @@ def write_report(
 
 @cute.jit
 def refuse(ranks: Ranks, reason: cutlass.Constexpr[int], detail: Int32, value: Int32) -> None:
-    """The first value that was refused since the host last looked goes into the second record."""
+    """Report an invalid value in the second record, if it is the first since the host last read it."""
     if ptx.atom_claim(ranks.own + REFUSED * 8) == 0:
         write_report(ranks, 1, Int32(reason), Int32(0), ranks.rank, detail, Int64(value))
 
 
 def note_of(ranks: Ranks) -> Int64:
-    """Address of what this rank notes of the operation."""
+    """Return the address of this operation's log entry."""
     return ranks.own + ranks.heap.offset["notes"] + (ranks.epoch & (NOTES - 1)) * (NOTE_WORDS * 8)
 
 
 def fence_async() -> None:
-    """Orders ordinary accesses of this thread with bulk copies on the same memory."""
+    """Order generic-proxy accesses of this thread with async-proxy accesses (bulk copies) to the same memory."""
     arch.fence_proxy("async")

@@ -1,7 +1,6 @@
-"""What mkdocs does beyond its configuration (``hooks`` in mkdocs.yml).
+"""Hooks of mkdocs (``hooks`` in mkdocs.yml).
 
-Pages that lie elsewhere in the repository become pages of the site, links between them follow, and schemas of operators
-come from their table.
+They add pages from outside docs/ to the site, adapt the links between pages, and insert the schemas of operators.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ELSEWHERE = {"README.md": "index.md"} | {
     for path in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", *sorted((ROOT / "benchmarks/results").iterdir()))
     for name in [os.path.relpath(ROOT / path, ROOT)]
 }
-"""Files outside of docs/, and where they lie in the site."""
+"""Files outside docs/ -> their paths in the site."""
 
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
 
@@ -40,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     source = {place: source for source, place in ELSEWHERE.items()}.get(place, f"docs/{place}")
 
     def moved(link: re.Match[str]) -> str:
-        """A link between files of the repository as one between pages of the site."""
+        """Convert a link between files of the repository to one between pages of the site."""
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[0]))
         there = ELSEWHERE.get(target, target.removeprefix("docs/"))
         return posixpath.relpath(there, posixpath.dirname(place) or ".")
@@ -49,7 +48,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 WIDE = 60
-"""Tables of three columns and more with a cell of so many characters are stacked on phones (site.css)."""
+"""Tables of three or more columns with a cell of this many characters are stacked on phones (site.css)."""
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -57,7 +56,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def stacked(table: re.Match[str]) -> str:
-    """The table with the head of its column beside each cell, if it has long texts."""
+    """Add the heading of its column to each cell, if the table has long cells."""
     heads = [plain(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", table[0], re.S)]
     cells = [plain(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", table[0], re.S)]
     if len(heads) < 3 or max(map(len, cells), default=0) < WIDE:
@@ -72,7 +71,7 @@ def plain(cell: str) -> str:
 
 
 def schemas() -> str:
-    """The section on schemas of docs/operators.md: one argument or result on each line."""
+    """Return the section on schemas of docs/operators.md, with one argument or result on each line."""
     return "\n\n".join(f"### {op.name}\n\n```\n{broken(op.name, op.schema)}\n```" for op in OPERATORS)
 
 
@@ -82,7 +81,7 @@ def broken(name: str, schema: str) -> str:
 
 
 def lines(items: str) -> str:
-    """``(a, b)`` over several lines."""
+    """Break ``(a, b)`` into several lines."""
     if not items.startswith("("):
         return items
     return "(\n" + "".join(f"    {item},\n" for item in items[1:-1].split(", ")) + ")"

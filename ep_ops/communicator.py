@@ -291,7 +291,7 @@ class Communicator(Methods):
         """
         if not self.destroyed:
             self.backend.listen()
-        if not self.destroyed or self.backend.has_failed():  # else what would be told has gone with the memory
+        if not self.destroyed or self.backend.has_failed():  # else the reports were freed with the memory
             self.backend.check_errors()
         if self.overflowed is not None:
             self.overflowed.check(self.name, self.rank)

@@ -1,8 +1,9 @@
-"""An MoE layer whose router prefers some experts: replicas of these, placed by the load that was counted, even it out.
+"""Balance an MoE layer whose router prefers some experts by replicas that are placed according to the measured load.
 
     torchrun --standalone --nproc-per-node 2 examples/balance.py
 
-Prints how many rows the busiest rank had, as a multiple of the mean, before and after, and what moving weights took.
+Prints the number of rows of the busiest rank, as a multiple of the mean, before and after, and the cost of moving
+weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def layer(moe: MoECommunicator, x: Tensor, experts: Tensor, weights: Tensor, w: 
 
 # --8<-- [start:move]
 def move(moe: MoECommunicator, parameters: Sequence[Tensor], wanted: Sequence[Move]) -> None:
-    """Copies what each of ``parameters`` [local experts, ...] has for an expert to where it is wanted. Collective."""
+    """Copy the weights of moved experts in ``parameters``, [local experts, ...], to their new places. Collective."""
     held, first = moe.comm.experts_per_rank, moe.comm.first_local_expert
     rank_of = [dist.get_global_rank(moe.comm.group, rank) for rank, count in enumerate(held) for _ in range(count)]
     mine = range(first, first + moe.comm.num_local_experts)
@@ -50,8 +51,11 @@ def move(moe: MoECommunicator, parameters: Sequence[Tensor], wanted: Sequence[Mo
 
 
 def rebalance(moe: MoECommunicator, parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """Places experts by what has been counted, which then starts anew; how many experts moved, and how many bytes of
-    their weights between ranks."""
+    """Place experts according to the counted load, and reset the counts.
+
+    Returns:
+        Number of experts that moved, and bytes of weights that were sent between ranks.
+    """
     held, before = moe.comm.experts_per_rank, moe.placement
     assert before is not None
     after = balanced(moe.load().tolist(), held, before)
@@ -67,7 +71,7 @@ def rebalance(moe: MoECommunicator, parameters: Sequence[Tensor]) -> tuple[int, 
 
 
 def busiest(moe: MoECommunicator) -> float:
-    """Rows of the busiest rank since the last reset, as a multiple of the mean."""
+    """Return the rows of the busiest rank since the last reset, as a multiple of the mean."""
     rows = moe.stats().rows.sum()
     all_rows = [torch.empty_like(rows) for _ in range(moe.comm.world_size)]
     dist.all_gather(all_rows, rows)
@@ -76,7 +80,7 @@ def busiest(moe: MoECommunicator) -> float:
 
 def main() -> None:
     dist.init_process_group()
-    spare = SPARE * dist.get_world_size()  # physical experts beyond one for each
+    spare = SPARE * dist.get_world_size()  # physical experts in addition to one for each expert
     config = MoECommunicatorConfig(
         num_experts=EXPERTS,
         hidden_size=HIDDEN,
@@ -89,9 +93,9 @@ def main() -> None:
     with MoECommunicator(config, device="cpu") as moe:
         draw = torch.Generator().manual_seed(0)
         everywhere = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=draw) / HIDDEN**0.5
-        preferred = torch.linspace(3, 0, EXPERTS)  # what the router has for an expert besides chance
+        preferred = torch.linspace(3, 0, EXPERTS)  # added to the router's random scores
         w = everywhere[list(moe.local_experts)]
-        draw.manual_seed(moe.comm.rank + 1)  # other tokens on every rank
+        draw.manual_seed(moe.comm.rank + 1)  # different tokens on each rank
         batches = []
         for _ in range(STEPS):
             weights, experts = (torch.randn(TOKENS, EXPERTS, generator=draw) + preferred).topk(TOP_K)

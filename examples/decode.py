@@ -1,8 +1,8 @@
-"""Decodes with a mixture-of-experts layer: few tokens a step, captured once in a CUDA graph and replayed.
+"""Decode with an MoE layer: a step with few tokens is captured in a CUDA graph once and replayed.
 
     torchrun --standalone --nproc-per-node 2 examples/decode.py
 
-Where there is no GPU the same steps run one by one, without a graph.
+Without a GPU the same steps run eagerly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
             num_experts=8,
             hidden_size=HIDDEN,
             top_k=2,
-            max_tokens_per_rank=256,  # what a prefill may pass; decode bounds its own calls
+            max_tokens_per_rank=256,  # for prefill; decode passes a smaller bound
             dtype=torch.bfloat16 if on_gpu else torch.float32,
         ) as comm,
     ):
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def one_step(layer: MoELayer, x: Tensor) -> Tensor:
-    """x [at most TOKENS, HIDDEN] on every rank. ``max_tokens`` has to be the same on all ranks: it is what makes the
-    call take the kernels for few tokens, and a small buffer."""
+    """x [at most TOKENS, HIDDEN] on every rank. ``max_tokens`` must be equal on all ranks. A small value selects
+    the latency kernels and a small receive buffer."""
     return nn.functional.rms_norm(x + layer(x, max_tokens=TOKENS), x.shape[-1:])
 
 
 def decode(layer: MoELayer, x: Tensor, steps: int) -> Tensor:
-    """What ``steps`` steps make of x."""
+    """Return x after ``steps`` steps."""
     x = x.clone()
     run = captured(layer, x) if x.is_cuda else lambda: x.copy_(one_step(layer, x))
     for _ in range(steps):
@@ -63,8 +63,8 @@ def decode(layer: MoELayer, x: Tensor, steps: int) -> Tensor:
 
 
 def captured(layer: MoELayer, x: Tensor) -> Callable[[], None]:
-    """One step in place on x, as a CUDA graph: all ranks capture it, and replay it equally often."""
-    layer.comm.warmup()  # compiles every kernel: nothing may be compiled while a graph is captured
+    """Capture one step in place on x as a CUDA graph. All ranks capture it, and replay it equally often."""
+    layer.comm.warmup()  # compiles all kernels, which is not possible during a capture
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

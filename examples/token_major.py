@@ -1,8 +1,8 @@
-"""A layer on token-major rows: one row for each token and rank, which the experts' GEMM gathers by lists.
+"""Run an MoE layer on token-major rows: one row for each (token, rank), which the experts' GEMM gathers by lists.
 
     torchrun --standalone --nproc-per-node 2 examples/token_major.py
 
-Beside it, the same on rows grouped by expert: equal results and gradients.
+Compares results and gradients with those of rows that are grouped by expert.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ HIDDEN, TOKENS, EXPERTS, TOP_K = 64, 100, 8, 4
 # --8<-- [start:layer]
 def token_major(comm: ep_ops.Communicator, x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
     """x [T, H], expert ids and weights [T, K], w [local experts, H, H] -> [T, H]."""
-    sent = comm.dispatch(x, experts, weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
-    lists = expert_lists(sent.local_idx, comm.num_local_experts)
-    y = gather_mm(sent.x, w, lists)  # ep_ops.integrations.quack has one that copies no row
-    route = places_route(comm, sent.route, lists)  # of the rows of y, one for each (row, k)
-    return comm.combine(y, route, weights_of_places(sent.weights, lists))
+    got = comm.dispatch(x, experts, weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
+    lists = expert_lists(got.local_idx, comm.num_local_experts)
+    y = gather_mm(got.x, w, lists)  # ep_ops.integrations.quack provides a GEMM that copies no rows
+    route = places_route(comm, got.route, lists)  # of the rows of y, one for each (row, k)
+    return comm.combine(y, route, weights_of_places(got.weights, lists))
 
 
 # --8<-- [end:layer]
 
 
 def grouped(comm: ep_ops.Communicator, x: Tensor, experts: Tensor, weights: Tensor, w: Tensor) -> Tensor:
-    """The same."""
-    sent = comm.dispatch(x, experts, weights)
-    y = grouped_mm(sent.x, w, sent.route.offs)
-    return comm.combine(y, sent.route, sent.weights)
+    """x [T, H], expert ids and weights [T, K], w [local experts, H, H] -> [T, H]."""
+    got = comm.dispatch(x, experts, weights)
+    y = grouped_mm(got.x, w, got.route.offs)
+    return comm.combine(y, got.route, got.weights)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Trains a small mixture-of-experts layer under DistributedDataParallel, each rank on its own tokens.
+"""Train a small MoE layer under DistributedDataParallel, each rank on its own tokens.
 
     torchrun --standalone --nproc-per-node 2 examples/train.py
 
-Runs on GPUs where there are any, else on the CPU.
+Runs on GPUs if there are any, else on CPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def train(comm: ep_ops.Communicator) -> None:
-    """Has the layer learn to multiply tokens by a matrix, and prints the mean loss of all ranks, first and last."""
+    """Train the layer to multiply tokens by a matrix, and print the first and last mean loss of all ranks."""
     layer = MoELayer(comm, intermediate_size=128)  # holds this rank's experts only
     model = DistributedDataParallel(keep_experts_apart(layer, ranks=comm.world_size))
     groups = [{"params": layer.router.parameters()}, {"params": layer.experts.parameters()}]  # tensors and DTensors
@@ -42,22 +42,22 @@ def train(comm: ep_ops.Communicator) -> None:
 
     goal = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
     goal = goal.to(comm.device, comm.dtype)
-    draw = torch.Generator(device=comm.device).manual_seed(comm.rank)  # other tokens on every rank
+    draw = torch.Generator(device=comm.device).manual_seed(comm.rank)  # different tokens on each rank
     losses = []
     for _ in range(STEPS):
         x = torch.randn(TOKENS, HIDDEN, generator=draw, device=comm.device).to(comm.dtype)
         loss = (model(x) - x @ goal).float().square().mean()
         loss.backward()
-        clip_grad_norm_(model, 1.0)  # the same norm on all ranks, in which each expert counts once
+        clip_grad_norm_(model, 1.0)  # the norm is equal on all ranks and counts each expert once
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    comm.check_errors()  # what kernels have reported, if anything
+    comm.check_errors()  # raises errors that kernels have reported
 
-    told = torch.stack([losses[0], losses[-1]]) / comm.world_size
-    dist.all_reduce(told)
+    mean = torch.stack([losses[0], losses[-1]]) / comm.world_size
+    dist.all_reduce(mean)
     if comm.rank == 0:
-        print(f"{comm.world_size} ranks, {STEPS} steps: loss {told[0]:.3f} -> {told[1]:.3f}")
+        print(f"{comm.world_size} ranks, {STEPS} steps: loss {mean[0]:.3f} -> {mean[1]:.3f}")
 
 
 if __name__ == "__main__":

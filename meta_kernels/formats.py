@@ -21,7 +21,7 @@ class Format(NamedTuple):
     block: int  # numbers that share a scale; 0: the whole row
     multiple: int  # what the hidden size must be a multiple of
     power: bool  # scales are powers of two
-    scale_dtype: torch.dtype  # of the scales beside an x that is quantized already, and of received ones in rows
+    scale_dtype: torch.dtype  # of scales that are passed with a quantized x, and of received scales in rows
     layouts: tuple[str, ...]  # that received scales may lie in, the first one unless another is asked for
     wire: bool = False  # rows arrive dequantized
 

@@ -1,4 +1,4 @@
-"""Rows and the scalars that travel with them."""
+"""Rows, and the scalars that are sent with them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_like(x: Tensor, count: int | torch.SymInt) -> Tensor:
-    """[count, H] of x's dtype."""
+    """Return an empty tensor [count, H] of x's dtype."""
     return x.new_empty((count, x.shape[1]))
 
 
-def scalars_like(weights: Tensor | None, shape: tuple[int | torch.SymInt, ...], beside: Tensor) -> Tensor:
-    """``shape`` of the weights' dtype; without weights [0], of the dtype that weights of the rows ``beside`` have."""
+def scalars_like(weights: Tensor | None, shape: tuple[int | torch.SymInt, ...], rows: Tensor) -> Tensor:
+    """Return an empty tensor of ``shape`` and the weights' dtype; if weights is None, [0] of their dtype."""
     if weights is None:
-        return beside.new_empty((0,), dtype=exact_dtype(beside.dtype))
+        return rows.new_empty((0,), dtype=exact_dtype(rows.dtype))
     return weights.new_empty(shape)

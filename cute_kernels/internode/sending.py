@@ -1,9 +1,10 @@
-"""Rows on their way to other NVLink domains: batches of those that are needed there, each with one put and one word.
+"""Rows that are sent to other NVLink domains: batches of the rows that are needed there, each with one put and one
+word.
 
-A batch is of `batch_tokens` consecutive tokens. Rows of those of them that name an expert of a domain lie without gaps
-in the batch's slot at the stager there, in the order of tokens; the batch's word says, beside the epoch, which tokens
-these are, as bits. So a reader finds a token's row by counting bits, batches may come in any order, and a batch of
-which nothing is needed is a word without bits.
+A batch covers `batch_tokens` consecutive tokens. The rows of those tokens that name an expert of the destination domain
+are stored without gaps, in the order of tokens, in the batch's place at the stager of that domain. The batch's word
+contains the epoch and a bit mask of these tokens. A reader therefore finds the row of a token by counting bits, batches
+may arrive in any order, and a batch without rows is a word with an empty mask.
 """
 
 from collections.abc import Callable
@@ -105,7 +106,8 @@ def put_batch(
 
 @cute.jit
 def vector_of(row_bytes: cutlass.Constexpr[int], mask: Int32, number: Int32) -> tuple[Int32, Int32]:
-    """Of the vectors of a batch's rows, one after the other: whose token's row it belongs to, and its offset there."""
+    """Return, for a vector of a batch's rows, the token that the row belongs to and the offset of the vector in the
+    row."""
     row = number // (row_bytes // 16)
     left = Int32(mask)
     for _ in cutlass.range(row):
@@ -189,7 +191,7 @@ def relay(
     item = Int32(thread_id())
     start, polls = Int64(arch.globaltimer()), Int32(0)
     while arch.vote_any_sync(item < count):
-        # Of words by number first, then by slot: those that are sent first come first.
+        # Words are ordered by number, then by slot, in the order in which they are sent.
         number = item // others
         slot = item - number * others + 1
         source = on_rail(ranks, slot)

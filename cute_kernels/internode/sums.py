@@ -1,10 +1,10 @@
-"""Sums on their way between NVLink domains, in a combine.
+"""Sums that are sent between NVLink domains in a combine.
 
-An expert's rank stores the sum of a copy with the stager of the token's owner, as it would with the owner itself. For
-every batch of tokens the owner *asks* each other domain's stager for sums: a word for each token, whose bits are the
-copies in that domain that have rows. The stager waits for these copies, adds them up by ranks ascending, rounds, and
-puts the sums of the batch together on the wire, with one word that says which tokens they are of (sending.py). Nothing
-is sent where nothing was requested.
+An expert's rank stores the sum of a copy at the stager of the token's owner, as it would at the owner itself. For every
+batch of tokens, the owner sends a request to the stager of each other domain: a word for each token, whose bits are the
+copies in that domain that have rows. The stager waits for these copies, adds them in ascending order of ranks, rounds,
+and puts the sums of the batch on the wire, with one word that contains a bit mask of the tokens (sending.py). An empty
+request gets no reply.
 """
 
 from typing import Any
@@ -26,8 +26,8 @@ VECTORS = 2
 """How many vectors of a row a lane adds up at a time."""
 
 FAR, OPENS, CLOSES = 1 << 30, 1 << 29, 1 << 28
-"""Beside the number of a row that an owner adds: it is another domain's sum; it is the first one of those of its own
-domain; the last one."""
+"""Bits that are combined with the number of a row that an owner adds: the row is another domain's sum; it is the first
+row of the owner's own domain; it is the last one."""
 
 
 def in_two_parts(problem: Problem) -> bool:
@@ -240,7 +240,7 @@ def add_pushed(
             more = Int32(0)
             words: list[Any] = []
             for u in range_constexpr(VECTORS):
-                # Of a token with fewer copies than another one the last is loaded again, and not added.
+                # For a token with fewer copies than another one, the last is loaded again and not added.
                 words.extend(
                     ptx.ld_v4(addresses[u] + Int64((slot * p.most_copies + copy[u]) * p.max_tokens) * p.row_bytes)
                 )

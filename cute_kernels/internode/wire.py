@@ -1,17 +1,20 @@
-"""How kernels reach ranks that they may not map: a few calls, and what they promise. Nothing else may be relied on.
+"""Access to ranks whose memory is not mapped: the operations that kernels may use, and their guarantees.
 
-A rank's heap is symmetric memory, the same on all ranks, so an offset is valid on each. `put_signal` copies bytes
-of this rank's heap into another one's and then sets a word there, which has no other writer: whoever acquires that word
-sees those bytes. `put_value` sets a word alone. In which order puts and words of one rank arrive, and how late, is not
-said; a put is cut into pieces as the wire likes, and reads its source as late as it likes. `flush` waits until the
-source of this warp's puts may be written again, which says nothing of their arrival.
+A rank's heap is symmetric memory, the same on all ranks, so an offset names a place on each of them. `put_signal`
+copies bytes of this rank's heap to another rank's heap and then sets a word there, which has no other writer. A thread
+that acquires the word sees the bytes. `put_value` only sets a word. The order and delay in which puts and words of one
+rank arrive are not specified. A put may be split into pieces, and may read its source at any later time. `flush` waits
+until the source of this warp's puts may be overwritten, which does not mean that they have arrived.
 
-What a kernel makes of that:
-- A batch of rows has memory and a word of its own, for each sender and bank: no sums, no counters, no queues.
-- Its word holds the operation's epoch, and a number that says what came (which tokens' rows, as bits, for many tokens):
-  a word of an earlier operation is no batch, and so an empty batch differs from one that has not arrived.
-- A receiver waits for all that it is sent before its operation ends, and says hello, by `put_value`, in the next. Who
-  has seen the hello of operation e may therefore write, in e + 1, what its puts of operation e - 1 read and wrote.
+Kernels rely on these properties:
+
+- A batch of rows has its own place and word, for each sender and bank. There are no sums, counters or queues.
+- The word contains the operation's epoch and a number that describes the contents (for throughput kernels a bit mask of
+  the tokens whose rows the batch has). A word of an earlier operation is therefore no batch of this one, and a reader
+  knows which rows have arrived.
+- A receiver waits for all that is sent to it before its operation ends, and then sends its hello of the next operation
+  by `put_value`. A rank that has seen the hello of operation e may therefore overwrite, in e + 1, what its puts of
+  operation e - 1 read and wrote.
 """
 
 import functools
@@ -66,7 +69,7 @@ class Wire:
         self, ranks: Ranks, threads: int, rank: Int32, there: Int64, here: Int64, nbytes: Int32, word: Int64,
         value: Int64,
     ) -> None:  # fmt: skip
-        """The same by a whole block, whose threads have written the source, and then have met at a barrier."""
+        """Do the same by a whole block, whose threads have written the source and then met at a barrier."""
         raise NotImplementedError
 
     def put_value(self, ranks: Ranks, rank: Int32, word: Int64, value: Int64) -> None:

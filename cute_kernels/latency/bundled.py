@@ -31,7 +31,7 @@ def bundles(problem: Problem, tokens: Int32) -> Int32:
 
 
 def bundle_of(ranks: sync.Ranks, item: Int32 | int) -> tuple[Int32, Int32]:
-    """Of the put with that number: the rank that it is for, and the number of its first row. The first ones for all
+    """Return the destination rank of the put with that number, and the number of its first row. The first puts for all
     ranks come first."""
     others = ranks.world_size - 1
     number = item // others

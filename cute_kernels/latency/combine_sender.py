@@ -94,7 +94,7 @@ class CombineSender(SplitOperation, Kernel):
 
     @cute.jit
     def put_sums(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
-        """Sums of copies from other domains, a copy a block, which puts all packets at once."""
+        """Put the sums of copies from other domains: one block for each copy, which puts all packets at once."""
 
         def send(owner: Int32, line: Int32, item: Int32, row: Int32) -> None:
             def words_of(packet: Int32) -> Words:
@@ -147,7 +147,7 @@ class CombineSender(SplitOperation, Kernel):
 
     @cute.jit
     def put_bundles(self, ranks: sync.Ranks, args: LatencyCombineArgs, share: WarpShare) -> None:
-        """Likewise, several sums for an owner together, a block each time."""
+        """Put the sums of copies from other domains, several sums for an owner at a time, by one block."""
         p, count = self.problem, self.row_packets
         at = lists(args.arrivals, args.num_rows)
         last = cute.make_rmem_tensor((1,), Int32)  # row of all that this lane meets

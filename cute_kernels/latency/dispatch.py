@@ -467,8 +467,8 @@ class LatencyDispatch(DispatchSender):
     def store_weights(
         self, tables: RouteTables, args: LatencyDispatchArgs, words: Words, first: Int32, item: Int32, lane: Int32
     ) -> None:
-        """The weights in a packet that came from a peer, to the rows of their (token, k), or beside the token-major
-        row. `first`: which weight of the token a lane begins with, less than 0 in lanes that have none."""
+        """Store the weights of a received packet in the rows of their (token, k), or next to the token-major row.
+        `first`: index of the first weight of the token that a lane stores, negative for lanes that store none."""
         p = self.problem
         count = self.row_packets
         source = (item // count) % p.world_size

@@ -62,15 +62,15 @@ class LatencyDispatchArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class DispatchSender(SplitOperation, Kernel):
-    """A dispatch, as far as it sends.
+    """Sending part of a dispatch.
 
-    `weights`: routing weights travel behind the rows. `tokens`, `send`, `receive`: see split.py.
+    `weights`: routing weights are sent behind the rows. `tokens`, `send`, `receive`: see split.py.
 
-    `format` and `layout`: what rows travel as, and what they arrive as (delivery.py); `given`: x and its scales are in
-    that format already.
+    `format` and `layout`: format in which rows are sent, and layout in which they arrive (delivery.py). `given`: x and
+    its scales are in that format already.
 
-    `token_major`: of what receives. A row for each token that comes, with local ids and weights [R, K] beside it. What
-    only sends is the same for both kinds of rows.
+    `token_major`: the receiver stores one row for each token that arrives, with local ids and weights [R, K]. What is
+    sent does not depend on it.
     """
 
     NAME, Args = "ep_latency_dispatch", LatencyDispatchArgs
@@ -139,7 +139,7 @@ class DispatchSender(SplitOperation, Kernel):
 
     @cute.jit
     def put_bundles(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """Likewise, several rows for a rank together, a block each time."""
+        """Put rows to other domains, several rows for a rank at a time, by one block."""
         p, count = self.problem, self.row_packets
         for item in cutlass.range(share.block, bundles(p, args.tokens), share.blocks):
             rank, first = bundle_of(ranks, item)

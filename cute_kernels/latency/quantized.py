@@ -22,17 +22,17 @@ from ..sync import Ranks
 from .packets import Words, lane_offset, lane_vector, marks, store_payload
 
 VECTORS = 28
-"""Of codes."""
+"""Number of vectors of codes in a packet."""
 CODES = 16 * VECTORS
-"""In a packet."""
+"""Number of codes in a packet."""
 SCALES, WEIGHTS = 28, 29
-"""Which payload vectors carry them."""
+"""Indices of the payload vectors of scales and weights."""
 SCALES_LANE = 30
-"""The lane that has the vector of scales."""
+"""The lane that holds the vector of scales."""
 
 
 def packets_of(form: Form, top_k: int, weights: bool) -> int:
-    """Of a row, with room for the weights of its token."""
+    """Return the number of packets of a row, including the weights of its token if `weights`."""
     return max(-(-form.hidden_size // CODES), -(-top_k // 4) if weights else 0)
 
 

@@ -26,8 +26,8 @@ MOST_EXPERTS = 65534
 """The most experts that 16-bit ids can distinguish, and one value for none."""
 
 MOST_BLOCK_BYTES = 113 * 1024
-"""The most bytes of shared memory of a block, so that two fit on a multiprocessor: that of another communicator's
-kernel may run there beside this one. (Of 228 KiB the system takes one for each block.)"""
+"""Largest shared memory of a block, in bytes, so that two blocks fit on a multiprocessor: a kernel of another
+communicator can then run concurrently. (The system reserves one of 228 KiB for each block.)"""
 
 WARPS = 16
 """Warps of a block."""

@@ -44,7 +44,7 @@ class SumRows(RowPieces):
 
     @property
     def numbers(self) -> int:
-        """Of a lane's vectors."""
+        """Number of numbers in a lane's vectors."""
         return self.ahead * 16 // self.width.itemsize
 
     @cute.kernel

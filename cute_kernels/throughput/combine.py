@@ -85,7 +85,7 @@ class Combine(SlicedKernel):
 
     @property
     def sum_slices(self) -> Slices:
-        """Of rows that owners add up."""
+        """Slices of the rows that owners add."""
         if in_two_parts(self.problem):
             return Slices(self.problem.row_bytes, self.problem.dtype, HALF_SLICE)
         return self.slices
@@ -169,7 +169,7 @@ class Combine(SlicedKernel):
                         count += 1
                     item += step
                 close(outbox, warp, count)
-            # Reported behind the loop, so that the loop stays short.
+            # Reported after the loop, to keep the loop fast.
             given_row(ranks, last[0], args.num_rows)
         elif bid >= first:
             summing = (ranks, args)

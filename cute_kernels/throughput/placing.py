@@ -25,21 +25,21 @@ from .route import THREADS, add_ahead, address_of_entries, address_of_message, s
 
 
 class PlacingTables(NamedTuple):
-    """What a block holds in shared memory while it places a tile, int32. L: most experts of a rank."""
+    """Tables of a block in shared memory while it places a tile, int32. L: largest number of experts of a rank."""
 
-    # Of (source rank, expert here): rows in all tiles, rows in earlier tiles. Then the first holds the row of the
-    # tile's first entry.
+    # For each (source rank, local expert): rows in all tiles, rows in earlier tiles. Later the first is replaced by the
+    # row of the tile's first entry.
     rows: Any  # [2, W, L]
     asked: Any  # [E] entries that name each expert, of all ranks
     mine: Any  # [E] row of the first entry of this rank's tile
     start: Any  # [E] first row of each segment
     limit: Any  # [E] the row behind the last one that fits
     settings: Any  # [3, W] capacity, alignment, slots of each rank
-    # Of each source rank: entries for experts here in all tiles, in earlier tiles, in this one. Then the second holds
-    # where this tile's begin in the list of rows.
+    # For each source rank: entries for local experts in all tiles, in earlier tiles, in this one. Later the second is
+    # replaced by the position of this tile's first entry in the list of rows.
     entries: Any  # [3, W]
-    # Of each source rank: copies here in all tiles, in earlier tiles. Then the second holds where this tile's begin in
-    # the list of copies.
+    # For each source rank: copies at this rank in all tiles, in earlier tiles. Later the second is replaced by the
+    # position of this tile's first copy in the list of copies.
     copies: Any  # [2, W]
     drops: Any  # [1] 1 where some expert here has more entries than rows; -1 where it cannot be known what is kept
 
@@ -56,11 +56,11 @@ def new_tables(problem: Problem, smem: Any, table: Any) -> PlacingTables:
 
 @cute.jit
 def place_tile(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables, args: Any) -> None:
-    """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
+    """One block: write this tile's part of the lists, for all source ranks; tile 0 also writes what exists once.
 
-    Reads all ranks' messages (their route flags are acquired; `ok` says whether all came). `args` are those of the
-    publish kernel. Where not all came, or another block's counts did not (`tables.drops` is -1), the lists are not
-    complete, and the `placed` flag must not be set.
+    Reads all ranks' messages, whose route flags have been acquired; `ok` is 0 if some did not arrive. `args` are those
+    of the publish kernel. If messages or another block's counts are missing (`tables.drops` is -1), the lists are
+    incomplete, and the `placed` flag must not be set.
     """
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
@@ -349,7 +349,7 @@ def weights_of(ranks: Ranks, source: Int32) -> Int64:
 
 
 def offset_of_weight(problem: Problem, asker: Int32) -> Int64:
-    """Of a (token, k), as a flat index, among its source rank's weights."""
+    """Return the offset of the weight of a (token, k), given as a flat index, among its source rank's weights."""
     if problem.weights_each == problem.top_k:
         return Int64(asker) * 4
     token = asker // problem.top_k

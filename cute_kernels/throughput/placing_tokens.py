@@ -25,13 +25,13 @@ from .route import THREADS, add_ahead, address_of_entries, address_of_message, s
 
 
 class CopyTables(NamedTuple):
-    """What a block holds in shared memory while it places a tile, int32. L: most experts of a rank."""
+    """Tables of a block in shared memory while it places a tile, int32. L: largest number of experts of a rank."""
 
-    # Of each source rank: copies here in all tiles, in earlier tiles, in this one. Then the second holds the row of the
-    # tile's first copy.
+    # For each source rank: copies at this rank in all tiles, in earlier tiles, in this one. Later the second is
+    # replaced by the row of the tile's first copy.
     here: Any  # [3, W]
-    entries: Any  # [W] of each source rank: entries for experts here in this tile
-    # Of each rank: the row there of the first copy of this rank's tile, and how many rows it has.
+    entries: Any  # [W] for each source rank: entries for local experts in this tile
+    # For each rank: its row for the first copy of this rank's tile, and its number of rows.
     there: Any  # [2, W]
     named: Any  # [2, L] entries of each expert here: all of them, and, in tile 0, those of copies that are dropped
     total: Any  # [1] copies that ask for a row here
@@ -47,10 +47,10 @@ def new_copy_tables(problem: Problem, smem: Any) -> CopyTables:
 
 @cute.jit
 def place_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables, args: Any) -> None:
-    """One block: this tile's part of the lists, of all source ranks, and by tile 0 what there is once.
+    """One block: write this tile's part of the lists, for all source ranks; tile 0 also writes what exists once.
 
-    Reads all ranks' messages (their route flags are acquired; `ok` says whether all came). `args` are those of the
-    publish kernel.
+    Reads all ranks' messages, whose route flags have been acquired; `ok` is 0 if some did not arrive. `args` are those
+    of the publish kernel.
     """
     gather_copies(ranks, ok, tile, tables)
     arch.sync_threads()
@@ -119,7 +119,7 @@ def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
 
 @cute.jit
 def gather_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables) -> None:
-    """Sums of the counts in all messages; zeros where `ok` is 0."""
+    """Sum the counts of all tiles of all ranks; zeros if `ok` is 0."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     world_size, held = p.world_size, p.local_experts
@@ -207,7 +207,8 @@ def write_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> No
 
 
 def offset_of_token(problem: Problem, token: Int32, k: Int32) -> Int64:
-    """Of the weight of a token's k among its rank's; `weights_each` numbers further is the id."""
+    """Return the offset of the weight of a token's k among its rank's weights. The id is `weights_each` numbers
+    further."""
     return Int64(token) * problem.token_bytes + Int64(k) * 4
 
 

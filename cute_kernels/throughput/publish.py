@@ -1,21 +1,19 @@
 """First kernel of a throughput dispatch: publish the route, place every row, stage the rows.
 
-Roles of blocks:
-- tile blocks (the first `problem.tiles`) send messages about a tile of their own tokens, counts to all ranks and
-  entries to the holders of their experts (route.py). They wait for the messages of all ranks' tiles and place the rows
-  (placing.py).
-- the announcing block (the next one) flags each staged chunk at the peers.
-- staging blocks copy x into staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py).
+Block roles, in the order of block indices:
+  tile blocks       (`problem.tiles`) send a tile of this rank's tokens: counts to all ranks, entries to the ranks of
+                    their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
+  announcing block  (one) sets the chunk flags at the peers
+  staging blocks    copy x to staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py)
+With several NVLink domains (internode/sending.py), a relaying block precedes the announcing block, and two thirds of
+the other blocks send rows to other domains. In domains of one rank all of them do, and there is no announcing block.
 
-With several NVLink domains (internode/sending.py) the relaying block comes before the announcing one, and two thirds of
-the others send rows to other domains. In domains of one rank all of them do, and nothing is announced.
+Progress. A tile block sends before it waits, staging blocks never wait, and the announcing block waits for staging
+blocks. All waits therefore end if the tile blocks, the announcing block and one staging block are co-resident. They are
+the first blocks of the grid, and a communicator cannot be created on too few multiprocessors. Some multiprocessors are
+left free, so that a block of another kernel delays none of these blocks.
 
-Tile blocks send before they wait, staging blocks wait for nobody, and the announcing block waits for staging blocks. So
-all waits end, provided that the tile blocks, the announcing block and one staging block run at once. They are the first
-of the grid, and a communicator is rejected on a GPU with fewer SMs. Some SMs are left free, so that a block of another
-kernel delays none of them.
-
-The pull kernel is launched while this one runs (programmatic dependent launch) and takes the multiprocessors that this
+The pull kernel is launched while this one runs (programmatic dependent launch) and uses the multiprocessors that this
 grid leaves free. It waits for the `placed` flags before it reads the route, and for chunk flags before it reads rows.
 """
 
@@ -42,8 +40,8 @@ from .stage_quantized import quantize_row, stage_quantized
 
 
 class PublishArgs(NamedTuple):
-    """Along a known route `arrivals` is given, not written, and `send_rows`, `offs`, `counts`, `dropped` and `recv_idx`
-    are none."""
+    """Arguments of :class:`Publish`. Along a known route `arrivals` is an input, and `send_rows`, `offs`, `counts` and
+    `dropped` are not used."""
 
     ranks: RankArgs
     x: Int64
@@ -86,17 +84,17 @@ class Publish(Kernel):
 
     @property
     def published_bytes(self) -> int:
-        """What peers read of each token besides its row: its weights, if there are any."""
+        """Bytes that peers read of each token in addition to its row: its weights, if there are any."""
         return self.problem.weights_each * 4 if self.weights else 0
 
     @property
     def tile_blocks(self) -> int:
-        """Blocks before the staging ones."""
+        """Number of tile blocks, which come first in the grid."""
         return self.problem.tiles if self.route or self.weights else 0
 
     @property
     def ring(self) -> RingShape:
-        """Of staging blocks, beside what tile blocks have of shared memory."""
+        """The ring of staging blocks, in the shared memory that tile blocks leave."""
         return ring_shape(self.problem, SHARED_BYTES - self.problem.placing_bytes)
 
     @property
@@ -229,16 +227,16 @@ class Publish(Kernel):
 
     @cute.jit
     def publish_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
-        """Of a (token, k), as a flat index."""
+        """Store the weight of a (token, k), given as a flat index, where peers read it."""
         weight = ptx.ld_f32(args.topk_weights + Int64(j) * 4)
         ptx.st_f32(ranks.at(ranks.own, "weights") + offset_of_weight(self.problem, j), weight)
 
     @cute.jit
     def put_tile(self, ranks: sync.Ranks, counters: Any, tile: Int32, args: Any) -> None:
-        """One block: puts its messages and weights to ranks of other NVLink domains."""
+        """One block: put its tile's messages and weights to other NVLink domains."""
         p = self.problem
         if const_expr(p.num_domains > 1):
-            # All of the block's stores come before its puts.
+            # Orders all of the block's stores before its puts.
             arch.sync_threads()
             if const_expr(self.route):
                 put_messages(ranks, counters, THREADS // 32, tile)
@@ -248,11 +246,11 @@ class Publish(Kernel):
 
     @cute.jit
     def meet(self, ranks: sync.Ranks, tile: Int32, failed: Any) -> Int32:
-        """One block: releases its tile's messages (the flags' release at system scope, behind a block barrier), and
-        acquires those of all tiles of all ranks. 0 if some never came."""
+        """One block: release its tile's messages and weights to all ranks, and acquire those of all tiles of all ranks.
+        Return 0 if some never arrived."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
-        # All of the block's stores come before the release of the flags.
+        # Orders all of the block's stores before the release of the flags.
         arch.sync_threads()
         for peer in cutlass.range(tid, p.world_size, THREADS):
             if is_near(ranks, peer):
@@ -262,14 +260,13 @@ class Publish(Kernel):
                 failed[0] = 1
         if const_expr(p.num_domains > 1 and self.route):
             p.wire.arrived(ranks, ranks.at(Int64(0), "route") + Int64(tid) * 8, tid < p.world_size * p.tiles)
-        # The barrier hands what was acquired to the whole block.
+        # The barrier extends the acquire to the whole block.
         arch.sync_threads()
         return 1 - failed[0]
 
     @cute.jit
     def await_tile(self, ranks: sync.Ranks, index: Int32) -> Boolean:
-        """By one thread: until the message about a tile of a rank is here, and its weights, too. False if they never
-        came."""
+        """By one thread: wait for the messages and weights of a tile of a rank. Return False if they never arrived."""
         p = self.problem
         source, tile = index // p.tiles, index % p.tiles
         come = Boolean(True)

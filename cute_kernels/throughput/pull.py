@@ -86,7 +86,8 @@ class Pull(Kernel):
 
     @property
     def ring(self) -> RingShape:
-        """Of rows in a format a stage holds a whole one: the scales of all its numbers are there."""
+        """Shape of the ring. For rows in a format, a stage contains a whole row, so that the scales of all its numbers
+        are available."""
         nbytes = self.delivery.traveling_bytes
         return RingShape.of(nbytes, RING_BYTES, nbytes if self.format else MAX_PIECE)
 
@@ -135,7 +136,7 @@ class Pull(Kernel):
         arch.sync_threads()
         if const_expr(self.placed and not self.joins):
             arch.griddepcontrol_launch_dependents()
-        # Of a grid that joins, the first block takes part in any case.
+        # The first block of a grid of surplus blocks always takes part.
         always, number = args.dealt, bid
         if const_expr(self.placed):
             always += cutlass.min(args.joining, 1)

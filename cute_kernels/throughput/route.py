@@ -308,7 +308,7 @@ def add_ahead(ranks: Ranks, source: Int32, total: Int32, before: Int32, counter:
 
 @cute.jit
 def sum_tiles(ranks: Ranks, source: Int32, column: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
-    """The sums of a column over a source rank's messages: of all tiles, of those before `tile`, and of this one."""
+    """Return a source rank's counts of a column: of all tiles, of those before `tile`, and of this one."""
     p = ranks.heap.problem
     at = address_of_message(ranks, ranks.own, source, Int32(0)) + Int64(column) * 4
     # All loads first: they are in flight together.

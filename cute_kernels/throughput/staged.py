@@ -21,11 +21,12 @@ from ..segments import padded
 def await_rows(
     ranks: sync.Ranks, known: Any, source: Int32, token: Int32, own: cutlass.Constexpr[bool] = False
 ) -> Int32:
-    """By a whole warp, before bulk copies of a staged row: 0 if it never came (reported), else what `source_row` takes.
-    `known` [W] in shared memory is the warp's own: which ranks' `staged` flags it has acquired. `own`: this
-    rank's own rows are fetched from staging, too, not from x.
+    """By a whole warp, before bulk copies of a staged row: wait for the row. Return 0 if it never arrived (reported),
+    else what `source_row` takes. `known` [W] in shared memory belongs to the warp: the ranks that have signaled that
+    all their rows are staged. `own`: this rank's rows are fetched from staging, too, instead of from x.
 
-    Of a rank of another NVLink domain it is twice the tokens, as bits, whose rows the batch has, and 1."""
+    For a rank of another NVLink domain the result is 2 × (bit mask of the tokens whose rows the batch has) + 1.
+    """
     ready = Int32(1)
     staged = Boolean(True)
     if const_expr(not own):

@@ -19,7 +19,7 @@ from ..sync import Ranks
 
 
 class BlockBudget(NamedTuple):
-    """Of a kernel's blocks."""
+    """Numbers of blocks of a kernel, and the load that they are made for."""
 
     blocks: Int32  # that take part in any case
     expected: Int32  # load of an average rank, for which they are made

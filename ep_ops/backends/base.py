@@ -89,22 +89,35 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
     def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
-        """Of the ``operator`` that was started, as "dispatch_backward"."""
+        """Wait for the gradient of ``operator`` that was started, such as "dispatch_backward"."""
 
     def end_flights(self) -> None:
-        """Wait for the split operations that are under way, and drop their results. Raises nothing."""
+        """Wait for the split operations in progress, and discard their results. Raises nothing."""
 
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
-        """This rank does not run ``operator``, which its peers do: that operation ends on all ranks, and the others
-        raise ``reason``. Does nothing where that cannot be told (while a CUDA graph is captured), nor where peers do
-        not run it either (a wait whose start has run it, a start in a ``flight`` that is taken). ``max_tokens``: what
-        the operator was called with, anything where it has none."""
+        """End ``operator`` on all ranks, because this rank does not run it; the other ranks raise ``reason``. Does
+        nothing while a CUDA graph is captured, and if the peers do not run the operator either (a wait whose start has
+        already run it, a start in a ``flight`` that is in use).
+
+        Args:
+            operator: the operator that the peers run.
+            reason: text of the error on the peers.
+            flight: the flight that the operator was called with.
+            max_tokens: the bound that the operator was called with; any value if it has none.
+        """
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
     ) -> None:
-        """Tell the other ranks, as far as they have to know, that ``operator``, which has passed its checks, raises
-        ``error`` on this rank. ``again``: runs it once more. ``flight``, ``max_tokens``: what it was called with."""
+        """Notify the other ranks, if necessary, that ``operator``, which has passed its checks, raises ``error`` on
+        this rank.
+
+        Args:
+            operator: the operator that was interrupted.
+            error: the exception.
+            again: a function that runs the operator once more.
+            flight, max_tokens: what the operator was called with.
+        """
 
     # ------------------------------------------------------------------ the rest
 
@@ -112,32 +125,33 @@ class Backend(Protocol):
         """[num_rows, H] for combine_gathered; at most ``symmetric_rows`` of the configuration."""
 
     def compile(self, formats: Formats = ()) -> None:
-        """Compile and load whatever the operators need, with rows as they are and in these formats, so that later calls
-        do not. Takes each rank its own time."""
+        """Compile and load all kernels that the operators need, for unquantized rows and for ``formats``. Not
+        collective."""
 
     def warmup(self) -> None:
         """Run everything once, all ranks together."""
 
     def check_errors(self) -> None:
-        """RuntimeError or ValueError with what kernels or other ranks have reported, if anything."""
+        """Raise RuntimeError or ValueError for what kernels or other ranks have reported, if anything."""
 
     def listen(self) -> None:
-        """Looks whether another rank has told this one of a failure, though nothing runs here that would notice."""
+        """Check whether another rank has sent an alarm to this rank, even if no kernel on this rank would notice it."""
 
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
-        """Calls it with the text of the failure that ends the communicator, if kernels report one."""
+        """Call ``callback`` with the error text if kernels report a failure that ends the communicator."""
 
     def last_operations(self, rank: int) -> list[Operation]:
-        """What that rank has noted of its last operations, the last one first; does not wait for what runs."""
+        """Return the latest operations in the log of ``rank``, newest first. Does not wait for the device."""
 
     def has_failed(self) -> bool:
-        """Whether kernels have reported a failure."""
+        """Return whether kernels have reported a failure."""
 
     def unsaid(self) -> str | None:
-        """Text of a failure that has not been raised yet."""
+        """Return the text of a failure that has not been raised yet, or None."""
 
     def destroy(self, keep: bool) -> None:
-        """Free everything held; but keep memory that peers write to, if they may still do so (they have not met)."""
+        """Free all resources. If ``keep``, do not free memory that peers may still write to, because not all ranks
+        arrived here."""
 
 
 def not_gatherable(y: Tensor, memory: Tensor | None, most: int, name: str) -> str | None:

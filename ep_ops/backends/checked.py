@@ -1,8 +1,7 @@
-"""Checking mode (``EP_OPS_CHECK=1``): the reference backend runs beside another one, and their results are compared.
+"""Checking mode (``EP_OPS_CHECK=1``): run every operation on the reference backend too, and compare the results.
 
-Every operation runs on the backend that was asked for and then, with the same tensors, on the reference backend. All
-ranks tell each other what they found before anybody raises. Whoever calls gets the results of the backend that was
-asked for.
+An operation runs on the selected backend and then, with the same tensors, on the reference backend. All ranks exchange
+the outcome before any of them raises. The caller gets the results of the selected backend.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class CheckedBackend:
     def __init__(self, member: Member, backend: Backend) -> None:
         self._backend = backend
         self._reference = ReferenceBackend(member)
-        self._reference.strict = False  # the other one is: rows lie in its memory, and it is told of starts
+        self._reference.strict = False  # the selected backend is strict: it owns the rows, and records starts
         self._reference.rows.unused = float("nan")
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
         self._device = member.device

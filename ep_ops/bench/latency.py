@@ -2,7 +2,7 @@
 
 ep-ops bench latency                                           # T = 1, 2, 4, ... 256 tokens a rank
 torchrun --nproc-per-node 4 -m ep_ops bench latency --out results.json
-ep-ops bench latency --tokens 64 --only work,work_pair,work_split      # beside matrix products
+ep-ops bench latency --tokens 64 --only work,work_pair,work_split      # with matrix products
 ep-ops bench latency --tokens 64 --deal 132,0,132 --deal 40,40,132      # blocks: senders, first receiver, all
 ep-ops bench latency --device cpu --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3    # the benchmark itself
 
@@ -174,7 +174,7 @@ class Latency(Run):
         self.add(op, self.timer.row(replay, replays).each(self.args.pairs), error)
 
     def graph(self, call: Callable[[int], Any], replays: int, count: int | None = None) -> Timing:
-        """Of one of `count` calls in a graph (default: `--pairs`), one figure for each replay."""
+        """Return the time of one of `count` calls in a graph (default: `--pairs`), one figure for each replay."""
         count = count or self.args.pairs
         return self.timer.row(self.timer.captured(call, count), replays).each(count)
 

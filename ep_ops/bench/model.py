@@ -145,7 +145,7 @@ def gib(nbytes: int | None) -> str:
 
 def prediction_rows(found: Found) -> list[list[str]]:
     heading = [
-        "domains", "dispatch µs", "combine µs", "SMs", "rounds", "NVLink MB", "network MB", "beside rows",
+        "domains", "dispatch µs", "combine µs", "SMs", "rounds", "NVLink MB", "network MB", "metadata",
         "staging GiB", "few: dispatch µs", "combine µs", "network MB", "staging GiB",
     ]  # fmt: skip
     rows = [heading]

@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of x alone."""
+        """Size of a row of x in bytes."""
         return self.hidden * self.itemsize
 
     @property
@@ -64,12 +64,12 @@ class Layout:
 
     @property
     def batches(self) -> int:
-        """Of a round."""
+        """Number of batches of a round."""
         return -(-self.of_round // self.batch_tokens)
 
     @property
     def chunks(self) -> int:
-        """Of rows that are announced together within a domain, in a round."""
+        """Number of chunks of a round: groups of rows that are announced together within a domain."""
         return -(-self.of_round // max(2, min(8, 28 * 2**10 // self.row_bytes)))
 
     @property
@@ -111,7 +111,7 @@ class Layout:
 
 
 def packet_bytes(nbytes: int) -> int:
-    """Of packets that carry so many bytes: 480 in 512."""
+    """Return the size of packets with a payload of ``nbytes``: 480 bytes in each packet of 512."""
     return 512 * -(-nbytes // 480)
 
 
@@ -160,7 +160,7 @@ def in_rounds(layout: Layout, limit: int) -> Layout:
 # ---------------------------------------------------------------------- traffic
 
 ENTRY = 16
-"""Bytes of an entry that is told."""
+"""Bytes of an entry of a route."""
 WORD = 8
 """Bytes of a flag or of a batch's word."""
 LINE, PAYLOAD = 128, 120
@@ -191,7 +191,8 @@ def missed(layout: Layout, experts: float) -> float:
 
 
 def expected(layout: Layout) -> ModelTraffic:
-    """Of experts that all ranks have equally many of; ValueError where that does not come out even."""
+    """Return the average traffic if all ranks have equally many experts. Raises ValueError if the experts cannot be
+    divided evenly."""
     if layout.experts % layout.ranks:
         raise ValueError(f"experts is {layout.experts}; it must be a multiple of the {layout.ranks} ranks")
     held = layout.experts // layout.ranks
@@ -208,13 +209,13 @@ def expected(layout: Layout) -> ModelTraffic:
 
 
 def reached_domains(layout: Layout) -> float:
-    """Of a token, its own included: by that others count their bytes."""
+    """Return the average number of domains that a token reaches, its own included."""
     return layout.domains * (1 - missed(layout, layout.experts // layout.domains))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Of one rank in one operation, in one direction: rows, and all else (routes, headers, flags, words)."""
+    """Bytes of one rank in one operation, in one direction: rows, and metadata (routes, headers, flags, words)."""
 
     near_rows: float
     near_other: float

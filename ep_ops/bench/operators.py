@@ -123,7 +123,7 @@ class Calls:
         return self.comm.combine(self.token_rows, self._set(i).tokens_route)
 
     def combine_gathered(self, i: int) -> Tensor:
-        """Of rows in symmetric memory. The communicator must have `symmetric_rows`."""
+        """Combine rows in symmetric memory. The communicator must have `symmetric_rows`."""
         assert self.near_rows is not None
         return self.comm.combine_gathered(self.near_rows, self._set(i).tokens_route)
 
@@ -199,10 +199,10 @@ class Calls:
     # ------------------------------------------------------------------ is it right?
 
     def errors(self) -> dict[str, float]:
-        """Of each operator: how far something known about its results is missed, the worst row's relative error.
+        """Return the error of each operator: the largest relative error of a row, compared with a known result.
 
-        A token that is dispatched and combined comes back as it was, or top-k times if unweighted; the backward
-        operators do what a combine and a dispatch along the same route do.
+        A token that is dispatched and combined returns unchanged, or multiplied by top-k if unweighted. The backward
+        operators compute the same as a combine and a dispatch along the same route.
         """
         s, tokens, comm = self.sets[0], self.workload.tokens, self.comm
         weight_sum = s.topk_weights.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Options that several benchmarks take, refused where they are read: in one line, before any process is started."""
+"""Options of several benchmarks. Invalid values end the program with one line, before any process is started."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 
 def add_sizes(options: argparse.ArgumentParser) -> None:
-    """Of what is dispatched: by default DeepSeek-V3's."""
+    """Add the sizes of the workload; the defaults are those of DeepSeek-V3."""
     options.add_argument("--hidden", type=positive, default=7168)
     options.add_argument("--experts", type=positive, default=256)
     options.add_argument("--top-k", type=positive, default=8)
@@ -71,7 +71,7 @@ def gpus() -> int:
 
 
 def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, choose the device, and refuse sizes that do not go together."""
+    """Parse the options, select the device, and reject sizes that contradict each other."""
     args = options.parse_args(argv)
     if args.device == "auto":
         args.device = "cuda" if gpus() else "cpu"

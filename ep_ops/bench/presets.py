@@ -18,7 +18,7 @@ FORMATS = {
 }
 """Dispatches that quantize: what rows arrive as, and how their scales lie."""
 TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
-"""Of a row for each copy of a token."""
+"""Operators on token-major rows: one for each copy of a token."""
 GATHERED = "combine_gathered"
 """Combine of token-major rows that lie in symmetric memory."""
 OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR, GATHERED)
@@ -89,7 +89,7 @@ class Preset:
 
 
 def quick() -> Preset:
-    """Workload A with the default budgets, beside the link, NCCL and eager PyTorch."""
+    """Workload A with the default budgets, compared with the link, NCCL and eager PyTorch."""
     return Preset((Case(WORKLOAD_A, MEASURABLE),), (16, 24, 32, 64, 132))
 
 

@@ -213,7 +213,7 @@ def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[
 
 
 def traveling_bytes(op: str, workload: Workload) -> int:
-    """Of a row on its way."""
+    """Return the size in bytes of a row that is sent."""
     return Form(FORMATS[op][0], workload.hidden).staged_bytes if op in FORMATS else workload.row_bytes
 
 

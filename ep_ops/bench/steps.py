@@ -47,7 +47,7 @@ class Steps:
         self._rows: list[Tensor] = []
         self._codes: list[Tensor | None] = [None] * count
         self.outs: list[Tensor | None] = [None] * count
-        """Of the latest pair of each step: where a captured pair of it puts its result."""
+        """Result of the latest pair of each step: where a captured pair stores its result."""
 
     def given(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, expert ids and weights."""
@@ -76,7 +76,7 @@ class Steps:
         return self.comm.combine(self._outputs(d, i), d.route, None if self.token_major else d.weights)
 
     def _outputs(self, d: Any, i: int) -> Tensor:
-        """Of experts: what came, as numbers (worked out once of each step)."""
+        """Return the outputs of experts: the received rows, dequantized (once for each step)."""
         if not self.format:
             return d.x
         if not self._rows:

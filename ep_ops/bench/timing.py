@@ -63,7 +63,7 @@ class Timing:
         return self.record() | {"us": self.mean, "us_median": self.median, "us_p99": self.p99}
 
     def each(self, count: int) -> Timing:
-        """Of one of `count` calls that were timed together."""
+        """Return the time of one of `count` calls that were timed together."""
         return Timing(tuple(us / count for us in self.calls))
 
     def less(self, us: float) -> Timing:

@@ -198,16 +198,16 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 BENCHMARKS = {
-    "throughput": "dispatch and combine of many tokens, forward and backward, beside the link, NCCL and eager PyTorch",
-    "latency": "dispatch and combine of few tokens in CUDA graphs: pairs, halves, beside matrix products",
-    "layer": "a whole layer, forward and backward, with room for exactly the rows that come and for more",
-    "model": "times, bytes and memory of up to 576 ranks, by a model of what was measured; runs nothing",
+    "throughput": "throughput kernels, forward and backward, compared with the link, NCCL and eager PyTorch",
+    "latency": "latency kernels in CUDA graphs: pairs, split operations, with concurrent matrix products",
+    "layer": "a whole layer, forward and backward, with receive buffers of the exact size and larger ones",
+    "model": "predicted times, bytes and memory of up to 576 ranks; runs nothing",
 }
 BENCHMARK_NOTES = (
-    "All but model run on all GPUs of this host, one process for each, or on the ranks of torchrun; without GPUs, or",
-    "with --device cpu, they run on processes of the reference backend, whose figures say nothing about GPUs:",
-    "try small sizes (throughput --preset tiny; latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3).",
-    "They print what they have found as they go on, and with --out FILE write it as JSON, anew after each result.",
+    "All except model run on all GPUs of this host, one process for each, or on the ranks of torchrun. Without GPUs,",
+    "or with --device cpu, they run the reference backend on CPU processes, whose times say nothing about GPUs; use",
+    "small sizes: throughput --preset tiny, latency --tokens 1,2 --hidden 64 --experts 8 --top-k 2 --replays 3.",
+    "They print results as they go, and with --out FILE write them as JSON after each result.",
 )
 
 

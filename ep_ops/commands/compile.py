@@ -60,7 +60,7 @@ def checked_config(config: Config, world_size: int) -> Config:
 
 
 def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
-    """Formats and layouts of scales, of "NAME=LAYOUT" or "NAME". ValueError for what a dispatch would refuse."""
+    """Parse formats and layouts of scales, "NAME=LAYOUT" or "NAME". Raises ValueError if dispatch would."""
     found = []
     for text in texts:
         name, _, layout = text.partition("=")

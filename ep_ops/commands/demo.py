@@ -30,7 +30,7 @@ VOCABULARY, DIALECTS, LENGTH, HEADS = 32, 4, 32, 4
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `ep-ops demo` can be told. Sizes are per rank."""
+    """Options of `ep-ops demo`. Sizes are per rank."""
 
     device: str  # "cuda" | "cpu"
     ranks: int

@@ -143,7 +143,7 @@ def lack_across() -> str | None:
 
 
 def nvlink_domain() -> list[str]:
-    """Of each GPU, and the domains of ranks with one process for each visible GPU."""
+    """Return the NVLink domain of each GPU, and the domains of ranks with one process for each visible GPU."""
     from ep_ops.group.topology import Fabric, describe, divide, domain_name, fabric_of, gpu_facts
 
     lines = []

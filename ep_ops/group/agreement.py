@@ -1,4 +1,4 @@
-"""Ranks compare their configurations and choose one backend, before anything is allocated."""
+"""Agreement of all ranks on one configuration and backend, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,16 +16,25 @@ from .exchange import Exchange
 from .topology import GpuFacts, choose_backend, choose_wire, describe, divide, gpu_facts, pair_without_nvlink
 
 Lack = Callable[[Config], "str | None"]
-"""What a rank lacks for the kernels of a communicator whose NVLink domains are known; None: nothing."""
+"""Function that returns what a rank lacks for the kernels of a communicator whose NVLink domains are known, or None."""
 
 
 def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | None, lack: Lack) -> Config:
-    """The configuration of all ranks, with "auto" and the NVLink domains resolved. Collective.
+    """Return the configuration of all ranks, with "auto" and the NVLink domains resolved. Collective.
 
-    ``problem``: what is wrong with this rank's; ``unfit``: what of the values "cute" does not take where "auto" was
-    asked for, as far as that is known before the domains are. ValueError on every rank if one has a problem, if they
-    differ, if domains have unequally many ranks, if "cute" was asked for and is out of reach for some, or if latency
-    kernels were asked for and some ranks lack NVLink. A warning where "auto" leaves GPUs to the reference backend.
+    If "auto" leaves GPUs to the reference backend, rank 0 warns.
+
+    Args:
+        exchange: the collectives of the group.
+        own: this rank's configuration.
+        problem: why this rank's arguments are invalid, or None.
+        unfit: why "auto" cannot select "cute" for this configuration, as far as that is known before the NVLink domains
+            are; or None.
+        lack: what this rank lacks for kernels, once the NVLink domains are known.
+
+    Raises:
+        ValueError: on every rank, if a rank has a problem, if configurations differ, if domains have different numbers
+            of ranks, if "cute" or latency kernels were requested and a rank cannot run them.
     """
     words = _gather_words(exchange, (own, problem, gpu_facts(exchange.device), unfit))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]
@@ -54,8 +63,8 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
 
 
 def _with_latency_kernels(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | None]) -> Config:
-    """The configuration without latency kernels if ranks reach each other over PCIe: these kernels need 128-byte lines
-    that arrive whole, which only NVLink is known to do. ValueError if they were asked for."""
+    """Return the configuration, without latency kernels if ranks reach each other over PCIe. Latency kernels need
+    128-byte lines to arrive as a unit, which is known of NVLink only. Raises ValueError if they were requested."""
     asked, pair = agreed.latency_max_tokens, pair_without_nvlink(facts)
     if pair is not None:
         if asked:
@@ -77,10 +86,10 @@ def _with_latency_kernels(exchange: Exchange, agreed: Config, facts: Sequence[Gp
 
 
 def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | None], lack: Lack) -> tuple[Config, str]:
-    """The configuration with what kernels reach other domains by, where there are several, and what speaks against
-    kernels ("": nothing); the same on all ranks."""
+    """Return the configuration with the wire between NVLink domains, if there are several, and why kernels cannot run
+    ("" if they can). The result is equal on all ranks."""
     if len(agreed.domains) == 1:
-        # Nobody has to be asked: what is not known already follows from the configuration.
+        # No exchange is needed: what is not known yet follows from the configuration, which is equal on all ranks.
         return agreed, lack(agreed) or ""
     wire, why = choose_wire(facts, agreed.wire)
     agreed = dataclasses.replace(agreed, wire=wire)
@@ -93,7 +102,7 @@ def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | No
 
 
 def _gather_words(exchange: Exchange, word: Any) -> list[Any]:
-    """What each rank says, by rank. Collective."""
+    """Return the value of each rank, by rank. Collective."""
     words: list[Any] = [word]
     if exchange.world_size > 1:
         words = [None] * exchange.world_size
@@ -104,7 +113,7 @@ def _gather_words(exchange: Exchange, word: Any) -> list[Any]:
 
 
 def disagreement(configs: Sequence[Config]) -> str | None:
-    """The first field that differs between ranks, with every value and the ranks that gave it; None if all agree."""
+    """Return a description of the first field that differs between ranks, with its values and ranks, or None."""
     for field in dataclasses.fields(Config):
         ranks_by_value: dict[Any, list[int]] = {}
         for rank, config in enumerate(configs):

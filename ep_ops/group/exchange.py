@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 TEXT_BYTES = 1024
-"""The most bytes of a text that a rank sends to the others."""
+"""Size of the text that a rank sends to the others."""
 
 
 class Exchange:
-    """Moves bytes between the ranks of ``group`` (None: this process alone); results lie on ``device``."""
+    """Collectives among the ranks of ``group`` (None: this process alone). Results are on ``device``."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -24,7 +24,7 @@ class Exchange:
         self.wire_device = _wire_device(group, device)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """``tensor`` (same shape on all ranks) -> [world_size, *shape]."""
+        """Return ``tensor`` of all ranks, which must have equal shapes, as [world_size, *shape]."""
         if self.world_size == 1 or tensor.numel() == 0:
             return tensor.to(self.device).expand(self.world_size, *tensor.shape)
         tensor = tensor.contiguous().to(self.wire_device)
@@ -33,11 +33,11 @@ class Exchange:
         return torch.stack(gathered).to(self.device)
 
     def all_to_all(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-        """The first ``send_counts[0]`` rows go to rank 0, and so on; returns what came here, by source rank."""
+        """Send the first ``send_counts[0]`` rows to rank 0, and so on; return the received rows by source rank."""
         if self.world_size == 1:
             return rows
         width = rows.shape[1:]
-        # What has one number at most counts as contiguous with strides of 0, too, of which there is no view of bytes.
+        # A tensor of at most one element is contiguous even with strides of 0, which cannot be viewed as bytes.
         rows = rows.contiguous() if rows.numel() > 1 else rows.clone(memory_format=torch.contiguous_format)
         flat = rows.view(rows.shape[0], width.numel()).view(torch.uint8).to(self.wire_device)
         received = flat.new_empty(sum(recv_counts), flat.shape[1])
@@ -53,7 +53,7 @@ class Exchange:
         dist.all_to_all_single(received, sent, recv_counts, send_counts, group=self.group)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Of each rank the text, of which ``TEXT_BYTES`` bytes travel."""
+        """Return the texts of all ranks, each cut to ``TEXT_BYTES`` bytes."""
         encoded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         texts = self.all_gather(torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")).tolist()
         return [bytes(numbers).rstrip(b"\0").decode(errors="ignore") for numbers in texts]

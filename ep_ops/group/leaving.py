@@ -39,8 +39,8 @@ def has_left(group: Any, number: int, rank: int) -> bool:
 def meet(group: Any, name: str, number: int, seconds: float, failed: Callable[[], bool]) -> list[int]:
     """Wait until all ranks of the group have come here, for at most ``seconds``; return the ranks that have not.
 
-    Nobody is missed where there is no way left to hear of the others: the group was destroyed, or its store died with
-    the rank that held it.
+    Returns no ranks if the others cannot be reached any more: the group was destroyed, or its store ended with the rank
+    that ran it.
 
     Args:
         number: the communicator's (`agreed_number`).

@@ -20,8 +20,14 @@ class ExpertIds:
 
     @staticmethod
     def kept(held: Sequence[int], ranks: Sequence[int], before: ExpertIds | None, device: torch.device) -> ExpertIds:
-        """For a communicator of some ``ranks`` of another one: ``held`` are the experts of each of that one's ranks,
-        ``before`` turned ids into its own (None: they were its own)."""
+        """Return the ids of a communicator that consists of ``ranks`` of another one.
+
+        Args:
+            held: number of experts of each rank of the other communicator.
+            ranks: ranks of the other communicator that remain.
+            before: conversion to ids of the other communicator, or None.
+            device: device of the table.
+        """
         first, own = 0, [-1] * sum(held)
         for rank in ranks:
             begin = sum(held[:rank])
@@ -32,11 +38,11 @@ class ExpertIds:
         return ExpertIds(own, device)
 
     def of(self, topk_idx: Tensor) -> Tensor:
-        """The communicator's ids: -1 of experts that are gone."""
+        """Convert to ids of this communicator; experts that no longer exist become -1."""
         if not isinstance(topk_idx, Tensor) or topk_idx.dtype != torch.int32:
-            return topk_idx  # which the operator refuses
+            return topk_idx  # the operator rejects it
         return self._table[topk_idx.clamp(-1, len(self.own)).long() + 1]
 
     def lost(self, topk_idx: Tensor) -> Tensor:
-        """How many entries name an expert that is gone: int64 []."""
+        """Count the entries that name an expert that no longer exists: int64 []."""
         return ((topk_idx >= 0) & (self.of(topk_idx) < 0)).sum()

@@ -1,8 +1,8 @@
-"""Where ranks are: their GPUs, the NVLink domains that these make up, and what that means for the choice of a backend.
+"""The location of ranks: their GPUs, the NVLink domains that these form, and the resulting choice of backend.
 
-An NVLink domain is a set of ranks whose GPUs map each other's memory. It is a host, or, where an NVLink fabric joins
-hosts (NVL72), all GPUs of one clique of one fabric cluster. A communicator's ``domain_size`` declares smaller ones, so
-that one host can stand for several.
+An NVLink domain is a set of ranks whose GPUs map each other's memory. It is a host or, if an NVLink fabric joins hosts
+(NVL72), all GPUs of one clique of one fabric cluster. A communicator's ``domain_size`` declares smaller domains, so
+that one host can act as several.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 NEEDED_CAPABILITY = 9
-"""The oldest compute capability that kernels are made for: its first number."""
+"""Major version of the oldest supported compute capability."""
 NEEDED_SHARED_BYTES = 227 * 1024
-"""Bytes of shared memory that a block of a kernel may ask for."""
+"""Shared memory of a block, in bytes, that kernels need."""
 
 Domains = tuple[tuple[int, ...], ...]
-"""The ranks of each NVLink domain, ascending; domains are ordered by their lowest ranks, and have equally many."""
+"""The ranks of each NVLink domain, in ascending order. Domains have equal sizes and are ordered by their lowest ranks.
+"""
 
 
 class Fabric(NamedTuple):
@@ -35,7 +36,7 @@ class Fabric(NamedTuple):
 
 
 class GpuFacts(NamedTuple):
-    """What other ranks need to know of a rank's GPU."""
+    """Facts about the GPU of a rank that other ranks need."""
 
     host: str
     gpu: str  # UUID
@@ -50,7 +51,7 @@ class GpuFacts(NamedTuple):
 
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:
-    """None for a device that is no GPU."""
+    """Return the facts of a GPU, or None for any other device."""
     if device.type != "cuda":
         return None
     lack = lack_of_kernels(device)
@@ -62,7 +63,7 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
 
 
 def lack_of_kernels(device: torch.device) -> str | None:
-    """What a GPU or its environment lacks to run kernels that reach no peer; None: nothing."""
+    """Return what a GPU or its environment lacks to run kernels that reach no peer, or None."""
     lack = gpu_problem(device)
     if lack is None and importlib.util.find_spec("cutlass") is None:
         lack = "nvidia-cutlass-dsl is not installed: pip install 'ep_ops[cu12]' or 'ep_ops[cu13]'"
@@ -70,7 +71,7 @@ def lack_of_kernels(device: torch.device) -> str | None:
 
 
 def gpu_problem(device: torch.device) -> str | None:
-    """What a GPU lacks that the kernels of backend "cute" need, whatever else there is; None: nothing."""
+    """Return what a GPU lacks for the kernels of backend "cute", or None."""
     gpu = torch.cuda.get_device_properties(device)
     name = f"GPU {device.index} ({gpu.name}, capability {gpu.major}.{gpu.minor})"
     if gpu.major < NEEDED_CAPABILITY:
@@ -83,8 +84,8 @@ def gpu_problem(device: torch.device) -> str | None:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors the current context has, some of the GPU's only if it is a green context, or one of a
-    client of MPS. 0: there is no GPU, or none that runs the kernels."""
+    """Return the number of multiprocessors of the current context: fewer than the GPU has in a green context or under
+    MPS, 0 if there is no GPU that runs the kernels."""
     if device.type != "cuda" or gpu_problem(device) is not None:
         return 0
     total: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -101,14 +102,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def unreachable(device: torch.device) -> list[int]:
-    """The GPUs of this host, as far as this process sees them, whose memory a GPU cannot map."""
+    """Return the visible GPUs of this host whose memory a GPU cannot map."""
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
     return [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
 
 
 def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
-    """What "auto" means for values that both take, given the facts of all ranks, and why it is not "cute": that needs a
-    GPU for each rank that can run the kernels. (Several NVLink domains need more, see agreement.py.)"""
+    """Return the backend that "auto" selects, and why it is not "cute", which needs a GPU for each rank that can run
+    the kernels. Several NVLink domains have further requirements (agreement.py)."""
     for rank, fact in enumerate(facts):
         if fact is None:
             return "reference", f"rank {rank} has no GPU"
@@ -123,8 +124,10 @@ def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
 
 
 def choose_wire(facts: Sequence[GpuFacts | None], asked: str) -> tuple[str, str | None]:
-    """By what ranks of several NVLink domains reach each other, and why that is not what was asked for: "nvlink" where
-    the domains are declared ones and all ranks map each other's memory, else "nvshmem"."""
+    """Return the wire between NVLink domains, and why the requested wire cannot be used.
+
+    The wire is "nvlink" if the domains are declared ones and all ranks map each other's memory, otherwise "nvshmem".
+    """
     found = {None if fact is None else fact.domain for fact in facts}
     if asked == "nvlink" and len(found) > 1:
         return "nvshmem", "EP_OPS_WIRE is nvlink, but not all ranks map each other's memory; allowed: auto, nvshmem"
@@ -132,8 +135,8 @@ def choose_wire(facts: Sequence[GpuFacts | None], asked: str) -> tuple[str, str 
 
 
 def pair_without_nvlink(facts: Sequence[GpuFacts | None]) -> tuple[int, int] | None:
-    """The first two ranks whose GPUs map each other's memory over something else than NVLink (PCIe). None: there are
-    none. Ranks that share a GPU, and those of several hosts on one fabric, need no link of this host."""
+    """Return the first two ranks whose GPUs map each other's memory without NVLink (over PCIe), or None. Ranks that
+    share a GPU, and ranks of several hosts on one fabric, need no NVLink of this host."""
     for second, fact in enumerate(facts):
         for first, other in enumerate(facts[:second]):
             if fact is None or other is None or fact.host != other.host:
@@ -147,9 +150,9 @@ def pair_without_nvlink(facts: Sequence[GpuFacts | None]) -> tuple[int, int] | N
 
 
 def divide(facts: Sequence[GpuFacts | None], domain_size: int | None) -> Domains:
-    """The NVLink domains that ranks with these facts make up: those that are found, or declared ones of ``domain_size``
-    ranks that follow each other in a found one. Ranks without GPUs are in one domain. ValueError unless all domains
-    have as many ranks."""
+    """Return the NVLink domains of ranks with these facts: those that were detected, or, with ``domain_size``, declared
+    domains of consecutive ranks of a detected one. Ranks without GPUs form one domain. Raises ValueError unless all
+    domains have the same number of ranks."""
     ranks: dict[Fabric | str | None, list[int]] = {}
     for rank, fact in enumerate(facts):
         ranks.setdefault(None if fact is None else fact.domain, []).append(rank)
@@ -172,12 +175,12 @@ def divide(facts: Sequence[GpuFacts | None], domain_size: int | None) -> Domains
 
 
 def rails_of(domains: Domains) -> Domains:
-    """The ranks of each rail, by domain."""
+    """Return the ranks of each rail, by domain."""
     return tuple(zip(*domains, strict=True))
 
 
 def describe(facts: Sequence[GpuFacts | None], domains: Domains) -> str:
-    """Says which ranks are in which NVLink domain."""
+    """Describe which ranks are in which NVLink domain."""
 
     def place(rank: int) -> str:
         fact = facts[rank]

@@ -1,9 +1,9 @@
-"""The ``ep`` operators. Importing this registers them all; it needs no GPU and no process group.
+"""The ``ep`` operators. Importing this package registers them; it needs no GPU and no process group.
 
-One idea a file: what there is (table), how gradients flow (gradients) and that they have none themselves (once), how
-PyTorch is told of one (library) and of them all (register), which of them compiled graphs run (partition) and in what
-order (ordering), where these write rows that are gathered (gathered), how methods call them (eager). Their meaning is
-in ``ep_ops.backends.reference``.
+Modules: the table of operators (table), gradients (gradients) and their missing second derivatives (once), registration
+with PyTorch (library, register), which operators compiled graphs run (partition) and in what order (ordering), where
+compiled graphs write rows that are gathered (gathered), and calls from methods (eager). ``ep_ops.backends.reference``
+defines the results.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _accept(accepted: dict[Any, Any], key: Any, tensors: tuple[Any, ...], others
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:
-    """Of the tensors among the arguments; those of an operator are all of one device."""
+    """Return the first tensor of the arguments. All tensors of an operator are on one device."""
     return args[0] if args[0] is not None else next(arg for arg in args if arg is not None)
 
 
@@ -201,10 +201,10 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 def _heeded() -> bool:
-    """Whether somebody but autograd wants to hear of operators: a tracer, a mode, a transform, a profiler."""
+    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators."""
     return (
         _is_compiling()
-        or get_eval_frame_callback() is not None  # Dynamo would trace into what it is not told to leave alone
+        or get_eval_frame_callback() is not None  # Dynamo would trace into this code
         or _dispatch_modes() > 0
         or _function_modes() > 0
         or _transforms() is not None

@@ -46,8 +46,8 @@ define(
 
 
 def lowering(default: Callable[..., Any], in_sequence: Callable[[Any], None]) -> Callable[..., Any]:
-    """Of a gathering combine, whose lowering is ``default`` otherwise. ``in_sequence`` is called with the kernel that
-    asks for memory, which comes right before the operator's own."""
+    """Return the lowering of a gathering combine, which is ``default`` if its input cannot be written in place.
+    ``in_sequence`` is called with the kernel that allocates the memory, directly before the operator's own kernel."""
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V

@@ -1,10 +1,10 @@
-"""How gradients flow: backward of each operator is another operator along the same route.
+"""Gradients: the backward of each operator is another operator along the same route.
 
-All ranks must run the same operators in backward too. What is sent there is therefore decided by which inputs need a
-gradient, never by which gradients happen to have arrived: those that are missing are sent as zeros.
+All ranks must run the same operators in backward, too. Which gradients are sent is therefore decided by which inputs
+require a gradient, not by which gradients happen to arrive; missing gradients are sent as zeros.
 
-Of a split operation the gradient of the wait starts, and hands the ticket on as the gradient of its own ticket; so it
-comes to the start, whose gradient waits.
+In the backward of a split operation, the gradient of the wait starts, and passes its ticket on as the gradient of the
+forward ticket. Autograd passes that to the gradient of the start, which waits.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
 
 
 def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: Sequence[Tensor]) -> None:
-    """The gradient of output ``free`` comes to backward in whatever dtype it has; autograd would round it to the
-    output's. ``constant``: the outputs that have none."""
-    if hasattr(ctx, "set_output_grad_dtype"):  # since torch 2.15, which heeds what only leaves may be told elsewhere
+    """Let the gradient of output ``free`` arrive in backward in its own dtype; autograd would round it to the output's
+    dtype. ``constant``: the outputs that have no gradient."""
+    if hasattr(ctx, "set_output_grad_dtype"):  # torch 2.15 and newer; older ones support this for leaves only
         has_none = {id(output) for output in (free, *constant)}
         ctx.set_output_grad_dtype(*(None if id(output) in has_none else output.dtype for output in outputs))
     else:
@@ -64,7 +64,7 @@ def free_gradient(ctx: Any, outputs: Sequence[Tensor], free: Tensor, constant: S
 
 
 def _outgoing_grads(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Of the gradients of a dispatch's outputs: those of rows and of weights, and the route."""
+    """Return the gradients of a dispatch's rows and weights, followed by the route."""
     grad_x, _scales, grad_weights, *_ = grads
     route = ctx.saved_tensors
     zeros = route[0].new_zeros
@@ -113,8 +113,8 @@ def _combine_backward(ctx: Any, asked: Any, grad_out: Tensor) -> dict[str, Tenso
 
 
 def _with_weights(g: Tensor, y: Tensor | None, recv_weights: Tensor, kept: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Of rows ``g`` [R, H] of the gradient, as ``combine_backward`` has them: ``weight * g`` and the dot products of g
-    and y, in fp32. Rows that are not ``kept`` [R] stay as they are, their products are 0."""
+    """Return ``weight * g`` for rows ``g`` [R, H] of the gradient, and the dot products of g and y in fp32, as
+    ``combine_backward`` does. Rows that are not ``kept`` [R] are unchanged, and their products are 0."""
     wide = g.float()
     grad_y = torch.where(kept[:, None], (wide * recv_weights[:, None]).to(g.dtype), g)
     return grad_y, None if y is None else torch.where(kept, (wide * y.float()).sum(1), 0)

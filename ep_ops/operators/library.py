@@ -1,4 +1,4 @@
-"""How PyTorch is told of an operator of the library ``ep``, and of its gradient."""
+"""Registration of one operator of the library ``ep``, and of its gradient, with PyTorch."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def once(name: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., t
 
 
 class _Context:
-    """Of a backward, with the tensors that it has saved read already."""
+    """Context of a backward whose saved tensors have been read."""
 
     def __init__(self, ctx: Any, saved: tuple[Any, ...]) -> None:
         self._ctx, self.saved_tensors = ctx, saved

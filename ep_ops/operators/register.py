@@ -1,4 +1,4 @@
-"""Tells PyTorch of every operator of the table, and what runs when one is called on a CPU or a GPU."""
+"""Registration of all operators of the table, and of their implementations on CPUs and GPUs."""
 
 from __future__ import annotations
 

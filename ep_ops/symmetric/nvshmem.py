@@ -1,9 +1,9 @@
-"""Symmetric memory from NVSHMEM: ranks of other NVLink domains reach it, through NVSHMEM's calls.
+"""Symmetric memory of NVSHMEM, which ranks of other NVLink domains access through NVSHMEM's calls.
 
-A process initializes NVSHMEM once, over the first group that asks for memory, and never finalises it: that is
-collective, and would wait for ranks that are dead. Allocating and giving back is collective over that group as well, so
-groups of other ranks are refused, and what has been freed is given back when memory is allocated the next time, as far
-as all ranks have freed it. With a dead peer nothing is given back before the process ends.
+A process initializes NVSHMEM once, over the first group that allocates memory, and never finalizes it: finalizing is
+collective and would wait for dead ranks. Allocating and freeing are collective over that group as well. Other groups
+are therefore rejected, and freed memory is returned at the next allocation, once all ranks have freed it. If a peer is
+dead, memory is not returned before the process ends.
 """
 
 from __future__ import annotations

@@ -332,8 +332,8 @@ def test_use_ep_ops() -> None:
     assert type(config.activation_checkpoint) is FullAC.Config
     with pytest.raises(ValueError, match="FullAC.Config has no RoutedExperts.Config"):
         use_ep_ops(FullAC.Config())
-    with pytest.raises(ValueError, match="capcity"):
-        use_ep_ops(config, capcity=3)
+    with pytest.raises(ValueError, match="capacities"):
+        use_ep_ops(config, capacities=3)
 
 
 @needs_torchtitan

@@ -88,8 +88,8 @@ class Oracle:
         """Copies [n, 2], and the owned rows with who asked for each [m, 2], in the order of askers."""
         case = self.world.case
         asker = (self.here >= 0).nonzero()  # source, token, k
-        froms = (asker[:, 0] * max_tokens + asker[:, 1]) * case.top_k + asker[:, 2]
-        owned = torch.stack([self.here[self.here >= 0], froms], 1)
+        entries = (asker[:, 0] * max_tokens + asker[:, 1]) * case.top_k + asker[:, 2]
+        owned = torch.stack([self.here[self.here >= 0], entries], 1)
         came = (self.here >= 0).any(2).nonzero()  # source, token
         count = (self.here >= 0).sum(2)[came[:, 0], came[:, 1]]
         named = torch.zeros(came.shape[0], case.world_size + 1, dtype=torch.bool)

@@ -14,9 +14,9 @@ from .shape import REFUSED, Operation
 Ready = Callable[[Any], bool]
 
 WAITS = (
-    "hello", "refusal", "route told", "weights arrived", "weights told", "staged", "rows arrived", "rows told",
-    "wanted", "pushed", "sums arrived", "scalars arrived", "few route arrived", "few row arrived", "few sum arrived",
-    "sent", "come",
+    "hello", "rejection", "route arrived", "weights arrived", "weights relayed", "staged", "rows arrived",
+    "rows relayed", "wanted", "pushed", "sums arrived", "scalars arrived", "few route arrived", "few row arrived",
+    "few sum arrived", "sent", "come",
 )  # fmt: skip
 """All that there are."""
 
@@ -124,7 +124,7 @@ class RunningCount(Rank):
 
     def await_copies(self, source: int, line: int, number: int) -> Steps:
         ready = lambda v: self.is_mark(v) and v[1] > number  # noqa: E731
-        yield from self.wait_for("few row arrived", self.word("counted", source), ready, (source,), "refusal")
+        yield from self.wait_for("few row arrived", self.word("counted", source), ready, (source,), "rejection")
 
 
 class AddsCounts(Network):
@@ -353,7 +353,7 @@ class RowsAtTheirTokens(Rank):
         if source in self.peers:
             return (yield from super().fetch(op, source, token))
         b, stager = token // self.shape.batch, self.shape.stager(source, self.domain)
-        yield from self.wait_number("rows told", self.word("relayed", source, b), source)
+        yield from self.wait_number("rows relayed", self.word("relayed", source, b), source)
         place = self.place("rows in", self.shape.domain_of[source], b, token - b * self.shape.batch)
         return self.read(stager, place)
 
@@ -373,7 +373,7 @@ class RefusalStaysHome(Rank):
     """Ranks of other domains learn by the hello alone that somebody refuses."""
 
     def put(self, target: int, cells: list[tuple[Place, Place]], word: Word | None, number: Any) -> None:
-        if word is None or word[0] != "refusal" or target in self.peers:
+        if word is None or word[0] != "rejection" or target in self.peers:
             super().put(target, cells, word, number)
 
 
@@ -538,7 +538,9 @@ def rank(kind: type[Rank], fault: str = "") -> Mutation:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    **{f"no wait: {name}": rank(impatient(name), "refuses" * (name in ("sent", "come", "refusal"))) for name in WAITS},
+    **{
+        f"no wait: {name}": rank(impatient(name), "refuses" * (name in ("sent", "come", "rejection"))) for name in WAITS
+    },
     "signal beside its data": Mutation((SignalBesideData, Rank)),
     "ADD for SET": Mutation((Adds, Rank)),
     "no epoch": rank(WithoutEpoch),

@@ -32,7 +32,7 @@ class Wait(NamedTuple):
     rule: str  # what it is for
     word: Word
     ready: Callable[[Any], bool]
-    until: str  # what gives it up: "failure", "refusal" (or a failure), "nothing"
+    until: str  # what gives it up: "failure", "rejection" (or a failure), "nothing"
     peers: tuple[int, ...] = ()  # whose hellos are looked at meanwhile
 
 
@@ -215,9 +215,9 @@ class Network:
             self._resume(task, value)
 
     def abandon(self, rank: int, why: str) -> None:
-        """Gives up a rank's waits, because of a "refusal" or a "failure"."""
+        """Gives up a rank's waits, because of a "rejection" or a "failure"."""
         for task, wait in list(self.waiting[rank].items()):
-            if wait.until == "refusal" or wait.until == why:
+            if wait.until == "rejection" or wait.until == why:
                 task.abandoned = True
                 self._resume(task, None)
 

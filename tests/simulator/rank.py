@@ -36,7 +36,7 @@ class Rank(Throughput, Latency):
                 op = op._replace(kind=op.instead)
             self.epoch += 1
             self.puts = dict.fromkeys(self.everybody, 0)  # of this epoch, over the wire
-            self.refused = any(self.is_there(self.word("refusal", peer), self.is_of_epoch) for peer in self.everybody)
+            self.refused = any(self.is_there(self.word("rejection", peer), self.is_of_epoch) for peer in self.everybody)
             tasks = [self.say_refusal()] if op.refused_by == self.rank else [self.say_hello(), *self.tasks(op)]
             yield self.network.spawn(self.rank, tasks)
             yield self.network.spawn(self.rank, [self.meet(peer) for peer in self.everybody])
@@ -89,12 +89,12 @@ class Rank(Throughput, Latency):
         reason = self.place("reason", self.rank)
         self.store(self.rank, reason, ("because", self.epoch, self.rank))
         for peer in self.everybody:
-            self.put(peer, [(reason, reason)] * (peer != self.rank), self.word("refusal", self.rank), 0)
+            self.put(peer, [(reason, reason)] * (peer != self.rank), self.word("rejection", self.rank), 0)
             yield
         yield from self.say_hello(REFUSED)
 
     def why_refused(self) -> Any:
-        rank = next(r for r in self.everybody if self.is_there(self.word("refusal", r), self.is_of_epoch))
+        rank = next(r for r in self.everybody if self.is_there(self.word("rejection", r), self.is_of_epoch))
         return REFUSED if self.read(self.rank, self.place("reason", rank)) == ("because", self.epoch, rank) else "?"
 
     def meet(self, peer: int) -> Steps:
@@ -103,7 +103,7 @@ class Rank(Throughput, Latency):
         word = self.hello_word(peer)
         _, says, terms = yield from self.wait_for("hello", word, self.is_of_epoch, (), "failure")
         if says == REFUSED:
-            yield from self.wait_for("refusal", self.word("refusal", peer), self.is_of_epoch, (), "failure")
+            yield from self.wait_for("rejection", self.word("rejection", peer), self.is_of_epoch, (), "failure")
         elif terms != self.terms and not self.refused:
             self.give_up(f"rank {self.rank} is in {self.terms}, rank {peer} in {terms}")
 
@@ -121,9 +121,9 @@ class Rank(Throughput, Latency):
             self.fail(value)
         elif isinstance(value, tuple) and value[0] < self.epoch - 1 and not self.failed:
             raise Violation(f"in epoch {self.epoch} of rank {self.rank} {word} of epoch {value[0]} arrives")
-        elif word[:2] == self.word("refusal") and self.is_of_epoch(value):
+        elif word[:2] == self.word("rejection") and self.is_of_epoch(value):
             self.refused = True
-            self.network.abandon(self.rank, "refusal")
+            self.network.abandon(self.rank, "rejection")
         elif word[0] == "hello":
             for wait in list(self.network.waiting[self.rank].values()):
                 for peer in wait.peers:
@@ -158,12 +158,12 @@ class Rank(Throughput, Latency):
     def wait(self, rule: str, word: Word, *peers: int) -> Steps:
         """Until the word, of this rank's memory, is a mark; returns its number. The hellos of `peers` are looked at
         meanwhile: those of whom it waits for."""
-        _, number, _ = yield from self.wait_for(rule, word, self.is_mark, peers, "refusal")
+        _, number, _ = yield from self.wait_for(rule, word, self.is_mark, peers, "rejection")
         return number
 
     def wait_number(self, rule: str, word: Word, *peers: int) -> Steps:
         """Likewise, of a word that carries a number in the place of terms."""
-        _, number, _ = yield from self.wait_for(rule, word, self.is_of_epoch, peers, "refusal")
+        _, number, _ = yield from self.wait_for(rule, word, self.is_of_epoch, peers, "rejection")
         return number
 
     def wait_for(
@@ -173,7 +173,7 @@ class Rank(Throughput, Latency):
         if not self.is_there(word, ready):
             for peer in peers:
                 self.look_at(peer)
-            if self.failed or (self.refused and until == "refusal"):
+            if self.failed or (self.refused and until == "rejection"):
                 raise Abandoned
         return (yield Wait(rule, word, ready, until, peers))
 

@@ -135,7 +135,7 @@ class Throughput:
             entries.append([])
             for tile in range(self.shape.tiles):
                 if fresh or source in self.peers:
-                    yield from self.wait("route told", self.word("route", source, tile), source)
+                    yield from self.wait("route arrived", self.word("route", source, tile), source)
                 if fresh:
                     of_tile, head = self.read(self.rank, self.place("told", source, tile))
                     heads[-1].append(head)
@@ -164,7 +164,7 @@ class Throughput:
         if source in self.peers:
             yield from self.wait("staged", self.word("staged", source, b), source)
             return self.read(source, self.place("staged", token))
-        mask = yield from self.wait_number("rows told", self.word("relayed", source, b), source)
+        mask = yield from self.wait_number("rows relayed", self.word("relayed", source, b), source)
         row = row_in(mask, token - b * self.shape.batch)
         return self.read(stager, self.place("rows in", self.shape.domain_of[source], b, row))
 
@@ -173,7 +173,7 @@ class Throughput:
         tile, index = token // each, token % each
         if source in self.peers:  # the route told it
             return self.read(source, self.place("weights", tile))[index]
-        yield from self.wait_number("weights told", self.word("relayed weights", source, tile), source)
+        yield from self.wait_number("weights relayed", self.word("relayed weights", source, tile), source)
         stager = self.shape.stager(source, self.domain)
         return self.read(stager, self.place("weights in", self.shape.domain_of[source], tile))[index]
 

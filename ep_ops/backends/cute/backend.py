@@ -286,9 +286,14 @@ class CuteBackend:
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
     ) -> None:
-        """Every call uses up its number of operations, on every rank, also one that raises. What an earlier operation
-        was refused for is raised by a call that runs all the same; before the first launch the operation is refused;
-        where it was launched in part the communicator fails."""
+        """Keep the epochs of all ranks equal when a call raises.
+
+        Every call consumes the same number of operations on every rank, including a call that raises:
+
+        - If it raises the error of an earlier operation, the call runs anyway and its results are discarded.
+        - If it raises before its first launch, its operations are rejected.
+        - If some of an operation's kernels have been launched, the communicator fails.
+        """
         course, (whole, part) = self._course, parts_of(operator)
         if torch.cuda.is_current_stream_capturing() or self._failures.has_failed():
             return
@@ -316,7 +321,7 @@ class CuteBackend:
                 self._failures.give_up(f"could not tell that it does not run ep::{operator} ({another}): {why}")
 
     def _run_late(self, operator: str, again: Callable[[], Any], flight: int, max_tokens: Any) -> None:
-        """Run a call whose results nobody gets, since it raises what an earlier operation was refused for."""
+        """Run a call whose results are discarded, because it raises the error of an earlier operation."""
         whole, part = parts_of(operator)
         self._late = True
         try:
@@ -330,23 +335,24 @@ class CuteBackend:
             self._late = False
 
     def _forget_lost(self) -> None:
-        """Free the flights of what was started in a capture that has failed."""
+        """Free the flights of operations that were started in a failed capture."""
         if self._order.started:
             for flight in self._flights.lost():
                 del self._order.started[flight]
 
     def _check_last(self) -> None:
-        """Once the host has waited for the first operation of a call: raise what has ended that one on all ranks."""
+        """Raise the error that ended the first operation of a call on all ranks, after the host has waited for that
+        operation."""
         self._course.agreed = True
         self._failures.check_last()
         self._course.agreed = False
 
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
-        """The others are told by a kernel, in the place of those that the operator would have launched: where it takes
-        several rounds, which are operations of their own, by one for each.
+        """Notify the other ranks by a kernel that runs in place of the operator's kernels: one launch for each round of
+        the operator, because each round is an operation.
 
-        While a CUDA graph is captured, and where the communicator has failed already, nothing is said: the others wait
-        until the deadline.
+        Does nothing while a CUDA graph is captured, or if the communicator has failed: the other ranks then wait until
+        the deadline.
         """
         if torch.cuda.is_current_stream_capturing() or self.has_failed():
             return
@@ -363,7 +369,7 @@ class CuteBackend:
         self._tell(reason, 0, self._turns(whole, max_tokens) if part != "wait" else 1)
 
     def _tell(self, reason: str, first: int, turns: int) -> None:
-        """Refuse the operations `first` to `turns` - 1 of an operator."""
+        """Reject operations `first` to `turns` - 1 of an operator."""
         if first >= turns:
             return
         self._flights.follow()
@@ -374,9 +380,11 @@ class CuteBackend:
             refuse(marks.pack_refusal(self._rank, turn), text=text, blocks=1)
 
     def _turns(self, operator: str, max_tokens: Any) -> int:
-        """How many operations of the kernels an operator takes. A `max_tokens` that no operator takes counts as the
-        communicator's, which others that pass none have; where they pass another one they find out that they
-        disagree."""
+        """Return the number of kernel operations that an operator consists of.
+
+        An invalid `max_tokens` counts as the communicator's, which the other ranks use if they pass none. If they pass
+        another value, they detect the disagreement.
+        """
         most = self._config.max_tokens_per_rank
         rounds = self.throughput.rounds(max_tokens if isinstance(max_tokens, int) and 0 <= max_tokens <= most else most)
         whole = ("plan", "dispatch_dynamic")  # the second ends where its plan does
@@ -392,8 +400,8 @@ class CuteBackend:
         return rows[:num_rows].detach()  # what autograd notes when it is written to ends with this tensor
 
     def _begin(self) -> None:
-        """By every operator that is neither start nor wait: what kernels reported is raised, split operations are not
-        interrupted."""
+        """Raise what kernels reported, and check that no split operation is in progress. Called by every operator that
+        is not split."""
         self._course.counts = False
         self._failures.check(self._late)
         self._forget_lost()

@@ -6,10 +6,10 @@ from types import TracebackType
 
 
 class Course:
-    """Of the call that runs now, or that ran last, on one communicator.
+    """Progress of the current or latest call on one communicator.
 
-    A call takes one or more operations of the kernels, each of one or more launches. ``with course:`` stands around the
-    launches of one operation, from the first to the last, and around nothing else that can fail.
+    A call consists of one or more operations of the kernels, and an operation of one or more launches. ``with course:``
+    surrounds the launches of one operation, from the first to the last, and nothing else that can fail.
     """
 
     __slots__ = ("agreed", "counts", "ended", "open")

@@ -1,4 +1,4 @@
-"""What the kernels of a communicator have said of failures and refusals: read, told in words, raised, passed on."""
+"""Failures and rejections that kernels report: read, describe and raise them, and forward them to other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .sizing import across, heap_of
 
 
 def loading_hint() -> str:
-    """What to try when a peer did not come in time because its host was blocked (docs/progress.md)."""
+    """Return a hint for a timeout that may have occurred because the peer's host was blocked (docs/progress.md)."""
     if os.environ.get("CUDA_MODULE_LOADING") == "EAGER":
         return ""
     return (
@@ -34,20 +34,24 @@ def loading_hint() -> str:
 
 
 def pack_reason(reason: str, turns: int = 0) -> bytes:
-    """Return what a rank leaves with all others: why it refuses an operator, cut to what there is room for, and how
-    many operations of the kernels that takes."""
+    """Return the message in which a rank gives all ranks the reason for rejecting an operator.
+
+    Args:
+        reason: the reason; its end is cut off if it does not fit.
+        turns: number of kernel operations that the operator consists of.
+    """
     return reason.encode()[: REASON_BYTES - 1].ljust(REASON_BYTES - 1, b"\0") + bytes([turns])
 
 
 class Failures:
-    """What has gone wrong in one communicator. Reads of symmetric memory do not wait for what runs on the device."""
+    """The failures of one communicator. Reading symmetric memory does not wait for kernels that run on the device."""
 
     members: Sequence[int] = ()
     """The global rank of each rank of the communicator."""
     broken: str | None = None
-    """Why this rank's host has given the communicator up (:meth:`give_up`)."""
+    """Why this rank's host has ended the communicator (:meth:`give_up`), or None."""
     turns: Callable[[str, int], int] | None = None
-    """Operator and its ``max_tokens`` -> how many operations of the kernels it takes; None: that is not known."""
+    """Function from operator and ``max_tokens`` to the number of kernel operations; None if unknown."""
 
     def __init__(self, config: Config, rank: int, device: torch.device, memory: SymmetricBuffer) -> None:
         self._config, self._rank, self._device, self._memory = config, rank, device, memory
@@ -63,7 +67,7 @@ class Failures:
         self._seen = self._raised = False
 
     def listen(self) -> None:
-        """Has the report say what other ranks have told this one, if no kernel has run here since."""
+        """Copy an alarm that another rank has sent into the report, if no kernel has run here since."""
         if self.report.pending() or torch.cuda.is_current_stream_capturing():
             return
         epoch, failed = struct.unpack("<2q", self._read(EPOCH * 8, 16))
@@ -71,11 +75,14 @@ class Failures:
             self.report.fail_by_peer(self._rank, epoch)
 
     def check(self, failures_alone: bool = False) -> None:
-        """Raises what was reported: RuntimeError for a failure, ValueError for what was refused, here or elsewhere.
-        While a CUDA graph is captured, when nothing can be read, what was refused elsewhere is left to a later call."""
+        """Raise what was reported: RuntimeError for a failure, ValueError for a rejection by this rank or another one.
+
+        While a CUDA graph is captured, device memory cannot be read, so a rejection by another rank is raised by a
+        later call.
+        """
         if self.broken is None and not self.report.pending():
             return
-        watch.look(self)  # whoever sees it first tells the others
+        watch.look(self)  # whichever thread sees it first notifies the other ranks
         failed = self._failed()
         if failed is not None:
             self._raised = True
@@ -89,7 +96,7 @@ class Failures:
             why = f"{doing}: rejected by rank {peer}: {reason}"
             expected = self._turns_of(terms)
             if turns and expected and turns != expected:
-                # What comes next would be paired with another operation of that rank, without a word.
+                # The next operation would be paired with a different one of that rank, and nothing would detect it.
                 self.give_up(
                     f"{why}; with its max_tokens the call runs in {turns} operations, with that of rank {self._rank} in"
                     f" {expected}: all ranks must pass the same max_tokens"
@@ -104,7 +111,8 @@ class Failures:
             raise ValueError(f"communicator {self._config.name!r}: {refused}")
 
     def _turns_of(self, terms: marks.Terms) -> int:
-        """How many operations the operator takes that this rank has launched with these terms; 0: that is not known."""
+        """Return the number of kernel operations of the operator that this rank launched with these terms, or 0 if
+        unknown."""
         if self.turns is None or self._config.max_tokens_per_rank >= marks.MOST_TOKENS:
             return 0
         return self.turns(terms.kind, terms.max_tokens)
@@ -117,8 +125,10 @@ class Failures:
             self._alarm(why)
 
     def check_last(self) -> None:
-        """Raises, once the host has waited for an operation, what has ended it on all ranks; what it refused of this
-        rank's values alone is left to the next :meth:`check`."""
+        """Raise the error that ended an operation on all ranks, after the host has waited for that operation.
+
+        Invalid values of this rank alone are left to the next :meth:`check`.
+        """
         if not self.report.pending():
             return
         (epoch,) = struct.unpack("<q", self._read(EPOCH * 8, 8))
@@ -130,14 +140,14 @@ class Failures:
         return self.broken is not None or self.report.failed() is not None
 
     def unsaid(self) -> str | None:
-        """What the communicator failed of, unless :meth:`check` has raised it."""
+        """Return the text of the communicator's failure if :meth:`check` has not raised it yet, else None."""
         if self.broken is None and not self.report.pending():
             return None
         watch.look(self)
         return None if self._raised else self._failed()
 
     def last_operations(self, rank: int) -> list[Operation]:
-        """What that rank did last, as it noted in its memory."""
+        """Return the latest operations of ``rank`` from the log in its memory, newest first."""
         heap = self._heap
         notes, waited = (self._memory.read(rank, heap.offset[name], heap.size[name]) for name in ("notes", "waited"))
         hello, bank = heap.offset["hello"], heap.distance["hello"]
@@ -145,14 +155,18 @@ class Failures:
         return history.operations(notes, waited, hellos)
 
     def let_go(self) -> None:
-        """Of the memory's views: what is left of them is given back whenever Python's collector comes by."""
+        """Release the views of symmetric memory, so that garbage collection of this object cannot delay freeing it."""
         self._state = self._state.new_empty(0)
 
     # ------------------------------------------------------------------ looked at by watch.py
 
     def watch(self, alarm: Callable[[str], None]) -> None:
-        """From now on another thread looks, too. `alarm` launches what tells the other ranks that this one has given
-        up, on the current stream; it takes the reason where no kernel has reported one, else ""."""
+        """Let a thread check for failures as well.
+
+        Args:
+            alarm: launches, on the current stream, the kernel that notifies the other ranks that this one has given up.
+                Its argument is the reason if no kernel has reported one, else "".
+        """
         self._alarm = alarm
         watch.watch(self)
 
@@ -172,7 +186,7 @@ class Failures:
         return text
 
     def on_failure(self, text: str) -> None:
-        """Tells the other ranks, unless they have told this one, and calls back."""
+        """Notify the other ranks, unless one of them reported the failure, and call the callbacks."""
         if not self.report.failed_by_peer():
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
                 self._alarm("")
@@ -189,7 +203,7 @@ class Failures:
         return f"{failure_text.failed(self._config.name, failed)}{hint}{self._noted()}"
 
     def _noted(self) -> str:
-        """Lines on what the ranks concerned did last, as far as that can be read."""
+        """Return lines about the latest operations of the ranks involved, as far as their memory can be read."""
         lines = ""
         ranks: Sequence[int] = ()
         with contextlib.suppress(RuntimeError):  # a graph is being captured, or the device is lost
@@ -201,7 +215,7 @@ class Failures:
         return lines
 
     def _elsewhere(self, rank: int) -> str:
-        """A line for each other communicator of this process in which that rank has waited long, or still does."""
+        """Return a line for each other communicator of this process in which ``rank`` has waited for a long time."""
         lines = ""
         for other in watch.watched():
             if other is self or not isinstance(other, Failures) or self.members[rank] not in other.members:
@@ -217,13 +231,14 @@ class Failures:
         return lines
 
     def _reason(self, peer: int, epoch: int) -> tuple[str, int]:
-        """What a rank that refuses, or gives up, in an operation has left here: `pack_reason`."""
+        """Return the message that ``peer`` has left here when it rejected the operation or gave up (`pack_reason`):
+        text and number of operations."""
         first = self._heap.offset["reason"] + epoch % 2 * self._heap.distance["reason"] + peer * REASON_BYTES
         held = self._read(first, REASON_BYTES)
         return held[:-1].rstrip(b"\0").decode(errors="ignore"), held[-1]
 
     def _heard(self, epoch: int) -> tuple[int, Sequence[int]]:
-        """The alarm, and the marks with which ranks have begun an operation."""
+        """Return the alarm word, and the marks with which all ranks have begun the operation."""
         heap, ranks = self._heap, self._config.world_size
         (alarm,) = struct.unpack("<q", self._read(heap.offset["alarm"], 8))
         hello = heap.offset["hello"] + epoch % 2 * heap.distance["hello"]

@@ -1,4 +1,4 @@
-"""What ranks have noted of their last operations (cute_kernels/heap.py, NOTES)."""
+"""The log of the latest operations that each rank keeps in its memory (cute_kernels/heap.py, NOTES)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS,
 from ...records import Operation
 
 TOLD = 3
-"""How many operations of a rank an error tells of."""
+"""Number of operations of a rank that an error lists."""
 
 MOST = 8
-"""How many ranks that were not seen it names."""
+"""Number of absent ranks that an error lists."""
 
 
 def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = ()) -> list[Operation]:
-    """The operations that a rank has noted, the last one first. `memory`: its notes, `NOTES` of them; `waited`: for how
-    long it has waited for whom; `hellos`: both banks of the marks with which ranks have begun operations there."""
+    """Return the operations in a rank's log, newest first.
+
+    Args:
+        memory: the `NOTES` entries of the log.
+        waited: how long the rank waited for each other rank in each of them.
+        hellos: both banks of the marks with which ranks have begun operations at that rank.
+    """
     found = []
     words_of = struct.unpack(f"<{len(waited) // 8}q", waited)
     ranks = len(words_of) // NOTES
@@ -40,26 +45,26 @@ def operations(memory: bytes, waited: bytes = b"", hellos: Sequence[bytes] = ())
 
 
 def _unseen(hellos: bytes, number: int) -> tuple[int, ...]:
-    """Ranks that have not begun operation `number`: their marks are of operations before it."""
+    """Return the ranks that have not begun operation `number`: their marks belong to earlier operations."""
     found = struct.unpack(f"<{len(hellos) // 8}q", hellos)
     return tuple(rank for rank, mark in enumerate(found) if marks.epoch_in(mark) < number)
 
 
 def _seconds(word: int, use: int) -> float:
-    """What a word says of how long a rank was waited for; 0 if it was written in an earlier `use` of the note's place,
+    """Return how long a rank was waited for, in seconds; 0 if the word was written in an earlier `use` of the entry,
     for another operation."""
     return ((word & (1 << WAIT_BITS) - 1) << WAIT_UNIT) * 1e-9 if word >> WAIT_BITS == use else 0.0
 
 
 def describe(rank: int, noted: Iterable[Operation]) -> str:
-    """A line about a rank, for people."""
+    """Return a line that describes the latest operations of a rank."""
     lines = [_of_one(operation) for operation in list(noted)[:TOLD]]
     return f"rank {rank}, last first: {'; '.join(lines) or 'nothing'}"
 
 
 def _of_one(noted: Operation) -> str:
     if noted.kind == "refused":
-        return f"{noted.number} refused"
+        return f"{noted.number} rejected"
     begun = datetime.fromtimestamp(noted.begun).strftime("%H:%M:%S.%f")
     met = f"has not seen {_ranks(noted.unseen)} in it"
     if noted.met is not None:
@@ -69,7 +74,7 @@ def _of_one(noted: Operation) -> str:
 
 
 def _ranks(unseen: Sequence[int]) -> str:
-    """Those that were not seen, where they are known."""
+    """Return the absent ranks by number, or "all ranks" if they are unknown."""
     if not unseen:
         return "all ranks"
     if len(unseen) == 1:

@@ -80,7 +80,7 @@ class LatencyPath:
         times."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms * 3 // 10 if max_tokens < SMALL_BATCH_TOKENS else sms * 2 // 11
-        if not receive:  # leaves the rest to what runs beside it
+        if not receive:  # the other multiprocessors are left to concurrent kernels
             return senders, 0, max(senders, 1)
         return self.deal or self._with_puts(senders, self._far + self._far_rows * max_tokens, send)
 
@@ -98,7 +98,7 @@ class LatencyPath:
         """Half push and half receive, where no warp has more than a packet to push; else all do both."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms // 2
-        if not receive:  # leaves the rest to what runs beside it
+        if not receive:  # the other multiprocessors are left to concurrent kernels
             return senders, 0, max(senders, 1)
         if max_tokens * self._near_packets > senders * WARPS and not self._alone:
             senders = sms

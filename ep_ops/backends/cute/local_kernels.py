@@ -20,7 +20,7 @@ from ...formats import Segments
 from .sizing import DTYPES
 
 BLOCKS = 4
-"""Of a multiprocessor, at most: what is under way in their registers keeps its memory busy."""
+"""Largest number of blocks of a multiprocessor, which is enough to keep its memory busy."""
 
 
 def takes(x: Tensor, hidden: int) -> bool:

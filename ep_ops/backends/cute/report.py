@@ -1,4 +1,4 @@
-"""What kernels report to the host: who waited for whom, values that they refused, what a peer refused, who is late."""
+"""Reports of kernels to the host: failed waits, invalid values, operations that a peer rejected, and long waits."""
 
 from __future__ import annotations
 
@@ -15,33 +15,38 @@ from .. import failure_text
 _WORDS = sync.REPORT_WORDS
 _ALL = 4 * _WORDS
 _FAILED, _REFUSED, _REFUSAL, _LATE = range(0, _ALL, _WORDS)
-"""Where each record begins: a wait that failed, a value that was refused, an operation that a peer refused, and a wait
-that lasts long."""
+"""First word of each record: a failed wait, an invalid value, an operation that a peer rejected, and a long wait."""
 _NOT_BEGUN = -1
-"""In the place of a flag: no kernel waited for one."""
+"""Stands for a flag if no kernel waited for one."""
 
 
 class Report:
-    """Records in host memory that kernels write: a wait that failed, a value that was refused, an operation that a
-    peer refused, and a wait that lasts long."""
+    """Records in pinned host memory that kernels write: a failed wait, an invalid value, an operation that a peer
+    rejected, and a long wait."""
 
     def __init__(
         self, num_experts: int, timeout: float, heard: Callable[[int], tuple[int, Sequence[int]]],
         reason: Callable[[int, int], str],
     ) -> None:  # fmt: skip
-        """`heard` reads what other ranks have left here: the word of one that has given up (marks.Alarm), and the marks
-        with which all ranks have begun the operation of the given epoch. `reason` reads why a rank has given up in the
-        operation of an epoch, where its host has."""
+        """Allocate the records.
+
+        Args:
+            num_experts: number of experts, for error texts.
+            timeout: the communicator's timeout in seconds, for error texts.
+            heard: takes an epoch; returns the alarm word (marks.Alarm) that a rank has left here, and the marks with
+                which all ranks have begun the operation of that epoch.
+            reason: takes a rank and an epoch; returns why that rank's host has given up in that operation.
+        """
         self._num_experts = num_experts
         self._timeout = timeout
         self._heard, self._reason = heard, reason
-        self._reported = 0  # epoch of the last refusal, of its first turn
+        self._reported = 0  # epoch of the first operation of the latest rejected call
         self._memory = torch.zeros(_ALL, dtype=torch.int64, device="cpu", pin_memory=True)
         self.address = self._memory.data_ptr()
         self._words = (ctypes.c_int64 * _ALL).from_address(self.address)
 
     def pending(self) -> bool:
-        """Whether there is something to raise; a fraction of a microsecond."""
+        """Return whether there is something to raise. Takes a fraction of a microsecond."""
         words = self._words
         return words[_FAILED] != 0 or words[_REFUSED] != 0 or words[_REFUSAL] != 0
 
@@ -49,7 +54,7 @@ class Report:
         return sync.Record(*self._words[first : first + len(sync.Record._fields)])
 
     def failed(self) -> str | None:
-        """Text of the wait that failed; the communicator cannot be used after it."""
+        """Return the text of the failed wait, after which the communicator cannot be used, or None."""
         if self._words[_FAILED] == 0:
             return None
         _, reason, flag, rank, peer, detail, expected, seen = self._record(_FAILED)
@@ -71,12 +76,12 @@ class Report:
         return f"{doing}, {failure_text.waited(whom, self._timeout)}"
 
     def timed_out(self) -> bool:
-        """Whether a wait of this rank has reached its deadline."""
+        """Return whether a wait of this rank has reached its deadline."""
         record = self._record(_FAILED)
         return record.done != 0 and record.reason == sync.TIMEOUT
 
     def concerned(self) -> tuple[int, ...]:
-        """Who waited for whom, where a wait has failed."""
+        """Return the ranks that are involved in the failed wait."""
         record = self._record(_FAILED)
         if record.reason == sync.PEER_FAILED:
             alarm = marks.unpack_alarm(self._heard(marks.epoch_in(record.mark))[0])
@@ -97,8 +102,8 @@ class Report:
         return f"rank {alarm.rank} {failure_text.waited(whom, self._timeout)}"
 
     def _met(self, epoch: int, begun: Sequence[int], alarm: marks.Alarm) -> str:
-        """On what those two disagree: in the operation in which their alarm reached this rank, or in the next one,
-        which they may have begun already."""
+        """Return on what the two ranks of the alarm disagree: in operation ``epoch``, or in the next one, which they
+        may have begun already."""
         for met in (begun, self._heard(epoch + 1)[1]):
             own, other = (marks.unpack(met[rank]) for rank in (alarm.rank, alarm.peer))
             if own[0] == other[0] and own[1] != other[1]:
@@ -106,13 +111,13 @@ class Report:
         return " in another call: all ranks must call the same operators with the same arguments"
 
     def fail_by_peer(self, rank: int, epoch: int) -> None:
-        """Write the record that a kernel would: another rank raised its alarm here before operation `epoch` began."""
+        """Write the record that a kernel would write if another rank's alarm arrived before operation `epoch` began."""
         record = sync.Record(1, sync.PEER_FAILED, _NOT_BEGUN, rank, rank, 0, epoch << marks.SHIFT, 0)
         self._words[_FAILED + 1 : _FAILED + len(record)] = list(record[1:])
         self._words[_FAILED] = 1
 
     def failed_by_peer(self) -> bool:
-        """Whether the wait failed because another rank had raised its alarm."""
+        """Return whether the wait failed because another rank had raised its alarm."""
         return self._record(_FAILED).reason == sync.PEER_FAILED
 
     def waiting(self, communicator: str) -> str | None:
@@ -127,7 +132,7 @@ class Report:
         return failure_text.still_waits(communicator, doing, whom, self._timeout)
 
     def refused(self) -> str | None:
-        """Text of the first expert id or row out of range since the last call; forgets it."""
+        """Return the text of the first invalid expert id, row or scale since the last call, and clear the record."""
         if self._words[_REFUSED] == 0:
             return None
         _, reason, _, rank, _, detail, mark, value = self._record(_REFUSED)
@@ -151,21 +156,25 @@ class Report:
         )
 
     def refused_in(self) -> int | None:
-        """The epoch of the operation that :meth:`refusal` would tell of."""
+        """Return the epoch of the operation that :meth:`refusal` would return, or None."""
         if self._words[_REFUSAL] == 0:
             return None
         return marks.epoch_in(self._record(_REFUSAL).mark)
 
     def refusal(self) -> tuple[int, int, str, marks.Terms] | None:
-        """Of an operation that another rank refused since the last call, which is forgotten: that rank, the epoch,
-        text that says what this rank was doing, and with which terms."""
+        """Return the operation that another rank rejected since the last call, and clear the record.
+
+        Returns:
+            The rank that rejected it, the epoch, the name of the operation on this rank, and the terms on this rank; or
+                None.
+        """
         if self._words[_REFUSAL] == 0:
             return None
         record = self._record(_REFUSAL)
         self._words[_REFUSAL] = 0
         epoch, terms = marks.unpack(record.mark)
         rank, turn = marks.unpack_refusal(marks.unpack(record.seen)[1])
-        if epoch - turn == self._reported:  # by another warp, or in a later turn, since the host looked
+        if epoch - turn == self._reported:  # written again by another warp or in a later round
             return None
         self._reported = epoch - turn
         return rank, epoch, f"ep::{terms.kind} (operation {epoch})", terms
@@ -188,4 +197,4 @@ def _disagreement(own: marks.Terms, other: marks.Terms) -> str:
 
 
 _GIVEN = ("weights (or their gradients)", "rows", "a residual")
-"""What `scalars`, `rows` and `latency` of the terms mean where calls are alike in all else."""
+"""What `scalars`, `rows` and `few` of the terms stand for in calls that agree in everything else."""

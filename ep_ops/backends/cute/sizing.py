@@ -15,7 +15,8 @@ from ...config import Config
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 MOST_ROUNDS = 64
-"""The most rounds of an operation: with one more, in which the route is told, as many as a refusal counts."""
+"""Largest number of rounds of an operation: with the operation that publishes the route, as many as a rejection can
+number."""
 DEFAULT_TOKENS = 256
 """The largest `max_tokens` of calls that run on the latency kernels, if the communicator does not say otherwise."""
 
@@ -134,5 +135,5 @@ def memory_plan(config: Config) -> dict[str, int]:
 
 
 def rows_bytes(config: Config) -> int:
-    """Of the rows that `empty_rows` hands out."""
+    """Return the size in bytes of the rows that `empty_rows` returns."""
     return config.symmetric_rows * config.hidden_size * config.dtype.itemsize

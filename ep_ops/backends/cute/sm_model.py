@@ -88,7 +88,7 @@ class TokenTraffic:
     def of(
         experts_per_rank: Sequence[int], top_k: int, row_bytes: int, slices: int, across: bool = False
     ) -> TokenTraffic:
-        """Of tokens that each choose `top_k` different experts, all of them equally likely."""
+        """Return the traffic of tokens that each choose `top_k` different experts, all equally likely."""
         experts = sum(experts_per_rank)
         chosen = min(top_k, experts)
         missed = [math.comb(experts - held, chosen) / math.comb(experts, chosen) for held in experts_per_rank]
@@ -97,12 +97,12 @@ class TokenTraffic:
 
     @property
     def copies(self) -> TokenTraffic:
-        """Of token-major rows: one for each rank reached."""
+        """Return the traffic of token-major rows: one for each rank reached."""
         return _of_rows(self, self.reached)
 
     def within(self, rows: int, tokens: int) -> TokenTraffic:
-        """Of a buffer with room for so many rows, on a rank of so many tokens: an average token has no more rows than
-        there is room for."""
+        """Return the traffic with a buffer of so many rows, on a rank of so many tokens: an average token has no more
+        rows than fit."""
         each = max(self.reached, -(-rows // max(1, tokens)))
         return self if each >= self.rows else _of_rows(self, each)
 
@@ -277,8 +277,8 @@ def needed(problem: Problem) -> int:
 
 
 def row_blocks(problem: Problem) -> int:
-    """The fewest blocks beside the tile blocks that bring rows to where others find them: one that announces and one
-    that stages; across NVLink domains one that relays and one that sends, too."""
+    """Return the smallest number of blocks, in addition to the tile blocks, that stage and announce rows: one of each
+    kind; across NVLink domains also one that relays and one that sends."""
     return 4 if problem.domains else 2
 
 

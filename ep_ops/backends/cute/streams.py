@@ -1,19 +1,19 @@
-"""Split operations on the communicator's own stream, between a start and a wait of the caller's.
+"""Split operations on the communicator's side stream, between a start and a wait on the caller's stream.
 
-**Order on the device.** What a start launches follows all that the caller's stream has before it, and what comes
-behind a wait follows it: the side stream is forked from the caller's stream by an event and joined to it by another.
-Both are part of a CUDA graph that is captured meanwhile. Operations of one communicator follow each other on the side
-stream in the order of their starts, which is the same on all ranks; each has an event of its own, so they may be
-awaited in any order.
+**Order on the device.** The kernels of a start run after everything that precedes the start on the caller's stream, and
+everything after the wait follows them: an event forks the side stream from the caller's stream, and another event joins
+it. During the capture of a CUDA graph, both become part of the graph. Operations of one communicator run on the side
+stream in the order of their starts, which is the same on all ranks. Each has its own event, so waits may come in any
+order.
 
-**Memory.** Results are allocated on the caller's stream before the fork, by which everything that used their memory
-before is done. They, and what the start was given, are held here until the wait. From then on the caller's stream
-follows the operation, so whatever is freed afterwards may be used again in the order of that stream, as the allocator
-does it, in the private memory of a graph as well. Where the wait is called on another stream than the start, the
-allocator is told which stream used what.
+**Memory.** Results are allocated on the caller's stream before the fork, when everything that used their memory before
+has been enqueued. The results and the inputs are referenced here until the wait. After the wait the caller's stream
+follows the operation, so the allocator may reuse freed memory in the order of that stream, also in the private pool of
+a graph. If the wait is called on another stream than the start, `record_stream` tells the allocator which stream used
+which tensor.
 
-**Few tokens.** The latency kernels' start only sends, and its wait receives; nothing else of the communicator may come
-between. So a second start receives first what the operation under way is sent, beside the caller's stream.
+**Latency kernels.** Their start only sends, and their wait receives. No other operation of the communicator may run in
+between, so a second start first receives the operation in progress, on the side stream.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ import torch
 from torch import Tensor
 
 Given = tuple[Tensor | None, ...]
-"""What a start was given, tensors that are read until the operation ends."""
+"""Tensors that a start was called with, which are read until the operation ends."""
 Run = Callable[[], Any]
 
 
 class Side:
-    """The stream, as a launcher sees it: the first kernel of an operation forks it from the current stream."""
+    """The side stream, as a launcher uses it: the first kernel of an operation forks it from the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        # Of high priority: what a peer waits for does not stand behind what the caller's stream computes.
+        # High priority, so that kernels that peers wait for are not queued behind the caller's computation.
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._device = device
         self._fork = torch.cuda.Event()
         self.forked = False  # whether the operation's first kernel has been launched
 
     def raw(self, index: int) -> int:
-        """The stream's handle, as a launcher asks for it. Later kernels of the operation follow the first, with nothing
-        in between: they may be launched while it runs."""
+        """Return the handle of the stream, for a launch. Later kernels of the operation are launched directly after the
+        first, so programmatic dependent launch is possible."""
         if not self.forked:
             self._fork.record(torch.cuda.current_stream(self._device))
             self.stream.wait_event(self._fork)
@@ -52,12 +52,13 @@ class Side:
         return self.stream.cuda_stream
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """What torch does within is on the stream, too: between kernels of an operation, or before its first."""
+        """Return a context manager that runs torch operations on the stream, before or between the kernels of an
+        operation."""
         self.raw(self._device.index)
         return torch.cuda.stream(self.stream)
 
     def ended(self, event: torch.cuda.Event) -> None:
-        """``event``: when all that the operation has launched has ended. The next kernel is another one's first."""
+        """Record ``event`` behind the last kernel of the operation. The next kernel belongs to another operation."""
         event.record(self.stream)
         self.forked = False
 
@@ -65,14 +66,14 @@ class Side:
 @dataclass
 class _UnderWay:
     results: Any
-    receive: tuple[Run, Run] | None  # what is left to be done: beside the caller's stream, or on it
+    receive: tuple[Run, Run] | None  # launches what remains: on the side stream, or on the current stream
     given: Given
     began_on: torch.cuda.Stream
     captured: int  # the capture of a CUDA graph that the start was part of; 0: it ran
 
 
 class Flights:
-    """The operations under way, by flight."""
+    """The operations in progress, by flight."""
 
     def __init__(self, device: torch.device, number: int) -> None:
         self._device = device
@@ -80,11 +81,18 @@ class Flights:
         self._events = [torch.cuda.Event() for _ in range(number)]
         self._under_way: dict[int, _UnderWay] = {}
         self.unreceived = False
-        """Whether the operation whose start or wait ran last has been sent, or was to be, and not yet received."""
+        """Whether the operation whose start or wait ran last has been sent but not received."""
 
     def start(self, flight: int, given: Given, run: Run, receive: tuple[Run, Run] | None = None) -> None:
-        """Has ``run`` launch beside the current stream, when all others are settled. It returns the results, unless
-        these come of ``receive``: how to launch the rest beside the current stream, and on it."""
+        """Let ``run`` launch kernels on the side stream. All other operations have been settled.
+
+        Args:
+            flight: the flight of the operation.
+            given: input tensors.
+            run: launches the kernels, and returns the results if ``receive`` is None.
+            receive: two functions that launch the remaining kernels and return the results, on the side stream or on
+                the current stream.
+        """
         self.unreceived = receive is not None
         results = run()
         self.side.ended(self._events[flight])
@@ -92,8 +100,8 @@ class Flights:
         self._under_way[flight] = _UnderWay(results, receive, given, stream, capture_of(self._device))
 
     def lost(self) -> list[int]:
-        """Forget operations that were started in a capture which is over, and return their flights: it has failed, for
-        nobody has waited in it, so nothing of them runs."""
+        """Forget operations that were started in a capture that has ended, and return their flights. Such a capture has
+        failed, because nothing waited in it, so nothing of these operations runs."""
         if not any(one.captured for one in self._under_way.values()):
             return []
         capture = capture_of(self._device)
@@ -103,20 +111,23 @@ class Flights:
         return lost
 
     def settle(self) -> None:
-        """Launches the rest of an operation that has only been sent, so that another may begin. In a capture those
-        alone that belong to it: what runs goes on outside."""
+        """Launch the rest of operations that have only been sent, so that another operation may begin. In a capture, do
+        this only for operations that were started in it."""
         self.side.forked = False  # one that failed may have left it
         for flight, one in self._under_way.items():
             if one.receive is not None and one.captured == capture_of(self._device):
-                beside, _ = one.receive
-                one.results, one.receive = beside(), None
+                on_side, _ = one.receive
+                one.results, one.receive = on_side(), None
                 self.side.ended(self._events[flight])
                 if torch.cuda.current_stream(self._device) != one.began_on:
-                    one.began_on = self.side.stream  # on none that a wait is called on: all is told to the allocator
+                    one.began_on = self.side.stream  # unlike that of any wait, which records tensors
 
     def problem(self, flight: int) -> str | None:
-        """Return why :meth:`wait` cannot be called now, or None: start and wait are captured in one CUDA graph, or
-        neither is. What was captured in another one is forgotten: that capture has failed, and nothing runs."""
+        """Return why :meth:`wait` cannot be called now, or None.
+
+        Start and wait must be captured in the same CUDA graph, or neither of them. An operation of another capture is
+        forgotten: that capture has failed, and nothing of it runs.
+        """
         captured, capture = self._under_way[flight].captured, capture_of(self._device)
         if captured == capture:
             return None
@@ -126,7 +137,7 @@ class Flights:
         return f"its start was captured in a CUDA graph, its wait was {'captured in another one' if capture else 'not'}"
 
     def wait(self, flight: int) -> Any:
-        """The results; the current stream follows the operation."""
+        """Return the results. The current stream waits for the operation."""
         one = self._under_way.pop(flight)
         self.unreceived = one.receive is not None
         stream = self._join(flight)
@@ -140,14 +151,14 @@ class Flights:
         return one.results
 
     def abandon(self, flight: int) -> bool:
-        """Instead of a wait: nobody wants the results. Whether the rest is yet to be launched, or something in the
-        place of it; the current stream follows what has been."""
+        """Discard the results in place of a wait. Return whether kernels remain to be launched, or something in their
+        place. The current stream waits for those that were launched."""
         one = self._under_way.pop(flight)
         self._join(flight)
         return one.receive is not None
 
     def follow(self) -> None:
-        """The current stream follows all operations under way."""
+        """Let the current stream wait for all operations in progress."""
         self.settle()
         for flight in self._under_way:
             self._join(flight)
@@ -162,7 +173,7 @@ class Flights:
 
 
 def capture_of(device: torch.device) -> int:
-    """The number of the capture that the current stream is part of; 0: none."""
+    """Return the id of the capture that the current stream is part of; 0 if there is none."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     # Not by cuda.bindings, which ask for edges as well and fail of programmatic ones.

@@ -85,7 +85,7 @@ Some = TypeVar("Some", Tensor, Tensor | None)
 
 
 def _of(tensor: Some, tokens: slice) -> Some:
-    """Of a round's tokens."""
+    """Return the part of a tensor that belongs to a round's tokens."""
     return tensor if tensor is None or tokens is _ALL else tensor[tokens]
 
 
@@ -97,8 +97,12 @@ class ThroughputPath:
     def __init__(
         self, launcher: Launcher, outputs: Outputs, budget: Budget, traffic: TokenTraffic, side: Side | None = None
     ) -> None:
-        """`side`: the stream that they run on, beside computation, to which they leave what they can do without: no
-        blocks join, and few multiprocessors stage."""
+        """Prepare launches.
+
+        Args:
+            side: the side stream. Kernels on it run concurrently with computation and use fewer resources: no surplus
+                blocks take part, and few multiprocessors stage rows.
+        """
         self._kernel, self._side, self._course = launcher.get, side, launcher.course
         self._problem, self._outputs, self._plans = launcher.problem, outputs, Plans()
         self.sms = OperationSms(launcher.problem, budget, traffic, launcher.multiprocessors, side is not None)
@@ -326,7 +330,7 @@ class ThroughputPath:
     def combine_backward(
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route
     ) -> tuple[Tensor, Tensor]:
-        """Of a weighted combine."""
+        """Run the backward of a weighted combine."""
         grad_y, _, grad_weights = self._outputs.received(grad_out, True, route.num_rows)
         blocks = self.sms.budget.scaled
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)

@@ -1,5 +1,5 @@
-"""Looks at what kernels report while nobody calls anything: a server that only replays graphs learns of a failure, and
-its peers do."""
+"""A thread that checks the reports of kernels. It detects failures in a server that only replays graphs, and notifies
+its peers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weakref
 from typing import Protocol
 
 PERIOD = 0.05
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 logger = logging.getLogger("ep_ops")
 
@@ -19,13 +19,13 @@ class Watched(Protocol):
     """A communicator's backend."""
 
     def waiting(self) -> str | None:
-        """What is to be warned of."""
+        """Return the text of a warning, or None."""
 
     def failure(self) -> str | None:
-        """What the communicator failed of, once."""
+        """Return the text of the communicator's failure the first time it is seen, else None."""
 
     def on_failure(self, text: str) -> None:
-        """Tells whoever is to be told."""
+        """Notify the other ranks and call the user's callbacks."""
 
 
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
@@ -34,7 +34,7 @@ _thread: threading.Thread | None = None
 
 
 def watch(backend: Watched) -> None:
-    """From now on, as long as the backend lives or until `unwatch`."""
+    """Check ``backend`` periodically until it is deleted or `unwatch` is called."""
     global _thread
     with _lock:
         _watched.add(backend)
@@ -44,7 +44,7 @@ def watch(backend: Watched) -> None:
 
 
 def watched() -> list[Watched]:
-    """Those that are looked at now."""
+    """Return the backends that are checked."""
     with _lock:
         return list(_watched)
 
@@ -67,11 +67,11 @@ def _look() -> None:
 
 
 def look(backend: Watched) -> None:
-    """Once."""
+    """Check one backend once."""
     try:
         if (text := backend.waiting()) is not None:
             logger.warning(text)
         if (text := backend.failure()) is not None:
             backend.on_failure(text)
-    except Exception:  # nobody is there to catch it
-        logger.exception("what a kernel has reported could not be told")
+    except Exception:  # the thread has no caller that could catch it
+        logger.exception("cannot report the failure of a kernel")

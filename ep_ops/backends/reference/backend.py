@@ -1,4 +1,4 @@
-"""The operators of the reference backend; what they mean is said in this package's ``__init__``."""
+"""The operators of the reference backend. The docstring of this package defines them."""
 
 from __future__ import annotations
 
@@ -279,21 +279,21 @@ class ReferenceBackend:
     # ------------------------------------------------------------------ the rest of a backend
 
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
-        """Meets the others where they run the operator (a split one: in its start), who raise the reason."""
+        """Meet the other ranks in the operator (for a split operator: in its start); they raise ``reason``."""
         whole, part = split.parts_of(operator)
         started = self._order.started
         if part == "wait" and self.strict:
-            if started.get(flight) == whole:  # it has run; nobody wants what came of it
+            if started.get(flight) == whole:  # it has run; its results are discarded
                 del started[flight], self._ended[flight]
-        elif not started or (part == "start" and flight not in started):  # else the others refuse it as well
+        elif not started or (part == "start" and flight not in started):  # else the other ranks reject it too
             self._meeting.gather(whole, reason)
             self._meeting.stage = "settled"
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
     ) -> None:
-        """Refuse the operation, if that has not met the others yet. If they wait for what comes behind the meeting, the
-        communicator has failed."""
+        """Reject the operation if the ranks have not met yet. If the other ranks wait for data after the meeting, the
+        communicator fails."""
         if self._meeting.stage == "before":
             self.reject(operator, f"{type(error).__name__}: {error}".rstrip(": "), flight, max_tokens)
         elif self._meeting.stage == "within":

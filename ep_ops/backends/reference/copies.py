@@ -1,4 +1,4 @@
-"""Token-major rows: one for each copy, with something for each of its token's k beside it."""
+"""Token-major rows: one for each copy, with one value (id or weight) for each k of its token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .transfer import Transfer
 
 
 def to_token_rows(rows: Transfer, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
-    """As `Transfer.to_rows`. The copies are rows of one group, which begins at row 0."""
+    """Send tokens to token-major rows, as `Transfer.to_rows` does. The copies are the rows of one group that begins at
+    row 0."""
     copies = route.sources[-1:]
     received = rows.to_rows(x, None, route._replace(offs=copies, counts=copies, layout=GROUPED), delivery)
     if topk_weights is None:
@@ -25,7 +26,7 @@ def local_ids(rows: Transfer, route: Route) -> Tensor:
 
 
 def weights_home(rows: Transfer, grad_recv_weights: Tensor, route: Route) -> Tensor:
-    """[T, K]: what each weight's place in the rows [R], or in those of copies [R, K], has; 0 where there is none."""
+    """Return the gradients of weights to their owners: [T, K], from rows [R] or copies [R, K]; 0 if there is no row."""
     asker, sent = rows.sent(route)
     recv_row, recv_counts = rows.received(route)
     grads = rows.exchange.all_to_all(grad_recv_weights[recv_row], recv_counts, sent)
@@ -39,7 +40,8 @@ def weights_home(rows: Transfer, grad_recv_weights: Tensor, route: Route) -> Ten
 
 
 def _to_copies(rows: Transfer, values: Tensor, route: Route, none: int) -> Tensor:
-    """``values`` [T, K] of those (token, k) whose experts are here, by copy [R, K]; ``none`` elsewhere."""
+    """Send ``values`` [T, K] of the (token, k) whose experts are here to copies [R, K], with ``none`` in all other
+    places."""
     asker, sent = rows.sent(route)
     recv_row, recv_counts = rows.received(route)
     goes = torch.where(_named_there(rows.ranks, route, asker), values[asker // values.shape[1]], none)
@@ -49,6 +51,6 @@ def _to_copies(rows: Transfer, values: Tensor, route: Route, none: int) -> Tenso
 
 
 def _named_there(ranks: Ranks, route: Route, asker: Tensor) -> Tensor:
-    """bool [sent, K]: which k of the token of each copy that is sent name an expert of the rank where it goes."""
+    """Return bool [sent, K]: which k of the token of each copy sent name an expert of the destination rank."""
     named = ranks.named(route.topk_idx)
     return named[asker // named.shape[1]] == named.flatten()[asker][:, None]

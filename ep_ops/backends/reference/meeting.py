@@ -1,4 +1,4 @@
-"""How ranks meet before anything moves: they tell each other what they run and with what, and whether they refuse."""
+"""Meetings of the ranks before any data moves: they exchange operator, arguments, and rejections."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ OPERATORS = (
     "combine_gathered",
 )  # fmt: skip
 NAMES = {**quantized.NAMES, "layout": ("grouped or padded", "token_major")}
-"""What ranks agree on, by name: they tell each other the index."""
+"""Values that ranks exchange by index."""
 
 
 def layout_index(layout: str) -> int:
-    """What ranks must agree on: one may have grouped rows and another one padded ones, which both sort by expert."""
+    """Return what ranks must agree on. Grouped and padded rows may be mixed, because both are sorted by expert."""
     return int(layout == TOKEN_MAJOR)
 
 
 class Meeting:
-    """Collective. Whatever does not fit raises on all ranks."""
+    """Meetings of the ranks of one communicator. Collective. A disagreement raises on all ranks."""
 
     stage: Stage = "settled"
-    """Of the operation that runs now, or that ran last: "before" it meets the other ranks; "within", while they wait
-    for this rank if it raises; "settled" once it raises on all ranks, or has ended here."""
+    """Stage of the current or last operation: "before" it meets the other ranks; "within", while they wait for this
+    rank if it raises; "settled" once it raises on all ranks, or has ended on this rank."""
 
     def __init__(self, rows: Transfer, waits: Waits, name: str, number: int) -> None:
-        """``name``, ``number``: of the communicator."""
+        """Create the meetings of the communicator with this ``name`` and ``number``."""
         self._waits, self._name, self._number = waits, name, number
         self._rows, self._exchange = rows, rows.exchange
         self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
 
     def along(self, operator: str, same: dict[str, int], route: Route, problem: str | None = None) -> None:
-        """Meet, and make sure that both ends of the route expect the same number of rows."""
+        """Meet, and check that both ends of the route expect the same number of rows."""
         same = {"max_tokens": route.max_tokens, **same}
         _, sent = self._rows.sent(route)
         askers = arrivals.known(route.arrivals, self._world_size)[:, 1]
@@ -66,7 +66,8 @@ class Meeting:
             )
 
     def meet(self, operator: str, same: dict[str, int], own: Sequence[int], problem: str | None) -> Tensor:
-        """``own`` of all ranks [W, len(own)], once they run the same operator with equal ``same`` and no problem."""
+        """Return ``own`` of all ranks, [W, len(own)], after checking that all run the same operator with equal ``same``
+        and without a problem."""
         gathered, refusals = self.gather(operator, problem, (*same.values(), *own))
         if refusals:
             self.stage = "settled"
@@ -80,7 +81,7 @@ class Meeting:
         return gathered[:, len(same) : len(same) + len(own)]
 
     def gather(self, operator: str, problem: str | None, told: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
-        """``told`` of all ranks [W, at least len(told)], and the refusals of those that have a problem."""
+        """Return ``told`` of all ranks, [W, at least as many], and the reasons of the ranks that reject it."""
         self._waits.begin(operator)
         message = [OPERATORS.index(operator), int(problem is not None), self._number, *told]
         message += [0] * (9 + 2 * self._world_size - len(message))  # one length for all operators

@@ -51,7 +51,7 @@ class SumFormat(NamedTuple):
 
 
 def problem(delivery: Delivery) -> str | None:
-    """What is wrong with the values of given scales, or None."""
+    """Return what is wrong with the values of the given scales, or None."""
     if delivery.scales is None:
         return None
     form = format_of(delivery.format)
@@ -68,10 +68,11 @@ def problem(delivery: Delivery) -> str | None:
 def to_rows(
     x: Tensor, token: Tensor, delivery: Delivery, route: Route, moved: Callable[[Tensor, float], Tensor], unused: float
 ) -> tuple[Tensor, Tensor]:
-    """recv_x and recv_scales of the rows that ``token`` [sent] of x [T, H] are sent for: codes, and scales in the
-    layout that was asked for; or rows of x's dtype and [0].
+    """Return recv_x and recv_scales of the rows that ``token`` [sent] of x [T, H] are sent to: codes and scales in the
+    requested layout, or rows of x's dtype and [0].
 
-    ``moved`` brings to its rows what is sent, others hold what it is told; ``unused``: what undefined floats hold.
+    ``moved`` moves values to their rows and fills the other rows with its second argument. ``unused`` is the value of
+    undefined floats.
     """
     form = format_of(delivery.format)
     codes, scales = (x, delivery.scales) if delivery.scales is not None else quantize(x, form)

@@ -69,8 +69,8 @@ class Transfer:
     def with_weights(
         self, grad_y: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route
     ) -> tuple[Tensor, Tensor | None]:
-        """Of rows ``grad_y`` dispatched along the route: they times the rows' weights (in place), and their dot
-        products with ``y`` if that is given."""
+        """Multiply the dispatched gradient rows ``grad_y`` by the rows' weights in place, and return them with their
+        dot products with ``y`` if that is given."""
         exact = exact_dtype(grad_y.dtype)
         row, _ = self.received(route)
         g = grad_y[row].to(exact)
