@@ -95,6 +95,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "throughput_dropping": lambda draw: throughput.steps(
         Shape((2, 5), 3, 5, alignment=4, slots=(0, 4, 8), share=0.4), draw, times=1
     ),
+    "half_launched": lambda draw: throughput.half(Shape((2, 2), 2, 2), draw),
     "throughput_one_rank": lambda draw: throughput.steps(Shape((8,), 32, 3), draw, joining=0),
     "throughput_refused": lambda draw: throughput.refused(Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw),
     "throughput_disagreeing": lambda draw: throughput.disagreeing(Shape((3, 2, 2), 3, 2, alignment=4), draw),

@@ -69,6 +69,9 @@ MUTATIONS = {
         "            seen = with_number(ranks.mark, seen & ((1 << 27) - 1))\n"
         "            came = Boolean(True)\n",
     ),
+    "half launched, others told": Mutation(
+        "half_launched", "alarm.py", "            sync.pass_on(ranks, failed)\n", "            pass\n"
+    ),
     "weights told": Mutation(
         "across_small", PUBLISH, "come = sync.await_word(ranks, flag, source, tile) >= 0", "come = flag != 0"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
 from cases import expected_weight_grads
 
 from .dsl import TILES
@@ -122,6 +123,37 @@ class Steps:
         text = self.ranks.memory.take(REASON_BYTES, "text", 65)
         args = numbered(Refuse.Args, ranks=self.ranks.args(rank, marks.pack_refusal(rank, turn)), text=text, blocks=1)
         return Launch(Refuse(self.problem), args)
+
+    def half(self, rank: int) -> None:
+        """A dispatch of which a rank launches the first kernel alone. That is all that the others need of it."""
+        launches: list[Launch] = []
+        for other in range(self.ranks.world_size):
+            self.launch_dispatch(launches, other, False)
+        rest = [i for i, launch in enumerate(launches) if launch.args.ranks.rank == rank][1:]
+        assert [*range(rest[0], rest[-1] + 1)] == rest and rest[-1] == len(launches) - 1, "nothing depends on those"
+        run(launches[: rest[0]], self.draw)
+        self.ranks.operations += 1
+        for other in range(self.ranks.world_size):
+            if other != rank:
+                self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=other)
+
+    def given_up(self, rank: int, why: bytes) -> list[tuple[int, int]]:
+        """The next dispatch of the others, while that rank's host gives up: what all ranks report, long before a
+        deadline."""
+        from cute_kernels import sync
+        from cute_kernels.alarm import RaiseAlarm
+
+        usual = sync.POLLS_PER_CHECK
+        sync.POLLS_PER_CHECK = 8
+        launches: list[Launch] = []
+        for other in range(self.ranks.world_size):
+            if other != rank:
+                self.launch_dispatch(launches, other, False)
+        text = self.ranks.memory.put(torch.frombuffer(bytearray(why), dtype=torch.uint8).view(torch.int32), "text")
+        args = numbered(RaiseAlarm.Args, ranks=self.ranks.args(rank, 0), text=text, blocks=1)
+        run([*launches, Launch(RaiseAlarm(self.problem), args, behind=self.draw.randint(0, 200))], self.draw)
+        sync.POLLS_PER_CHECK = usual
+        return [self.ranks.reported(other)[0] for other in range(self.ranks.world_size)]
 
     def disagreeing(self, rank: int) -> list[list[tuple[int, int]]]:
         """A combine on one rank, a dispatch on all others: what the ranks report, long before a deadline."""
@@ -342,6 +374,29 @@ def disagreeing(shape: Shape, draw: random.Random) -> None:
     told = on.disagreeing(1)
     assert all(said[0][0] in (MISMATCH, PEER_FAILED) and said[1] == (0, 0) for said in told), told
     assert any(said[0][0] == MISMATCH for said in told), told
+
+
+def half(shape: Shape, draw: random.Random) -> None:
+    """A rank launches the first kernel of a dispatch and not the second. When its host gives up all ranks say so, with
+    the reason that it has left, and in an operation that it begins all the same it takes nothing for rows."""
+    from cute_kernels.heap import REASON_BYTES
+    from cute_kernels.sync import HALF, PEER_FAILED
+
+    on = begun(shape, draw)
+    victim, why = len(shape.experts) - 1, b"no room".ljust(REASON_BYTES, b"\0")
+    on.half(victim)
+    on.inputs()
+    told = on.given_up(victim, why)
+    assert all(said[0] == (HALF if rank == victim else PEER_FAILED) for rank, said in enumerate(told)), told
+    heap, reasons = on.ranks.heap, []
+    for rank in range(on.ranks.world_size):
+        banks = (on.ranks.heaps[rank] + heap.offset["reason"] + bank * heap.distance["reason"] for bank in range(2))
+        at = [bank + victim * REASON_BYTES for bank in banks]
+        reasons.append(any(on.ranks.view(a, REASON_BYTES // 4).numpy().tobytes() == why for a in at))
+    assert all(reasons), reasons
+    launches: list[Launch] = []
+    on.launch_dispatch(launches, victim, False)
+    run(launches, draw)  # which ends at once
 
 
 def absent(shape: Shape, draw: random.Random, warned: bool, known: bool) -> None:
