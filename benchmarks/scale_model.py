@@ -45,8 +45,7 @@ MANY = ("dispatch", "dispatch_planned", "combine", "combine_gathered")
 FEW = ("dispatch", "combine")
 
 PAIRS_ON_2 = {1: 8.68, 8: 9.24, 32: 11.16, 64: 15.19, 128: 23.01}
-"""Tokens of a rank -> µs of a dispatch and a combine of few tokens on 2 H200s, as benchmarks/results/throughput.md has
-them ("After kernels learned to guard routes")."""
+"""Tokens of a rank -> µs of a dispatch and a combine by the latency kernels on 2 H200s (results/latency.md)."""
 
 
 def gb200(h200: Gpu) -> Gpu:

@@ -1,6 +1,6 @@
 """Time a grouped GEMM concurrently with a dispatch or a combine that it does not depend on.
 
-    torchrun --nproc-per-node 2 benchmarks/gemm_beside.py [--width 2048] [--experts 256] [--seconds 4]
+    torchrun --nproc-per-node 2 benchmarks/concurrent_gemm.py [--width 2048] [--experts 256] [--seconds 4]
 
 Needs quack-kernels 0.6.5 on GPUs. In one run, with pauses between calls and without: the GEMM alone, the operation
 alone, one after the other, and both at once. ``hidden`` is (one after the other - both at once) / the operation alone.
@@ -96,7 +96,7 @@ def ways(run, start, wait):
         "gemm": run,
         "alone": lambda: wait(start()),
         "after": lambda: (wait(start()), run()),
-        "beside": at_once,
+        "together": at_once,
     }
 
 
@@ -108,7 +108,7 @@ with torch.no_grad():
                 load = f"{torch.cuda.clock_rate()} MHz {torch.cuda.power_draw() // 1000} W" if gpu and not pause else ""
                 if rank == 0:
                     figures = ", ".join(f"{key} {value:.3f}" for key, value in t.items())
-                    hidden = (t["after"] - t["beside"]) / max(t["alone"], 1e-9)
+                    hidden = (t["after"] - t["together"]) / max(t["alone"], 1e-9)
                     kind = "paused" if pause else "sustained"
                     print(f"{kind} | {what} | {name} | {figures} | hidden {hidden:.0%} {load}")
 comm.destroy()
