@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
-from ep_ops.nn.grouped import grouped_mm
-from ep_ops.nn.live_rows import swiglu_rows
-from ep_ops.nn.scaled import ROW, scaled_grouped_mm
+from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
+from ep_ops.nn.grouped import TORCH, Gemms
+from ep_ops.nn.scaled import ROW
 from ep_ops.overflow import recomputing
-from ep_ops.records import Dispatched
 
 
 class Experts(nn.Module):
@@ -53,11 +51,15 @@ class Experts(nn.Module):
     Gradients of the parameters contain the tokens of all ranks after backward: they are sums over ranks
     (docs/training.md says how to divide them where other gradients are averages).
 
+    The attribute ``gemms`` has the grouped GEMMs, those of PyTorch unless it is set (docs/overlap.md), to the same on
+    all ranks.
+
     ValueError for a size, a format or a split of the experts that is not supported. A call raises what
     :meth:`ep_ops.Communicator.dispatch` raises.
     """
 
     dropped: Tensor  # [El] int32: rows dropped by each local expert since the module was made
+    gemms: Gemms = TORCH
 
     def __init__(
         self,
@@ -123,17 +125,14 @@ class Experts(nn.Module):
             assert done is not None
             return done if return_dropped else done.out
         added = None if shared is None else shared(x)
-        if self.dynamic:
-            received = self.comm.dispatch(
-                x, topk_idx, topk_weights, exact=True, max_tokens=max_tokens, format=self.format
-            )
-        else:
-            received = self.comm.dispatch(
-                x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, format=self.format
-            )
-        out = self.comm.combine(self.compute(received), received.route, received.weights)
-        out = out if added is None else out + added
-        return Computed(out, received.dropped) if return_dropped else out
+        done = expert_mlp(
+            self.comm, x, topk_idx, topk_weights, self.local_weight("w_in"), self.local_weight("w_out"),
+            capacity=self.capacity, exact=self.dynamic, max_tokens=max_tokens, format=self.format, gemms=self.gemms,
+        )  # fmt: skip
+        self._count(done.dropped)
+        if added is not None:
+            done = done._replace(out=done.out + added)
+        return done if return_dropped else done.out
 
     def steps(
         self,
@@ -155,21 +154,30 @@ class Experts(nn.Module):
             raise RuntimeError(
                 "steps() is not available with dynamic=True, because exact sizes need a host synchronization"
             )
-        dispatch = self.comm.dispatch_start(
-            x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight, format=self.format
-        )
+        late = is_late(self.gemms, self.format, (x, topk_weights), tuple(self.parameters()))
+        zeros = torch.is_grad_enabled()
+        with torch.set_grad_enabled(zeros and not late):
+            dispatch = self.comm.dispatch_start(
+                x, topk_idx, topk_weights, capacity=self.capacity, max_tokens=max_tokens, flight=flight,
+                format=self.format, zeros=zeros,
+            )  # fmt: skip
         try:
             added = None if shared is None else shared(x)
             yield None
         except BaseException:
-            _end(self.comm.dispatch_wait, dispatch)
+            end(functools.partial(self.comm.dispatch_wait, dispatch))
             raise
-        received = self.comm.dispatch_wait(dispatch)
-        combine = self.comm.combine_start(self.compute(received), received.route, received.weights, flight=flight)
+        with torch.set_grad_enabled(zeros and not late):
+            received = self.comm.dispatch_wait(dispatch)
+        self._count(received.dropped)
+        w_in, w_out = self.local_weight("w_in"), self.local_weight("w_out")
+        sent = SentTokens(self.comm, x, topk_weights, flight) if late else None
+        y, weights = expert_rows(received, w_in, w_out, self.gemms, sent)
+        combine = self.comm.combine_start(y, received.route, weights, flight=flight)
         try:
             yield None
         except BaseException:
-            _end(self.comm.combine_wait, combine)
+            end(functools.partial(self.comm.combine_wait, combine))
             raise
         out = self.comm.combine_wait(combine)
         yield Computed(out if added is None else out + added, received.dropped)
@@ -178,16 +186,9 @@ class Experts(nn.Module):
         """Return the parameters that only the ranks of these experts hold: all of this module."""
         return list(self.parameters())
 
-    def compute(self, received: Dispatched) -> Tensor:
-        """Return the experts' outputs [R, H] for the rows that a dispatch brought, and count dropped rows."""
+    def _count(self, dropped: Tensor) -> None:
         if self.capacity is not None and not recomputing():
-            self.dropped += received.dropped
-        w_in, w_out = self.local_weight("w_in"), self.local_weight("w_out")
-        if received.scales is None:
-            y = grouped_mm(received.x, w_in, received.route.offs)
-        else:
-            y = scaled_grouped_mm(received.x, received.scales, w_in, received.route.offs)
-        return grouped_mm(swiglu_rows(y, received.route), w_out, received.route.offs)
+            self.dropped += dropped
 
     def local_weight(self, name: str) -> Tensor:
         """Return this rank's experts of the parameter ``name``, in the dtype of rows."""
@@ -200,22 +201,6 @@ class Experts(nn.Module):
                 " called; around steps() call unshard() and reshard()"
             )
         return local.to(self.comm.dtype)
-
-
-class Computed(NamedTuple):
-    """What experts return together with what they dropped."""
-
-    out: Tensor
-    """Weighted sums of the experts' outputs, with shape and dtype of x."""
-    dropped: Tensor
-    """int32 [El]: rows that each local expert dropped in this call, of all ranks' tokens."""
-
-
-def _end(wait: Callable[[Any], Any], started: Any) -> None:
-    """Complete what was started where nobody will wait for it: something was raised in between (checkpointing ends a
-    second forward pass early so), or the generator was closed."""
-    with contextlib.suppress(RuntimeError), torch.no_grad():
-        wait(started)
 
 
 def refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,15 +31,62 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         raise ValueError(f"w has shape {tuple(w.shape)}; allowed: {allowed}")
     if w.dtype != x.dtype and autocasts(x.device.type):
         w = w.to(x.dtype)
-    if x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and w.shape[0] > 0:
-        return torch._grouped_mm(x, w, offs=offs)  # strides must be multiples of 16 bytes
+    if _takes(x, w.shape[2]) and w.shape[0] > 0:
+        return torch._grouped_mm(x, w, offs=offs)
     if w.shape[0] == 0:  # zeros that hang on x and w all the same: other ranks wait in the backward pass of this one
         return x[:, :0] @ w.sum(0)[:0]
     # Other dtypes, for tests and the CPU: every expert on all rows, keeping its own. The inner `where` keeps garbage
     # (0 * nan is nan) out of the gradient of w, the outer one out of what comes back to x.
-    row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     out = x.new_zeros(x.shape[0], w.shape[2])
     for e in range(w.shape[0]):
-        mine = (row < offs[e]) if e == 0 else (row >= offs[e - 1]) & (row < offs[e])
+        mine = _rows_of(e, x, offs)
         out = torch.where(mine, torch.where(mine, x, 0) @ w[e], out)
     return out
+
+
+def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
+    """Return the gradient of w in ``grouped_mm(x, w, offs)``, the same bits as autograd's. Not differentiable.
+
+    Args:
+        x: rows, [R, M].
+        grad: gradient of the product, [R, N].
+        offs: end of each expert's rows, int32 [El].
+
+    Returns:
+        [El, M, N].
+    """
+    if offs.shape[0] == 0:
+        return x.new_zeros(0, x.shape[1], grad.shape[1])
+    if _takes(x, grad.shape[1]):
+        return torch._grouped_mm(x.t(), grad, offs=offs)
+    masks = [_rows_of(e, x, offs) for e in range(offs.shape[0])]
+    return torch.stack([torch.where(mine, x, 0).t() @ torch.where(mine, grad, 0) for mine in masks])
+
+
+def _takes(x: Tensor, columns: int) -> bool:
+    """Whether torch's grouped GEMM takes the rows: strides must be multiples of 16 bytes."""
+    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and columns % 8 == 0
+
+
+def _rows_of(e: int, x: Tensor, offs: Tensor) -> Tensor:
+    """Return which rows of x are those of expert e, bool [R, 1]."""
+    row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return (row < offs[e]) if e == 0 else (row >= offs[e - 1]) & (row < offs[e])
+
+
+class Gemms(NamedTuple):
+    """The grouped GEMMs that an expert MLP is computed with."""
+
+    product: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Differentiable product of rows x [R, M], matrices w [El, M, N] with any strides, and offs, as
+    :func:`grouped_mm`."""
+    weights_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Gradient of w from x [R, M], the gradient of the product [R, N] and offs, as :func:`weights_gradient`: the same
+    bits as ``product`` gives in backward."""
+    late: bool
+    """Whether backward computes weight gradients while the gradient of x is being sent (docs/overlap.md)."""
+
+
+TORCH = Gemms(grouped_mm, weights_gradient, late=False)
+"""PyTorch's grouped GEMM. It is not late: each SM has a fixed share of its tiles, so an SM that an operation occupies
+ends the GEMM later."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks import moe, overlap, training
+from benchmarks import late_gradients, moe, overlap, training
+from ep_ops import Communicator
 from ep_ops.moe import MoECommunicator
+from ep_ops.nn import TORCH
 
 SMALL = "--device cpu --backend reference --hidden 64 --experts 4 --top-k 2 --iterations 1"
 
@@ -80,6 +82,17 @@ def test_moe_communicator() -> None:
     assert all(one["host_us"] > 0 and one["eager_us"] > 0 for one in found["results"])
     assert "'operators': 0.0" in error and "'MoECommunicator': 0.0" not in error
     assert len(moe.table(found["results"])) == 1 + len(found["results"])
+
+
+def test_late_gradients() -> None:
+    args = late_gradients.options().parse_args("--tokens 8 --hidden 16 --experts 3 --top-k 2 --width 8".split())
+    sizes = dict(num_experts=3, hidden_size=16, top_k=2, max_tokens_per_rank=8)
+    with Communicator(**sizes, device="cpu", dtype=torch.bfloat16) as comm:
+        doubled = TORCH._replace(weights_gradient=lambda *given: 2 * TORCH.weights_gradient(*given))
+        step = late_gradients.steps(comm, args, TORCH)
+        step(True)
+        with pytest.raises(RuntimeError, match="the orders differ in the gradients of w_in, w_out"):
+            late_gradients.compare(late_gradients.steps(comm, args, doubled), 1, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""Weight gradients in the late order: the same bits as in the ordinary one, and computed between start and wait."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ep_ops
+from ep_ops.integrations import quack
+from ep_ops.nn import TORCH, Gemms, MoELayer, expert_mlp, interleave, weights_gradient
+from ep_ops.operators import SAVE_FOR_CHECKPOINT
+
+H, F, E, K, TOKENS = 32, 24, 5, 2, 16
+LATE = TORCH._replace(late=True)
+START, WAIT = "dispatch_backward_start", "dispatch_backward_wait"
+
+
+def communicator(dtype: torch.dtype) -> ep_ops.Communicator:
+    sizes = dict(num_experts=E, hidden_size=H, top_k=K, max_tokens_per_rank=TOKENS)
+    return ep_ops.Communicator(**sizes, dtype=dtype, device="cpu", backend="reference")
+
+
+class FixedRouter(nn.Module):
+    """Ids that leave experts 2 and 4 empty, some of them -1, and trainable weights."""
+
+    ids: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        ids = torch.tensor([0, 1, 3])[torch.rand(TOKENS, 3, generator=draw).argsort(1)[:, :K]]
+        ids[torch.rand(TOKENS, K, generator=draw) < 0.2] = -1
+        self.register_buffer("ids", ids)
+        self.weights = nn.Parameter(torch.rand(TOKENS, K, generator=draw))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        return self.ids[: x.shape[0]], self.weights[: x.shape[0]], None
+
+
+class Order(TorchDispatchMode):
+    """Notes the operators of ep and the matrix products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ep" or "mm" in func._opname:
+            self.ran.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def between(ran: list[str]) -> list[list[str]]:
+    """What ran between each start and its wait."""
+    return [part[: part.index(WAIT)] for at, name in enumerate(ran) if name == START for part in [ran[at + 1 :]]]
+
+
+def trained(
+    comm: ep_ops.Communicator, gemms: Gemms, tokens: int, how: str = "", backend: str | None = None,
+    frozen: tuple[str, ...] = (), **options: Any,
+) -> tuple[dict[str, Tensor], list[str]]:  # fmt: skip
+    """Output, gradients and dropped rows of a layer, and the order of operators in its last backward."""
+    torch._dynamo.reset()
+    layer = MoELayer(comm, F, router=FixedRouter(comm.rank), seed=3, **options)
+    layer.experts.gemms = gemms
+    x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(comm.rank)).to(comm.dtype)
+    leaves = dict(layer.named_parameters()) | {"x": x}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name not in frozen)
+
+    def model(x: Tensor) -> Tensor:
+        if how == "twice":
+            return layer(layer(x))
+        if how == "checkpoint":
+            return checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+        if how == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, SAVE_FOR_CHECKPOINT)
+            return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+        if how == "turns":
+            half = x.shape[0] // 2
+            return torch.cat(interleave(layer.steps(x[:half], 0), layer.steps(x[half:], 1)))
+        return layer(x)  # type: ignore[no-any-return]
+
+    run = torch.compile(model, fullgraph=True, backend=backend) if backend else model
+    for _ in range(2 if how == "accumulate" else 1):
+        out = run(x)
+        loss = out.float().sin().sum()
+        with Order() as order:
+            loss.backward()
+    local = {name: leaf.grad for name, leaf in leaves.items() if name not in frozen}
+    found = {"out": out.detach(), "dropped": layer.experts.dropped.clone(), **local}
+    return {name: getattr(value, "_local_tensor", value) for name, value in found.items()}, order.ran
+
+
+def differences(dtype: torch.dtype, cases: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """For each case: names of what differs from the ordinary order, what ran between start and wait, dropped rows."""
+    found, ordinary = [], {}
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    with communicator(dtype) as comm:
+        for case in cases:
+            given = {**case, "tokens": case["tokens"][comm.rank]}
+            compiled = given.pop("backend", None)
+            if str(given) not in ordinary:
+                ordinary[str(given)] = trained(comm, TORCH, **given)
+            expected, plain = ordinary[str(given)]
+            got, ran = trained(comm, LATE, backend=compiled, **given)
+            assert START not in plain or "shared_intermediate_size" in case or case.get("how") == "turns"
+            wrong = [name for name, value in got.items() if not torch.equal(value, expected[name])]
+            found.append((wrong, between(ran), int(got["dropped"].sum())))
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    {"tokens": (16, 7)},
+    {"tokens": (0, 9)},
+    {"tokens": (16, 7), "capacity": 16},
+    {"tokens": (16, 7), "shared_intermediate_size": 8},
+    {"tokens": (16, 7), "dynamic": True},
+    {"tokens": (16, 7), "format": "wire:e4m3/row/fp32"},
+    {"tokens": (16, 7), "shared_intermediate_size": 8, "how": "checkpoint"},
+    *({"tokens": (16, 7), "how": how} for how in ("twice", "accumulate", "checkpoint", "selective", "turns")),
+]
+FROZEN: list[dict[str, Any]] = [
+    {"tokens": (16, 7), "frozen": names} for names in (("x",), ("router.weights",), ("experts.w_in",))
+]
+COMPILED: list[dict[str, Any]] = [
+    {**case, "backend": "aot_eager"} for case in (CASES[2], CASES[3], CASES[4], CASES[-1])
+]
+
+
+def check(found: list[tuple[Any, ...]], cases: list[dict[str, Any]], products: tuple[str, ...]) -> None:
+    for (wrong, ran, dropped), case in zip(found, cases, strict=True):
+        assert not wrong, case
+        each = products[:1] if "experts.w_in" in case.get("frozen", ()) else products
+        assert ran and all(tuple(part) == each for part in ran), (case, ran)
+        assert len(ran) == (2 if case.get("how") in ("twice", "turns") else 1)
+        assert dropped == 0 or "capacity" in case
+
+
+def test_the_same_bits_between_ranks() -> None:
+    """With torch's grouped GEMM, which runs once for each matrix."""
+    cases = CASES + FROZEN + COMPILED
+    results = run_ranks(2, differences, torch.bfloat16, cases)
+    for found in results:
+        check(found, cases, ("_grouped_mm", "_grouped_mm"))
+    assert sum(dropped for found in results for *_, dropped in found), "some case drops rows"
+
+
+def test_the_same_bits_in_float32() -> None:
+    """With a product for each expert and matrix."""
+    cases = CASES[:1] + FROZEN[:1]
+    check(differences(torch.float32, cases), cases, ("mm",) * 2 * E)
+
+
+@pytest.mark.drawn
+def test_inductor_keeps_the_late_order() -> None:
+    with communicator(torch.bfloat16) as comm:
+
+        def train() -> None:
+            trained(comm, LATE, 7, backend="inductor")
+
+        _, (_, backward) = run_and_get_code(train)
+    ran = re.findall(rf"\.({START}|{WAIT}|_grouped_mm)(?:\.default)?\(", backward)
+    assert ran == ["_grouped_mm", "_grouped_mm", START, "_grouped_mm", "_grouped_mm", WAIT]
+
+
+def quacks_gemm(
+    a: Tensor, b: Tensor, *, dynamic_scheduler: bool, cu_seqlens_m: Any = None, cu_seqlens_k: Any = None
+) -> Tensor:
+    """What quack's GEMM returns and requires."""
+    assert dynamic_scheduler
+    if cu_seqlens_m is not None:
+        assert a.is_contiguous() and 1 in b.stride()[1:] and cu_seqlens_m[0] == 0 and cu_seqlens_m.dtype == torch.int32
+        return torch._grouped_mm(a, b, offs=cu_seqlens_m[1:])
+    assert a.stride(0) == 1 and b.is_contiguous()
+    return torch._grouped_mm(a, b, offs=cu_seqlens_k[1:])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_quacks_gemms(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for its GEMM: in both orders, as one operator for each product."""
+    monkeypatch.setattr(quack, "_gemm", quacks_gemm)
+    with communicator(torch.bfloat16) as comm:
+        expected, _ = trained(comm, TORCH, 7)
+        for late in (True, False):
+            got, ran = trained(comm, quack.GEMMS._replace(late=late), 7, backend=backend)
+            assert all(torch.equal(got[name], value) for name, value in expected.items())
+            assert between(ran) == ([["quack_mm"] * 2] if late else [])
+    assert quack.GEMMS.late
+    offs = torch.zeros(0, dtype=torch.int32)
+    rows = torch.ones(4, H, dtype=torch.bfloat16)
+    assert not quack.grouped_mm(rows, torch.ones(0, H, F, dtype=torch.bfloat16), offs).any()
+    assert weights_gradient(rows, rows, offs).shape == quack.weights_gradient(rows, rows, offs).shape == (0, H, H)
+    with pytest.raises(TypeError, match="x is torch.float32 and w is torch.float32; allowed: both torch.bfloat16 or"):
+        quack.grouped_mm(torch.ones(4, H), torch.ones(2, H, F), offs)
+    with pytest.raises(ValueError, match=r"w has shape \(2, 32, 24\); allowed: \[0 \(as offs has\), 32"):
+        quack.grouped_mm(rows, torch.ones(2, H, F, dtype=torch.bfloat16), offs)
+
+
+def test_what_raises() -> None:
+    """Second derivatives; and a product between start and wait, after which the communicator goes on."""
+
+    def broken(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
+        raise KeyError("no memory")
+
+    with communicator(torch.bfloat16) as comm:
+        with pytest.raises(KeyError, match="no memory"):
+            trained(comm, LATE._replace(weights_gradient=broken), 7)
+        router, draw = FixedRouter(0), functools.partial(torch.randn, dtype=torch.bfloat16)
+        x, w_in, w_out = (leaf.requires_grad_() for leaf in (draw(7, H), draw(E, H, 2 * F), draw(E, F, H)))
+        ids, weights, _ = router(x)
+        out, dropped = expert_mlp(comm, x, ids, weights, w_in, w_out, gemms=LATE)
+        assert out.shape == x.shape and dropped.shape == (E,)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="expert_mlp does not support second derivatives"):
+            grad.sum().backward()
