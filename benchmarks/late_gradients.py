@@ -32,6 +32,7 @@ def options() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.02, help="seconds before each call (default: %(default)s)")
+    parser.add_argument("--combine-sms", type=int, help="SMs that send the gradient of x in the late order")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
     return parser
 
@@ -55,7 +56,8 @@ def steps(comm: ep_ops.Communicator, args: argparse.Namespace, gemms: Gemms) -> 
     def step(late: bool) -> tuple[Tensor, ...]:
         own = gemms._replace(late=late)
         out, _ = expert_mlp(comm, x, idx, weights, w_in, w_out, capacity=capacity, gemms=own)
-        return torch.autograd.grad(out, (x, weights, w_in, w_out), grad)
+        with comm.sm_budget(combine=args.combine_sms if late else None):
+            return torch.autograd.grad(out, (x, weights, w_in, w_out), grad)
 
     return step
 
@@ -64,26 +66,24 @@ def timed(step: Callable[[bool], Any], late: bool, pause: float) -> float:
     """Return ms of one step, of the slowest rank."""
     if not torch.cuda.is_available():  # a test of this script
         step(late)
-        spent = torch.zeros(())
-    else:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        time.sleep(pause)
-        dist.all_reduce(torch.zeros(1, device="cuda"))
-        torch.cuda._sleep(2_000_000)  # ranks have met, and the host gets ahead
-        begin.record()
-        step(late)
-        end.record()
-        end.synchronize()
-        spent = torch.tensor(begin.elapsed_time(end), device="cuda")
+        return 0.0
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    time.sleep(pause)
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda._sleep(2_000_000)  # ranks have met, and the host gets ahead
+    begin.record()
+    step(late)
+    end.record()
+    end.synchronize()
+    spent = torch.tensor(begin.elapsed_time(end), device="cuda")
     dist.all_reduce(spent, dist.ReduceOp.MAX)
     return float(spent)
 
 
 def compare(step: Callable[[bool], tuple[Tensor, ...]], rounds: int, pause: float) -> dict[str, float]:
     ordinary, late = step(False), step(True)
-    names = ("x", "topk_weights", "w_in", "w_out")
-    wrong = [name for name, a, b in zip(names, ordinary, late, strict=True) if not torch.equal(a, b)]
-    if wrong:
+    names = zip(("x", "topk_weights", "w_in", "w_out"), ordinary, late, strict=True)
+    if wrong := [name for name, a, b in names if not torch.equal(a, b)]:
         raise RuntimeError(f"the orders differ in the gradients of {', '.join(wrong)}")
     del ordinary, late
     took: dict[bool, list[float]] = {False: [], True: []}
@@ -91,8 +91,8 @@ def compare(step: Callable[[bool], tuple[Tensor, ...]], rounds: int, pause: floa
         for order in (False, True) if turn % 2 else (True, False):
             took[order].append(timed(step, order, pause))
     gains = [a - b for a, b in zip(took[False], took[True], strict=True)]
-    median = statistics.median
-    return {"ordinary_ms": median(took[False]), "late_ms": median(took[True]), "gain_ms": median(gains)}
+    figures = {"ordinary_ms": took[False], "late_ms": took[True], "gain_ms": gains}
+    return {name: statistics.median(values) for name, values in figures.items()}
 
 
 def main() -> None:

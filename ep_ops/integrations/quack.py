@@ -27,8 +27,8 @@ from ep_ops.operators.library import define
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """Multiply each expert's rows by its own matrix, as :func:`ep_ops.nn.grouped_mm` does. Differentiable.
 
-    SMs take the tiles of the product one by one, so an operation that runs concurrently does not delay its end by more
-    than the work of the SMs that it takes. Under ``torch.compile`` it is one operator, ``torch.ops.ep.quack_mm``.
+    Tiles are dynamic: an SM takes the next one when it has finished one. Under ``torch.compile`` it is one operator,
+    ``torch.ops.ep.quack_mm``.
 
     Args:
         x: rows, [R, M], bfloat16 or float16.
@@ -55,7 +55,7 @@ def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
     return call("quack_mm", x.contiguous(), grad.contiguous(), offs)
 
 
-GEMMS = Gemms(grouped_mm, weights_gradient, late=True)
+GEMMS = Gemms(grouped_mm, weights_gradient, late=False)
 """For :func:`ep_ops.nn.expert_mlp` and the attribute ``gemms`` of :class:`ep_ops.nn.Experts`."""
 
 

@@ -88,5 +88,4 @@ class Gemms(NamedTuple):
 
 
 TORCH = Gemms(grouped_mm, weights_gradient, late=False)
-"""PyTorch's grouped GEMM. It is not late: each SM has a fixed share of its tiles, so an SM that an operation occupies
-ends the GEMM later."""
+"""PyTorch's grouped GEMM."""
