@@ -1,4 +1,4 @@
-"""Conversion of a communicator's arguments."""
+"""Conversion of the arguments of a communicator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def next_name(group: dist.ProcessGroup | None) -> str:
 
 
 def device_of(device: torch.device | str | int | None) -> tuple[torch.device, str | None]:
-    """Return ``device`` with its index (the CPU has none), and None.
+    """Return ``device`` with its index (without for the CPU), and None.
 
     If the device is not available, return the CPU, over which all ranks can be informed, and the reason.
     """
@@ -75,7 +75,7 @@ def device_of(device: torch.device | str | int | None) -> tuple[torch.device, st
 
 
 def large_rows(device: torch.device, row_bytes: int) -> float:
-    """Return the number of rows above which a default receive buffer causes a warning."""
+    """Return the number of rows above which a receive buffer of default capacity causes a warning."""
     if device.type != "cuda":
         return float("inf")
     return LARGE * torch.cuda.get_device_properties(device).total_memory / row_bytes

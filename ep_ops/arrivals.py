@@ -1,4 +1,4 @@
-"""The list of what arrives at a rank, one int32 tensor of a route: ``arrivals`` [4 R + W + 3]. Imports torch only.
+"""The lists of what arrives at a rank, in one int32 tensor of a route: ``arrivals`` [4 R + W + 3].
 
 W ranks, K = top_k, R rows of the receive buffer, C = min(K, W). Three lists follow each other;
 ``ep_ops.backends.reference`` defines them:
@@ -7,8 +7,10 @@ W ranks, K = top_k, R rows of the receive buffer, C = min(K, W). Three lists fol
 * ``owned`` [R, 2], at 2 R + 2: the owned rows in the order of their owners' entries, each with that entry;
 * ``sources`` [W + 1], at 4 R + 2: where the copies of each source rank begin in ``copies``, and the number of copies.
 
-:func:`recv_from` computes the owner's entry of each row. A *table* contains the same information as int
-[W, max_tokens, K]: the row here of (source rank, token, k), or -1.
+:func:`recv_from` computes the owner's entry of each row. A *table* contains the same information as int [W, max_tokens,
+K]: the row here of (source rank, token, k), or -1.
+
+Unless they say so, functions do not synchronize the host.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 
 
 class Arrivals(NamedTuple):
-    """The three lists."""
+    """Views of the three lists."""
 
     copies: Tensor  # [R + 1, 2] where rows begin, home; behind the last: number of owned rows, and something undefined
     owned: Tensor  # [R, 2] row, (source * max_tokens + token) * K + k; undefined behind the last owned row
@@ -33,34 +35,27 @@ def size(num_rows: int, world_size: int) -> int:
 
 
 def rows_of(numel: int, world_size: int) -> int:
-    """Return the number of rows that ``numel`` ints describe, or -1 if there is none."""
+    """Return the number of rows that ``numel`` ints describe, or -1 if no number of rows fits."""
     rows = numel - world_size - 3
     return -1 if rows < 0 or rows & 3 else rows >> 2
 
 
 def views(arrivals: Tensor, num_rows: int) -> Arrivals:
-    """Return views of the three lists.
-
-    (Not slices: Inductor of torch 2.11 does not compile a slice of unknown size.)
-    """
+    """Return views of the three lists. (Inductor of torch 2.11 does not compile slices of unknown size.)"""
     pairs = 2 * num_rows
     copies, owned, sources = arrivals.split((pairs + 2, pairs, arrivals.numel() - 2 * pairs - 2))
     return Arrivals(copies.view(num_rows + 1, 2), owned.view(num_rows, 2), sources)
 
 
 def recv_from(arrivals: Tensor, num_rows: int) -> Tensor:
-    """Return the owner's entry of each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for rows without a
-    token.
-
-    Does not wait for the device.
-    """
+    """Return the owner's entry of each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for no token."""
     copies, owned, sources = views(arrivals, num_rows)
     row = torch.where(_is_owned(copies, sources), owned[:, 0], num_rows).long()  # those that are undefined: behind all
     return owned.new_full((num_rows + 1,), -1).scatter(0, row, owned[:, 1])[:num_rows]
 
 
 def known(arrivals: Tensor, world_size: int) -> Tensor:
-    """Return the list ``owned`` up to its last row. Waits for the device."""
+    """Return the list ``owned`` up to its last row. Synchronizes the host."""
     copies, owned, sources = views(arrivals, rows_of(arrivals.numel(), world_size))
     return owned[: int(copies[int(sources[-1]), 0])]
 
@@ -100,14 +95,14 @@ def cut(arrivals: Tensor, num_rows: int, fewer: int) -> Tensor:
 
 
 def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: int, tokens: int) -> Tensor:
-    """Return the lists restricted to the ``tokens`` tokens of each rank from its ``first`` on, as a new tensor.
+    """Return the lists restricted to ``tokens`` tokens of each rank, beginning with its token ``first``, as a new
+    tensor.
 
-    The result is a route of at most ``tokens`` tokens whose rows keep their places in the whole. Does not wait for the
-    device, and accesses nothing outside of the lists, whatever integers they contain. What is undefined in the whole is
-    undefined in the part.
+    The result is a route of at most ``tokens`` tokens whose rows keep their places. Accesses nothing outside of the
+    lists, whatever integers they contain. What is undefined in the lists is undefined in the result.
 
     Args:
-        max_tokens: of the whole route.
+        max_tokens: bound of the whole route.
     """
     num_rows = rows_of(arrivals.numel(), world_size)
     copies, owned, sources = views(arrivals, num_rows)
@@ -119,11 +114,10 @@ def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: 
     count = copies[:, 0].index_select(0, last).long().clamp(0, num_rows)  # how many owned rows
 
     def within(flat: Tensor, each: int, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For numbers (source, token, index below ``each``), the first ``number`` of which are valid, select those of
-        the tokens.
+        """Select the entries of the requested tokens among the first ``number`` of ``flat``.
 
-        Returns whether each is selected, how many selected ones precede each and the end, and their numbers in the
-        part.
+        ``flat`` are numbers of (source, token, index below ``each``). Returns whether each is selected, how many
+        selected ones precede each and the end, and their numbers in the part.
         """
         flat = flat.long()
         source = flat // (max_tokens * each)
@@ -151,7 +145,7 @@ def _pick(out: Tensor, chosen: Tensor, before: Tensor, rows: Tensor) -> None:
 
 
 def table(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int) -> Tensor:
-    """Return the row here of (source rank, token, k), int32 [W, max_tokens, K], else -1. Waits for the device."""
+    """Return the row here of (source rank, token, k), int32 [W, max_tokens, K], else -1. Synchronizes the host."""
     owned = known(arrivals, world_size)
     rows = arrivals.new_full((world_size, max_tokens, top_k), -1)
     rows.view(-1)[owned[:, 1].long()] = owned[:, 0]
@@ -159,7 +153,7 @@ def table(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int) -> Ten
 
 
 def defined(arrivals: Tensor, world_size: int) -> Arrivals:
-    """Return the lists with -1 for undefined values: equal if and only if the routes are. Does not wait."""
+    """Return the lists with -1 for undefined values, so that equal routes have equal lists."""
     copies, owned, sources = views(arrivals, rows_of(arrivals.numel(), world_size))
     place = torch.arange(copies.shape[0], device=arrivals.device)
     begin = torch.where(place <= sources[-1], copies[:, 0], -1)
@@ -169,6 +163,6 @@ def defined(arrivals: Tensor, world_size: int) -> Arrivals:
 
 
 def _is_owned(copies: Tensor, sources: Tensor) -> Tensor:
-    """Return which positions of ``owned`` hold a row, bool [R]. Does not wait for the device."""
+    """Return which positions of ``owned`` hold a row, bool [R]."""
     last = sources[-1:].long().clamp(0, copies.shape[0] - 1)
     return torch.arange(copies.shape[0] - 1, device=copies.device) < copies[:, 0].index_select(0, last)

@@ -1,9 +1,9 @@
-"""Refuse bad input on the host, before anything is sent.
+"""Check the arguments of operators on the host, before anything is sent.
 
-One function per operator; it takes what is known of the communicator and the operator's arguments, a record with the
-names of the schema. TypeError for a wrong dtype, ValueError for a wrong value, shape, device or layout. What is right
-passes in a few microseconds: the text of a refusal is only made when it is needed. Values inside tensors are not
-looked at here: that would wait for the device.
+One function for each operator. It takes the communicator (:class:`ep_ops.config.Member`) and the operator's arguments,
+a record with the schema's names. A wrong dtype raises TypeError; a wrong value, shape, device or memory layout raises
+ValueError. Correct arguments pass within a few microseconds, because texts are only made for errors. The values in
+tensors are not checked here, since that would synchronize the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _FLIGHTS = range(FLIGHTS)
 
 
 def plan(m: Member, a: Any) -> None:
-    """Refuse what ep::plan cannot take."""
     _same_sizes(m, a.num_local_experts, a.world_size)
     _layout(a.layout, a.alignment, a.slots)
     _rows_asked(m, a.capacity, a.alignment, a.slots)
@@ -49,21 +48,11 @@ def plan(m: Member, a: Any) -> None:
 
 
 def dispatch(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch cannot take."""
-    plan(m, a)
-    _of_tokens(m, a)
-
-
-def dispatch_start(m: Member, a: Any) -> None:
-    """Refuse what start or wait of ep::dispatch cannot take."""
-    if a.flight not in _FLIGHTS:
-        _flight(a)
     plan(m, a)
     _of_tokens(m, a)
 
 
 def dispatch_dynamic(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_dynamic cannot take."""
     _same_sizes(m, a.num_local_experts, a.world_size)
     if a.layout == PADDED:
         raise ValueError(f"layout is {PADDED!r}, whose rows are slots; allowed with exact sizes: {_EXACT}")
@@ -74,17 +63,16 @@ def dispatch_dynamic(m: Member, a: Any) -> None:
 
 
 def dispatch_planned(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_planned cannot take."""
     _num_rows(a.num_rows, _route(m, a))
     _layout(a.layout, a.alignment, a.slots)
     if a.slots and a.num_rows != m.num_local_experts * a.slots:
-        experts = f"num_local_experts {m.num_local_experts}"
-        raise ValueError(f"slots is {a.slots}; allowed: num_rows {a.num_rows} / {experts}")
+        raise ValueError(
+            f"slots is {a.slots}; allowed: num_rows {a.num_rows} / num_local_experts {m.num_local_experts}"
+        )
     _of_tokens(m, a)
 
 
 def combine(m: Member, a: Any) -> None:
-    """Refuse what ep::combine cannot take."""
     rows = _route(m, a)
     _rows(m, "y", a.y, rows, _AS_PLANNED)
     if a.recv_weights is not None:
@@ -102,34 +90,24 @@ def combine(m: Member, a: Any) -> None:
         _combine_format(m, a.format)
 
 
-def combine_start(m: Member, a: Any) -> None:
-    """Refuse what start or wait of ep::combine cannot take."""
-    if a.flight not in _FLIGHTS:
-        _flight(a)
-    combine(m, a)
-
-
 def combine_gathered(m: Member, a: Any) -> None:
-    """Refuse what ep::combine_gathered cannot take. Where y lies is the backend's affair."""
     _rows(m, "y", a.y, _route(m, a), _AS_PLANNED)
 
 
 def dispatch_backward(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_backward cannot take."""
     rows = _route(m, a)
     if a.layout not in ROW_LAYOUTS:
         _no_layout(a.layout)
-    per_row = (m.top_k,) if a.layout == TOKEN_MAJOR else ()
     if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if a.grad_recv_x is not None:
         _rows(m, "grad_recv_x", a.grad_recv_x, rows, _AS_PLANNED)
     if a.grad_recv_weights is not None:
-        _row_weights(m, "grad_recv_weights", a.grad_recv_weights, (rows, *per_row))
+        shape = (rows, m.top_k) if a.layout == TOKEN_MAJOR else (rows,)
+        _row_weights(m, "grad_recv_weights", a.grad_recv_weights, shape)
 
 
 def combine_backward(m: Member, a: Any) -> None:
-    """Refuse what ep::combine_backward cannot take."""
     rows = _route(m, a)
     _num_rows(a.num_rows, rows)
     _rows(m, "grad_out", a.grad_out, a.topk_idx.shape[0], "rows as topk_idx has")
@@ -139,25 +117,15 @@ def combine_backward(m: Member, a: Any) -> None:
         _row_weights(m, "recv_weights", a.recv_weights, (rows,))
 
 
-def dispatch_backward_start(m: Member, a: Any) -> None:
-    """Refuse what ep::dispatch_backward_start cannot take."""
-    _flight(a)
-    dispatch_backward(m, a)
-
-
-def combine_backward_start(m: Member, a: Any) -> None:
-    """Refuse what ep::combine_backward_start cannot take."""
-    _flight(a)
-    combine_backward(m, a)
-
-
-def backward_wait(m: Member, a: Any) -> None:
-    """Refuse what the wait of a gradient cannot take."""
-    _flight(a)
+def flight(number: int) -> None:
+    if number not in _FLIGHTS:
+        raise ValueError(
+            f"flight is {number}; allowed: 0..{FLIGHTS - 1}, since {FLIGHTS} split operations of a communicator can be"
+            " in progress at once"
+        )
 
 
 def empty_rows(m: Member, num_rows: int) -> None:
-    """Refuse more rows than lie in symmetric memory."""
     if not 0 <= num_rows <= m.symmetric_rows:
         raise ValueError(f"num_rows is {num_rows}; allowed: 0..{m.symmetric_rows}, the symmetric_rows of {m.name!r}")
 
@@ -173,14 +141,6 @@ def _same_sizes(comm: Member, num_local_experts: int, world_size: int) -> None:
         raise ValueError(f"world_size is {world_size}; communicator {comm.name!r} has {comm.world_size} ranks")
 
 
-def _flight(a: Any) -> None:
-    if a.flight not in _FLIGHTS:
-        raise ValueError(
-            f"flight is {a.flight}; allowed: 0..{FLIGHTS - 1}, since {FLIGHTS} split operations of a communicator can"
-            " be in progress at once"
-        )
-
-
 def _alignment(alignment: int) -> None:
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise ValueError(f"alignment is {alignment}; allowed: 1..{MAX_ALIGNMENT}")
@@ -192,7 +152,6 @@ def _num_rows(num_rows: int, planned: int) -> None:
 
 
 def _layout(layout: str, alignment: int, slots: int) -> None:
-    """Refuse what does not go with the layout of rows."""
     if layout not in ROW_LAYOUTS:
         _no_layout(layout)
     _alignment(alignment)
@@ -216,13 +175,11 @@ def _rows_asked(comm: Member, capacity: int, alignment: int, slots: int) -> None
         raise ValueError(f"capacity is {capacity}; allowed: 0..2**31 - 1")
     if capacity % alignment:
         raise ValueError(f"capacity is {capacity}; it must be a multiple of alignment {alignment}")
-    if slots:
-        if capacity != comm.num_local_experts * slots:
-            needed = comm.num_local_experts * slots
-            raise ValueError(
-                f"capacity is {capacity}; with slots {slots} it must be num_local_experts"
-                f" {comm.num_local_experts} x slots = {needed}"
-            )
+    if slots and capacity != comm.num_local_experts * slots:
+        raise ValueError(
+            f"capacity is {capacity}; with slots {slots} it must be num_local_experts {comm.num_local_experts} x slots"
+            f" = {comm.num_local_experts * slots}"
+        )
 
 
 def _bound(comm: Member, max_tokens: int) -> None:
@@ -247,11 +204,9 @@ def _tokens(comm: Member, topk_idx: Tensor, max_tokens: int) -> None:
 
 
 def _of_tokens(comm: Member, a: Any) -> None:
-    """x and topk_weights: one row for each token."""
+    """Check ``x``, its scales and ``topk_weights``."""
     shape = a.topk_idx.shape
     if a.format or a.scales is not None or a.scales_as:
-        if a.layout == TOKEN_MAJOR:
-            _scales_of_copies(a)
         _delivery(comm, a)
     else:
         _rows(comm, "x", a.x, shape[0], "rows as topk_idx has")
@@ -260,7 +215,7 @@ def _of_tokens(comm: Member, a: Any) -> None:
 
 
 def _route(comm: Member, a: Any) -> int:
-    """Returns the number of rows that the route was planned for."""
+    """Check the tensors of a route and return the number of rows that it was planned for."""
     arrivals = a.arrivals
     if arrivals is None:
         _no_tensor("arrivals")
@@ -294,15 +249,8 @@ def _route(comm: Member, a: Any) -> int:
     return rows
 
 
-def _scales_of_copies(a: Any) -> None:
-    """Layouts of scales that nobody takes with token-major rows."""
-    if a.scales_as in LAYOUTS and a.scales_as not in OF_TOKENS:
-        allowed = ", ".join(map(repr, OF_TOKENS))
-        raise ValueError(f"scales_as is {a.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
-
-
 def _combine_format(comm: Member, format: str) -> None:
-    """The format in which the sums of a combine travel."""
+    """Check the format in which a combine sends its sums."""
     if format not in COMBINE_FORMATS:
         allowed = ", ".join(map(repr, COMBINE_FORMATS))
         raise ValueError(f"format is {format!r}; allowed for a combine: '' (sums travel as they are), {allowed}")
@@ -312,7 +260,7 @@ def _combine_format(comm: Member, format: str) -> None:
 
 
 def _divides(comm: Member, argument: str, form: Format) -> None:
-    """Whether rows of the communicator can travel in a format."""
+    """Raise ValueError if the communicator's rows cannot be sent in a format."""
     refuse_hidden(comm.hidden_size, form)
     if comm.config.backend == "cute" and comm.hidden_size > _MOST_HIDDEN:
         raise ValueError(
@@ -326,8 +274,11 @@ def _divides(comm: Member, argument: str, form: Format) -> None:
 
 
 def _delivery(comm: Member, a: Any) -> None:
-    """x, its scales, and what is asked of rows that do not arrive as they were given."""
+    """Check the rows and scales of a dispatch with a format."""
     count, why = a.topk_idx.shape[0], "rows as topk_idx has"
+    if a.layout == TOKEN_MAJOR and a.scales_as in LAYOUTS and a.scales_as not in OF_TOKENS:
+        allowed = ", ".join(map(repr, OF_TOKENS))
+        raise ValueError(f"scales_as is {a.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
     if not a.format:
         if a.scales is not None or a.scales_as:
             given = "scales are given" if a.scales is not None else f"scales_as is {a.scales_as!r}"
@@ -348,7 +299,7 @@ def _delivery(comm: Member, a: Any) -> None:
 
 
 def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str, dtype: torch.dtype | None = None) -> None:
-    """``rows`` [count, H] of ``dtype``, the communicator's unless given, each at a multiple of 16 bytes."""
+    """Check rows [count, H] of ``dtype`` (None: the communicator's), which begin at a multiple of 16 bytes."""
     if rows is None:
         _no_tensor(name)
     shape = rows.shape
@@ -363,12 +314,12 @@ def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str, dtype: to
 
 
 def _no_tensor(name: str) -> NoReturn:
-    """PyTorch takes None where a schema says Tensor."""
+    """Raise for None, which PyTorch accepts where a schema says Tensor."""
     raise TypeError(f"{name} is None; allowed: a tensor")
 
 
 def _row_weights(comm: Member, name: str, weights: Tensor, shape: tuple[int, ...]) -> None:
-    each = "one" if shape[1:] == () else "top_k"
+    each = "one" if len(shape) == 1 else "top_k"
     hint = f"{each} for each row; pass None where there are no weights"
     _tensor(comm, name, weights, comm.weights_dtype, shape, hint)
 
@@ -383,7 +334,7 @@ def _tensor(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: 
 
 
 def _wrong_kind(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
-    """Says what is wrong besides the shape. Callers look first whether anything is: each call costs host time."""
+    """Raise the error for a wrong dtype, device or stride. Callers test first, because each call costs host time."""
     if tensor.dtype is not dtype:
         also = " (and int64 in methods of Communicator)" if name == "topk_idx" else ""
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}{also}")

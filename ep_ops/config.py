@@ -31,12 +31,12 @@ disagree. A field without metadata is no option: a communicator fills it in."""
 
 
 def is_int(value: object) -> bool:
-    """True for an int that is not a bool."""
+    """Return whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def patience(timeout: float) -> float:
-    """Return the seconds after which a wait with this deadline is warned of."""
+    """Return the seconds after which a wait with this deadline logs a warning."""
     return min(timeout / 10, 60.0)
 
 
@@ -44,7 +44,7 @@ def patience(timeout: float) -> float:
 
 
 def _int(least: int, most: int | None = None, optional: bool = False) -> Rule:
-    """An int of at least ``least`` and at most ``most``, or None if ``optional``."""
+    """Allow an int of at least ``least`` and at most ``most``, or None if ``optional``."""
     bound = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def holds(value: Any) -> bool:
@@ -56,7 +56,7 @@ def _int(least: int, most: int | None = None, optional: bool = False) -> Rule:
 
 
 def _one_of(*values: Any, **more: Any) -> Rule:
-    """One of some values."""
+    """Allow some values."""
     words = ", ".join(repr(value) if isinstance(value, str) else str(value) for value in values)
     return {"holds": lambda value: value in values, "words": f"one of {words}", **more}
 
@@ -74,13 +74,9 @@ _SECONDS: Rule = {
     "words": "a positive number of seconds",
     "parse": float,
 }
-_WIRE: Rule = {
-    "holds": lambda value: value in WIRES,
-    "words": f"one of {', '.join(map(repr, WIRES))}",
-    "parse": str,
-    "variable": "EP_OPS_WIRE",
-    "hint": "set EP_OPS_WIRE alike in the environment of all ranks",
-}
+_WIRE = _one_of(
+    *WIRES, parse=str, variable="EP_OPS_WIRE", hint="set EP_OPS_WIRE alike in the environment of all ranks"
+)  # fmt: skip
 _CHECK = _one_of(
     "0", "1", variable="EP_OPS_CHECK", hint="set EP_OPS_CHECK in the environment of all ranks or of none"
 )  # fmt: skip
@@ -96,7 +92,7 @@ _NAME: Rule = {
 
 
 def _bundle() -> str:
-    """EP_OPS_BUNDLE. The default is "1" over libfabric, where a put costs much."""
+    """Return the default of ``bundle``: EP_OPS_BUNDLE, or "1" over libfabric, where each put is expensive."""
     costly = os.environ.get("NVSHMEM_REMOTE_TRANSPORT") == "libfabric"
     return os.environ.get("EP_OPS_BUNDLE") or str(int(costly))
 
@@ -192,7 +188,7 @@ class Config:
             object.__setattr__(self, "name", "")
 
     def on(self, world_size: int, **found: Any) -> Config:
-        """Return this configuration for a group of ``world_size`` ranks, with the fields that have been ``found``."""
+        """Return this configuration for ``world_size`` ranks, with the fields in ``found`` replaced."""
         held = self.experts_per_rank
         if held == () and is_int(self.num_experts):
             held = default_experts(self.num_experts, world_size)
@@ -209,11 +205,9 @@ class Config:
         return self._sizes_problem() or self._experts_problem()
 
     def _sizes_problem(self) -> str | None:
-        row_bytes = self.hidden_size * self.dtype.itemsize
-        if row_bytes % 16:
-            return (
-                f"hidden_size {self.hidden_size} of {self.dtype} makes rows of {row_bytes} bytes; need a multiple of 16"
-            )
+        size = self.hidden_size * self.dtype.itemsize
+        if size % 16:
+            return f"hidden_size {self.hidden_size} of {self.dtype} makes rows of {size} bytes; need a multiple of 16"
         if self.domain_size is not None and self.world_size % self.domain_size:
             return f"domain_size is {self.domain_size}; it must be a divisor of the {self.world_size} ranks"
         if self.backend == "cute" and self.device_type != "cuda":
@@ -244,12 +238,12 @@ def options() -> dict[str, dataclasses.Field[Any]]:
 
 
 def configured(who: str, config: Config | None, given: Mapping[str, Any]) -> Config:
-    """Return the configuration that a function was given.
+    """Return the configuration of a function that takes a :class:`Config` or its fields as keyword arguments.
 
     Args:
         who: name of the function, for error messages.
         config: the configuration, or None.
-        given: keyword arguments, which replace fields of ``config``, or are all there is.
+        given: keyword arguments. With a ``config`` they replace its fields.
 
     Raises:
         TypeError: ``config`` has another type, or keyword arguments are unknown or missing.
@@ -271,12 +265,12 @@ def configured(who: str, config: Config | None, given: Mapping[str, Any]) -> Con
 
 
 def default_experts(num_experts: int, world_size: int) -> tuple[int, ...]:
-    """Return the number of experts on each rank where no ``experts_per_rank`` is given: the split of ``torch.chunk``.
+    """Return the number of experts on each rank if ``experts_per_rank`` is not given: the split of ``torch.chunk``.
 
     Every rank holds ceil(num_experts / world_size) experts until none are left: 5 experts over 4 ranks are 2, 2, 1, 0.
-    DTensors with the placement ``Shard(0)`` split this way, so a parameter of all experts is one DTensor, and one entry
-    of a checkpoint, for any number of ranks. The busiest rank, which determines the time of a step, holds as many
-    experts as it would if they were spread as evenly as possible (2, 1, 1, 1).
+    DTensors with the placement ``Shard(0)`` are split in the same way, so one DTensor can hold a parameter of all
+    experts, and its checkpoint can be loaded on any number of ranks. The busiest rank holds as many experts as in the
+    most even split (2, 1, 1, 1).
     """
     each = -(-num_experts // world_size)
     return tuple(max(0, min(each, num_experts - rank * each)) for rank in range(world_size))
@@ -312,7 +306,7 @@ def worst_case_rows(world_size: int, max_tokens: int, top_k: int, num_local_expe
 
 
 class Member(Protocol):
-    """What checks and backends know of a communicator: its configuration, and this rank's place in it."""
+    """The attributes of a communicator that checks and backends use."""
 
     config: Config
     group: Any  # process group; None: this process alone

@@ -1,6 +1,6 @@
-"""Conversion of a model's tensors to what operators take.
+"""Conversion of a model's tensors to what operators accept.
 
-Tensors that cannot be converted are passed on unchanged; the operator then raises the error on all ranks.
+Tensors that cannot be converted are returned unchanged; the operator then raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .group.survivors import ExpertIds
 
 
 class Wanted(Protocol):
-    """What the operators of a communicator take."""
+    """The attributes of a communicator that say what its operators accept."""
 
     dtype: torch.dtype  # of rows
     weights_dtype: torch.dtype
@@ -22,7 +22,7 @@ class Wanted(Protocol):
 
 
 def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the ids for a plan, and the ``batch`` of its route."""
+    """Return the ids for a plan and the ``batch`` of its route."""
     if wanted.expert_ids is None and getattr(topk_idx, "dtype", None) is torch.int32 and topk_idx.ndim == 2:
         return topk_idx, None
     return _own(wanted, topk_idx), _batch(topk_idx)
@@ -31,7 +31,7 @@ def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] |
 def to_send(
     wanted: Wanted, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
-    """Return the tensors for a dispatch, and the ``batch`` of its route."""
+    """Return the tensors for a dispatch and the ``batch`` of its route."""
     if (  # as operators take them: a decode step has no time to lose
         wanted.expert_ids is None
         and getattr(x, "dtype", None) is wanted.dtype
@@ -68,11 +68,8 @@ def rows(wanted: Wanted, x: Tensor) -> Tensor:
 
 
 def autocasts(kind: str) -> bool:
-    """Return whether autocast is enabled for devices of this type.
-
-    Meta devices have no autocast, and torch raises an error if asked. (torch.amp.is_autocast_available, which would
-    tell, is not traced by torch 2.11.)
-    """
+    """Return whether autocast is enabled for devices of this type. For meta devices, which have none, torch would
+    raise."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
@@ -84,7 +81,7 @@ def scales(given: Tensor, batch: tuple[int, ...] | None) -> Tensor:
 
 
 def weights(wanted: Wanted, given: Tensor | None) -> Tensor | None:
-    """Flatten [..., K] to [T, K], and widen narrower dtypes."""
+    """Flatten [..., K] to [T, K] and widen narrower dtypes."""
     if not isinstance(given, Tensor):
         return given
     if given.dim() > 2:
@@ -104,11 +101,11 @@ def ids(topk_idx: Tensor) -> Tensor:
 
 
 def _own(wanted: Wanted, topk_idx: Tensor) -> Tensor:
-    """Return the ids [T, K] of the communicator's own experts (see ``Communicator.shrink``)."""
+    """Return ids [T, K] in the communicator's own numbering (see ``Communicator.shrink``)."""
     topk_idx = ids(topk_idx)
     return topk_idx if wanted.expert_ids is None else wanted.expert_ids.of(topk_idx)
 
 
 def _batch(topk_idx: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of the tokens, if there are several."""
+    """Return the dimensions of the tokens if there are several, else None."""
     return tuple(topk_idx.shape[:-1]) if isinstance(topk_idx, Tensor) and topk_idx.dim() > 2 else None

@@ -1,4 +1,4 @@
-"""How many bytes a communicator and its calls take, before anything is allocated."""
+"""Memory that a communicator and its calls need, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .formats import exact_dtype
 
 
 class MemoryPlan(dict[str, int]):
-    """Bytes by purpose. ``str()`` formats them as a table."""
+    """Bytes by purpose. ``str()`` returns them as a table."""
 
     def __str__(self) -> str:
         width = max(map(len, self), default=5)
@@ -29,22 +29,25 @@ def _readable(size: int) -> str:
 def memory_plan(
     config: Config | None = None, *, world_size: int, rank: int = 0, capacity: int | None = None, **options: Any
 ) -> MemoryPlan:
-    """Return the bytes that one rank of a communicator takes. Allocates nothing and needs no GPU.
+    """Return the bytes that one rank of a communicator needs. Allocates nothing and needs no GPU.
 
     Entries named ``call: ...`` are the outputs of one ``dispatch`` and one ``combine`` of ``max_tokens_per_rank``
     tokens. The communicator holds all others.
 
     Args:
-        config: the communicator's options. They can also be passed as keyword arguments, as to
+        config: the communicator's options. They can also be passed as keyword arguments, as for
             :class:`ep_ops.Communicator`. Backend "auto" means "cute" here. NVLink domains are ``domain_size``
-            consecutive ranks; None: all ranks are in one domain.
+            consecutive ranks; None: one domain.
         world_size: number of ranks, at least 1.
-        rank: the rank that is planned for, 0..world_size - 1.
+        rank: the rank whose memory is returned, 0..world_size - 1.
         capacity: rows of the receive buffer. None: the worst case, without drops.
+
+    Returns:
+        MemoryPlan: bytes by purpose.
 
     Raises:
         TypeError: options are unknown or missing.
-        ValueError: a value that no communicator accepts.
+        ValueError: no communicator accepts a value.
     """
     config = planned(configured("memory_plan", config, options), world_size)
     if not is_int(rank) or not 0 <= rank < world_size:
@@ -55,8 +58,11 @@ def memory_plan(
 
 
 def planned(config: Config, world_size: int) -> Config:
-    """Return what the ranks of a communicator that does not exist would agree on: "auto" is the cute backend, and
-    NVSHMEM between NVLink domains. ValueError for values that no communicator accepts."""
+    """Return the configuration that ``world_size`` ranks would agree on, with "auto" as cute and NVSHMEM.
+
+    Raises:
+        ValueError: no communicator accepts a value.
+    """
     if not is_int(world_size) or world_size < 1:
         raise ValueError(f"world_size is {world_size!r}; it must be an int of at least 1")
     backend = "cute" if config.backend == "auto" else config.backend
@@ -73,7 +79,7 @@ def planned(config: Config, world_size: int) -> Config:
 
 
 def plan_of(config: Config, rank: int, capacity: int | None = None) -> MemoryPlan:
-    """Return :func:`memory_plan` of a configuration that ranks agreed on."""
+    """Return :func:`memory_plan` of a configuration that ranks have agreed on."""
     local = config.experts_per_rank[rank]
     tokens, top_k = config.max_tokens_per_rank, config.top_k
     if capacity is None:

@@ -68,15 +68,9 @@ class Methods:
         return worst_case_rows(self.world_size, tokens, self.top_k, self.num_local_experts, align)
 
     def plan(
-        self,
-        topk_idx: Tensor,
-        *,
-        layout: str = GROUPED,
-        capacity: int | None = None,
-        slots: int = 0,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-    ) -> tuple[Route, Tensor]:
+        self, topk_idx: Tensor, *, layout: str = GROUPED, capacity: int | None = None, slots: int = 0,
+        max_tokens: int | None = None, alignment: int | None = None,
+    ) -> tuple[Route, Tensor]:  # fmt: skip
         """Compute where the rows of ``topk_idx`` go, without sending anything.
 
         Collective. Does not synchronize the host on the cute backend.
@@ -254,22 +248,10 @@ class Methods:
         return _home(call("combine_gathered", y, *self._along(route)), route)
 
     def dispatch_start(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None = None,
-        *,
-        layout: str = GROUPED,
-        capacity: int | None = None,
-        slots: int = 0,
-        max_tokens: int | None = None,
-        alignment: int | None = None,
-        scales: Tensor | None = None,
-        format: str = "",
-        scales_as: str = "",
-        zeros: bool | None = None,
-        flight: int = 0,
-    ) -> StartedDispatch:
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *, layout: str = GROUPED,
+        capacity: int | None = None, slots: int = 0, max_tokens: int | None = None, alignment: int | None = None,
+        scales: Tensor | None = None, format: str = "", scales_as: str = "", zeros: bool | None = None, flight: int = 0,
+    ) -> StartedDispatch:  # fmt: skip
         """Start :meth:`dispatch`, which then runs concurrently with the current stream until :meth:`dispatch_wait`.
 
         Until every start has been waited for, no other operators of this communicator may be called than starts and

@@ -1,4 +1,4 @@
-"""Count dropped rows until somebody asks."""
+"""Counts of dropped rows between checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def recomputing() -> bool:
-    """Return whether activation checkpointing is running a forward pass a second time, during backward.
+    """Return whether activation checkpointing is running a forward pass again, during backward.
 
     Always False in compiled functions, where the compiler runs side effects once.
     """
@@ -15,7 +15,7 @@ def recomputing() -> bool:
 
 
 class Overflow:
-    """Rows of each local expert that were dropped since the last check."""
+    """Counts the rows of each local expert that were dropped since the last check."""
 
     def __init__(self, num_local_experts: int, first_expert: int, device: torch.device) -> None:
         self._first = first_expert
@@ -23,12 +23,12 @@ class Overflow:
             self._rows = torch.zeros(num_local_experts, dtype=torch.int32, device=device)
 
     def add(self, dropped: Tensor) -> None:
-        """Add the int32 [El] of one dispatch."""
+        """Add the drop counts int32 [El] of one dispatch."""
         if not recomputing():
             self._rows.add_(dropped)
 
     def check(self, name: str, rank: int) -> None:
-        """Raise ValueError if rows were dropped, and reset the counts. Waits for the device."""
+        """Raise ValueError if rows were dropped, and reset the counts. Synchronizes the host."""
         rows = self._rows.tolist()
         if not any(rows):
             return

@@ -1,4 +1,4 @@
-"""Records that functions pass to each other instead of long positional lists.
+"""Records that functions pass to each other.
 
 W ranks, T tokens of this rank, K = top_k, H hidden size, El local experts, R rows, C = min(K, W).
 """
@@ -48,7 +48,7 @@ class Delivery(NamedTuple):
 
 
 class NoElements(dict[torch.device, Tensor]):
-    """An empty tensor for each device, used for outputs that were not requested.
+    """An empty tensor for each device, returned for outputs that were not requested.
 
     All calls return the same tensor, because creating one takes a noticeable part of a decode step.
     """
@@ -101,7 +101,7 @@ class DispatchTensors(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where every row goes: int32 tensors, and the sizes that they were planned with."""
+    """The route of a plan or dispatch: int32 tensors that say where each row goes, and the sizes of the plan."""
 
     topk_idx: Tensor  # [T, K] global expert id, -1 none
     send_rows: Tensor  # [T, K] row at the destination rank, -1 where there is none or it was dropped
@@ -119,27 +119,26 @@ class Route(NamedTuple):
 
     @property
     def ints(self) -> tuple[int, int]:
-        """The ints of operators that do not take ``num_rows``: alignment, max_tokens."""
+        """Return alignment and max_tokens, for operators that do not take ``num_rows``."""
         return self.alignment, self.max_tokens
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The tensors of the route, in the order of the operators' arguments."""
+        """Return the tensors in the order of the operators' arguments."""
         return self.topk_idx, self.send_rows, self.arrivals, self.offs, self.counts
 
     @property
     def copies(self) -> Tensor:
-        """Copies that have rows here, int32 [R + 1, 2], in the order of (source rank, token).
+        """Return the copies that have rows here, int32 [R + 1, 2], in the order of (source rank, token).
 
         For each copy: where its rows begin in ``owned``, and its home, ``(source * max_tokens + token) * C + copy
-            number``. The
-        pair after the last copy contains the number of owned rows, and an undefined number.
+        number``. The pair after the last copy is the number of owned rows and an undefined number.
         """
         return lists.views(self.arrivals, self.num_rows).copies
 
     @property
     def owned(self) -> Tensor:
-        """Owned rows, int32 [R, 2], in the order of (source rank, token, k).
+        """Return the owned rows, int32 [R, 2], in the order of (source rank, token, k).
 
         For each: the row, and the owner's entry, ``(source * max_tokens + token) * K + k``. Undefined after the last.
         """
@@ -147,38 +146,37 @@ class Route(NamedTuple):
 
     @property
     def recv_from(self) -> Tensor:
-        """Owner's entry of each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for rows that hold no
-        token.
+        """Return the owner's entry of each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for no token.
 
-        Computed on the device at every access, without waiting for it.
+        Computed on the device at every access, without synchronizing the host.
         """
         return lists.recv_from(self.arrivals, self.num_rows)
 
     @property
     def sources(self) -> Tensor:
-        """Where the copies of each source rank begin in ``copies``, int32 [W + 1]; the last is the number of copies."""
+        """Return where the copies of each source rank begin in ``copies``, int32 [W + 1]. The last is their number."""
         return lists.views(self.arrivals, self.num_rows).sources
 
     @property
     def segments(self) -> Segments:
-        """The segments of the local experts. ValueError for token-major rows, here and below."""
+        """Return the segments of the local experts. Token-major rows have none: ValueError, here and below."""
         if self.layout == TOKEN_MAJOR:
             raise ValueError("token-major rows are not grouped by expert; take ep_ops.nn.expert_lists")
         return Segments(self.offs, self.counts, self.alignment)
 
     @property
     def psum(self) -> Tensor:
-        """Ends of the kept rows of each local expert, int32 [El]: DeepGEMM's layout of that name.
+        """Return the ends of the kept rows of each local expert, int32 [El]: DeepGEMM's layout of that name.
 
-        Computed on the device at every access, without waiting for it.
+        Computed on the device at every access, without synchronizing the host.
         """
         return self.segments.psum
 
     @property
     def m_indices(self) -> Tensor:
-        """Local expert of each kept row, -1 for all others, int32 [R]: DeepGEMM's ``grouped_layout``.
+        """Return the local expert of each kept row, -1 for all others, int32 [R]: DeepGEMM's ``grouped_layout``.
 
-        Computed on the device at every access, without waiting for it.
+        Computed on the device at every access, without synchronizing the host.
         """
         return self.segments.m_indices(self.num_rows)
 
@@ -195,7 +193,7 @@ class Dispatched(NamedTuple):
 
 
 class StartedDispatch(NamedTuple):
-    """A dispatch that was started. Its tensors must not be modified before the wait."""
+    """A started dispatch. Its tensors must not be modified before the wait."""
 
     ticket: Tensor
     x: Tensor
@@ -208,7 +206,7 @@ class StartedDispatch(NamedTuple):
 
 
 class StartedCombine(NamedTuple):
-    """A combine that was started. Its tensors must not be modified before the wait."""
+    """A started combine. Its tensors must not be modified before the wait."""
 
     ticket: Tensor
     y: Tensor
@@ -236,5 +234,5 @@ class Operation(NamedTuple):
 
 
 def no_route(given: object) -> str:
-    """Return the text of the error for an argument that is not a route."""
+    """Return the error text for an argument that is not a route."""
     return f"route is a {type(given).__name__}; allowed: a Route, such as the field `route` of a dispatch's result"

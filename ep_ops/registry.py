@@ -1,4 +1,4 @@
-"""Living communicators by name. Operators, which take only the name, find their communicator here."""
+"""The communicators of this process by name. Operators, which take the name, find their communicator here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _destroyed: set[str] = set()
 
 
 def get(name: str) -> Living:
-    """Return the living communicator of that name. RuntimeError if there is none."""
+    """Return the communicator of that name, or raise RuntimeError."""
     found = living.get(name)
     if found is None:
         state = "was destroyed" if name in _destroyed else "does not exist in this process"
@@ -29,7 +29,7 @@ def get(name: str) -> Living:
 
 
 def taken(name: str) -> bool:
-    """Return whether a living communicator has the name."""
+    """Return whether a communicator has the name."""
     return name in living
 
 
@@ -40,6 +40,6 @@ def add(comm: Living) -> None:
 
 
 def remove(name: str) -> None:
-    """Remove a communicator; operators that name it then raise an error that says that it was destroyed."""
+    """Remove a communicator. Operators that name it then raise an error that says that it was destroyed."""
     living.pop(name, None)
     _destroyed.add(name)

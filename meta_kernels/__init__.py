@@ -1,8 +1,7 @@
-"""Shapes, dtypes and devices of what every ``ep`` operator returns: all that tracing and compilation need.
+"""Fake kernels: shapes, dtypes and devices of what every ``ep`` operator returns, for tracing and compilation.
 
-Each function takes its operator's arguments as a record with the names of the schema. Nothing here knows a
-communicator: sizes come from the arguments alone, so that a compiled graph that is loaded from a cache is right for
-whatever communicator bears the name later.
+Each function takes its operator's arguments as a record with the schema's names. Sizes come from the arguments alone
+and not from a communicator, so a compiled graph that is loaded from a cache is valid for any communicator of that name.
 """
 
 from .combine import combine, combine_backward

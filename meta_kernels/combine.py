@@ -1,4 +1,4 @@
-"""Rows to tokens, and the gradients of tokens back to rows."""
+"""Fake kernels of combines and their gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .rows import rows_like, scalars_like
 
 
 def combine(a: Any) -> Tensor:
-    """-> out [T, H]"""
+    """Return out [T, H]."""
     return rows_like(a.y, a.topk_idx.shape[0])
 
 
 def combine_backward(a: Any) -> tuple[Tensor, Tensor]:
-    """-> grad_y [num_rows, H], grad_recv_weights [num_rows], or [0] unless y and recv_weights are given"""
+    """Return grad_y [num_rows, H] and grad_recv_weights [num_rows] ([0] unless y and recv_weights are given)."""
     weights = None if a.y is None else a.recv_weights
     return rows_like(a.grad_out, a.num_rows), scalars_like(weights, (a.num_rows,), a.grad_out)

@@ -1,4 +1,4 @@
-"""Tokens to rows, and the gradients of rows back to tokens."""
+"""Fake kernels of dispatches and their gradients."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ Received = tuple[Tensor, Tensor, Tensor]
 
 
 def dispatch(a: Any) -> tuple[Tensor, ...]:
-    """-> recv_x [capacity, H], recv_scales or [0], recv_weights [capacity] ([capacity, K] token-major) or [0], then
-    what plan returns"""
+    """Return the results of :func:`received` for ``capacity`` rows, then those of a plan."""
     return *received(a, a.capacity, a.slots, a.num_local_experts), *placed(a, a.capacity)
 
 
 def dispatch_dynamic(a: Any) -> tuple[Tensor, ...]:
-    """As dispatch, with a number of rows that only the data tell."""
+    """Return what :func:`dispatch` does, with a number of rows that depends on data."""
     num_rows = torch.library.get_ctx().new_dynamic_size()
     return *received(a, num_rows, 0, a.num_local_experts), *placed(a, num_rows)
 
 
 def dispatch_planned(a: Any) -> Received:
-    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] ([num_rows, K] token-major) or [0]"""
+    """Return the results of :func:`received` for ``num_rows`` rows."""
     return received(a, a.num_rows, a.slots, a.offs.shape[0])
 
 
 def received(a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, groups: int) -> Received:
-    """-> recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] ([num_rows, K] token-major) or [0]"""
+    """Return recv_x [num_rows, H], recv_scales or [0], recv_weights [num_rows] (token-major [num_rows, K]) or [0]."""
     per_row = a.topk_idx.shape[1:] if a.layout == TOKEN_MAJOR else ()
     recv_weights = scalars_like(a.topk_weights, (num_rows, *per_row), a.x)
     form = format_of(a.format) if a.format else None
@@ -44,7 +43,7 @@ def received(a: Any, num_rows: int | torch.SymInt, slots: int | torch.SymInt, gr
 
 
 def dispatch_backward(a: Any) -> tuple[Tensor, Tensor]:
-    """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]"""
+    """Return grad_x [T, H] or [0], and grad_topk_weights [T, K] or [0]."""
     given = a.grad_recv_x if a.grad_recv_x is not None else a.grad_recv_weights
     if given is None:
         raise ValueError("dispatch_backward: one of grad_recv_x and grad_recv_weights must be given")

@@ -1,7 +1,7 @@
-"""Formats of rows by name, and the shapes and dtypes of their scales in every layout. What they mean: docs/formats.md.
+"""Formats of rows by name, and the shapes and dtypes of their scales in every layout (docs/formats.md).
 
-A *format* says what rows arrive as: element type / numbers that share a scale / kind of scale. With ``wire:`` before
-it, only what travels is quantized. A *layout* says how the scales of received rows lie.
+A *format* is the form in which rows arrive: element type / numbers that share a scale / kind of scale. With ``wire:``
+before it, rows are quantized for sending and arrive dequantized. A *layout* is the memory layout of received scales.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TILE = 128  # rows of a tile of swizzled scales
 
 
 class Format(NamedTuple):
-    """What there is to say of one."""
+    """The properties of a format."""
 
     name: str
     block: int  # numbers that share a scale; 0: the whole row
@@ -43,7 +43,7 @@ COMBINE_FORMATS = ("wire:e4m3/32/mx",)
 
 
 def format_of(name: str) -> Format:
-    """ValueError for a name that is none."""
+    """Return the format of that name, or raise ValueError."""
     found = FORMATS.get(name)
     if found is None:
         allowed = ", ".join(map(repr, FORMATS))
@@ -52,7 +52,7 @@ def format_of(name: str) -> Format:
 
 
 def layout_of(form: Format, scales_as: str) -> str:
-    """The layout that ``scales_as`` means. ValueError for one that received scales of the format cannot have."""
+    """Return the layout that ``scales_as`` means ("": the first). ValueError if the format does not have it."""
     if form.wire:
         if scales_as:
             raise ValueError(f"scales_as is {scales_as!r}; format {form.name!r} brings no scales; allowed: ''")
@@ -66,12 +66,12 @@ def layout_of(form: Format, scales_as: str) -> str:
 
 
 def per_row(form: Format, hidden: int) -> int:
-    """G: how many scales a row has."""
+    """Return G, the number of scales of a row."""
     return hidden // form.block if form.block else 1
 
 
 class Grid(NamedTuple):
-    """What the size of received scales depends on. A row is one of a group; groups are the local experts."""
+    """The sizes that determine the shape of received scales. Groups are the local experts."""
 
     num_rows: Any  # R
     slots: Any  # 0: flat rows; else rows of each group
@@ -80,28 +80,29 @@ class Grid(NamedTuple):
 
 
 def scales_shape(form: Format, layout: str, grid: Grid) -> tuple[tuple[Any, ...], torch.dtype]:
-    """Shape and dtype of ``recv_scales`` as the operator returns them: contiguous, as they lie in memory."""
+    """Return the shape and dtype of ``recv_scales`` as operators return them: contiguous, as they lie in memory."""
     rows, slots, groups, hidden = grid
     count = per_row(form, hidden)
     if layout == "rows":
         return ((rows, count) if form.block else (rows,)), form.scale_dtype
     if layout in SWIZZLED:
-        width = _up(count, 4)
+        width = round_up(count, 4)
         if slots:
-            return (groups, _up(slots, TILE), width), _BYTES
+            return (groups, round_up(slots, TILE), width), _BYTES
         return (TILE * tiles(layout, rows, groups), width), _BYTES
     across, dtype = (count, _FP32) if layout == "columns" else (-(-count // 4), torch.int32)
-    return ((groups, across, _up(slots, 4)) if slots else (across, _up(rows, 4))), dtype
+    return ((groups, across, round_up(slots, 4)) if slots else (across, round_up(rows, 4))), dtype
 
 
 def tiles(layout: str, num_rows: Any, groups: int) -> Any:
-    """Tiles of swizzled scales that flat rows in ``groups`` groups take at most."""
+    """Return the largest number of tiles of swizzled scales for flat rows in ``groups`` groups."""
     if groups == 0:
         return 0
     if layout == "swizzled/quack":
-        return _up(num_rows, TILE) // TILE + groups - 1
+        return round_up(num_rows, TILE) // TILE + groups - 1
     return (num_rows + (TILE - 1) * groups) // TILE
 
 
-def _up(count: Any, multiple: int) -> Any:
+def round_up(count: Any, multiple: int) -> Any:
+    """Return the smallest multiple that is at least ``count``, an int or a tensor."""
     return (count + multiple - 1) // multiple * multiple

@@ -1,4 +1,4 @@
-"""The integer tensors of a route."""
+"""Fake kernel of a plan: the integer tensors of a route."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ Placed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def plan(a: Any) -> Placed:
-    """-> what a plan into ``capacity`` rows returns"""
+    """Return the results of :func:`placed` for ``capacity`` rows."""
     return placed(a, a.capacity)
 
 
 def placed(a: Any, num_rows: int | torch.SymInt) -> Placed:
-    """-> send_rows [T, K], arrivals [4 R + W + 3], offs [El], counts [El], dropped [El], recv_idx [R, K] token-major,
-    else [0]; all int32; R = ``num_rows``"""
+    """Return send_rows [T, K], arrivals [4 R + W + 3], offs, counts and dropped [El], and recv_idx, all int32.
+
+    R is ``num_rows``. recv_idx is [R, K] for token-major rows, else [0].
+    """
     tokens, top_k = a.topk_idx.shape
     local = (a.num_local_experts,)
     ids = (num_rows, top_k) if a.layout == TOKEN_MAJOR else (0,)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of routing weights and of sums of rows with this dtype: float64 for float64, else float32."""
+    """Return the dtype of routing weights and of sums of rows of this dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Split operations: a start returns a ticket, a wait what the whole operation returns."""
+"""Fake kernels of split operations: a start returns a ticket, a wait returns what the whole operation returns."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ Gradients = tuple[Tensor, Tensor]
 
 
 def dispatch_start(a: Any) -> Tensor:
-    """-> ticket float32 [0]"""
+    """Return a ticket, float32 [0]."""
     return _ticket(a.x)
 
 
 def combine_start(a: Any) -> Tensor:
-    """-> ticket float32 [0]"""
+    """Return a ticket, float32 [0]."""
     return _ticket(a.y)
 
 
 def dispatch_backward_start(a: Any) -> Tensor:
-    """-> ticket float32 [0]"""
+    """Return a ticket, float32 [0]."""
     return _ticket(a.topk_idx)
 
 
 def combine_backward_start(a: Any) -> Tensor:
-    """-> ticket float32 [0]"""
+    """Return a ticket, float32 [0]."""
     return _ticket(a.grad_out)
 
 
 def dispatch_backward_wait(a: Any) -> Gradients:
-    """-> grad_x [tokens, hidden] or, where hidden is 0, [0]; grad_topk_weights [tokens, top_k] or, likewise, [0]"""
+    """Return grad_x [tokens, hidden] ([0] if hidden is 0) and grad_topk_weights [tokens, top_k] ([0] if top_k is 0)."""
     return _gradients(a, (a.tokens, a.hidden), (a.tokens, a.top_k) if a.top_k else (0,))
 
 
 def combine_backward_wait(a: Any) -> Gradients:
-    """-> grad_y [num_rows, hidden], grad_recv_weights [num_rows] or [0]"""
+    """Return grad_y [num_rows, hidden] and grad_recv_weights [num_rows] or [0]."""
     return _gradients(a, (a.num_rows, a.hidden), (a.num_rows,) if a.scalars else (0,))
 
 

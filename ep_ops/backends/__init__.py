@@ -1,8 +1,5 @@
-"""What runs the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs; ``checked`` compares either with the
-reference.
-
-Backends are loaded when they are first asked for: importing ep_ops loads no kernels.
-"""
+"""Backends, which run the operators: ``reference`` on any device, ``cute`` on NVIDIA GPUs, and ``checked``, which
+compares another backend with the reference. They are imported when they are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from .base import Backend
 
 
 def make(kind: str, member: Member) -> Backend:
-    """The backend of that name for one rank of a communicator, compared with the reference where that is asked for.
+    """Return the backend of that name for one rank of a communicator, in checking mode if it is configured.
     Collective."""
     if member.config.check == "1":
         from .checked import CheckedBackend
@@ -51,7 +48,7 @@ def _cute(member: Member) -> Backend:
 
 
 def problem(config: Config) -> str | None:
-    """What of these values, right in themselves, the backend that they name does not take; None if it takes all."""
+    """Return why the backend of a valid configuration does not support it, or None."""
     if config.backend != "cute":
         return None
     from .cute.sizing import problem_with
@@ -60,7 +57,7 @@ def problem(config: Config) -> str | None:
 
 
 def too_small(config: Config, multiprocessors: int) -> str | None:
-    """What so many multiprocessors lack for the cute backend; None if they lack nothing."""
+    """Return why the cute backend needs more than this number of multiprocessors, or None."""
     from .cute import sm_model
     from .cute.sizing import sizes_of
 
@@ -68,8 +65,7 @@ def too_small(config: Config, multiprocessors: int) -> str | None:
 
 
 def lack(config: Config, multiprocessors: int) -> str | None:
-    """What this rank, with so many multiprocessors, lacks for the cute backend, where the NVLink domains and the wire
-    between them are known; None: nothing."""
+    """Return what this rank lacks for the cute backend, given the NVLink domains and the wire between them, or None."""
     from .cute import sm_model
     from .cute.sizing import across, problem_with, sizes_of
 
@@ -82,7 +78,7 @@ def lack(config: Config, multiprocessors: int) -> str | None:
 
 
 def no_device_library() -> str | None:
-    """What is to be said where NVSHMEM's device library is not found."""
+    """Return the error text if NVSHMEM's device library is not found, else None."""
     from ..symmetric import nvshmem
 
     try:
@@ -95,7 +91,7 @@ def no_device_library() -> str | None:
 
 
 def held_bytes(config: Config) -> dict[str, int]:
-    """Bytes by purpose that the backend holds for the communicator's whole life."""
+    """Return the bytes that the backend holds as long as the communicator lives, by purpose."""
     if config.backend != "cute":
         return {}
     from .cute.sizing import memory_plan
@@ -104,8 +100,7 @@ def held_bytes(config: Config) -> dict[str, int]:
 
 
 def latency_tokens(config: Config) -> int:
-    """The largest ``max_tokens`` of a call that the latency kernels of such a communicator take, whether or not its
-    backend has them; 0: none."""
+    """Return the largest ``max_tokens`` that the latency kernels support for this configuration, 0 for none."""
     if problem(dataclasses.replace(config, backend="cute")) is not None:
         return 0
     from .cute.sizing import problem_of, token_bound

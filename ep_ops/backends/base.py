@@ -1,4 +1,4 @@
-"""What a backend offers. Arguments have passed :mod:`ep_ops.checks`; every result is a fresh tensor.
+"""The interface of backends. Arguments have passed :mod:`ep_ops.checks`; every result is a new tensor.
 
 W ranks, T tokens of this rank, K = top_k, El local experts, R rows, H hidden size.
 """
@@ -21,7 +21,7 @@ Formats = Sequence[tuple[str, str]]
 
 
 class Backend(Protocol):
-    """Made of a :class:`ep_ops.config.Member` by ``ep_ops.backends.make``."""
+    """The operators and services of a backend, created by ``ep_ops.backends.make``."""
 
     name: str
     budget: Budget  # multiprocessors that the operators take, read when they run
@@ -37,7 +37,7 @@ class Backend(Protocol):
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
-        """As dispatch, with as many rows as are received; ``sizes.capacity`` is UNBOUNDED."""
+        """Dispatch into as many rows as are received; ``sizes.capacity`` is UNBOUNDED."""
 
     def dispatch_planned(
         self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery
@@ -46,20 +46,21 @@ class Backend(Protocol):
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
-        """-> out [T, H]; ``format``: what sums travel as, one of ``COMBINE_FORMATS``, or empty"""
+        """Return out [T, H]. ``format``: format in which sums are sent, one of ``COMBINE_FORMATS`` or empty."""
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        """-> out [T, H]"""
+        """Return out [T, H]."""
 
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        """-> grad_x [T, H] or [0], grad_topk_weights [T, K] or [0]; grad_recv_weights is [R], token-major [R, K]"""
+        """Return grad_x [T, H] or [0], and grad_topk_weights [T, K] or [0]. grad_recv_weights is [R], token-major [R,
+        K]."""
 
     def combine_backward(
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        """-> grad_y [R, H], grad_recv_weights [R], or [0] unless y and recv_weights are given"""
+        """Return grad_y [R, H], and grad_recv_weights [R] ([0] unless y and recv_weights are given)."""
 
     # Split operations, each in its flight (0 .. FLIGHTS - 1). A ticket is float32 [0]. Waits take the same arguments as
     # their starts, but those of gradients, which take nothing; they return what the whole operation does.
@@ -89,75 +90,64 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
     def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
-        """Wait for the gradient of ``operator`` that was started, such as "dispatch_backward"."""
+        """Finish the started ``operator``, "dispatch_backward" or "combine_backward"."""
 
     def end_flights(self) -> None:
-        """Wait for the split operations in progress, and discard their results. Raises nothing."""
+        """Wait for the split operations in progress and drop their results. Raises nothing."""
 
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
-        """End ``operator`` on all ranks, because this rank does not run it; the other ranks raise ``reason``. Does
-        nothing while a CUDA graph is captured, and if the peers do not run the operator either (a wait whose start has
-        already run it, a start in a ``flight`` that is in use).
+        """End ``operator``, which this rank does not run and its peers do, on all ranks; the others raise ``reason``.
 
-        Args:
-            operator: the operator that the peers run.
-            reason: text of the error on the peers.
-            flight: the flight that the operator was called with.
-            max_tokens: the bound that the operator was called with; any value if it has none.
+        Does nothing while a CUDA graph is captured, or if the peers do not run it either (a wait whose start has run
+        it, a start in a ``flight`` that is in use). ``max_tokens``: argument of the operator, if it has one.
         """
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
     ) -> None:
-        """Notify the other ranks, if necessary, that ``operator``, which has passed its checks, raises ``error`` on
-        this rank.
+        """Inform the other ranks, if necessary, that ``operator`` raises ``error`` on this rank after its checks.
 
-        Args:
-            operator: the operator that was interrupted.
-            error: the exception.
-            again: a function that runs the operator once more.
-            flight, max_tokens: what the operator was called with.
+        ``again`` runs it once more. ``flight``, ``max_tokens``: arguments of the operator.
         """
 
     # ------------------------------------------------------------------ the rest
 
     def empty_rows(self, num_rows: int) -> Tensor:
-        """[num_rows, H] for combine_gathered; at most ``symmetric_rows`` of the configuration."""
+        """Return [num_rows, H] for combine_gathered. ``num_rows`` is at most ``symmetric_rows``."""
 
     def compile(self, formats: Formats = ()) -> None:
         """Compile and load all kernels that the operators need, for unquantized rows and for ``formats``. Not
         collective."""
 
     def warmup(self) -> None:
-        """Run everything once, all ranks together."""
+        """Run every kernel once. Collective."""
 
     def check_errors(self) -> None:
-        """Raise RuntimeError or ValueError for what kernels or other ranks have reported, if anything."""
+        """Raise RuntimeError or ValueError for what kernels or other ranks have reported."""
 
     def listen(self) -> None:
-        """Check whether another rank has sent an alarm to this rank, even if no kernel on this rank would notice it."""
+        """Check whether another rank has reported a failure, which only running kernels would notice otherwise."""
 
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback`` with the error text if kernels report a failure that ends the communicator."""
+        """Register a callback for the text of a failure that kernels report."""
 
     def last_operations(self, rank: int) -> list[Operation]:
-        """Return the latest operations in the log of ``rank``, newest first. Does not wait for the device."""
+        """Return the last operations that a rank has recorded, the latest first. Does not wait for running kernels."""
 
     def has_failed(self) -> bool:
-        """Return whether kernels have reported a failure."""
+        """Return whether the communicator has failed."""
 
     def unsaid(self) -> str | None:
-        """Return the text of a failure that has not been raised yet, or None."""
+        """Return the text of a failure that has not been raised yet."""
 
     def destroy(self, keep: bool) -> None:
-        """Free all resources. If ``keep``, do not free memory that peers may still write to, because not all ranks
-        arrived here."""
+        """Free all memory. ``keep``: keep memory that peers may still write to."""
 
 
 def not_gatherable(y: Tensor, memory: Tensor | None, most: int, name: str) -> str | None:
-    """Return why ``combine_gathered`` cannot take rows ``y``, or None if it can.
+    """Return why ``combine_gathered`` cannot take rows ``y``, or None.
 
-    ``memory``: the symmetric memory of ``most`` rows that peers can read, None if there is none.
+    ``memory``: symmetric memory of ``most`` rows, or None.
     """
     if memory is None:
         return f"communicator {name!r} has no rows in symmetric memory: symmetric_rows is 0"
@@ -170,5 +160,5 @@ def not_gatherable(y: Tensor, memory: Tensor | None, most: int, name: str) -> st
 
 
 def lies_elsewhere(y: Tensor, memory: Tensor) -> bool:
-    """Return whether rows ``y`` have to be copied into ``memory``."""
+    """Return whether rows ``y`` must be copied to ``memory``."""
     return y.numel() > 0 and y.data_ptr() != memory.data_ptr()

@@ -1,4 +1,4 @@
-"""How many multiprocessors (SMs) the kernels of a communicator may take: limits that can be changed for a while."""
+"""The number of multiprocessors (SMs) that the kernels of a communicator may use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ ANY = 2**31
 
 
 class Budget:
-    """SMs that the kernels of a communicator may take. Operators read it when they run, so it is state of the host
-    alone: ranks may differ, and what a captured graph launches stays as it was captured.
+    """SMs that each kind of operation may use. Operators read it when they run.
 
-    `gather`: of a combine that gathers; `scaled`: of the backward of a weighted combine, which is a dispatch. They
-    follow `combine` where that is set.
+    It is host state: ranks may differ, and a captured graph keeps the values of its capture.
 
-    `modelled`: whether `dispatch` and `combine` are what a model says of a communicator's rows, and not what was set.
-    Operations of fewer rows then take what it says of these.
-
-    `beyond`: how many SMs a rank that has more rows than others may take in a dispatch and in a combine. Where a budget
-    was set it is a limit, also for these.
+    Args:
+        dispatch, combine: SMs of a dispatch and of a combine.
+        gather: SMs of a gathering combine. None: as ``combine``.
+        scaled: SMs of the backward of a weighted combine, which is a dispatch. None: as ``combine``.
+        most_dispatch, most_combine: upper limits.
+        beyond: SMs that a rank with more rows than others may use in a dispatch and in a combine. 0 after a budget was
+            set, which is a limit for these ranks as well.
+        modelled: whether ``dispatch`` and ``combine`` are results of a model, which is then evaluated again for
+            operations with fewer rows.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Budget:
 
     @contextlib.contextmanager
     def changed(self, dispatch: int | None, combine: int | None) -> Iterator[None]:
-        """For the length of a `with`; None leaves that one as it is."""
+        """Change the budget within a ``with`` block. None keeps a value."""
         if torch.compiler.is_compiling():
             # A tracer would leave it out: nothing in the graph tells of it. Without fullgraph, eager code does it.
             raise RuntimeError(

@@ -54,8 +54,8 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CheckedBackend:
-    """Another backend, with operators that are compared; all else is the other one's. Waits for the device in every
-    operator but the start of a split operation."""
+    """A backend whose operators are compared. Synchronizes the host in every operator but the start of a split
+    operation."""
 
     def __init__(self, member: Member, backend: Backend) -> None:
         self._backend = backend
@@ -75,12 +75,11 @@ class CheckedBackend:
             )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
-        """Operators, and what else the backend has."""
+        """Return a compared operator, or another attribute of the backend."""
         found = getattr(self._backend, name)
         return functools.partial(self._run, name) if name in OUTPUTS else found
 
     def backward_wait(self, flight: int, operator: str, blank: Blank) -> Any:
-        """Compared as any wait."""
         return self._run(f"{operator}_wait", flight, blank)
 
     def _run(self, operator: str, *args: Any) -> Any:
@@ -133,7 +132,7 @@ class CheckedBackend:
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
     ) -> None:
-        """Tell the others in both backends."""
+        """Inform the other ranks in both backends."""
         runs = []
 
         def compared() -> Any:
@@ -148,16 +147,16 @@ class CheckedBackend:
                     self._leave(operator, str(error))
 
     def reject(self, operator: str, reason: str, flight: int = 0, max_tokens: Any = 0) -> None:
-        """The others wait for this rank in both backends."""
+        """Inform the other ranks in both backends, because they wait in both."""
         try:
             self._backend.reject(operator, reason, flight, max_tokens)
         finally:
             self._leave(operator, reason)
 
     def _leave(self, operator: str, reason: str) -> None:
-        """This rank does not come to the reference backend's part, where the others raise the reason.
+        """Reject the operation in the reference backend, where the others raise the reason.
 
-        Where kernels have failed nobody comes there: they tell all ranks.
+        After a failure of the kernels nobody waits there.
         """
         self._operations += 1
         if not _capturing(self._device) and not self._backend.has_failed():
@@ -171,7 +170,7 @@ class CheckedBackend:
     # ------------------------------------------------------------------ comparison
 
     def _rounding(self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route) -> Tensor | None:
-        """How far two sums of the same products, in different orders, may lie apart: [R]. Collective."""
+        """Return the largest difference of two sums of the same products in different orders, [R]. Collective."""
         if y is None or recv_weights is None:
             return None
         _, magnitude = self._reference.combine_backward(grad_out.abs(), y.abs(), recv_weights, route)
@@ -179,7 +178,7 @@ class CheckedBackend:
         return y.shape[1] * (exact.eps * magnitude + exact.tiny)
 
     def _difference(self, operator: str, args: Any, got: Any, expected: Any, slack: Tensor | None) -> str:
-        """The first one, or nothing. Integers come first: where a route differs, rows do as well."""
+        """Return a text for the first difference, or "". Integers come first: different routes have different rows."""
         if isinstance(expected, Tensor):
             got, expected = (got,), (expected,)
         names = OUTPUTS[operator]
@@ -203,7 +202,7 @@ class CheckedBackend:
         return ""
 
     def _owned(self, returned: dict[str, tuple[Tensor, Tensor]], args: Any) -> Tensor:
-        """Rows of the receive buffer that hold a token, bool [R]. Of others the reference's are NaN where undefined."""
+        """Return which rows of the receive buffer hold a token, bool [R]. Undefined rows of the reference are NaN."""
         if "arrivals" in returned:
             lists = returned["arrivals"][1]
         else:
@@ -221,15 +220,17 @@ class CheckedBackend:
 
 
 def _undefined(scales: Tensor) -> Tensor:
-    """Which received scales the reference leaves open: NaN, and packed ones with a byte of 255. (Those of blocks that
-    are NaN look the same; the codes of these are compared.)"""
+    """Return which received scales are undefined in the reference: NaN, or a byte of 255 in packed ones.
+
+    Scales of NaN blocks look the same; the codes of these blocks are compared.
+    """
     if scales.dtype is not torch.int32:
         return scales.isnan()
     return (scales.view(torch.uint8) == 255).view(*scales.shape, 4).any(-1)
 
 
 def differ(one: Tensor, other: Tensor) -> Tensor:
-    """Where bits differ, of tensors of the same shape and dtype; NaN is NaN, whatever its bits."""
+    """Return where two tensors of the same shape and dtype have different bits. All NaN are equal."""
     ints = _INTS[one.dtype.itemsize]
     wrong = one.view(ints) != other.view(ints)
     return wrong & ~(one.isnan() & other.isnan()) if one.is_floating_point() else wrong

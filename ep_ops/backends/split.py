@@ -1,4 +1,4 @@
-"""Split operations: an operation as a start and a wait, and which of them are under way."""
+"""Split operations: an operation as a start and a wait, and which of them are in progress."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from torch import Tensor
 
 
 def ticket(beside: Tensor) -> Tensor:
-    """What a start returns: no elements, float32, so that autograd passes through it."""
+    """Return the result of a start: an empty float32 tensor, so that autograd passes through it."""
     return beside.new_empty(0, dtype=torch.float32)
 
 
 class Order:
-    """Keeps split operations together: a wait ends what a start has begun in its flight, and while anything is under
-    way nothing but split operations of other flights may run."""
+    """Check the order of split operations.
+
+    A wait must follow the start of the same operation in its flight. While one is in progress, only split operations of
+    other flights are allowed.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -21,7 +24,7 @@ class Order:
         """Flight -> the operation that was started in it."""
 
     def free(self, flight: int) -> None:
-        """Before a start."""
+        """Check that a start may use the flight."""
         if flight in self.started:
             begun = self.started[flight]
             raise RuntimeError(
@@ -30,11 +33,11 @@ class Order:
             )
 
     def start(self, flight: int, operator: str) -> None:
-        """When a start has been checked and runs."""
+        """Record a start that was checked and runs."""
         self.started[flight] = operator
 
     def begun(self, flight: int, operator: str) -> None:
-        """Before a wait."""
+        """Check that a wait follows its start."""
         begun = self.started.get(flight)
         if begun != operator:
             what = "nothing was started" if begun is None else f"ep::{begun}_start was called"
@@ -44,12 +47,12 @@ class Order:
             )
 
     def wait(self, flight: int, operator: str) -> None:
-        """By a wait: nothing is under way in that flight any more."""
+        """Check a wait and release its flight."""
         self.begun(flight, operator)
         del self.started[flight]
 
     def check(self) -> None:
-        """Before every operator that is neither start nor wait."""
+        """Check that an operator that is neither start nor wait may run."""
         if self.started:
             begun = next(iter(self.started.values()))
             raise RuntimeError(
@@ -60,7 +63,7 @@ class Order:
 
 
 def parts_of(operator: str) -> tuple[str, str]:
-    """An operator's name as that of the whole operation, and "start", "wait" or ""."""
+    """Split an operator's name into that of the whole operation and "start", "wait" or ""."""
     for part in ("start", "wait"):
         if operator.endswith("_" + part):
             return operator.removesuffix("_" + part), part

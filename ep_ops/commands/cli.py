@@ -50,8 +50,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser(
-        "demo",
-        help="train a small MoE model on all GPUs, or on two CPU processes, and check it against a dense model",
+        "demo", help="train a small MoE model on all GPUs, or on two CPU processes, and check it against a dense model"
     )
     demo.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs where there are any"
@@ -152,7 +151,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def ended(run: Callable[[Any], None], options: Any) -> int:
-    """Exit code of a demo."""
+    """Run a demo and return its exit code."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     try:
@@ -164,12 +163,12 @@ def ended(run: Callable[[Any], None], options: Any) -> int:
 
 
 def terminate(number: int, frame: object) -> None:
-    """Unwind as Ctrl-C does, so that the processes that were started do not outlive this one."""
+    """Unwind as for Ctrl-C, so that the started processes end with this one."""
     raise Terminated
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM."""
+    """Raised by SIGTERM."""
 
 
 def run_compile(args: argparse.Namespace) -> int:
@@ -212,7 +211,7 @@ BENCHMARK_NOTES = (
 
 
 def bench(argv: list[str]) -> int:
-    """Hand ``argv[1:]`` to ``ep_ops.bench.<argv[0]>.main``; no other command loads that package."""
+    """Run ``ep_ops.bench.<argv[0]>.main(argv[1:])``. No other command imports that package."""
     if not argv or argv[0] not in BENCHMARKS:
         asked = argv[:1] in (["-h"], ["--help"])
         lines = [f"ep-ops bench: {argv[0]!r} is not a benchmark", ""] if argv and not asked else []

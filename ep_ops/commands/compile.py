@@ -1,7 +1,7 @@
-"""`ep-ops compile`: a communicator's kernels into the disk cache, once for all processes of a host, with all cores.
+"""`ep-ops compile`: compile a communicator's kernels into the disk cache, on all cores.
 
-Needs no GPU, so it can be a step of building an image. Without it each kernel is compiled when it is first needed, or
-in `Communicator.warmup`.
+It needs no GPU, so it can be a step of an image build. Otherwise each kernel is compiled when it is first used, or in
+`Communicator.warmup`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _first_sentences() -> dict[str, str]:
-    """Return what the docstring of :class:`Config` says first about each option."""
+    """Return the first sentence about each option in the docstring of :class:`Config`."""
     entries = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", inspect.getdoc(Config) or "", re.MULTILINE)
     plain = {name: re.sub(r":\w+:`|`", "", re.split(r"\.\s", text)[0]) for name, text in entries}
     return {name: text.replace("\n", " ").rstrip(".") for name, text in plain.items()}
@@ -51,8 +51,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def checked_config(config: Config, world_size: int) -> Config:
-    """Return what the ranks would agree on. ValueError for values that no communicator accepts, and where kernels for
-    several NVLink domains cannot be compiled on this host."""
+    """Return what the ranks would agree on. ValueError if no communicator accepts it or this host cannot compile it."""
     config = planned(config, world_size)
     if across(config) and config.wire == "nvshmem" and (problem := no_device_library()):
         raise ValueError(problem)
@@ -71,8 +70,8 @@ def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
 
 
 def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str, str]] = ()) -> int:
-    """Compiles a communicator's kernels, those of rows in these formats included, into the disk cache, and returns how
-    many there are. RuntimeError where there is no folder that keeps them."""
+    """Compile a communicator's kernels, also for these formats, and return their number. RuntimeError without a
+    cache."""
     from ep_ops.backends.cute import all_kernels
 
     wanted = all_kernels(config, formats)
@@ -82,7 +81,7 @@ def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str,
 
 
 def folder() -> Path:
-    """The folder of compiled kernels. RuntimeError if there is none."""
+    """Return the cache folder. RuntimeError if there is none."""
     from cute_kernels import jit
 
     found = jit.cache_dir()
@@ -99,8 +98,7 @@ def folder() -> Path:
 
 
 def compile_all(wanted: Sequence[Any], arch: str) -> None:
-    """Compiles kernels into the disk cache, by as many processes as there are cores; what is there already is left
-    alone."""
+    """Compile kernels that are not in the cache yet, with one process for each core."""
     from cute_kernels import jit
 
     wanted = [kernel for kernel in wanted if not jit.prepared(kernel, arch)]
@@ -118,7 +116,7 @@ def _compile(kernel: Any, arch: str) -> None:
 
 
 def arch_here() -> str | None:
-    """The arch of this host's first GPU, if there is one."""
+    """Return the architecture of this host's first GPU, or None."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(0)

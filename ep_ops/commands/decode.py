@@ -1,8 +1,7 @@
-"""`ep-ops demo --decode`: one decode step of a mixture-of-experts layer stack, captured once and replayed.
+"""`ep-ops demo --decode`: a decode step of a stack of MoE layers, captured once and replayed.
 
-Every step of every layer routes its few tokens anew, sends them to their experts with ``Communicator.dispatch``, runs
-all experts of a rank as one grouped product, and brings the results home with ``Communicator.combine``. On GPUs the
-whole step is one CUDA graph.
+Every layer routes its tokens, sends them with ``Communicator.dispatch``, runs all experts of a rank as one grouped
+product, and returns the results with ``Communicator.combine``. On GPUs the whole step is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ep_ops.commands.launch import launch, process_group
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions:
-    """Sizes are per rank."""
+    """Options of the demo. Sizes are for each rank."""
 
     device: str  # "cuda" | "cpu"
     ranks: int
@@ -40,7 +39,7 @@ class DecodeOptions:
 
 
 class DecodeLayer(nn.Module):
-    """Route, dispatch, experts, combine, and a residual connection."""
+    """Router, dispatch, experts, combine, and a residual connection."""
 
     def __init__(self, comm: ep_ops.Communicator, options: DecodeOptions, seed: int) -> None:
         super().__init__()
@@ -64,13 +63,12 @@ class DecodeLayer(nn.Module):
 
     @property
     def slots(self) -> int:
-        """Room for the worst case: every token of every rank at one expert."""
+        """Rows of an expert in the worst case, in which every token of every rank names it."""
         return self.comm.world_size * self.tokens
 
 
 def decode(options: DecodeOptions) -> None:
-    """Run it on all ranks, print µs per step, and check the replayed steps against eager ones. (CPUs have no graphs:
-    steps are run again.)"""
+    """Run the demo, print µs per step, and compare replayed steps with eager ones. CPUs run eager steps again."""
     launch(_rank, options.ranks, options)
 
 
@@ -120,7 +118,7 @@ def _steps(comm: ep_ops.Communicator, options: DecodeOptions) -> None:
 
 
 def _captured(comm: ep_ops.Communicator, model: nn.Module, x: Tensor):
-    """One step in place on ``x``, as a CUDA graph."""
+    """Capture one step in place on ``x`` as a CUDA graph and return its replay."""
     comm.warmup()
     side = torch.cuda.Stream(comm.device)
     side.wait_stream(torch.cuda.current_stream(comm.device))
@@ -135,7 +133,7 @@ def _captured(comm: ep_ops.Communicator, model: nn.Module, x: Tensor):
 
 
 def _time(comm: ep_ops.Communicator, replay, steps: int) -> float:
-    """µs of a step, the median of ten stretches, on the slowest rank."""
+    """Return µs per step on the slowest rank, the median of ten runs."""
 
     def synchronize() -> None:
         if comm.device.type == "cuda":

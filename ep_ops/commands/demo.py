@@ -1,9 +1,8 @@
-"""`ep-ops demo`: train a small compiled mixture-of-experts language model, one process per GPU or two on the CPU.
+"""`ep-ops demo`: train a small compiled MoE language model, with one process per GPU or two on the CPU.
 
-The language: a sequence names one of DIALECTS dialects, then steps through its vocabulary by that dialect's own
-permutation. Predicting a token takes both attention (to the dialect's name at the front) and a table of DIALECTS x
-VOCABULARY facts, which is what the experts are for. Not knowing the dialect costs log(DIALECTS) nats a token, knowing
-nothing log(VOCABULARY).
+A sequence names one of DIALECTS dialects and then follows that dialect's permutation of the vocabulary. Predicting a
+token takes attention to the dialect's name and a table of DIALECTS x VOCABULARY facts, which the experts learn. Without
+the dialect the loss is log(DIALECTS) nats a token, without any knowledge log(VOCABULARY).
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Options:
 
     @property
     def tolerance(self) -> float:
-        """Allowed |difference| / |value|, in norm: the model is the same, the rounding is not.
+        """Allowed |difference| / |value|, in norm, due to rounding.
 
-        In bfloat16 the router's gradient, a difference of nearly equal numbers, differed by 2 % between compiled and
+        In bfloat16 the router's gradient, a difference of nearly equal numbers, differs by 2 % between compiled and
         eager on two CPU ranks, all others by 0.6 %.
         """
         return 5e-2 if self.dtype == torch.bfloat16 else 1e-4
@@ -78,7 +77,7 @@ class Model(nn.Module):
 
 
 class Language:
-    """Endless batches of it, each rank its own; the dialects are the same everywhere."""
+    """Batches of the language, different on each rank, with the same dialects on all."""
 
     def __init__(self, rank: int, sequences: int, device: torch.device) -> None:
         dialects = torch.Generator().manual_seed(0)
@@ -87,7 +86,8 @@ class Language:
         self.sequences, self.device = sequences, device
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """-> inputs [B, LENGTH] (the dialect, then tokens), targets [B, LENGTH] (the first is left to chance)"""
+        """Return inputs [B, LENGTH] (the dialect, then tokens) and targets [B, LENGTH], the first of which is
+        random."""
         dialect = torch.randint(DIALECTS, (self.sequences,), generator=self.draws)
         words = [torch.randint(VOCABULARY, (self.sequences,), generator=self.draws)]
         for _ in range(LENGTH - 1):
@@ -97,16 +97,15 @@ class Language:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy in nats a token, over this rank's tokens."""
+    """Return the mean cross entropy of this rank's tokens in nats."""
     inputs, targets = batch
     return F.cross_entropy(model(inputs)[:, 1:].flatten(0, 1), targets[:, 1:].flatten())
 
 
 def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], shared: list[nn.Parameter]) -> float:
-    """Leave the gradients of the mean loss over all ranks in ``model``; return that loss.
+    """Leave the gradients of the mean loss over all ranks in ``model`` and return that loss.
 
-    ``shared``: the parameters that every rank holds. Their gradients are added up here; those of the local experts
-    hold every rank's tokens already.
+    ``shared``: parameters that every rank holds. Their gradients are summed over ranks; those of experts already are.
     """
     model.zero_grad(set_to_none=True)
     loss = loss_of(model, batch) / dist.get_world_size()
@@ -118,7 +117,7 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], shared: list[nn.Pa
 
 
 class Mismatch(RuntimeError):
-    """The expert-parallel model does not compute what the dense one does, or does not learn."""
+    """The expert-parallel model differs from the dense one or does not learn."""
 
 
 def check(model: Model, loss: float, dense: Model, batch: tuple[Tensor, Tensor], tolerance: float) -> float:
@@ -154,7 +153,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def train(rank: int, port: int, world_size: int, options: Options) -> None:
-    """What each process does. Rank 0 prints."""
+    """Run one process of the demo. Rank 0 prints."""
     device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -210,14 +209,14 @@ def without_moe(model: Model) -> dict[str, Tensor]:
 
 
 def compile_backend(device: torch.device) -> str:
-    """Inductor where it can run: on the CPU it needs a C++ compiler. Without one, only trace the graph."""
+    """Return "inductor", or "aot_eager" on CPUs without a C++ compiler."""
     compilers = (os.environ.get("CXX"), "g++", "clang++")
     usable = device.type == "cuda" or any(shutil.which(name) for name in compilers if name)
     return "inductor" if usable else "aot_eager"
 
 
 class Printer:
-    """What rank 0 tells: a line that is rewritten on a terminal, a line every ten steps anywhere else."""
+    """Output of rank 0: a line that is rewritten on a terminal, else a line every ten steps."""
 
     def __init__(self, comm: ep_ops.Communicator, options: Options, compiler: str | None) -> None:
         self.comm, self.options, self.compiler = comm, options, compiler
@@ -274,5 +273,5 @@ class Printer:
 
 
 def demo(options: Options) -> None:
-    """Run it. Raises what a process raised; KeyboardInterrupt on Ctrl-C."""
+    """Run the demo. Raises the exception of a process, and KeyboardInterrupt on Ctrl-C."""
     launch(train, options.ranks, options)

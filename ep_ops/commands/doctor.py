@@ -1,4 +1,5 @@
-"""`ep-ops doctor`: what a bug report needs, and why the backend is what it is. What is missing is said, not raised."""
+"""`ep-ops doctor`: print the facts for a bug report, and why a backend is selected. Missing parts are printed as
+text."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def report() -> str:
 
 
 def attempt(section: Callable[[], list[str]]) -> list[str]:
-    """The section's lines; a broken installation must not keep the other sections from being printed."""
+    """Return the lines of a section, or the error of a broken installation."""
     try:
         return section()
     except Exception as error:
@@ -100,7 +101,7 @@ def peer_access() -> list[str]:
 
 
 def nvlink() -> list[str]:
-    """Which of the visible GPUs NVLink joins: latency kernels run on no others."""
+    """Return whether NVLink connects the visible GPUs, which latency kernels need."""
     from ep_ops.group.topology import GpuFacts, no_nvlink, pair_without_nvlink
 
     count = gpu_count()
@@ -135,7 +136,7 @@ def nvshmem() -> str:
 
 
 def lack_across() -> str | None:
-    """What NVSHMEM lacks here for kernels of several NVLink domains."""
+    """Return what NVSHMEM lacks for kernels across NVLink domains, or None."""
     from ep_ops.backends import no_device_library
     from ep_ops.symmetric.nvshmem import problem
 
@@ -161,7 +162,7 @@ def nvlink_domain() -> list[str]:
 
 
 def backend() -> list[str]:
-    """What ``Communicator(backend="auto")`` chooses with one process per visible GPU, and what speaks against cute."""
+    """Return what ``Communicator(backend="auto")`` selects with one process per visible GPU, and why not cute."""
     from ep_ops.group.topology import choose_backend, divide, gpu_facts
 
     count = gpu_count()
@@ -185,7 +186,7 @@ def backend() -> list[str]:
 
 
 def environment() -> list[str]:
-    """Variables that give the defaults of options: their values, the options, and what is allowed."""
+    """Return the variables that set defaults of options: value, option, allowed values."""
     lines = []
     for option in dataclasses.fields(Config):
         if variable := option.metadata.get("variable"):
@@ -195,7 +196,7 @@ def environment() -> list[str]:
 
 
 def module_loading() -> list[str]:
-    """When CUDA loads kernels (docs/progress.md)."""
+    """Return when CUDA loads kernels (docs/progress.md)."""
     if os.environ.get("CUDA_MODULE_LOADING") == "EAGER":
         return ["EAGER: with the libraries that they are in"]
     return ["LAZY: at their first launch, which may block the host while a kernel waits (CUDA_MODULE_LOADING=EAGER)"]

@@ -1,4 +1,4 @@
-"""One process per rank on this host, ended together: what `ep-ops demo` runs in."""
+"""One process per rank on this host, which end together."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ GRACE = 5.0  # seconds between asking the remaining processes to end and killing
 def launch(function: Callable[..., None], world_size: int, *args: object) -> None:
     """Call ``function(rank, port, world_size, *args)``, a module-level function, in ``world_size`` new processes.
 
-    Returns when all have ended. When one fails, the others are ended and its exception is raised here, with its
-    traceback (``torch.multiprocessing.ProcessRaisedException``) or exit code (``ProcessExitedException``); on Ctrl-C
-    all are ended and KeyboardInterrupt is raised.
+    Returns when all have ended. If one fails, the others are terminated and its exception is raised here, with its
+    traceback (``torch.multiprocessing.ProcessRaisedException``) or exit code (``ProcessExitedException``). On Ctrl-C
+    all are terminated, and KeyboardInterrupt is raised.
     """
     # The store lives here and picks its own port, so that no other process can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -42,11 +42,10 @@ def launch(function: Callable[..., None], world_size: int, *args: object) -> Non
 
 
 def _run(rank: int, function: Callable[..., None], *args: object) -> None:
-    """Call it, let go of what is released at exit (semaphores, compiling processes), and end this process at once,
-    without Python's finalization.
+    """Call the function, run exit handlers, and end the process without Python's finalization.
 
-    Where anything still refers to a process group, gloo's threads live on behind destroy_process_group; one that frees
-    a tensor while Python is finalized aborts the process (github.com/pytorch/pytorch/pull/179291).
+    If anything still refers to a process group, gloo's threads outlive destroy_process_group, and one that frees a
+    tensor during finalization aborts the process (github.com/pytorch/pytorch/pull/179291).
     """
     function(rank, *args)
     atexit._run_exitfuncs()
@@ -59,7 +58,7 @@ def _run(rank: int, function: Callable[..., None], *args: object) -> None:
 def process_group(
     rank: int, port: int, world_size: int, device: torch.device, timeout: float = 300.0
 ) -> Iterator[None]:
-    """The default process group of a launched process: NCCL or gloo; a wait ends after ``timeout`` seconds."""
+    """Initialize the default process group of a launched process, NCCL or gloo, with a timeout in seconds."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)

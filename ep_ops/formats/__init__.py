@@ -1,7 +1,5 @@
-"""Quantized rows: what their formats are (``meta_kernels.formats``), how numbers become codes and scales (quantize),
-how scales lie for those who read them (layouts), and what grouped GEMMs take beside rows (groups).
-
-docs/formats.md says all of it in one page.
+"""Quantized rows: formats (``meta_kernels.formats``), quantization (quantize), memory layouts of scales (layouts), and
+the arguments of grouped GEMMs (groups). docs/formats.md describes them.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from meta_kernels.formats import (
     format_of,
     layout_of,
     per_row,
+    round_up,
     scales_shape,
 )
 from meta_kernels.rows import exact_dtype
@@ -26,21 +25,6 @@ from .layouts import ScaleLayout, view
 from .quantize import dequantize, quantize
 
 __all__ = [
-    "COMBINE_FORMATS",
-    "ELEMENT",
-    "FORMATS",
-    "LAYOUTS",
-    "OF_TOKENS",
-    "Format",
-    "Grid",
-    "ScaleLayout",
-    "Segments",
-    "dequantize",
-    "exact_dtype",
-    "format_of",
-    "layout_of",
-    "per_row",
-    "quantize",
-    "scales_shape",
-    "view",
-]
+    "COMBINE_FORMATS", "ELEMENT", "FORMATS", "LAYOUTS", "OF_TOKENS", "Format", "Grid", "ScaleLayout", "Segments",
+    "dequantize", "exact_dtype", "format_of", "layout_of", "per_row", "quantize", "round_up", "scales_shape", "view",
+]  # fmt: skip

@@ -1,15 +1,17 @@
-"""How the scales of received rows lie in memory: where the scale of (row, column) is, and packing and reading by it.
+"""Memory layouts of the scales of received rows: where each scale lies, and conversion from and to rows.
 
 R rows, G scales a row, El local experts (the groups of a grouped GEMM), a4 = rounded up to 4, P = ceil(G / 4). ``rows``
-is [R, G] itself. The scale of row r and column g lies, in elements for ``columns`` and in bytes for the others, at
+is [R, G]. In the other layouts the scale of row r and column g lies at this offset, in elements for ``columns`` and in
+bytes for the others:
 
 * ``columns``: ``g * a4(R) + r``;
 * ``packed``: ``4 * ((g >> 2) * a4(R) + r) + (g & 3)``;
-* both in the padded layout, of row s of expert e: with slots for R and s for r, behind e times what one expert takes;
-* ``swizzled``: ``512 * P * base + ((m >> 7) * P + (g >> 2)) * 512 + (m & 31) * 16 + ((m >> 5) & 3) * 4 + (g & 3)``, m
-  being the row within its expert and ``base`` the expert's first tile of 128 rows (:meth:`ScaleLayout.bases`).
+* both in the padded layout, for row s of expert e: the same with slots for R and s for r, after the scales of the e
+  experts before it;
+* ``swizzled``: ``512 * P * base + ((m >> 7) * P + (g >> 2)) * 512 + (m & 31) * 16 + ((m >> 5) & 3) * 4 + (g & 3)``,
+  where m is the row within its expert and ``base`` the expert's first tile of 128 rows (:meth:`ScaleLayout.bases`).
 
-``packed`` and ``swizzled`` have a4(G) bytes a row: those behind the last scale are 0 beside every row that is defined.
+``packed`` and ``swizzled`` have a4(G) bytes a row. The bytes after the last scale are 0 for every defined row.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meta_kernels.formats import SWIZZLED, TILE, Format, Grid, per_row, scales_shape
+from meta_kernels.formats import SWIZZLED, TILE, Format, Grid, per_row, round_up, scales_shape
 
 from .groups import Segments
-from .quantize import exponents, powers
+from .quantize import exponents
 
 
 class ScaleLayout(NamedTuple):
-    """Where the scales of the rows of one dispatch lie."""
+    """The memory layout of the scales of one dispatch."""
 
     form: Format
     name: str  # one of the format's layouts
@@ -35,11 +37,12 @@ class ScaleLayout(NamedTuple):
     segments: Segments
 
     def pack(self, scales: Tensor, zeros: bool, unused: float) -> Tensor:
-        """Scales in rows ([R, G]; [R] of whole rows), as this layout has them: what an operator returns. ``rows`` are
-        taken as they are.
+        """Return scales [R, G] ([R] for one scale a row) in this layout, as operators return them.
 
-        ``zeros``: padding rows are defined, their scales 0, as are those of the places behind a segment in its last
-        tile. What is undefined holds ``unused``: 0 or NaN.
+        Args:
+            scales: scales in rows.
+            zeros: whether the scales of padding rows, and of the rows after a segment in its last tile, are 0.
+            unused: value of undefined scales, 0 or NaN.
         """
         if self.name == "rows":
             return scales
@@ -57,26 +60,12 @@ class ScaleLayout(NamedTuple):
             flat[self._behind()] = 0
         return memory
 
-    def in_rows(self, packed: Tensor) -> Tensor:
-        """The other way: fp32 [R, G] of what an operator returned, NaN for rows that are in no segment."""
-        count, rows = per_row(self.form, self.grid.hidden), self.grid.num_rows
-        if self.name == "rows":
-            bytewise = packed.dtype == torch.float8_e8m0fnu
-            own = (packed.view(torch.uint8) if bytewise else packed).view(rows, count)
-            return powers(own.int()) if bytewise else own
-        out = torch.full((rows, count), torch.nan, device=packed.device)
-        expert, place = self.segments.places(rows)
-        row = self.segments.covered(rows, padding=True).nonzero().squeeze(1)
-        flat = packed.view(torch.float32 if self.name == "columns" else torch.uint8).view(-1)
-        own = flat[self._at(row, expert[row], place[row])][:, :count]
-        out[row] = own if self.name == "columns" else powers(own.int())
-        return out
-
     def bases(self) -> Tensor:
-        """int64 [El]: the first tile of each expert that has n rows, padding included, and c rows before it.
+        """Return the first tile of each expert, int64 [El].
 
-        torch: the tiles of those before, ``ceil(n / 128)`` each; quack: ``c // 128 + e``; flashinfer:
-        ``(c + 127 * e) // 128``. In the padded layout ``e * ceil(slots / 128)`` for all of them.
+        With n rows of an expert, padding included, and c rows before it: torch, the sum of ``ceil(n / 128)`` of the
+        experts before it; quack, ``c // 128 + e``; flashinfer, ``(c + 127 * e) // 128``. Padded layout: ``e *
+        ceil(slots / 128)``.
         """
         end = self.segments.offs.long()
         expert = torch.arange(end.numel(), device=end.device)
@@ -91,7 +80,8 @@ class ScaleLayout(NamedTuple):
         return tiles.cumsum(0) - tiles
 
     def _at(self, row: Tensor, expert: Tensor, place: Tensor) -> Tensor:
-        """Where the scales of rows lie, int64 [rows, G], or a4(G) in ``packed`` and ``swizzled``."""
+        """Return the offsets of the scales of rows, int64 [rows, G], or [rows, a4(G)] for ``packed`` and
+        ``swizzled``."""
         count, slots = per_row(self.form, self.grid.hidden), self.grid.slots
         quads = (count + 3) // 4
         column = torch.arange(count if self.name == "columns" else 4 * quads, device=row.device)
@@ -107,18 +97,21 @@ class ScaleLayout(NamedTuple):
         return 4 * (row[:, None] + (column >> 2) * across) + (column & 3)
 
     def _behind(self) -> Tensor:
-        """Places of swizzled scales behind each segment, in its last tile."""
+        """Return the offsets of swizzled scales after each segment in its last tile."""
         size = self.segments.sizes.long()
         expert = torch.arange(size.numel(), device=size.device)
         place = size[:, None] + torch.arange(TILE, device=size.device)  # [El, 128]
-        kept = place < (size[:, None] + TILE - 1) // TILE * TILE
+        kept = place < round_up(size[:, None], TILE)
         expert = expert[:, None].expand_as(place)[kept]
         return self._at(expert, expert, place[kept])
 
 
 def view(packed: Tensor, name: str, grid: Grid) -> Tensor:
-    """What an operator returned, as consumers take it: columns and packed as [R, .] ([El, slots, .] in the padded
-    layout) whose rows are next to each other, with the strides of what they lie in; the others as they are."""
+    """Return an operator's scales as consumers take them.
+
+    "columns" and "packed" become views [R, .], or [El, slots, .] in the padded layout, whose rows are adjacent in
+    memory. Other layouts are unchanged.
+    """
     if name not in ("columns", "packed"):
         return packed
     return packed.transpose(-1, -2).narrow(-2, 0, grid.slots or grid.num_rows)

@@ -1,20 +1,20 @@
-"""Rows of numbers as codes and scales, and back, in plain torch: the definition that kernels agree with bit for bit.
+"""Quantization of rows in plain torch. The kernels produce the same bits.
 
-Of a block (the numbers that share a scale), with ``amax`` its largest magnitude:
+A block is the numbers that share a scale; ``amax`` is its largest magnitude.
 
 * ``pow2``: the scale is the smallest power of two s with ``448 * s >= max(amax, 1e-4)``;
 * ``mx``: the smallest power of two s >= 2**-127 with ``448 * s >= amax`` (RCEIL of the OCP MX formats);
 * ``fp32``: ``max(amax, 1e-4) / 448``, rounded to fp32.
 
 A code is ``x * (1 / s)``, both rounded to fp32, rounded to the nearest e4m3 (ties to even), at most 448 in magnitude.
-The sign of a zero is kept. A number of the block decodes to code times scale.
+The sign of a zero is kept. A number decodes to code times scale.
 
-* A block of zeros has codes of 0; its scale is that of amax = 1e-4 (byte 105, or 2.2321e-7), of MX byte 0.
-* A block of MX whose amax is at most 448 * 2**-127 (byte 0) has codes of 0 as well.
-* A block that holds an Inf or a NaN is NaN as a whole: codes 0x7F; its scale is byte 255, or Inf as fp32 (so that a
-  scale of ``pow2`` is always an exponent field alone).
+* A block of zeros has codes 0, and the scale of amax = 1e-4 (byte 105, or 2.2321e-7); in MX, byte 0.
+* An MX block whose amax is at most 448 * 2**-127 (byte 0) has codes 0.
+* A block that holds an Inf or a NaN is NaN as a whole: codes 0x7F, and scale byte 255, or Inf as fp32 (so that a
+  ``pow2`` scale is always an exponent field alone).
 
-Sources: DeepGEMM's ``per_token_cast_to_fp8`` (floor, rounding up, x times the reciprocal), torchao's ``to_mx`` with
+Sources: DeepGEMM's ``per_token_cast_to_fp8`` (floor, rounding up, x times the reciprocal), and torchao's ``to_mx`` with
 RCEIL, which differs for Inf (byte 254) and, where its fp32 log2 is not exact, for fp32 numbers.
 """
 
@@ -30,9 +30,17 @@ FLOOR = 1e-4  # of amax, but in MX
 
 
 def quantize(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """x [T, H] of bf16, fp16 or fp32 -> codes e4m3 [T, H], scales of ``form.scale_dtype`` [T, G] ([T] of whole rows).
+    """Quantize rows.
 
-    ValueError where H does not divide.
+    Args:
+        x: bfloat16, float16 or float32 [T, H].
+        form: the format.
+
+    Returns:
+        Codes e4m3 [T, H], and scales of ``form.scale_dtype`` [T, G], or [T] with one scale a row.
+
+    Raises:
+        ValueError: H is not a multiple of the block.
     """
     refuse_hidden(x.shape[1], form)
     count = per_row(form, x.shape[1])
@@ -55,7 +63,9 @@ def quantize(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
-    """What :func:`quantize` returned, as [T, H] of ``dtype``: code times scale in fp32, rounded (Inf if too large)."""
+    """Return the rows [T, H] that :func:`quantize` encoded: code times scale in fp32, rounded to ``dtype`` (may be
+    Inf).
+    """
     count = per_row(form, codes.shape[1])
     exact = powers(scales.view(torch.uint8).int()) if scales.dtype == torch.float8_e8m0fnu else scales
     blocks = codes.float().view(codes.shape[0], count, codes.shape[1] // count)
@@ -63,7 +73,7 @@ def dequantize(codes: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) 
 
 
 def refuse_hidden(hidden: int, form: Format) -> None:
-    """ValueError for rows that the format does not divide."""
+    """Raise ValueError for a hidden size that the format does not allow."""
     if hidden % form.multiple:
         raise ValueError(
             f"hidden_size is {hidden}; format {form.name!r} takes multiples of {form.multiple}"
@@ -72,16 +82,18 @@ def refuse_hidden(hidden: int, form: Format) -> None:
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """The nearest, ties to even, at most 448 in magnitude; NaN is 0x7F. (``Tensor.to`` saturates since torch 2.13.)"""
+    """Round to the nearest e4m3, ties to even, at most 448 in magnitude; NaN is 0x7F.
+
+    ``Tensor.to`` saturates since torch 2.13; this function does in all versions.
+    """
     codes = x.clamp(-LARGEST, LARGEST).to(ELEMENT).view(torch.uint8)
     return torch.where(x.isnan(), 0x7F, codes).view(ELEMENT)
 
 
 def _exponent(amax: Tensor) -> Tensor:
-    """Exponent field of the smallest power of two that times 448 is at least ``amax``, int32: 0 is 2**-127, and 255
-    stands for Inf and NaN.
+    """Return the exponent field of the smallest power of two s with 448 * s >= amax, int32; 255 for Inf and NaN.
 
-    448 is 1.75 * 2**8: what is more than 1.75 times a power of two goes up.
+    448 is 1.75 * 2**8, so a mantissa above 1.75 rounds up. 0 stands for 2**-127.
     """
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
@@ -89,17 +101,17 @@ def _exponent(amax: Tensor) -> Tensor:
 
 
 def powers(exponent: Tensor) -> Tensor:
-    """fp32 of exponent fields 0..255, of int32: 0 is 2**-127, 255 is Inf."""
+    """Return the fp32 powers of two with these exponent fields, int32 0..255: 0 is 2**-127, 255 is Inf."""
     return torch.where(exponent == 0, 0x400000, exponent << 23).view(torch.float32)
 
 
 def exponents(scales: Tensor) -> Tensor:
-    """uint8: the bytes of scales that are powers of two, of fp32 or as they are."""
+    """Return the exponent bytes of scales that are powers of two, uint8."""
     if scales.dtype == torch.float8_e8m0fnu:
         return scales.view(torch.uint8)
     return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
 
 
 def are_powers(scales: Tensor) -> Tensor:
-    """bool: which fp32 scales are powers of two, 0 or Inf."""
+    """Return which fp32 scales are powers of two, 0 or Inf."""
     return scales.view(torch.int32) & 0x807FFFFF == 0

@@ -22,19 +22,17 @@ Lack = Callable[[Config], "str | None"]
 def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | None, lack: Lack) -> Config:
     """Return the configuration of all ranks, with "auto" and the NVLink domains resolved. Collective.
 
-    If "auto" leaves GPUs to the reference backend, rank 0 warns.
+    Warns if "auto" selects the reference backend although there are GPUs.
 
     Args:
-        exchange: the collectives of the group.
         own: this rank's configuration.
-        problem: why this rank's arguments are invalid, or None.
-        unfit: why "auto" cannot select "cute" for this configuration, as far as that is known before the NVLink domains
-            are; or None.
-        lack: what this rank lacks for kernels, once the NVLink domains are known.
+        problem: what is wrong with it, or None.
+        unfit: why "auto" cannot use cute, as far as is known before the domains are, or None.
+        lack: returns what this rank lacks for the kernels of a configuration.
 
     Raises:
-        ValueError: on every rank, if a rank has a problem, if configurations differ, if domains have different numbers
-            of ranks, if "cute" or latency kernels were requested and a rank cannot run them.
+        ValueError: a rank has a problem, configurations or sizes of domains differ, or "cute" or latency kernels were
+            requested and some ranks cannot run them. Every rank raises it.
     """
     words = _gather_words(exchange, (own, problem, gpu_facts(exchange.device), unfit))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]

@@ -1,4 +1,4 @@
-"""The collectives that the host side needs, over any process group or none."""
+"""Collectives for the host, over any process group or none."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Exchange:
         return [bytes(numbers).rstrip(b"\0").decode(errors="ignore") for numbers in texts]
 
     def raise_together(self, doing: str, error: Exception | None) -> None:
-        """Raise on all ranks if one has an error: its own there, elsewhere a RuntimeError that names it. Collective."""
+        """Raise on all ranks if one has an error: its own there, elsewhere a RuntimeError with its text. Collective."""
         texts = self.all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -68,12 +68,12 @@ class Exchange:
             raise RuntimeError(f"{doing}: {'; '.join(reasons)}")
 
     def barrier(self) -> None:
-        """Return after every rank has come here."""
+        """Return after every rank has called it."""
         self.all_gather(torch.zeros(1, dtype=torch.int32, device="cpu")).cpu()
 
 
 def _wire_device(group: Any, device: torch.device) -> torch.device:
-    """Where tensors must lie for ``group`` to move them; gloo is taken to serve the CPU only."""
+    """Return the device of tensors that ``group`` can send. gloo is used for the CPU only."""
     if group is None or dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     served = {kind.type for kind in group._device_types}

@@ -1,5 +1,4 @@
-"""The last meeting of a communicator's ranks: over the store of their group, where a rank that is dead is one that does
-not come, and not an error or a hang of a collective."""
+"""The barrier at the end of a communicator, over the store of the group: a dead rank is absent and causes no hang."""
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ logger = logging.getLogger("ep_ops")
 
 
 def agreed_number(exchange: Exchange) -> int:
-    """Collective: the same number on all ranks, and another one for each communicator."""
+    """Return a number that is equal on all ranks and different for each communicator. Collective."""
     return int(exchange.all_gather(torch.tensor([secrets.randbits(62)], device="cpu"))[0])
 
 
 def store_of(group: Any, number: int) -> dist.Store:
-    """Return the part of the group's store that belongs to a communicator. ``number``: its `agreed_number`."""
+    """Return the part of the group's store for the communicator with this `agreed_number`."""
     return dist.PrefixStore(f"ep_ops/{number:x}", dist.distributed_c10d._get_process_group_store(group))
 
 
 def has_left(group: Any, number: int, rank: int) -> bool:
-    """Whether a rank has come to :func:`meet`, as far as the store tells."""
+    """Return whether a rank has called :func:`meet`, as far as the store is reachable."""
     try:
         return store_of(group, number).check([_left(rank)])
     except (RuntimeError, ValueError, KeyError, TypeError):
@@ -37,14 +36,13 @@ def has_left(group: Any, number: int, rank: int) -> bool:
 
 
 def meet(group: Any, name: str, number: int, seconds: float, failed: Callable[[], bool]) -> list[int]:
-    """Wait until all ranks of the group have come here, for at most ``seconds``; return the ranks that have not.
+    """Wait for at most ``seconds`` until all ranks of the group call this function; return those that do not.
 
-    Returns no ranks if the others cannot be reached any more: the group was destroyed, or its store ended with the rank
-    that ran it.
+    Returns no ranks if the others cannot be reached, because the group was destroyed or its store has died.
 
     Args:
-        number: the communicator's (`agreed_number`).
-        failed: whether the communicator has failed, in which case some ranks do not come and the wait ends.
+        number: the communicator's `agreed_number`.
+        failed: returns whether the communicator has failed, which ends the wait, because some ranks will not come.
     """
     start = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Expert ids where some experts are gone, with the ranks that held them."""
+"""Expert ids after some experts were lost with their ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class ExpertIds:
-    """Turns the ids that a model uses into those of a communicator that has only some of the experts."""
+    """Converts a model's expert ids to those of a communicator with fewer experts."""
 
     def __init__(self, own: Sequence[int], device: torch.device) -> None:
-        """``own``: for each id of the model the communicator's, or -1."""
+        """``own``: the communicator's id for each id of the model, or -1."""
         self.own = tuple(own)
         # Besides, -1 stays -1, and ids above the last one stay too large: whoever takes them says so.
         table = [-1, *self.own, sum(i >= 0 for i in own)]
@@ -20,13 +20,9 @@ class ExpertIds:
 
     @staticmethod
     def kept(held: Sequence[int], ranks: Sequence[int], before: ExpertIds | None, device: torch.device) -> ExpertIds:
-        """Return the ids of a communicator that consists of ``ranks`` of another one.
+        """Return the ids for a communicator of some ``ranks`` of another one.
 
-        Args:
-            held: number of experts of each rank of the other communicator.
-            ranks: ranks of the other communicator that remain.
-            before: conversion to ids of the other communicator, or None.
-            device: device of the table.
+        ``held``: experts of each rank of that one; ``before``: its own conversion, or None.
         """
         first, own = 0, [-1] * sum(held)
         for rank in ranks:

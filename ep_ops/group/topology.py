@@ -29,7 +29,7 @@ Domains = tuple[tuple[int, ...], ...]
 
 
 class Fabric(NamedTuple):
-    """An NVLink fabric's clique, in which GPUs of several hosts map each other's memory."""
+    """A clique of an NVLink fabric, in which GPUs of several hosts map each other's memory."""
 
     cluster: str
     clique: int
@@ -46,7 +46,7 @@ class GpuFacts(NamedTuple):
 
     @property
     def domain(self) -> Fabric | str:
-        """Equal on ranks of one NVLink domain."""
+        """Return a value that is equal on ranks of one NVLink domain."""
         return self.fabric or self.host
 
 
@@ -197,7 +197,7 @@ def domain_name(domain: Fabric | str) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """`0..3, 6` of [0, 1, 2, 3, 6]."""
+    """Return `0..3, 6` for [0, 1, 2, 3, 6]."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -208,7 +208,7 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def _host() -> str:
-    """What tells hosts apart: different on every running machine, and equal in its containers."""
+    """Return an id that differs between running machines and is equal in all containers of one."""
     boot = "/proc/sys/kernel/random/boot_id"
     if not os.path.exists(boot):
         return socket.gethostname()
@@ -220,7 +220,7 @@ def _host() -> str:
 
 
 class _FabricInfo(ctypes.Structure):
-    """nvmlGpuFabricInfo_t of the NVML reference, which every driver that knows fabrics has."""
+    """nvmlGpuFabricInfo_t of NVML."""
 
     _fields_ = (
         ("cluster", ctypes.c_ubyte * 16),
@@ -234,13 +234,14 @@ NVML_GPU_FABRIC_STATE_COMPLETED = 3
 
 
 def fabric_of(uuid: str, device: int) -> Fabric | str:
-    """The clique that a GPU (its UUID, its index in this process) is in, or why it maps memory on its own host only."""
+    """Return the fabric clique of a GPU (its UUID and local index), or why it only maps memory of its own host."""
     try:
         with _nvml() as nvml:
-            info = _fabric_info(nvml, uuid)
+            handle, info = _handle(nvml, uuid), _FabricInfo()
+            unknown = handle is None or nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
     except (OSError, AttributeError) as error:
         return f"NVML cannot tell ({error})"
-    if info is None or info.state != NVML_GPU_FABRIC_STATE_COMPLETED or info.status != 0:
+    if unknown or info.state != NVML_GPU_FABRIC_STATE_COMPLETED or info.status != 0:
         return "it is registered with no NVLink fabric"
     if not any(info.cluster):
         return "its NVLink fabric is this host's own"
@@ -266,17 +267,8 @@ def _handle(nvml: Any, uuid: str) -> ctypes.c_void_p | None:
     return None if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) else handle
 
 
-def _fabric_info(nvml: Any, uuid: str) -> _FabricInfo | None:
-    handle, info = _handle(nvml, uuid), _FabricInfo()
-    if handle is None:
-        return None
-    if nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info)):
-        return None
-    return info
-
-
 def _no_fabric_handles(device: int) -> str | None:
-    """Tries to export a piece of memory with a fabric handle, as torch's symmetric memory does; None: that works."""
+    """Return why memory cannot be exported with a fabric handle, as torch's symmetric memory does, or None."""
     try:
         return _export(device)
     except (ImportError, RuntimeError) as error:  # no bindings, or no driver that they find
@@ -310,8 +302,10 @@ _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
 def no_nvlink(uuid: str) -> frozenset[str] | None:
-    """The UUIDs, without `GPU-` in front, of the GPUs of this host that a GPU does not reach over NVLink (NVSwitch
-    included), whether or not this process sees them. None if NVML cannot tell."""
+    """Return the UUIDs, without `GPU-`, of the GPUs of this host that a GPU does not reach over NVLink or NVSwitch.
+
+    Includes GPUs that this process does not see. None if NVML cannot tell.
+    """
     try:
         with _nvml() as nvml:
             return _no_nvlink(nvml, uuid)
@@ -341,5 +335,5 @@ def _no_nvlink(nvml: Any, uuid: str) -> frozenset[str] | None:
 
 
 def _plain(uuid: str) -> str:
-    """As some releases of torch write it."""
+    """Return a UUID as some releases of torch write it."""
     return uuid.removeprefix("GPU-")

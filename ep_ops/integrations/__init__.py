@@ -1,1 +1,1 @@
-"""Other libraries' models and trainers with ep_ops inside. Each module imports the library that it is named after."""
+"""Integrations into models and trainers of other libraries. Each module imports the library that it is named after."""

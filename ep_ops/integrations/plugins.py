@@ -1,4 +1,4 @@
-"""Entry points that vLLM and SGLang call in each of their processes, workers included, before they import models."""
+"""Entry points that vLLM and SGLang call in each process, including workers, before they import models."""
 
 from __future__ import annotations
 

@@ -96,13 +96,23 @@ define("quack_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", _mm, _fake, (torch
 
 
 def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
-    """Token-major rows x [R, M], each times the matrices w [El, M, N] of the experts that it names: [L, N], of each
-    place; undefined behind the last list. Differentiable: the gradient of w gathers rows of x, too; that of a row is
-    the sum of its places' (k ascending, in fp32, rounded once).
+    """Multiply the row of each place by its expert's matrix, as :func:`ep_ops.nn.gather_mm` without a copy.
+    Differentiable.
 
-    M and N are multiples of 8. Padding places (of lists with an alignment above 1) are computed from a row of their
-    expert; what comes as their gradient must be zeros. ValueError for other numbers of rows or experts than the lists
-    have, of which quack would read past the end.
+    The gradient of w gathers rows of x, too. The gradient of a row is the sum of those of its places over k ascending,
+    in fp32, rounded once. Padding places (lists with an alignment above 1) are computed from a row of their expert;
+    their gradient must be zeros.
+
+    Args:
+        x: token-major rows, [R, M].
+        w: matrices of the local experts, [El, M, N]. M and N are multiples of 8.
+        lists: lists of these rows.
+
+    Returns:
+        [L, N], undefined after the last list.
+
+    Raises:
+        ValueError: the number of rows or experts differs from that of the lists.
     """
     if x.shape[0] != lists.places.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, of which the lists were made")

@@ -1,5 +1,6 @@
-"""PyTorch's interface for dispatch and combine, ``torch.distributed._token_switch.TokenSwitch``, on this library's
-operators. Gradients reach tokens, experts' outputs and routing weights.
+"""PyTorch's interface for dispatch and combine, ``torch.distributed._token_switch.TokenSwitch``, on ep_ops operators.
+
+Gradients reach tokens, experts' outputs and routing weights.
 
     switch = EpOpsTokenSwitch(group, 64, 4096, 8 * 4096, 7168 * 2)  # arguments of TokenSwitchNCCL
     routing = switch.create_routing(topk_idx, counts, layout="expert_major")
@@ -24,33 +25,33 @@ except ImportError as error:
     ) from error
 
 from ep_ops.communicator import Communicator
-from ep_ops.records import GROUPED, TOKEN_MAJOR, Dispatched
+from ep_ops.records import GROUPED, TOKEN_MAJOR
 
 _LAYOUTS = {"flat": TOKEN_MAJOR, "expert_major": GROUPED}
 
 
 class EpOpsTokenSwitch(TokenSwitch):
-    """Tokens to their experts and back, for PyTorch's interface.
+    """A TokenSwitch on a :class:`ep_ops.Communicator`.
 
     Layout "flat": a row for each (token, rank), with local expert ids and weights [R, K]. "expert_major": a row for
     each (token, local expert), grouped by expert, with weights [R]. Rows are in the order of (expert,) source rank and
-    token. Rows that no token owns are undefined: nothing may compute with them that mixes rows.
+    token. Rows that hold no token are undefined: do not use them in computations that mix rows.
 
-    Nothing waits for the host. A token that finds no room in ``max_recv_tokens_per_rank`` is dropped there, and
-    combine adds nothing for it; ``routing.handle.dropped`` counts.
+    The host is not synchronized. Tokens that do not fit in ``max_recv_tokens_per_rank`` are dropped, are missing in the
+    sums of combine, and are counted in ``routing.handle.dropped``.
 
     Args:
         process_group: the ranks that share the experts. None: the default group.
-        num_experts: of all ranks.
-        max_dispatch_tokens_per_rank: the most tokens that a rank passes.
-        max_recv_tokens_per_rank: rows R that a rank receives at most.
-        max_token_bytes: bytes of a token: hidden size times the dtype's.
-        dtype: of tokens.
-        options: more arguments of :class:`ep_ops.Communicator`. Switches of equal arguments share one.
+        num_experts: number of experts of all ranks.
+        max_dispatch_tokens_per_rank: the largest number of tokens that a rank passes.
+        max_recv_tokens_per_rank: R, the largest number of rows that a rank receives.
+        max_token_bytes: bytes of a token: hidden size times the size of the dtype.
+        dtype: dtype of the tokens.
+        options: more arguments of :class:`ep_ops.Communicator`. Switches with equal arguments share one.
 
     Raises:
-        ValueError: a token's bytes are no multiple of the dtype's, or an argument of a method is not allowed. Arguments
-            that are tensors are checked by the communicator, which raises on all ranks.
+        ValueError: ``max_token_bytes`` is not a multiple of the size of the dtype, or an argument of a method is not
+            allowed. Tensors are checked by the communicator, which raises on all ranks.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class EpOpsTokenSwitch(TokenSwitch):
 
     @property
     def max_recv_tokens_per_rank(self) -> int:
-        """Rows that a rank receives at most."""
+        """Return the largest number of rows that a rank receives."""
         return self._rows
 
     @property
     def comm(self) -> Communicator:
-        """The communicator, which the first routing makes. RuntimeError before."""
+        """Return the communicator, which the first routing creates. RuntimeError before."""
         if self._comm is None:
             raise RuntimeError("there is no communicator before the first create_routing, which tells top_k")
         return self._comm
@@ -94,8 +95,8 @@ class EpOpsTokenSwitch(TokenSwitch):
 
         Args:
             topk_idx: expert ids, int32 or int64 [T, K]; -1 means none.
-            per_expert_token_counts: int32 [local experts or more], which is filled with the number of (token, local
-                expert) that arrive for each local expert.
+            per_expert_token_counts: int32 [local experts or more], set to the number of (token, local expert) that
+                arrive for each local expert.
             layout: "flat" or "expert_major".
         """
         if layout not in _LAYOUTS:
@@ -137,13 +138,15 @@ class EpOpsTokenSwitch(TokenSwitch):
         self._check_rows("max_recv_tokens", max_recv_tokens)
         sent = self.comm.dispatch_planned(tokens, routing.handle, topk_weights)
         assert sent.weights is not None
-        return sent.x[:max_recv_tokens], sent.weights[:max_recv_tokens], _local_ids(sent, max_recv_tokens)
+        ids = None if sent.local_idx is None else sent.local_idx[:max_recv_tokens].long()
+        return sent.x[:max_recv_tokens], sent.weights[:max_recv_tokens], ids
 
     def combine(self, routing: Routing, expert_tokens: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Add up each token's rows, without weights. Collective; differentiable unless ``out`` is given.
+        """Sum each token's rows, without weights. Collective; differentiable unless ``out`` is given.
 
         Args:
-            expert_tokens: [R, H] for the rows of a dispatch along ``routing``, or fewer that hold all that arrived.
+            expert_tokens: [R, H] in the rows of a dispatch along ``routing``, or fewer if they include all that
+                arrived.
             out: [T, H] to write to.
         """
         if out is not None:
@@ -181,7 +184,3 @@ class EpOpsTokenSwitch(TokenSwitch):
     def _check_rows(self, name: str, rows: int) -> None:
         if not 0 <= rows <= self._rows:
             raise ValueError(f"{name} is {rows}; it must be 0 to max_recv_tokens_per_rank, {self._rows}")
-
-
-def _local_ids(sent: Dispatched, rows: int) -> Tensor | None:
-    return None if sent.local_idx is None else sent.local_idx[:rows].long()

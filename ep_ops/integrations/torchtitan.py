@@ -1,13 +1,13 @@
-"""torchtitan 0.3: a token dispatcher for its MoE layers, for training and for generation, eager, compiled and in CUDA
-graphs alike: sizes are fixed, nothing waits for the host, and gradients reach tokens and scores.
+"""torchtitan 0.3: a token dispatcher for its MoE layers, for training and generation.
 
-In a function that makes a trainer's configuration:
+It works in eager mode, compiled and in CUDA graphs: sizes are fixed, the host is not synchronized, and gradients reach
+tokens and scores. In a function that makes a trainer's configuration:
 
     config = deepseek_v3_16b()
     use_ep_ops(config)
     config.training.disable_cuda_graphs = False
 
-or layer by layer: ``RoutedExperts.Config(token_dispatcher=EpOpsTokenDispatcher.Config(num_experts=64, top_k=6), ...)``.
+or for each layer: ``RoutedExperts.Config(token_dispatcher=EpOpsTokenDispatcher.Config(num_experts=64, top_k=6), ...)``.
 """
 
 from __future__ import annotations
@@ -38,32 +38,35 @@ from ep_ops.records import Dispatched
 
 
 class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
-    """Tokens to their experts and back, T of each rank, the same number on all ranks of the EP mesh.
+    """Dispatch and combine of T tokens of each rank, the same number on all ranks of the EP mesh.
 
-    ``dropped`` (int64 [local experts], on the device) counts the rows that each local expert was to have and that did
-    not fit, since the mesh was wired; a forward that activation checkpointing runs again counts once.
+    ``dropped`` (int64 [local experts], on the device) counts the rows of each local expert that did not fit since the
+    mesh was wired. Recomputation by activation checkpointing is not counted again.
     """
 
     dropped: Tensor
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """A kind of HybridEP's Config, whose fields mean the same: torchtitan fills in sizes, and allows CUDA graphs,
-        for the kinds that it knows alone.
+        """Configuration of the dispatcher.
 
-        num_experts, top_k: experts of all ranks, a multiple of the EP mesh's size; experts that a token names.
-        hidden_dim: elements of a token. None: the model's ``dim``, from ``update_from_config``.
-        num_max_tokens_per_rank: the most tokens that any rank passes. None: ``local_batch_size * seq_len``, through the
-            degrees of context and tensor parallelism, from ``update_from_config``.
-        non_blocking_capacity_factor: the part of the worst case, in (0, 1], that a rank has rows for; what does not fit
-            is dropped and counted. None or 1: the worst case, in which every token names ``min(top_k, local experts)``
-            experts of this rank. (With None torchtitan's trainer refuses CUDA graphs.)
-        pad_multiple: each expert's rows are padded to a multiple of it with zeros, which quantized experts need, and
-            which its count then includes. None: no padding.
-        dtype: of the tokens: "bfloat16", "float32" or "float16", as ``training.mixed_precision_param``.
-        options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one. (To it ``hidden_dim``,
-            ``num_max_tokens_per_rank`` and ``pad_multiple`` are hidden_size, max_tokens_per_rank and alignment, by
-            which names it refuses them.)
+        It is a HybridEP configuration, because torchtitan fills in sizes and allows CUDA graphs for known classes only.
+        The inherited fields have the same meaning.
+
+        Args:
+            num_experts, top_k: number of experts of all ranks, a multiple of the EP mesh's size; experts of a token.
+            hidden_dim: elements of a token. None: the model's ``dim``, from ``update_from_config``.
+            num_max_tokens_per_rank: the largest number of tokens that any rank passes. None: ``local_batch_size *
+                seq_len`` divided by the degrees of context and tensor parallelism, from ``update_from_config``.
+            non_blocking_capacity_factor: rows of a rank as a part of the worst case, in (0, 1]; what does not fit is
+                dropped and counted. None or 1: the worst case, in which every token names ``min(top_k, local experts)``
+                experts of this rank. (With None torchtitan's trainer does not allow CUDA graphs.)
+            pad_multiple: each expert's rows are padded with zeros to a multiple of it, which quantized experts need;
+                counts include them. None: no padding.
+            dtype: dtype of the tokens, "bfloat16", "float32" or "float16", as ``training.mixed_precision_param``.
+            options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one. (Its errors name
+                ``hidden_dim``, ``num_max_tokens_per_rank`` and ``pad_multiple`` as hidden_size, max_tokens_per_rank and
+                alignment.)
         """
 
         non_blocking_capacity_factor: float | None = 1.0
@@ -81,7 +84,7 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
         self._comm: Communicator | None = None
 
     def init_buffer(self) -> None:
-        """Makes the communicator, or finds it. Collective over the EP mesh, which ``wire_meshes`` has set."""
+        """Create or find the communicator. Collective over the EP mesh, which ``wire_meshes`` has set."""
         config, mesh = self.config, self.ep_mesh
         if mesh is None:
             raise ValueError("ep_mesh is None; EpOpsTokenDispatcher needs expert_parallel_degree > 1")
@@ -105,13 +108,13 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
     def dispatch(
         self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
-        """Rows [R, D] by local expert, undefined past the last; how many each has, int32 [local experts]; metadata."""
+        """Return rows [R, D] by local expert, undefined after the last; rows of each expert, int32 [local experts];
+        metadata."""
         comm, tokens, capacity = self._comm, x_TD.shape[0], None
         if comm is None:
             raise RuntimeError("dispatch was called before wire_meshes, which makes the communicator")
         if self._factor < 1:
-            rows = math.ceil(comm.capacity(tokens) * self._factor)
-            capacity = (rows + comm.alignment - 1) // comm.alignment * comm.alignment
+            capacity = math.ceil(comm.capacity(tokens) * self._factor / comm.alignment) * comm.alignment
         sent = comm.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, capacity=capacity, max_tokens=tokens, zeros=True)
         if capacity is not None and not recomputing():
             self.dropped.add_(sent.dropped)
@@ -120,14 +123,15 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
         return sent.x, counts, sent
 
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
-        """[T, D]: each token's rows times their scores, added up in float32 in a fixed order."""
+        """Return the sum of each token's rows times their scores, [T, D], in float32 and in a fixed order."""
         assert self._comm is not None
         return self._comm.combine(routed_output_RD, metadata.route, metadata.weights)
 
 
 class SaveDispatch(SelectiveAC):
-    """torchtitan's selective activation checkpointing, which besides saves what has been sent instead of sending it
-    again. A policy of your own adds ``ep_ops.operators.SAVE_FOR_CHECKPOINT`` in its ``get_save_ops``, as this one does.
+    """torchtitan's selective activation checkpointing that also saves dispatched rows instead of sending them again.
+
+    Other policies can add ``ep_ops.operators.SAVE_FOR_CHECKPOINT`` in their ``get_save_ops``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -139,14 +143,20 @@ class SaveDispatch(SelectiveAC):
 
 
 def use_ep_ops(config: Any, *, capacity_factor: float = 1.0, **fields: Any) -> list[str]:
-    """Has all MoE layers in ``config``, a ``Trainer.Config`` or a model's configuration, send their tokens through this
-    library, and its ``SelectiveAC`` save them. Call it after converters (quantization) and before the model is built.
+    """Configure all MoE layers to dispatch with ep_ops, and ``SelectiveAC`` to save dispatched rows.
+
+    Call it after converters (quantization) and before the model is built.
 
     Args:
-        capacity_factor: see ``non_blocking_capacity_factor`` of :class:`EpOpsTokenDispatcher`'s Config.
+        config: a ``Trainer.Config`` or a model's configuration, changed in place.
+        capacity_factor: ``non_blocking_capacity_factor`` of :class:`EpOpsTokenDispatcher`'s Config.
         fields: more fields of that Config.
 
-    Returns the names of the layers' routed experts; ValueError if there are none.
+    Returns:
+        Names of the layers' routed experts.
+
+    Raises:
+        ValueError: there are none.
     """
     found = []
     for name, experts, _, _ in config.traverse(RoutedExperts.Config):

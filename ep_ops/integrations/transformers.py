@@ -1,6 +1,6 @@
-"""Hugging Face transformers (5.23 and later): the experts of a model's MoE layers spread over ranks.
+"""Hugging Face transformers (5.23 and later): shard the experts of a model's MoE layers over ranks.
 
-With one call, on a model that is there in full on every rank:
+With one call, on a model that every rank has loaded in full:
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")
     spread_experts(model, max_tokens_per_rank=4096)
@@ -8,11 +8,11 @@ With one call, on a model that is there in full on every rank:
 or as an implementation of transformers' own expert parallelism, which loads only the experts of each rank:
 
     register(max_tokens_per_rank=4096)
-    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ep_ops")  # ep_size: 1 unless it is given
+    config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ep_ops")  # ep_size defaults to 1
     model = AutoModelForCausalLM.from_pretrained(..., distributed_config=config)
 
-In both, a layer's own code computes the experts, biases and activations included; what is replaced is how their tokens
-come and go. Every rank passes its own tokens, and all ranks run the same layers.
+In both cases the layer's own code computes the experts, including biases and activations. Every rank passes its own
+tokens, and all ranks run the same layers.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"
 
 
 def register(name: str = "ep_ops", *, max_tokens_per_rank: int, capacity: int | None = None, **options: Any) -> None:
-    """From now on ``DistributedConfig(ep_size=..., ep_implementation=name)`` takes this library.
+    """Register ep_ops as ``DistributedConfig(ep_size=..., ep_implementation=name)``.
 
     Args:
-        max_tokens_per_rank: the most tokens (batch times length) that any rank passes through a layer.
-        capacity: rows of a rank's receive buffer, a multiple of the alignment; rows that do not fit are dropped, of
-            which ``check_errors`` of the communicator tells with ``overflow="raise"``. None: the worst case.
+        name: name of the implementation.
+        max_tokens_per_rank: the largest number of tokens (batch times length) that any rank passes through a layer.
+        capacity: rows of a rank's receive buffer, a multiple of the alignment. Rows that do not fit are dropped; with
+            ``overflow="raise"``, ``check_errors`` of the communicator raises. None: the worst case.
         options: more arguments of :class:`ep_ops.Communicator`. Layers of equal sizes share one.
     """
     options |= {"max_tokens_per_rank": max_tokens_per_rank}
@@ -64,27 +65,29 @@ def spread_experts(
     model: nn.Module, group: dist.ProcessGroup | None = None, *, max_tokens_per_rank: int, capacity: int | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Keep this rank's share of the experts of all MoE layers of ``model``, and send their tokens to the ranks that
-    hold them.
+    """Keep this rank's experts of all MoE layers of ``model``, and send tokens to the ranks that hold their experts.
 
-    Call it on all ranks of ``group`` (None: the default group), where the model has the same weights, in the dtype and
-    on the device that it is to run in, before optimizers are made. On more than one rank the experts' parameters are
-    then DTensors of all experts, ``Shard(0)`` over ``expert_mesh()`` of the communicator, as those of
-    :class:`ep_ops.nn.Experts`: PyTorch's checkpoints, optimizers and norms work as docs/training.md says, and gradients
-    hold the tokens of all ranks. ``save_pretrained`` gathers all experts on rank 0, and all ranks have to call it.
+    Call it on all ranks of ``group``, with the same weights, in the final dtype and on the final device, before
+    optimizers are created. On more than one rank the experts' parameters become DTensors of all experts, ``Shard(0)``
+    over ``expert_mesh()`` of the communicator, as in :class:`ep_ops.nn.Experts`: checkpoints, optimizers and norms work
+    as docs/training.md describes, and gradients are sums over the tokens of all ranks. ``save_pretrained`` gathers all
+    experts on rank 0 and must be called on all ranks.
 
-    Llama 4 is supported, whose own experts compute every token; here they compute the tokens that chose them.
+    Llama 4 is supported. Its own code computes every token in every expert; here experts compute the tokens that chose
+    them.
 
     Args:
-        max_tokens_per_rank, capacity, options: as for :func:`register`. ``top_k``, experts that a token names, is
-            needed where the model's configuration does not say.
+        model: the model, changed in place.
+        group: process group. None: the default group.
+        max_tokens_per_rank, capacity, options: as for :func:`register`. ``top_k`` is needed if the model's
+            configuration does not contain it.
 
     Returns:
         Names of the modules of experts, each of which has the attribute ``comm``.
 
     Raises:
-        ValueError: there are no experts, top_k is not known, the model is spread already, or ``experts_per_rank`` is
-            not the default.
+        ValueError: there are no experts, top_k is unknown, the model was sharded before, or ``experts_per_rank`` is not
+            the default.
     """
     for block in model.modules():
         if isinstance(block, Llama4TextMoe):
@@ -105,7 +108,7 @@ def spread_experts(
 
 
 def _spread(experts: Any, group: dist.ProcessGroup | None, capacity: int | None, options: dict[str, Any]) -> None:
-    """Spread one module of experts."""
+    """Shard one module of experts."""
     parameter = next(experts.parameters())
     top_k = options.get("top_k") or _top_k(experts)
     comm = Communicator.shared(
@@ -128,7 +131,10 @@ def _spread(experts: Any, group: dist.ProcessGroup | None, capacity: int | None,
 
 
 class EpOps(EPImplementation):
-    """See :func:`register`. Ranks of a tensor-parallel group hold the same tokens: each sends a part of them."""
+    """The implementation that :func:`register` registers.
+
+    Ranks of a tensor-parallel group hold the same tokens, and each sends a part of them.
+    """
 
     def __init__(
         self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, capacity: int | None, options: dict[str, Any]
@@ -139,7 +145,7 @@ class EpOps(EPImplementation):
 
     @torch.compiler.assume_constant_result  # it is made while torch.compile traces, where that is the first call
     def _made(self, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device) -> str:
-        """The name of the communicator for such tokens."""
+        """Return the name of the communicator for these tokens, which may be created while torch.compile traces."""
         local: Any = self.num_local_experts
         return Communicator.shared(
             self.ep_mesh.get_group(), num_experts=local * self.ep_mesh.size(), hidden_size=hidden_size, top_k=top_k,
@@ -167,7 +173,7 @@ def _through(
     comm: Communicator, capacity: int | None, experts: Any, forward: Callable[..., Tensor], hidden_states: Tensor,
     top_k_index: Tensor, top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Send the tokens to their experts, through ``forward`` of this rank's ``experts``, and back."""
+    """Send tokens to their experts, through ``forward`` of this rank's ``experts``, and back."""
     sent = comm.dispatch(hidden_states.contiguous(), top_k_index, top_k_weights, capacity=capacity)
     expert, weights = expert_of_rows(sent.route), sent.weights
     there = (expert >= 0).unsqueeze(1)
@@ -192,7 +198,7 @@ def _through(
 
 @contextlib.contextmanager
 def _local_parameters(experts: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are DTensors are this rank's shards, which the layer's code can compute with."""
+    """Replace parameters that are DTensors by this rank's shards within the block."""
     parameters: dict[str, Any] = experts._parameters
     whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     parameters.update({name: p.to_local() for name, p in whole.items()})
@@ -205,8 +211,8 @@ def _local_parameters(experts: nn.Module) -> Iterator[None]:
 def _give_routing(block: Any) -> None:
     """Give Llama 4's experts the interface of other models' experts.
 
-    Its layer multiplies a token by its scores, zero for experts that it did not choose, passes the products through all
-    experts and adds up. Experts map zeros to zeros, so the chosen ones suffice.
+    Its layer multiplies a token by its scores, zero for experts that it did not choose, and sums the outputs of all
+    experts. Experts map zeros to zeros, so the chosen ones suffice.
     """
     experts = block.experts
     if hasattr(experts, "weights_first"):
@@ -225,7 +231,7 @@ def _gated(experts: Any, gate_and_up: Tensor) -> Tensor:
 
 
 def _llama4_forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace ``Llama4TextMoe.forward``; same results."""
+    """Replace ``Llama4TextMoe.forward`` with the same results."""
     x = hidden_states.reshape(-1, block.hidden_dim)
     scores, logits = block.router(x)
     ids = logits.topk(block.top_k, dim=1).indices
@@ -233,12 +239,12 @@ def _llama4_forward(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parameters(experts: nn.Module, spread: list[str]) -> list[nn.Parameter]:
-    """Those that were spread: others (a norm behind the experts) all ranks hold."""
+    """Return the sharded parameters. All ranks hold others, such as a norm after the experts."""
     return [experts.get_parameter(name) for name in spread]
 
 
 def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``save_pretrained`` with the state dict of all experts, unless it is given one or saves DTensors itself."""
+    """Call ``save_pretrained`` with the state dict of all experts, unless a state dict or DTensors are to be saved."""
     given = inspect.signature(save).bind(model, *args, **kwargs).arguments
     if given.get("state_dict") is None and not given.get("distributed_checkpoint"):
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -247,17 +253,17 @@ def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it is one of transformers' modules of experts, which share one interface."""
+    """Return whether a module is one of transformers' modules of experts, which share an interface."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
 
 
 def _hidden_size(experts: Any) -> int:
-    """Elements of a row, of which some models' experts have fewer than their other layers."""
+    """Return the elements of a row, which may differ from the model's hidden size."""
     return experts.down_proj.shape[-1 if experts.is_transposed else -2]
 
 
 def _top_k(experts: Any) -> int:
-    """Experts that a token names, by whichever of its names the model's configuration has it."""
+    """Return the number of experts of a token, which configurations store under different names."""
     if hasattr(experts, "top_k"):
         return experts.top_k
     sizes = experts.config.get_text_config()

@@ -1,4 +1,4 @@
-"""vLLM 0.33: the classes before and after the experts in its modular kernels, for bfloat16 and FP8 activations.
+"""vLLM 0.33: classes before and after the experts in its modular kernels, for bfloat16 and FP8 activations.
 
     comm = Communicator.shared(
         get_ep_group().device_group, num_experts=moe.num_experts, hidden_size=moe.hidden_dim,
@@ -6,8 +6,8 @@
     )
     kernel = FusedMoEKernel(PrepareAndFinalize(comm), experts)  # or BatchedPrepareAndFinalize
 
-of a ``FusedMoEConfig`` ``moe`` and experts of the same activation format. Nothing waits for the host, and sizes do not
-depend on what tokens choose, so both can be captured in CUDA graphs. There are no gradients.
+where ``moe`` is a ``FusedMoEConfig`` and the experts have the same activation format. The host is not synchronized and
+sizes do not depend on routing, so both classes can be captured in CUDA graphs. There are no gradients.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
-    """What both formats share. ``dropped`` (int64 [local experts], on the device): rows that each local expert was to
-    have and that did not fit, since this was made."""
+    """The common part of both formats.
+
+    ``dropped`` (int64 [local experts], on the device) counts the rows of each local expert that did not fit.
+    """
 
     dropped: Tensor
     reduces: tuple[type, ...]  # what experts may ask finalize for
@@ -53,7 +55,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def __init__(self, *comms: Communicator, sp_size: int) -> None:
         super().__init__()
         if not comms:
-            raise ValueError("comms is empty; give one communicator for each micro-batch that is under way at a time")
+            raise ValueError("comms is empty; give one communicator for each micro-batch in progress")
         self._comms, self._sp_size = comms, sp_size
         self._sent: list[Dispatched | None] = [None] * len(comms)
         self.dropped = torch.zeros(comms[0].num_local_experts, dtype=torch.int64, device=comms[0].device)
@@ -77,11 +79,16 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self, a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None,
         apply_router_weight_on_input: bool, quant_config: Any, defer_input_quant: bool = False,
     ) -> Pair:  # fmt: skip
-        """Send ``a1`` [T, H], of the communicator's dtype, with ``topk_weights`` [T, K] to the experts ``topk_ids``
-        [T, K] (-1: none) of ``num_experts``, which the ranks hold in contiguous blocks. ``expert_map`` is not needed.
+        """Send tokens to their experts; return the hook that waits and the receiver that returns the rows.
 
-        Unless ``defer_input_quant`` is set, rows are quantized to e4m3 as they are sent, if ``quant_config`` asks for
-        it: with a scale for each 128 numbers of a row, for each row, or with the static scale ``a1_scale`` of all rows.
+        Unless ``defer_input_quant`` is set, rows are quantized to e4m3 for sending if ``quant_config`` requires it:
+        with a scale for each 128 numbers of a row, for each row, or with the static scale ``a1_scale`` of all rows.
+
+        Args:
+            a1: tokens [T, H] in the communicator's dtype.
+            topk_weights, topk_ids: weights and experts [T, K]; -1 means no expert.
+            num_experts: number of experts, which the ranks hold in contiguous blocks.
+            expert_map: ignored.
 
         Raises:
             NotImplementedError: another quantization.
@@ -115,18 +122,21 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return arrived, receiver
 
     def prepare(self, *args: Any, **kwargs: Any) -> mk.PrepareResultType:
-        """:meth:`prepare_async` to its end."""
+        """Run :meth:`prepare_async` to its end."""
         return _ended(self.prepare_async(*args, **kwargs))
 
     def finalize_async(
         self, output: Tensor, fused_expert_output: Tensor, topk_weights: Tensor, topk_ids: Tensor,
         apply_router_weight_on_input: bool, weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> Pair:  # fmt: skip
-        """Brings ``fused_expert_output`` home, in the shape that prepare gave rows in, and writes each token's sum to
-        ``output`` [T, H]. Weights are those that prepare was given, and applied in float32 where the sum is formed,
-        unless the experts (``TopKWeightAndReduceNoOP``) or prepare have applied them.
+        """Return rows to their owners and write each token's sum to ``output`` [T, H].
 
-        RuntimeError without a prepare before; ValueError for a ``weight_and_reduce_impl`` of another kind.
+        ``fused_expert_output`` has the shape of the rows that prepare returned. The weights of prepare are applied in
+        float32 in the sum, unless the experts (``TopKWeightAndReduceNoOP``) or prepare have applied them.
+
+        Raises:
+            RuntimeError: prepare was not called before.
+            ValueError: ``weight_and_reduce_impl`` is of another kind.
         """
         at, comm = self._at()
         sent = self._sent[at]
@@ -150,30 +160,25 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         return arrived, receiver
 
     def finalize(self, *args: Any, **kwargs: Any) -> None:
-        """:meth:`finalize_async` to its end."""
+        """Run :meth:`finalize_async` to its end."""
         _ended(self.finalize_async(*args, **kwargs))
 
     def _at(self) -> tuple[int, Communicator]:
-        """The micro-batch that this thread computes, and its communicator."""
+        """Return the micro-batch of this thread and its communicator."""
         at = dbo_current_ubatch_id()
         if at >= len(self._comms):
-            raise ValueError(
-                f"comms holds {len(self._comms)}; micro-batch {at} needs a communicator of its own, as each that is"
-                " under way beside another"
-            )
+            raise ValueError(f"comms holds {len(self._comms)}; micro-batch {at} needs a communicator of its own")
         return at, self._comms[at]
 
     def _max_tokens(self, comm: Communicator) -> int:
-        """A bound on the tokens of any rank: what vLLM's data-parallel ranks have agreed on for this step, as far as
-        they have. Looks at numbers of the host."""
+        """Return a bound on the tokens of any rank: that of vLLM's data-parallel ranks for this step, if known."""
         metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
         if metadata is None:
             return comm.max_tokens_per_rank
         return math.ceil(int(metadata.num_tokens_across_dp_cpu.max()) / self._sp_size)
 
     def _quantized(self, quant_config: Any, a1: Tensor) -> dict[str, Any]:
-        """Return the arguments of a dispatch with which rows arrive as ``quant_config`` asks, ``x`` among them if rows
-        are quantized before."""
+        """Return the arguments of a dispatch for ``quant_config``, with ``x`` if rows are quantized before it."""
         dtype, block, static = quant_config.quant_dtype, quant_config.block_shape, quant_config.a1_scale
         if dtype is None:
             return {}
@@ -193,38 +198,38 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         )
 
     def _powers(self) -> bool:
-        """Whether experts take scales that are powers of two."""
+        """Return whether experts take scales that are powers of two."""
         return is_deep_gemm_e8m0_used()
 
     def _layout(self) -> str:
-        """The layout of received scales of blocks."""
+        """Return the layout of received block scales."""
         return "rows"
 
     def _scales(self, comm: Communicator, scales: Tensor, static: Tensor | None) -> Tensor:
-        """Return received scales in the shape in which vLLM passes them to experts."""
+        """Return received scales in the shape that vLLM passes to experts."""
         if static is not None:
             return static
         return scales.unsqueeze(1) if scales.dim() == 1 else scales
 
     def _room(self, comm: Communicator) -> dict[str, Any]:
-        """What a dispatch is told of sizes."""
+        """Return the sizes of a dispatch."""
         raise NotImplementedError
 
     def _rows(self, comm: Communicator, sent: Dispatched) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rows as the format has them, and ids and weights that stand for the router's from here on; None: these do."""
+        """Return rows in this format, and ids and weights that replace the router's, or None to keep them."""
         raise NotImplementedError
 
 
 class PrepareAndFinalize(_PrepareAndFinalize):
-    """The "standard" format. Experts get one row for each (token, expert), [R, H], and with global ids [R, 1] and
-    weights [R, 1] each is a token of one expert. Rows are in the order of the local experts, and ``expert_num_tokens``
-    says how many each has; those past the last are undefined, and so are their weights: their id is -1.
+    """The "standard" format: one row for each (token, expert), [R, H], treated as a token of one expert.
+
+    Rows have global ids [R, 1] and weights [R, 1] and are in the order of the local experts; ``expert_num_tokens``
+    holds their numbers. Later rows are undefined and have id -1.
 
     Args:
-        comms: a communicator for each micro-batch that is under way at a time: two for vLLM's dual batch overlap.
-        capacity_factor: the part of the worst case, in (0, 1], that a rank has rows for; what does not fit is dropped
-            and counted. 1: the worst case, in which every token names ``min(top_k, local experts)`` experts of this
-            rank.
+        comms: a communicator for each micro-batch in progress: two for vLLM's dual batch overlap.
+        capacity_factor: rows of a rank as a part of the worst case, in (0, 1]; what does not fit is dropped and
+            counted. 1: the worst case, in which every token names ``min(top_k, local experts)`` experts of this rank.
         sp_size: ranks that share the tokens of one data-parallel rank, ``moe.moe_parallel_config.sp_size``.
     """
 
@@ -241,7 +246,7 @@ class PrepareAndFinalize(_PrepareAndFinalize):
         return mk.FusedMoEActivationFormat.Standard
 
     def max_num_tokens_per_rank(self) -> None:
-        """There is no batch size that experts would have to know."""
+        """Return None: experts of this format need no batch size."""
         return None
 
     def _room(self, comm: Communicator) -> dict[str, Any]:
@@ -258,8 +263,9 @@ class PrepareAndFinalize(_PrepareAndFinalize):
 
 
 class BatchedPrepareAndFinalize(_PrepareAndFinalize):
-    """The "batched experts" format: rows [local experts, slots, H], how many of them each has, int32 [local experts];
-    the others are undefined. vLLM makes such experts for ``max_num_tokens_per_rank() * num_dispatchers()`` slots.
+    """The "batched experts" format: rows [local experts, slots, H], and their number int32 [local experts].
+
+    Rows after those are undefined. vLLM sizes such experts for ``max_num_tokens_per_rank() * num_dispatchers()`` slots.
 
     Args:
         comms, sp_size: as for :class:`PrepareAndFinalize`.
@@ -282,11 +288,11 @@ class BatchedPrepareAndFinalize(_PrepareAndFinalize):
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Called by vLLM with the experts: some take four exponents of power-of-two scales in an int32."""
+        """Note whether the experts take four exponents of power-of-two scales in an int32."""
         self._packed = fused_experts.supports_packed_ue8m0_act_scales()
 
     def max_num_tokens_per_rank(self) -> int:
-        """What experts of this format multiply with the number of ranks: the slots that each rank has a share in."""
+        """Return the slots of each rank, which experts of this format multiply by the number of ranks."""
         return self._slots // self.num_dispatchers()
 
     def _room(self, comm: Communicator) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""Dispatch and combine of MoE layers behind one object, with replicas of experts and statistics.
-
-docs/moe-communicator.md says all of it in one page.
-"""
+"""MoECommunicator: dispatch and combine of MoE layers in one object, with replicas of experts and statistics
+(docs/moe-communicator.md)."""
 
 from ep_ops.moe.communicator import MoECommunicator
 from ep_ops.moe.config import MoECommunicatorConfig, Quant

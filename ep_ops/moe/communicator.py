@@ -1,11 +1,11 @@
-"""One object for the exchange of an MoE layer: configured once, then dispatch and combine.
+"""Dispatch and combine of an MoE layer, configured once.
 
     moe = MoECommunicator(MoECommunicatorConfig(num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096))
     output, handle = moe.dispatch(x, topk_ids, weights)
     y = experts(output.x, output.offs)
     out = moe.combine(y, handle)
 
-docs/moe-communicator.md says all of it in one page.
+docs/moe-communicator.md describes it.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from .statistics import Counts, Stats, last, row_bytes
 
 
 class MoECommunicator:
-    """Dispatch and combine of MoE layers of one size, in one mode, layout and format, with experts where a placement
-    has them.
+    """Dispatch and combine of MoE layers with one size, mode, layout and format, and with a placement of experts.
 
-    Collective, as :class:`ep_ops.Communicator`, of which it makes one (``comm``): all ranks make it with the same
-    configuration, call its methods in the same order, and destroy it together. Its methods compile with
-    ``fullgraph=True``, run in CUDA graphs, and are differentiable in the input and the weights, on both backends.
-
-    ValueError on all ranks for a configuration that cannot be, and where placements differ between ranks.
+    It owns an :class:`ep_ops.Communicator` (``comm``) and is collective in the same way: all ranks create it with the
+    same configuration, call its methods in the same order, and destroy it together. Its methods compile with
+    ``fullgraph=True``, run in CUDA graphs, and are differentiable in the input and the weights.
 
     Args:
         config: the options.
         device: device of this rank. None: the current CUDA device if there is one, else the CPU.
 
     Attributes:
-        comm: the communicator beneath. Its other operators may be called, too; they take physical ids.
-        num_physical_experts: P, of all ranks.
-        placement: the current one, None if there is none.
+        comm (Communicator): the communicator. Its operators can be called as well; they take physical expert ids.
+        num_physical_experts (int): P, the number of physical experts of all ranks.
+        placement (tuple[int, ...] | None): the current placement, or None.
+
+    Raises:
+        ValueError: an option is not allowed, or placements differ between ranks. Every rank raises it.
     """
 
     def __init__(self, config: MoECommunicatorConfig, *, device: torch.device | str | int | None = None) -> None:
@@ -93,9 +93,16 @@ class MoECommunicator:
             self._counts = Counts(comm.num_local_experts, comm.world_size, bytes_of, comm.device)
 
     def sibling(self, placement: Sequence[int] | None = None) -> MoECommunicator:
-        """One for another layer: with the same communicator and its memory, and with a placement (this one's, unless
-        another of as many physical experts is given) and statistics of its own. Collective. Calls of siblings follow
-        each other as those of one do; to destroy one is to destroy them all. Errors of :meth:`place`.
+        """Return a MoECommunicator for another layer, which uses the same communicator and memory. Collective.
+
+        It has its own placement and statistics. Calls of siblings follow the same rules as calls of one of them, and
+        destroying one destroys all.
+
+        Args:
+            placement: its placement, with the same number of physical experts. None: this one's.
+
+        Raises:
+            ValueError: as for :meth:`place`.
         """
         placement = self.placement if placement is None else placement
         if placement is not None:
@@ -108,27 +115,30 @@ class MoECommunicator:
 
     @ranged("ep_ops.moe.dispatch")
     def dispatch(
-        self,
-        input: Tensor,
-        topk_ids: Tensor | None,
-        weights: Tensor | None = None,
-        quant: Quant | None = None,
-        previous_handle: DispatchHandle | None = None,
-        *,
-        max_tokens: int | None = None,
-    ) -> tuple[DispatchOutput, DispatchHandle]:
-        """Send the rows of ``input`` [T, H], and their weights [T, K], to the logical experts that ``topk_ids`` [T, K]
-        names (int32 or int64, -1 none). T may be several dimensions ([B, S, H] with [B, S, K]).
+        self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None = None, quant: Quant | None = None,
+        previous_handle: DispatchHandle | None = None, *, max_tokens: int | None = None,
+    ) -> tuple[DispatchOutput, DispatchHandle]:  # fmt: skip
+        """Send the rows of ``input`` to their experts and return the rows that arrive at this rank.
+
+        Collective and differentiable. Does not synchronize the host on the cute backend, unless the capacity is
+        "exact".
 
         Args:
-            quant: how rows are quantized on their way, or were already; None: as the configuration says.
-            previous_handle: of an earlier dispatch, whose route these rows take, whatever the placement has become
-                since; then ``topk_ids`` is None. (Not in mode "latency": known routes have throughput kernels alone.)
-            max_tokens: bound on T that all ranks share for this call; default: ``max_tokens_per_rank``. In mode "auto"
-                it says which kernels run, and the buffer is no larger than it needs.
+            input: tokens, [T, H] or [..., H].
+            topk_ids: logical expert ids, int32 or int64 [T, K] or [..., K]; -1 means no expert. None with
+                ``previous_handle``.
+            weights: routing weights, [T, K] or [..., K]. None: rows carry no weights.
+            quant: quantization of this call. None: that of the configuration.
+            previous_handle: handle of an earlier dispatch, whose route the rows follow even if the placement has
+                changed. Not in mode "latency", which has no kernels for existing routes.
+            max_tokens: bound on T in this call, the same on all ranks. None: ``max_tokens_per_rank``. Mode "auto"
+                chooses the kernels by it, and the buffer is no larger than it needs.
 
-        Does not touch the host, unless the capacity is "exact". Differentiable. Errors are those of
-        :meth:`ep_ops.Communicator.dispatch`, on all ranks.
+        Returns:
+            The received rows, and the handle for :meth:`combine`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`, on all ranks.
         """
         if previous_handle is not None:
             return self._along(input, topk_ids, weights, quant, previous_handle)
@@ -139,35 +149,41 @@ class MoECommunicator:
 
     @ranged("ep_ops.moe.combine")
     def combine(self, expert_output: Tensor, handle: DispatchHandle) -> Tensor:
-        """Bring rows home along the handle's route, in the shape that the dispatch's ``x`` had, and add them up, times
-        ``handle.weights`` if there are any: [T, H]. Differentiable.
+        """Return rows to the owners of their tokens and sum the rows of each token, times ``handle.weights`` if given.
 
-        Token-major rows are what :func:`ep_ops.nn.reduce_rows` gives, or a kernel that does the same: weights are
-        applied there.
+        Collective and differentiable.
+
+        Args:
+            expert_output: outputs of the experts, in the rows of the dispatch. Token-major rows are already weighted
+                and summed, as :func:`ep_ops.nn.reduce_rows` does.
+            handle: handle of the dispatch.
+
+        Returns:
+            Sums [T, H], or [..., H] in the shape of the dispatch's ``input``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.combine`.
         """
         if not isinstance(handle, DispatchHandle):
             self._reject_handle("combine", "handle", handle)
         out = self.comm.combine(expert_output, handle.route, handle.weights)
-        if self._counts is not None:
-            self._returned(handle)
+        self._returned(handle)
         return out
 
     @ranged("ep_ops.moe.dispatch_async")
     def dispatch_async(
-        self,
-        input: Tensor,
-        topk_ids: Tensor | None,
-        weights: Tensor | None = None,
-        quant: Quant | None = None,
-        previous_handle: DispatchHandle | None = None,
-        *,
-        max_tokens: int | None = None,
-        flight: int = 0,
-    ) -> Request[tuple[DispatchOutput, DispatchHandle]]:
-        """:meth:`dispatch`, whose result the request's ``wait()`` returns. With ``overlap`` this is a split operation:
-        :meth:`ep_ops.Communicator.dispatch_start` says what may stand between, what runs beside it, and which
-        ``flight`` a second request takes while a first is under way. Without, with "exact" capacity, and along a
-        previous handle everything has run already.
+        self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None = None, quant: Quant | None = None,
+        previous_handle: DispatchHandle | None = None, *, max_tokens: int | None = None, flight: int = 0,
+    ) -> Request[tuple[DispatchOutput, DispatchHandle]]:  # fmt: skip
+        """Start :meth:`dispatch` and return a request whose ``wait()`` returns the result.
+
+        With ``overlap`` it is a split operation, for which the rules of :meth:`ep_ops.Communicator.dispatch_start`
+        apply. Without ``overlap``, with capacity "exact" and with ``previous_handle`` the whole dispatch runs in this
+        call.
+
+        Args:
+            input, topk_ids, weights, quant, previous_handle, max_tokens: as for :meth:`dispatch`.
+            flight: 0 or 1; distinguishes two operations in progress at the same time.
         """
         if not self._splits or previous_handle is not None:
             done = self.dispatch(input, topk_ids, weights, quant, previous_handle, max_tokens=max_tokens)
@@ -181,7 +197,7 @@ class MoECommunicator:
 
     @ranged("ep_ops.moe.combine_async")
     def combine_async(self, expert_output: Tensor, handle: DispatchHandle, *, flight: int = 0) -> Request[Tensor]:
-        """:meth:`combine`, whose result the request's ``wait()`` returns; see :meth:`dispatch_async`."""
+        """Start :meth:`combine` and return a request whose ``wait()`` returns the result, as :meth:`dispatch_async`."""
         if not self._splits:
             done = self.combine(expert_output, handle)
             return Request(lambda: done)
@@ -197,15 +213,14 @@ class MoECommunicator:
     @ranged("ep_ops.moe.combine_wait")
     def _combine_wait(self, started: StartedCombine, handle: DispatchHandle) -> Tensor:
         out = self.comm.combine_wait(started)
-        if self._counts is not None:
-            self._returned(handle)
+        self._returned(handle)
         return out
 
     def _along(
         self, input: Tensor, topk_ids: Tensor | None, weights: Tensor | None, quant: Quant | None,
         handle: DispatchHandle,
     ) -> tuple[DispatchOutput, DispatchHandle]:  # fmt: skip
-        """A dispatch along a known route."""
+        """Dispatch along an existing route."""
         operator = "dispatch_planned"
         if not isinstance(handle, DispatchHandle):
             self._reject_handle(operator, "previous_handle", handle)
@@ -217,8 +232,10 @@ class MoECommunicator:
         if self._latency:
             reason = "previous_handle is given; mode 'latency' has no kernels for known routes; allowed: mode 'auto'"
             self._reject(operator, reason, route.max_tokens)
-        given: dict[str, Any] = {"scales": how.scales, "format": how.format, "scales_as": how.scales_as}
-        return self._arrived(self.comm.dispatch_planned(input, route, weights, **given), how)
+        sent = self.comm.dispatch_planned(
+            input, route, weights, scales=how.scales, format=how.format, scales_as=how.scales_as
+        )
+        return self._arrived(sent, how)
 
     def _arrived(self, sent: Dispatched, how: Quant) -> tuple[DispatchOutput, DispatchHandle]:
         x, weights, route, dropped, scales, local_idx = sent
@@ -231,11 +248,11 @@ class MoECommunicator:
         return DispatchOutput(x, weights, scales, route.counts, route.offs, dropped, local_idx), handle
 
     def _returned(self, handle: DispatchHandle) -> None:
-        """Counts what a combine has given back."""
+        """Count the rows that a combine has returned."""
         if self._counts is not None and not recomputing():
             self._counts.combined(handle.route)
 
-    # ------------------------------------------------------------------ what a call is told
+    # ------------------------------------------------------------------ arguments of a call
 
     def _how(self, quant: Quant, max_tokens: int | None, operator: str, flight: int = 0) -> Quant:
         if isinstance(quant, Quant):
@@ -250,16 +267,11 @@ class MoECommunicator:
         if not (max_tokens is None or type(max_tokens) is int or hasattr(max_tokens, "__index__")):
             self._reject(operator, f"max_tokens is {max_tokens!r}; it must be an int", None, flight)
         room = self._room(self.comm.max_tokens_per_rank if max_tokens is None else max_tokens)
-        return {
-            **room,
-            "layout": self.config.layout,
-            "scales": how.scales,
-            "format": how.format,
-            "scales_as": how.scales_as,
-        }
+        named = {"format": how.format, "scales_as": how.scales_as, "scales": how.scales}
+        return {"layout": self.config.layout, **room, **named}
 
     def _room(self, max_tokens: int) -> dict[str, Any]:
-        """For as many tokens of each rank; no more than the worst case takes."""
+        """Return the sizes for ``max_tokens`` tokens of each rank, at most those of the worst case."""
         capacity, comm = self.config.capacity, self.comm
         if self._exact:
             return {"max_tokens": max_tokens}
@@ -275,7 +287,6 @@ class MoECommunicator:
         return {"capacity": capacity, "max_tokens": max_tokens}
 
     def _reject(self, operator: str, reason: str, max_tokens: int | None, flight: int = 0) -> None:
-        """``max_tokens``: of the call."""
         most = self.comm.max_tokens_per_rank if max_tokens is None else max_tokens
         reject(operator, self.comm.backend, ValueError(reason), flight, most)
 
@@ -286,13 +297,19 @@ class MoECommunicator:
     # ------------------------------------------------------------------ placement
 
     def place(self, placement: Sequence[int]) -> None:
-        """Dispatches that follow use ``placement`` (the same number of physical experts). Collective, outside of
-        compiled functions; nothing is compiled or captured anew, since the map lies in device memory, which this writes
-        in the order of the current stream. The weights are the caller's to move, before (``ep_ops.moe.moves``). Handles
-        keep the route that they were made with. Waits for the device if there are statistics, which count a dispatch
-        by the placement when it ends: let requests end before, and take no ``previous_handle`` of the one before.
+        """Use ``placement`` for the following dispatches. Collective.
 
-        ValueError on all ranks for a placement of another length, one that leaves out an expert, or where ranks differ.
+        Call it outside of compiled functions. It writes the map of experts to device memory, in the order of the
+        current stream, so nothing is compiled or captured again. Move the weights before (:func:`ep_ops.moe.moves`).
+        Existing handles keep their routes. With statistics it synchronizes the host, and a dispatch is counted by the
+        placement at its end: wait for all requests before, and do not use a ``previous_handle`` from before.
+
+        Args:
+            placement: logical expert of each physical expert, as many as before.
+
+        Raises:
+            ValueError: the length differs, an expert is missing, or placements differ between ranks. Every rank raises
+                it.
         """
         self._agreed(placement)
         assert self._map is not None
@@ -313,7 +330,7 @@ class MoECommunicator:
 
     @property
     def local_experts(self) -> tuple[int, ...]:
-        """The logical experts whose weights lie on this rank, in the order of its physical experts."""
+        """Return the logical experts whose weights this rank holds, in the order of its physical experts."""
         first, count = self.comm.first_local_expert, self.comm.num_local_experts
         everywhere = range(self.num_physical_experts) if self.placement is None else self.placement
         return tuple(everywhere[first : first + count])
@@ -321,9 +338,12 @@ class MoECommunicator:
     # ------------------------------------------------------------------ statistics
 
     def stats(self) -> Stats:
-        """What has been counted on this rank, and of the last operations when ranks began them, and who waited for whom
-        for how long. Waits for the device.
-        ValueError where the configuration has no ``statistics``."""
+        """Return this rank's counts, and when and for how long ranks waited in the last operations. Synchronizes the
+        host.
+
+        Raises:
+            ValueError: the configuration has no ``statistics``.
+        """
         counts = self._counted()
         rows, dropped = self._past + self._logical(counts.rows)
         received, returned = counts.bytes
@@ -331,15 +351,19 @@ class MoECommunicator:
         return Stats(self.comm.rank, counts.dispatches, rows, dropped, received, returned, *last(noted))
 
     def load(self) -> Tensor:
-        """int64 [E], the same on all ranks: rows that all ranks together have asked of each logical expert since the
-        last reset, dropped ones included: what :func:`ep_ops.moe.balanced` takes. Collective; waits for the device.
-        ValueError where the configuration has no ``statistics``."""
+        """Return the rows that all ranks requested of each logical expert since the last reset, int64 [E] on the CPU.
+
+        Dropped rows are included. It is the input of :func:`ep_ops.moe.balanced`. Collective; synchronizes the host.
+
+        Raises:
+            ValueError: the configuration has no ``statistics``.
+        """
         refuse_destroyed(self.comm)
         asked = (self._past + self._logical(self._counted().rows)).sum(0)
         return self._exchange.all_gather(asked).sum(0).cpu()
 
     def reset_stats(self) -> None:
-        """Counts start from 0 again. ValueError where the configuration has no ``statistics``."""
+        """Reset the counts to 0. ValueError if the configuration has no ``statistics``."""
         self._counted().reset()
         self._past = torch.zeros_like(self._past)
 
@@ -349,24 +373,24 @@ class MoECommunicator:
         return self._counts
 
     def _logical(self, rows: Tensor) -> Tensor:
-        """[2, E] of what physical experts of this rank have, [2, El]."""
+        """Convert counts of this rank's physical experts [2, El] to counts of logical experts [2, E]."""
         found = torch.zeros_like(self._past)
         return found.index_add_(1, torch.tensor(self.local_experts, dtype=torch.int64, device="cpu"), rows)
 
     # ------------------------------------------------------------------ lifetime
 
     def warmup(self) -> None:
-        """Compile and load every kernel, those of the configuration's format included. Collective; call it before
-        capturing a CUDA graph."""
+        """Compile and load every kernel, including those of the configured format. Collective. Call it before capturing
+        a CUDA graph."""
         format, scales_as, _ = self._quant
         self.comm.warmup([(format, scales_as)] if format else [])
 
     def check_errors(self) -> None:
-        """:meth:`ep_ops.Communicator.check_errors`."""
+        """Call :meth:`ep_ops.Communicator.check_errors`."""
         self.comm.check_errors()
 
     def destroy(self) -> None:
-        """:meth:`ep_ops.Communicator.destroy`, of siblings too. Collective."""
+        """Destroy the communicator, and with it all siblings. Collective."""
         self._exchange.group = None  # what outlives it keeps the group's threads alive
         self.comm.destroy()
 
@@ -381,7 +405,7 @@ class MoECommunicator:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoECommunicator:
-        """Copies of a model use what it uses."""
+        """Return this object, so that copies of a model use the communicator of the original."""
         return self
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Options of a MoECommunicator, and which of their values are not allowed."""
+"""Options of a MoECommunicator and their validation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EXACT = "exact"
 
 
 class Quant(NamedTuple):
-    """How rows are quantized on their way to experts (docs/formats.md)."""
+    """Quantization of rows on their way to the experts (docs/formats.md)."""
 
-    format: str = ""  # what rows arrive as, such as "e4m3/128/pow2"; empty: as the input is
-    scales_as: str = ""  # how the scales of received rows lie; empty: the format's first layout
-    scales: Tensor | None = None  # of an input that is quantized already: of dispatches, not of a configuration
+    format: str = ""  # format in which rows arrive, such as "e4m3/128/pow2"; empty: as the input
+    scales_as: str = ""  # memory layout of the received scales; empty: the format's first
+    scales: Tensor | None = None  # scales of a quantized input; not in a configuration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ class MoECommunicatorConfig(Config):
         mode: kernels for dispatch and combine; gradients always use throughput kernels. "latency", "throughput", or
             "auto": latency kernels for calls whose ``max_tokens`` is at most ``latency_max_tokens``. Results are
             bit-identical. The reference backend ignores it.
-        layout: order of received rows. "grouped": [R, H], contiguous segments by local expert; "padded":
-            [local experts, slots, H]; "token_major": [R, H], one row for each (token, rank).
+        layout: order of received rows. "grouped": [R, H], contiguous segments by local expert; "padded": [local
+            experts, slots, H]; "token_major": [R, H], one row for each (token, rank).
         capacity: size of the receive buffer. None: the worst case, without drops. An int: R rows, or for "padded" the
             slots of each local expert (at least 1); rows that do not fit are dropped and counted. "exact": as many rows
             as arrive, for which each dispatch synchronizes with the device (not with "padded").
         quant: quantization of dispatches that do not pass their own.
-        overlap: True: the ``_async`` methods start split operations, which run concurrently with what follows, as far
-            as ``Communicator.dispatch_start`` says. False: they run the whole operation.
+        overlap: True: the ``_async`` methods start split operations, which run concurrently with the current stream
+            (see ``Communicator.dispatch_start``). False: they run the whole operation.
         statistics: count rows, drops and bytes on the device for :meth:`MoECommunicator.stats`. Adds a few small tensor
             operations to each call.
     """
@@ -97,7 +97,7 @@ class MoECommunicatorConfig(Config):
             return f"quant is {self.quant!r}; allowed: an ep_ops.moe.Quant"
         format, scales_as, scales = self.quant
         if scales is not None:
-            return "quant has scales; allowed: those of a dispatch's own Quant, beside the input that they belong to"
+            return "quant has scales; allowed: scales in the quant of a dispatch of quantized rows"
         if wrong := text_problem(self.quant):
             return wrong
         try:
@@ -114,7 +114,7 @@ class MoECommunicatorConfig(Config):
 
 
 def text_problem(quant: Quant) -> str | None:
-    """What of a format's names is no text, which operators take alone."""
+    """Return what is wrong with the types of a format's names, or None."""
     for name, given in (("format", quant.format), ("scales_as", quant.scales_as)):
         if not isinstance(given, str):
             return f"{name} of quant is {given!r}; it must be a str"
@@ -122,7 +122,7 @@ def text_problem(quant: Quant) -> str | None:
 
 
 def latency_problem(quant: Quant) -> str | None:
-    """What of a format the latency kernels do not take."""
+    """Return why the latency kernels do not support a format, or None."""
     if "row" in quant.format:
         return f"format is {quant.format!r}; mode 'latency' has no kernels for a scale of the row; allowed: mode 'auto'"
     return None

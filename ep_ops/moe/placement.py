@@ -1,9 +1,8 @@
-"""Logical experts, those of the router, on physical ones, the places for weights: which lies where.
+"""Placement of logical experts, which a router names, on physical experts, the places for weights.
 
-A *placement* is a sequence of P ints: for each physical expert the logical one whose weights lie there. Ranks hold
-physical experts in contiguous blocks, ``held`` of them each. A logical expert that is named several times has so many
-*replicas*, among which its tokens are dealt out: the token with number t of rank r takes replica
-``((t + r) mod TURNS) mod n`` of n, in the order of physical experts.
+A *placement* is a sequence of P ints: the logical expert of each physical one. Ranks hold contiguous blocks of physical
+experts; ``held`` is their number on each rank. A logical expert that is named n times has n *replicas*, which share its
+tokens: token t of rank r uses replica ``((t + r) mod TURNS) mod n``, in the order of physical experts.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from ep_ops.config import is_int
 from ep_ops.group.exchange import Exchange
 
 TURNS = 60
-"""Tokens after which the choice of replicas repeats itself: even for 1 to 6 replicas, since all of these divide it; of
-more, some take one token in 60 more than others."""
+"""Number of tokens after which the choice of replicas repeats: 1 to 6 replicas divide it and share tokens evenly."""
 
 SLACK = 0.05
-"""What a rank may have more than the mean, as a part of it, before weights are moved for that."""
+"""Load above the mean, relative to it, that does not cause weights to move."""
 
 
 def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
-    """What is wrong with a placement of so many logical experts, or None."""
+    """Return what is wrong with a placement of ``num_experts`` logical experts, or None."""
     if not isinstance(placement, Sequence) or isinstance(placement, str):
         return f"placement is {placement!r}; it must hold the logical expert of each physical one"
     if not is_int(num_experts) or num_experts < 1:
@@ -46,7 +44,7 @@ def problem_of(placement: Sequence[int], num_experts: int) -> str | None:
 
 
 def agree(exchange: Exchange, placement: Sequence[int] | None, problem: str | None) -> None:
-    """ValueError on all ranks if one has a ``problem``, or if their placements differ. Collective."""
+    """Raise ValueError on all ranks if one has a ``problem`` or if placements differ. Collective."""
     if problem:
         exchange.all_gather_text(f"!{problem}")
         raise ValueError(problem)
@@ -59,26 +57,27 @@ def agree(exchange: Exchange, placement: Sequence[int] | None, problem: str | No
 
 
 class ReplicaMap:
-    """The placement as dispatches read it: a table in device memory. A captured graph reads what is there when it is
-    replayed."""
+    """The placement in device memory. A captured graph reads it when it is replayed."""
 
     def __init__(self, placement: Sequence[int], num_experts: int, max_tokens: int, rank: int, device: torch.device):
         self._experts = num_experts
-        with torch.inference_mode(False):  # else it could be changed nowhere else
+        with torch.inference_mode(False):  # an inference tensor could not be updated later
             turn = (torch.arange(max_tokens, device=device) + rank) % TURNS
-            self._first = (turn * (num_experts + 3) + 2)[
-                :, None
-            ]  # [max_tokens, 1] where the ids of a token's turn begin
+            begin = turn * (num_experts + 3) + 2
+            self._first = begin[:, None]  # [max_tokens, 1] where the ids of a token's turn begin
             self._table = torch.empty(TURNS, num_experts + 3, dtype=torch.int32, device=device)
         self.set(placement)
 
     def set(self, placement: Sequence[int]) -> None:
-        """In the order of the current stream."""
+        """Write a placement, in the order of the current stream."""
         self._table.copy_(_table(placement, self._experts))
 
     def of(self, topk_ids: Tensor) -> Tensor:
-        """Logical ids [..., K], int32 or int64, as int32 physical ones. What is no id of an expert stays none, and what
-        no operator takes stays as it is: the operator says so, on all ranks."""
+        """Convert logical ids [..., K], int32 or int64, to int32 physical ids.
+
+        Invalid ids stay invalid. Arguments that operators do not accept are returned unchanged; the operator raises the
+        error.
+        """
         if not isinstance(topk_ids, Tensor) or topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() < 2:
             return topk_ids
         flat = topk_ids.flatten(0, -2)
@@ -90,8 +89,7 @@ class ReplicaMap:
 
 
 def _table(placement: Sequence[int], num_experts: int) -> Tensor:
-    """int32 [TURNS, E + 3]: in each turn what ids -2, -1, 0, ... E become. What is below -1 stays below, what is above
-    the last one is above the last one."""
+    """Return the physical ids of ids -2, -1, 0, ... E in each turn, int32 [TURNS, E + 3]. Invalid ids stay invalid."""
     places: list[list[int]] = [[] for _ in range(num_experts)]
     for place, expert in enumerate(placement):
         places[expert].append(place)
@@ -103,16 +101,23 @@ def _table(placement: Sequence[int], num_experts: int) -> Tensor:
 
 
 def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] | None = None) -> tuple[int, ...]:
-    """A placement under which ranks get about equally many rows, if each logical expert gets ``load`` of them.
+    """Return a placement under which ranks receive about the same number of rows.
 
-    Replicas go to the experts with most rows for each replica they have, one after the other. Weights stay on the ranks
-    that held them ``before``, as far as these replicas are still wanted; the others go, from the largest share on, to
-    the rank with the least so far among those that have room and do not hold the expert yet. Then the rank with most
-    swaps an expert with another rank, as long as it has more than ``SLACK`` above the mean and that helps. The same on
-    all ranks for the same arguments.
+    Replicas are given one by one to the expert with most rows per replica. Weights stay where they were ``before`` as
+    far as their replicas are still needed. The others are placed by decreasing load on the least loaded rank that has
+    room and does not hold the expert yet. Then the most loaded rank swaps experts with other ranks while it exceeds the
+    mean by more than ``SLACK`` and the swap helps. The result is the same on all ranks for the same arguments.
 
-    ``held``: the physical experts of each rank. ValueError for more experts than these, and for a ``before`` that is no
-    placement of so many.
+    Args:
+        load: rows of each logical expert, [E], such as :meth:`MoECommunicator.load`.
+        held: number of physical experts on each rank.
+        before: the current placement, or None.
+
+    Returns:
+        Logical expert of each physical expert.
+
+    Raises:
+        ValueError: there are more logical than physical experts, or ``before`` is not a placement of these.
     """
     experts, places = len(load), sum(held)
     if places < experts:
@@ -145,12 +150,12 @@ def balanced(load: Sequence[float], held: Sequence[int], before: Sequence[int] |
 
 
 def _swap(there: list[list[int]], share: Sequence[float]) -> None:
-    """Swaps experts, as `balanced` says."""
+    """Swap experts between ranks, as :func:`balanced` describes."""
     total = [sum(share[e] for e in own) for own in there]
     enough = (1 + SLACK) * sum(total) / len(total)
     while (most := max(total)) > enough:
         full = total.index(most)
-        best, swap = most * (1 - 1e-6), None  # less than that is rounding
+        best, swap = most * (1 - 1e-6), None  # smaller gains are rounding
         for rank, own in enumerate(there):
             for mine in there[full]:
                 if rank == full or mine in own:
@@ -169,7 +174,7 @@ def _swap(there: list[list[int]], share: Sequence[float]) -> None:
 
 
 def _replicas(load: Sequence[float], places: int, ranks: int) -> list[int]:
-    """How many each expert has; no more than there are ranks, as long as there are experts with fewer."""
+    """Return the number of replicas of each expert: at most the number of ranks while some expert has fewer."""
     counts = [1] * len(load)
     waiting = [(-rows, 1, expert) for expert, rows in enumerate(load)]
     heapq.heapify(waiting)
@@ -192,7 +197,7 @@ def _by_rank(placement: Sequence[int], held: Sequence[int]) -> list[tuple[int, .
 
 
 def _settled(experts: list[int], was: tuple[int, ...]) -> list[int]:
-    """A rank's experts in an order that leaves those in their places which it held."""
+    """Return a rank's experts in an order that leaves the ones that it held in their places."""
     left = sorted(experts)
     kept: list[int | None] = []
     for expert in was:
@@ -204,18 +209,25 @@ def _settled(experts: list[int], was: tuple[int, ...]) -> list[int]:
 
 
 class Move(NamedTuple):
-    """Weights of a logical expert that have to be copied before a placement can follow another."""
+    """A copy of a logical expert's weights that a new placement requires."""
 
     expert: int
-    source: int  # a physical expert that has them
-    place: int  # the physical expert that is to have them
-    crosses: bool  # whether these are on different ranks
+    source: int  # physical expert to copy from
+    place: int  # physical expert to copy to
+    crosses: bool  # whether they are on different ranks
 
 
 def moves(before: Sequence[int], after: Sequence[int], held: Sequence[int]) -> list[Move]:
-    """What has to be copied; from the same rank where it has the weights, else from the replicas in turn.
+    """Return the copies of weights that lead from one placement to another.
 
-    ValueError for placements of different lengths, or of other experts.
+    Weights are copied within a rank where possible, else from the replicas in turn.
+
+    Args:
+        before, after: placements of the same length.
+        held: number of physical experts on each rank.
+
+    Raises:
+        ValueError: the lengths differ, or ``after`` names other experts.
     """
     if len(before) != sum(held) or len(after) != sum(held) or set(after) - set(before):
         raise ValueError(

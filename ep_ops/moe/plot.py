@@ -1,4 +1,4 @@
-"""Pictures of the last operations: when ranks began them, and for whom they waited. A straggler is dark."""
+"""Plots of the last operations: when each rank began them, and for whom it waited."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ import torch
 from .statistics import Stats
 
 _CELL, _LEFT, _TOP, _RIGHT = 26, 80, 62, 120
-_LEAST = 500  # what the heading takes
+_LEAST = 500  # width of the heading
 
 
 def plot_begun(stats: Stats, path: str | Path) -> Path:
-    """Writes an SVG file: a line for each rank, a cell for each of the last operations, the darker the later the rank
-    began it than the first one did, and behind each line the mean in µs. Its heading names the rank that is latest.
+    """Write an SVG that shows how much later than the first rank each rank began each of the last operations.
 
-    ValueError if no operation has been noted by all ranks (the reference backend notes none).
+    It has a line for each rank and a cell for each operation; darker is later. The mean in µs follows each line, and
+    the heading names the rank that is latest on average.
+
+    Args:
+        stats: result of :meth:`MoECommunicator.stats`.
+        path: the file to write.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ValueError: no operation was recorded by all ranks (the reference backend records none).
     """
     _refuse_none(stats)
     late = (stats.begun * 1e6).tolist()
@@ -36,11 +46,13 @@ def plot_begun(stats: Stats, path: str | Path) -> Path:
 
 
 def plot_waits(stats: Stats, path: str | Path) -> Path:
-    """Writes an SVG file: a line for each rank that waits, a cell for each rank that it waits for, the darker the
-    longer its longest wait in an operation was, on average; behind each line is the longest of its cells, in µs.
-    Its heading names the rank that is waited for most: a straggler is a dark column.
+    """Write an SVG that shows how long each rank waited for each other rank.
 
-    ValueError if no operation has been noted by all ranks (the reference backend notes none).
+    It has a line for each waiting rank and a cell for each awaited rank, the mean over the last operations of the
+    longest wait of a thread; darker is longer. The longest cell in µs follows each line, and the heading names the rank
+    that is waited for most. A straggler is a dark column.
+
+    Arguments, result and errors are those of :func:`plot_begun`.
     """
     _refuse_none(stats)
     ranks = stats.waits.shape[0]
@@ -68,7 +80,7 @@ def _grid(
     path: Path, heads: tuple[str, str], cells: Sequence[Sequence[float]], titles: Sequence[Sequence[str]],
     behind: tuple[str, Sequence[float]], foot: str,
 ) -> Path:  # fmt: skip
-    """Of µs by rank: two lines of heading, cells with what they tell, a number behind each line, and a last line."""
+    """Write values in µs by rank: two headings, cells with tooltips, a number after each line, and a footer."""
     most = max(*(max(row) for row in cells), 1e-9)
     width = max(_LEFT + _CELL * len(cells[0]) + _RIGHT, _LEAST)
     height = _TOP + _CELL * len(cells) + 30

@@ -1,4 +1,4 @@
-"""Names in the traces of torch's profiler."""
+"""Ranges in traces of the PyTorch profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function that shows as ``name`` while a profiler looks. (Compiled code shows operators alone.)"""
+    """Show calls of a function as ``name`` in traces. Compiled code shows operators only."""
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What a MoECommunicator hands out."""
+"""Records that a MoECommunicator returns."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ T = TypeVar("T")
 
 
 class DispatchOutput(NamedTuple):
-    """What experts compute on. El local physical experts, R rows, S slots, K experts a token."""
+    """The received rows. El local physical experts, R rows, S slots, K experts a token."""
 
-    x: Tensor  # [R, H], of layout "padded" [El, S, H]; codes of the format where rows are quantized
-    weights: Tensor | None  # [R] or [El, S] of each row, of token-major rows [R, K]; None if no weights were given
-    scales: Tensor | None  # of quantized rows (docs/formats.md)
-    counts: Tensor  # int32 [El] rows of each local expert; of token-major rows, of how many (row, k) it is the expert
-    offs: Tensor  # int32 [El] where the segment of each ends, its padding included; of token-major rows sums of counts
+    x: Tensor  # [R, H], layout "padded" [El, S, H]; codes if rows are quantized
+    weights: Tensor | None  # [R] or [El, S], token-major [R, K]; None if no weights were given
+    scales: Tensor | None  # scales of quantized rows (docs/formats.md)
+    counts: Tensor  # int32 [El] rows of each local expert; token-major: number of (row, k) that name it
+    offs: Tensor  # int32 [El] end of each segment, padding included; token-major: cumulative counts
     dropped: Tensor  # int32 [El] rows that did not fit
-    local_idx: Tensor | None  # int32 [R, K] local experts of token-major rows, -1 none; None in other layouts
+    local_idx: Tensor | None  # token-major: int32 [R, K] local expert of each (row, k), else -1
 
 
 class DispatchHandle(NamedTuple):
-    """What a combine, or another dispatch along the same route, has to know: tensors, and the ints that they were
-    planned with. It may be kept, passed through compiled functions and captured graphs; gradients flow through
-    ``weights``."""
+    """The route and weights that a combine or another dispatch along the same route needs.
+
+    It can be kept, passed through compiled functions, and used in captured graphs. Gradients flow through ``weights``.
+    """
 
     route: Route
-    weights: Tensor | None  # [R] by which a combine multiplies rows; None: by nothing
+    weights: Tensor | None  # [R] weights of the rows in a combine; None: 1
 
 
 class Request(Generic[T]):
-    """A call that has been started."""
+    """A call that was started."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish = finish
 
     def wait(self) -> T:
-        """What the call returns. Once only."""
+        """Return the result of the call. Call it once."""
         return self._finish()

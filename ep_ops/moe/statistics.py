@@ -1,4 +1,4 @@
-"""What a MoECommunicator counts, on the device, and what ranks have noted of when they began their operations."""
+"""Statistics of a MoECommunicator: counts on the device, and the times of its last operations."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from ep_ops.records import Operation, Route
 
 
 class Stats(NamedTuple):
-    """Of one rank, in the host's memory: counts since the last :meth:`MoECommunicator.reset_stats`, and the times of
-    the last operations. A call that goes in rounds (``staging_bytes``) is an operation for each of them, and one more
-    where it tells the route. E logical experts, W ranks, N operations."""
+    """Statistics of one rank, in host memory: counts since the last :meth:`MoECommunicator.reset_stats`, and operation
+    times.
 
-    rank: int  # whose they are
-    dispatches: int  # that have been counted
-    rows: Tensor  # int64 [E] rows that came to this rank, by logical expert; token-major: (row, k)
-    dropped: Tensor  # int64 [E] those that did not fit
-    received: Tensor  # int64 [W] bytes of rows and scales that dispatches brought here, by source rank
-    returned: Tensor  # int64 [W] bytes of rows that combines gave back, by the rank that they went to
-    operations: tuple[int, ...]  # the last ones that all ranks have noted, by number on the communicator; at most 16
-    begun: Tensor  # float64 [W, N] seconds from when the first rank began the operation to when each rank did
-    waits: Tensor  # float64 [W, W, N] the longest that a thread of each rank waited for each source rank in it, seconds
+    E logical experts, W ranks, N operations. A call that runs in rounds (``staging_bytes``) is one operation for each
+    round, and one for the route.
+    """
+
+    rank: int  # the rank
+    dispatches: int  # number of dispatches
+    rows: Tensor  # int64 [E] rows received by logical expert; token-major: (row, k)
+    dropped: Tensor  # int64 [E] rows that did not fit
+    received: Tensor  # int64 [W] bytes of rows and scales received in dispatches, by source rank
+    returned: Tensor  # int64 [W] bytes of rows returned in combines, by destination rank
+    operations: tuple[int, ...]  # numbers of the last operations that all ranks recorded; at most 16
+    begun: Tensor  # float64 [W, N] seconds from the first rank's begin of the operation to each rank's
+    waits: Tensor  # float64 [W, W, N] longest wait of a thread of each rank for each source rank, seconds
 
     @property
     def awaited(self) -> Tensor:
-        """float64 [W]: for how long other ranks waited for each one, the longest of them, on average. A straggler's is
-        large, that of all others small."""
+        """Return how long other ranks waited for each rank, the longest of them, on average: float64 [W] seconds.
+
+        It is large for a straggler and small for the others.
+        """
         others = self.waits.new_zeros(self.begun.shape[0])
         if self.operations:
             others = (self.waits * (1 - torch.eye(len(others), device="cpu")[:, :, None])).amax(0).mean(1)
@@ -38,13 +43,12 @@ class Stats(NamedTuple):
 
     @property
     def late(self) -> Tensor:
-        """float64 [W]: how much later than the first rank each one began, on average. A straggler's is large, that of
-        all others small."""
+        """Return how much later than the first rank each rank began, on average: float64 [W] seconds."""
         return self.begun.mean(1) if self.operations else self.begun.new_zeros(self.begun.shape[0])
 
 
 def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """``Stats.operations``, ``begun`` and ``waits`` of what each rank has noted (``Communicator.last_operations``)."""
+    """Return ``operations``, ``begun`` and ``waits`` of :class:`Stats` from the operations that each rank recorded."""
     by_number = [{operation.number: operation for operation in own} for own in noted]
     numbers = tuple(sorted(set(by_number[0]).intersection(*by_number[1:])))
     times = torch.tensor([[own[n].begun for n in numbers] for own in by_number], dtype=torch.float64, device="cpu")
@@ -55,18 +59,18 @@ def last(noted: Sequence[Sequence[Operation]]) -> tuple[tuple[int, ...], Tensor,
 
 
 class Counts:
-    """Sums over operations, in device memory: captured graphs add to them when they are replayed.
+    """Sums over operations in device memory, so that replayed graphs are counted.
 
-    Where rows lie in a route tells how many copies came from each rank, not how large they were. So there is a line of
-    sums for each size that rows have in some format, and bytes are worked out when somebody asks.
+    The route says how many copies came from each rank, but not their size. Sums are therefore kept for each size of a
+    row, and bytes are computed when they are read.
     """
 
     def __init__(self, num_local_experts: int, world_size: int, sizes: dict[str, int], device: torch.device) -> None:
-        """`sizes`: bytes of a row as it travels, by format."""
+        """``sizes``: bytes of a row as it is sent, by format."""
         self._sizes = sorted(set(sizes.values()))
         self._lines = {format: self._sizes.index(size) for format, size in sizes.items()}
         self._own = sizes[""]
-        # A line: dispatches, rows kept and dropped by expert, and copies as `Route.sources` has them.
+        # A line: dispatches, rows kept, rows dropped, and `Route.sources`.
         self._widths = (1, num_local_experts, num_local_experts, world_size + 1)
         with torch.inference_mode(False):  # else nothing else could add to them
             self._one = torch.ones(1, dtype=torch.int32, device=device)
@@ -84,25 +88,24 @@ class Counts:
             sums.zero_()
 
     def forget_rows(self) -> None:
-        """When somebody else has noted them."""
+        """Reset the counts of rows."""
         first, experts = self._widths[:2]
         self._sums[:, first : first + 2 * experts].zero_()
 
-    # What follows waits for the device.
-
     @property
     def dispatches(self) -> int:
+        """Return the number of dispatches. Synchronizes the host."""
         return int(self._read()[0].sum())
 
     @property
     def rows(self) -> Tensor:
-        """[2, El] rows kept and dropped, by local expert."""
+        """Return rows kept and dropped by local expert, [2, El]. Synchronizes the host."""
         _, kept, dropped, _ = self._read()
         return torch.stack((kept.sum(0), dropped.sum(0)))
 
     @property
     def bytes(self) -> Tensor:
-        """[2, W] bytes received from and returned to each rank."""
+        """Return bytes received from and returned to each rank, [2, W]. Synchronizes the host."""
         received = torch.tensor(self._sizes, device="cpu") @ self._read()[3]
         return torch.stack((received, self._own * self._returned.cpu())).diff()
 
@@ -111,7 +114,7 @@ class Counts:
 
 
 def row_bytes(hidden_size: int, itemsize: int) -> dict[str, int]:
-    """Bytes of a row as it travels, by format ("": none): its numbers, or its codes and scales."""
+    """Return the bytes of a row as it is sent, by format ("": none), scales included."""
     coded = {
         name: hidden_size + per_row(form, hidden_size) * form.scale_dtype.itemsize for name, form in FORMATS.items()
     }

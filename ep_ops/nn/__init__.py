@@ -1,4 +1,4 @@
-"""Layers built on the operators, to copy from as much as to use, and row-wise operations between them."""
+"""Layers built on the operators, and row-wise operations between dispatch and combine."""
 
 from ep_ops.nn.checkpoint import load_experts
 from ep_ops.nn.expert_mlp import Computed, expert_mlp

@@ -1,4 +1,4 @@
-"""Experts from checkpoints of other libraries."""
+"""Loading experts from checkpoints of other libraries."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def load_experts(
     experts: Experts, read: Callable[[str], Tensor], prefix: str,
     projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> None:  # fmt: skip
-    """Fill this rank's experts from a checkpoint that has a matrix for each expert and projection, as Hugging Face's.
+    """Fill this rank's experts from a checkpoint with one matrix for each expert and projection, such as Hugging
+    Face's.
 
-    Reads the experts of this rank only, one matrix at a time. Works on experts that FSDP2 has sharded, too.
+    Reads only the experts of this rank, one matrix at a time. Experts that FSDP2 has sharded can be filled as well.
 
     Args:
         experts: the module to fill.
-        read: returns the tensor of a name: ``safetensors.safe_open(path, "pt").get_tensor``, or a function that knows
-            in which of several files a name is.
-        prefix: what stands before the expert's number, such as ``model.layers.3.mlp.experts.``
-        projections: names of gate [F, H], up [F, H] and down [H, F]; ".weight" follows them.
+        read: returns the tensor of a name, such as ``safetensors.safe_open(path, "pt").get_tensor``.
+        prefix: the name up to the expert's number, such as ``model.layers.3.mlp.experts.``
+        projections: names of the gate [F, H], up [F, H] and down [H, F] projections, which ".weight" follows.
 
     Raises:
         ValueError: a tensor has another shape.

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer, spread over the ranks of a communicator."""
+"""The experts of a mixture-of-experts layer, sharded over the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -23,55 +23,41 @@ class Experts(nn.Module):
 
     On more than one rank the parameters are DTensors of all experts with the placement ``Shard(0)`` over
     ``comm.expert_mesh()``, so that ``torch.distributed.checkpoint``, optimizers and FSDP2 treat them correctly:
-    ``w_in`` [E, H, 2F] and ``w_out`` [E, F, H]. On one rank they are ordinary tensors. No rank ever allocates
-    the experts of other ranks.
+    ``w_in`` [E, H, 2F] and ``w_out`` [E, F, H]. On one rank they are ordinary tensors. No rank allocates the experts of
+    other ranks.
+
+    After backward the gradients of the parameters are sums over the tokens of all ranks (docs/training.md describes how
+    to divide them where other gradients are averages).
 
     Args:
-        comm: gives the number of experts, hidden size H, and which experts this rank holds. Its ``experts_per_rank``
-            must be the default split, which is that of ``Shard(0)``.
-        intermediate_size: F, the width inside each expert.
-        capacity: rows of this rank's receive buffer, a multiple of ``comm.alignment``. Rows that do not fit are
-            dropped and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
+        comm: determines the number of experts, the hidden size H, and which experts this rank holds. Its
+            ``experts_per_rank`` must be the default split, which is that of ``Shard(0)``.
+        intermediate_size: F, the width of each expert.
+        capacity: rows of this rank's receive buffer, a multiple of ``comm.alignment``. Rows that do not fit are dropped
+            and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
         dynamic: size the receive buffer exactly, which costs one host synchronization per call. Under
             ``torch.compile(fullgraph=True)`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops = True``.
-        format: the format in which rows are dispatched (docs/formats.md): empty for the communicator's dtype, ``wire:``
-            and a format for fewer bytes over the network, or ``e4m3/row/fp32`` for a first GEMM in e4m3
+        format: format in which rows are dispatched (docs/formats.md): empty for the communicator's dtype, ``wire:`` and
+            a format to send fewer bytes, or ``e4m3/row/fp32`` for a first GEMM in e4m3
             (:func:`ep_ops.nn.scaled_grouped_mm`; the communicator's dtype must be bfloat16). Gradients are not
             quantized.
-        dtype: of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
-        seed: of the initial weights. They depend on it and on the sizes, not on the number of ranks.
+        dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
+        seed: seed of the initial weights, which do not depend on the number of ranks.
 
-    forward: x [T, H] or [B, S, H] in ``comm.dtype``, topk_idx [..., K] and topk_weights [..., K] -> weighted sums of
-    the experts' outputs, with shape and dtype of x. T (B times S) is 0 to ``comm.max_tokens_per_rank`` and may
-    differ between ranks, all of which take part in every call. ``max_tokens``, a smaller bound that all ranks pass
-    alike, lets a call with few tokens run on the latency kernels with a smaller buffer. ``shared``, a module applied to
-    x, runs while rows are dispatched (before, if ``dynamic``), and its result is added.
-    ``return_dropped=True`` returns (output, rows dropped by each local expert in this call, int32 [El]).
+    Raises:
+        ValueError: a size, a format or the split of the experts is not supported.
 
-    Gradients of the parameters contain the tokens of all ranks after backward: they are sums over ranks
-    (docs/training.md says how to divide them where other gradients are averages).
-
-    The attribute ``gemms`` has the grouped GEMMs, those of PyTorch unless it is set (docs/overlap.md), to the same on
-    all ranks.
-
-    ValueError for a size, a format or a split of the experts that is not supported. A call raises what
-    :meth:`ep_ops.Communicator.dispatch` raises.
+    Attributes:
+        gemms (Gemms): the grouped GEMMs, by default those of PyTorch (docs/overlap.md). Equal on all ranks.
     """
 
     dropped: Tensor  # [El] int32: rows dropped by each local expert since the module was made
     gemms: Gemms = TORCH
 
     def __init__(
-        self,
-        comm: Communicator,
-        intermediate_size: int,
-        *,
-        capacity: int | None = None,
-        dynamic: bool = False,
-        format: str = "",
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, comm: Communicator, intermediate_size: int, *, capacity: int | None = None, dynamic: bool = False,
+        format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         if format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
@@ -92,16 +78,16 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def from_local(self, local: Tensor) -> Tensor:
-        """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; ``local`` on one rank.
+        """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; on one rank, ``local``.
 
-        For parameters of one's own, one for each expert, as adapters and biases. Differentiable.
+        Use it for additional parameters with one entry for each expert, such as adapters and biases. Differentiable.
         """
         return experts_dtensor(self.comm, local)
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights of this rank's experts, and set ``dropped`` to zero.
+        """Draw the initial weights of this rank's experts and set ``dropped`` to zero.
 
-        Call it after ``to_empty``, also when parameters are sharded by FSDP2. Does nothing on the meta device.
+        Call it after ``to_empty``, also if FSDP2 has sharded the parameters. Does nothing on the meta device.
         """
         with torch.no_grad():
             for weight, seeds in ((self.w_in, 0), (self.w_out, 1)):
@@ -111,15 +97,25 @@ class Experts(nn.Module):
                 self.dropped.zero_()
 
     def forward(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        max_tokens: int | None = None,
-        shared: Callable[[Tensor], Tensor] | None = None,
-        return_dropped: bool = False,
-    ) -> Any:
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, max_tokens: int | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None, return_dropped: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return the weighted sums of the experts' outputs. Collective; raises what
+        :meth:`ep_ops.Communicator.dispatch` does.
+
+        Args:
+            x: tokens [T, H] or [B, S, H] in ``comm.dtype``. T (B times S) is 0 to ``comm.max_tokens_per_rank`` and may
+                differ between ranks.
+            topk_idx, topk_weights: chosen experts and their weights, [..., K].
+            max_tokens: bound on T in this call, the same on all ranks. A small one selects latency kernels and a
+                smaller buffer. None: ``comm.max_tokens_per_rank``.
+            shared: a module that is applied to x while rows are dispatched (before, if ``dynamic``); its result is
+                added.
+            return_dropped: return a :class:`Computed` instead of the output.
+
+        Returns:
+            The output, with shape and dtype of x.
+        """
         if shared is not None and not self.dynamic:
             *_, done = self.steps(x, topk_idx, topk_weights, max_tokens=max_tokens, shared=shared)
             assert done is not None
@@ -135,19 +131,13 @@ class Experts(nn.Module):
         return done if return_dropped else done.out
 
     def steps(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        flight: int = 0,
-        max_tokens: int | None = None,
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, flight: int = 0, max_tokens: int | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
-    ) -> Iterator[Computed | None]:
-        """Run ``forward`` in steps, for :func:`ep_ops.nn.interleave`: yield None between start and wait of dispatch and
-        of combine, then the result.
+    ) -> Iterator[Computed | None]:  # fmt: skip
+        """Run ``forward`` in steps, for :func:`ep_ops.nn.interleave`: yield None between the start and the wait of
+        dispatch and of combine, then a :class:`Computed`.
 
-        FSDP2 does not see this call: ``unshard()`` the module before, ``reshard()`` it after. RuntimeError if
+        FSDP2 does not see this call: call ``unshard()`` of the module before, and ``reshard()`` after. RuntimeError if
         ``dynamic``.
         """
         if self.dynamic:
@@ -191,7 +181,7 @@ class Experts(nn.Module):
             self.dropped += dropped
 
     def local_weight(self, name: str) -> Tensor:
-        """Return this rank's experts of the parameter ``name``, in the dtype of rows."""
+        """Return this rank's experts of the parameter ``name``, in the dtype of the rows."""
         weight = getattr(self, name)
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         if local.shape != (self.comm.num_local_experts, *weight.shape[1:]):
@@ -204,7 +194,7 @@ class Experts(nn.Module):
 
 
 def refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """TypeError for state dicts of ordinary tensors where parameters are DTensors."""
+    """Raise TypeError for state dicts with ordinary tensors where parameters are DTensors."""
     for name, parameter in module.named_parameters():
         given = state.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
@@ -216,7 +206,7 @@ def refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others:
 
 
 def check_split(comm: Communicator, what: str) -> None:
-    """Raise ValueError if ranks hold other numbers of experts than ``Shard(0)`` of a DTensor gives them."""
+    """Raise ValueError unless ranks hold as many experts as ``Shard(0)`` of a DTensor gives them."""
     allowed = default_experts(comm.num_experts, comm.world_size)
     if comm.experts_per_rank != allowed:
         raise ValueError(
@@ -226,7 +216,7 @@ def check_split(comm: Communicator, what: str) -> None:
 
 
 def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
-    """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; ``local`` on one rank."""
+    """Return the DTensor of all experts whose shard on this rank is ``local`` [El, ...]; on one rank, ``local``."""
     mesh = comm.expert_mesh()
     if mesh is None:
         return local
@@ -236,20 +226,23 @@ def experts_dtensor(comm: Communicator, local: Tensor) -> Tensor:
 
 
 def check_size(name: str, size: Any, least: int) -> None:
-    """Raise ValueError for what is not an int of at least ``least``."""
+    """Raise ValueError unless ``size`` is an int of at least ``least``."""
     if type(size) is not int or size < least:
         raise ValueError(f"{name} is {size!r}; it must be an int of at least {least}")
 
 
 def default_device(comm: Communicator) -> torch.device:
-    """Return the device of new parameters: meta where that is torch's default device, else the communicator's."""
+    """Return the device of new parameters: meta if that is torch's default device, else the communicator's."""
     default = torch.get_default_device()
     return default if default.type == "meta" else comm.device
 
 
 def local_parts(weight: Tensor) -> Iterator[tuple[int, Tensor, tuple[slice, ...]]]:
-    """Yield, for each expert of ``weight`` [E, ...] of which this rank has a part: its global id, that part, and where
-    in the whole expert it lies. FSDP2 may have sharded the experts further. Nothing on the meta device."""
+    """Yield the global id, the local part, and its slices in the whole expert, for each expert of ``weight`` [E, ...]
+    on this rank.
+
+    FSDP2 may have sharded the experts further. Yields nothing on the meta device.
+    """
     if weight.is_meta:
         return
     if not isinstance(weight, DTensor):
@@ -267,7 +260,7 @@ def local_parts(weight: Tensor) -> Iterator[tuple[int, Tensor, tuple[slice, ...]
 def draw_expert(shape: torch.Size, seed: int, expert: int, which: int) -> Tensor:
     """Return initial weights [M, N] of one of the two matrices of an expert, float32 on the CPU.
 
-    Each matrix has a random stream of its own, so that it does not depend on where experts lie.
+    Each matrix has its own random stream, so that it does not depend on the placement of experts.
     """
     generator = torch.Generator().manual_seed(((seed + 1) * 1_000_003 + expert) * 2 + which)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""Micro-batches that take turns: while one computes, what the other has sent is under way."""
+"""Interleaving of micro-batches: one computes while the operations of the other run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Result = TypeVar("Result")
 
 
 def interleave(*batches: Iterator[Result | None]) -> list[Result]:
-    """Runs generators by turns and returns the result of each.
+    """Run generators in turns and return the result of each.
 
-    A generator computes one micro-batch. It yields None between a start and its wait, where the others take their
-    turns: what they do then overlaps with the operation. In the end it yields its result. Each takes a ``flight`` of
-    its own, so there are two at most on one communicator::
+    A generator computes one micro-batch. It yields None between a start and its wait, so that the work of the others
+    overlaps with the operation, and finally yields its result. Each uses a ``flight`` of its own, so one communicator
+    serves at most two::
 
         def layer(x, flight):
             topk_idx, topk_weights, _ = router(x)
@@ -27,10 +27,18 @@ def interleave(*batches: Iterator[Result | None]) -> list[Result]:
         first, second = interleave(layer(x[:half], 0), layer(x[half:], 1))
 
     :meth:`ep_ops.nn.MoELayer.steps` is such a generator. If one of them raises, all are closed; a block of
-    ``comm.flights()`` around the call ends the operations of generators that do not do so themselves. Backward runs in
-    the opposite order, the gradients of waits as starts, and overlaps as well. Works under
-    ``torch.compile(fullgraph=True)`` where the generators are made in the function that is compiled. RuntimeError for a
-    generator that ends without a result.
+    ``comm.flights()`` around the call ends operations that generators leave in progress. Backward runs in the opposite
+    order, in which the gradients of waits are starts, and overlaps as well. Works under
+    ``torch.compile(fullgraph=True)`` if the generators are created in the compiled function.
+
+    Args:
+        batches: the generators.
+
+    Returns:
+        The result of each generator.
+
+    Raises:
+        RuntimeError: a generator ends without a result.
     """
     results: list[Result | None] = [None] * len(batches)
     try:

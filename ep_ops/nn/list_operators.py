@@ -1,8 +1,7 @@
-"""The operators of lists and of their places' routes: a kernel each on GPUs that run those of the ``cute`` backend,
-plain PyTorch elsewhere. What they make is said in ``lists`` and ``places``.
+"""The operators behind ``lists`` and ``places``: kernels on GPUs that the ``cute`` backend supports, else plain
+PyTorch.
 
-Neither waits for the device. A kernel is compiled by the first call that needs it, which must come before a CUDA graph
-is captured.
+They do not synchronize the host. The first call compiles a kernel; it must come before the capture of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ep_ops.arrivals import size, views
+from ep_ops.formats import round_up
 from ep_ops.nn.live_rows import kernels_on
 from ep_ops.operators.eager import call
 from ep_ops.operators.library import define
 from ep_ops.records import UNKNOWN_ROW
 
 MOST_EXPERTS = 2048
-"""Of which a kernel has tables in shared memory."""
+"""The largest number of experts whose tables fit into the shared memory of a kernel."""
 
 
 def _fake_lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: int) -> tuple[Tensor, ...]:
@@ -48,7 +48,7 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
     expert = expert[order]
     bounds = torch.searchsorted(expert, torch.arange(num_local_experts + 1, device=local_idx.device))
     asked = bounds[1:] - bounds[:-1]
-    padded = _pad(asked, alignment)
+    padded = round_up(asked, alignment)
     begin = (padded.cumsum(0) - padded).clamp(max=length)
     counts = torch.minimum(asked, length - begin)
 
@@ -61,16 +61,12 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
 
     # Padding has a row of its expert's last place: whatever a GEMM makes of it, it is no other expert's number.
     at = torch.arange(length, device=local_idx.device)
-    offs = begin + _pad(counts, alignment)
+    offs = begin + round_up(counts, alignment)
     held = torch.searchsorted(offs, at, right=True)
     end = torch.cat([begin + counts, last])[held]
     some = torch.cat([flat, last])[torch.where(held < num_local_experts, torch.minimum(at, end - 1), length)]
     rows = some // local_idx.shape[1]
     return rows.int(), flat.int(), places.int(), offs.int(), counts.int(), (asked - counts).int()
-
-
-def _pad(count: Tensor, alignment: int) -> Tensor:
-    return (count + alignment - 1) // alignment * alignment
 
 
 def _fake_route(
@@ -96,7 +92,7 @@ def _route(
 
 
 def _arrivals(arrivals: Tensor, places: Tensor, num_places: int, ranks: int) -> Tensor:
-    """Those of the places: the same copies, of as many rows as they have places."""
+    """Return the arrivals of the places: the same copies, with as many rows as they have places."""
     num_rows, top_k = places.shape
     copies, _, sources = views(arrivals, num_rows)
     held = places.flatten() >= 0
@@ -116,7 +112,7 @@ def _arrivals(arrivals: Tensor, places: Tensor, num_places: int, ranks: int) -> 
 def _send_rows(
     topk_idx: Tensor, send_rows: Tensor, places: Tensor, rank: int, experts_per_rank: Sequence[int]
 ) -> Tensor:
-    """[T, K]: of what lies on this rank the place; `UNKNOWN_ROW` of what lies elsewhere."""
+    """Return the place of each (token, k) on this rank, and `UNKNOWN_ROW` on other ranks, [T, K]."""
     holder = _holders(topk_idx, experts_per_rank)
     same = holder[:, :, None] == holder[:, None, :]
     copy = torch.where(same, send_rows[:, None, :], -1).amax(2)  # the copy's row at its rank
@@ -129,7 +125,7 @@ def _send_rows(
 
 
 def _holders(topk_idx: Tensor, experts_per_rank: Sequence[int]) -> Tensor:
-    """The rank that holds each expert, -1 of none."""
+    """Return the rank that holds each expert, or -1."""
     each = experts_per_rank[0]
     if len(set(experts_per_rank)) == 1:
         return torch.div(topk_idx, each, rounding_mode="floor")

@@ -38,17 +38,16 @@ class ExpertLists(NamedTuple):
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Start of each list, and end of the last one, [El + 1]: quack's ``cu_seqlens_m``; ``rows`` is its
-        ``A_idx``.
-        """
+        """Return the start of each list and the end of the last one, [El + 1]: quack's ``cu_seqlens_m`` (``rows`` is
+        its ``A_idx``)."""
         return torch.nn.functional.pad(self.offs, (1, 0))
 
     @property
     def blocks(self) -> Tensor:
-        """Expert of each run of ``alignment`` places, [L / alignment], -1 after the last list.
+        """Return the expert of each block of ``alignment`` places, [L / alignment], -1 after the last list.
 
-        It is ``expert_ids`` of Triton's fused MoE; ``flat`` is its ``sorted_token_ids``, ``offs[-1:]`` its
-        ``num_tokens_post_padded``.
+        These are the ``expert_ids`` of Triton's fused MoE; ``flat`` are its ``sorted_token_ids``, and ``offs[-1:]`` is
+        its ``num_tokens_post_padded``.
         """
         begin = torch.arange(self.rows.shape[0] // self.alignment, device=self.offs.device) * self.alignment
         expert = torch.searchsorted(self.offs.long(), begin, right=True)

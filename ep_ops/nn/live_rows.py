@@ -88,10 +88,11 @@ def swiglu_quantized(
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_lack = functools.cache(lack_of_kernels)
 
 
 def _checked(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """What the operators' arguments begin with."""
+    """Return the arguments that the operators begin with."""
     refuse_transforms("ep::swiglu", (x,))
     refuse_no_route(route)
     segments = route.segments
@@ -118,7 +119,7 @@ def _format(name: str, scales_as: str) -> tuple[formats.Format, str]:
 
 
 class _Rows(NamedTuple):
-    """Arguments of an operator behind x and other rows."""
+    """The operators' arguments after x."""
 
     offs: Tensor
     counts: Tensor
@@ -134,23 +135,18 @@ _ROWS = "Tensor offs, Tensor counts, int alignment, SymInt slots"
 
 
 def kernels_of(x: Tensor, hidden: int) -> Any:
-    """What launches kernels for rows of x; None where plain PyTorch runs."""
+    """Return the module that launches kernels for rows of x, or None if plain PyTorch runs."""
     kernels = kernels_on(x.device)
     return kernels if kernels is not None and kernels.takes(x, hidden) else None
 
 
 def kernels_on(device: torch.device) -> Any:
-    """What launches kernels on a device; None where plain PyTorch runs."""
+    """Return the module that launches kernels on a device, or None if plain PyTorch runs."""
     if device.type != "cuda" or _lack(device) is not None:
         return None
     from ep_ops.backends.cute import local_kernels
 
     return local_kernels
-
-
-@functools.cache
-def _lack(device: torch.device) -> str | None:
-    return lack_of_kernels(device)
 
 
 def _kernel(x: Tensor, hidden: int, *rest: Any) -> Any:
@@ -181,7 +177,7 @@ def _fake_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
 
 
 def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
-    """With s = sigmoid(gate): of the gate grad * up * s * (1 + gate * (1 - s)), of the up grad * gate * s."""
+    """Return the gradient. With s = sigmoid(gate): grad * up * s * (1 + gate * (1 - s)), and grad * gate * s."""
     rows, hidden = _Rows(*along), grad.shape[1]
     kernels = kernels_of(x, hidden)
     if kernels is None:
@@ -224,7 +220,7 @@ def _quantized(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _covered(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """bool [R, 1] each: kept rows, and those of segments."""
+    """Return which rows are kept, and which are in segments, bool [R, 1] each."""
     segments = rows.segments
     return segments.covered(x.shape[0], False)[:, None], segments.covered(x.shape[0], True)[:, None]
 

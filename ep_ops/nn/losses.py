@@ -1,9 +1,9 @@
-"""Losses and updates that keep the load of experts balanced, over the tokens of all ranks.
+"""Losses and bias updates that balance the load of experts over the tokens of all ranks.
 
-The losses return the same value on all ranks: that of one process with all tokens. Their gradients are such that the
-average over the ranks of ``group`` is the gradient of that value, as DistributedDataParallel and FSDP2 average, also
-where ranks have different numbers of tokens. So add them to the loss of a rank, times a coefficient that is the same on
-all ranks. They are collective: every rank of ``group`` calls them in the same order.
+The losses return the same value on all ranks: that of one process with all tokens. The average of their gradients over
+the ranks of ``group``, as DistributedDataParallel and FSDP2 compute it, is the gradient of that value, also if ranks
+have different numbers of tokens. Add them to the loss of each rank, times a coefficient that is the same on all ranks.
+They are collective: every rank of ``group`` calls them in the same order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the load-balancing loss of Switch Transformers for top-k routing: E · sum over experts of f · P.
 
-    f is an expert's part of all choices, P its mean probability (softmax of the logits). The loss is 1 where all
-    experts are chosen equally often, and grows up to E. Gradients flow through P.
+    f is the share of an expert in all choices, P its mean probability (softmax of the logits). The loss is 1 if all
+    experts are chosen equally often, and at most E. Gradients flow through P.
 
     Args:
         logits: the router's scores [..., E].
-        topk_idx: the chosen experts [..., K]; -1 means no expert. Tokens that have none do not count.
+        topk_idx: the chosen experts [..., K]; -1 means no expert. Tokens without an expert do not count.
         group: ranks whose tokens count; None: the default group, or this process if torch.distributed is not
             initialized.
 
@@ -42,7 +42,7 @@ def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGro
 def router_z_loss(logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the mean over tokens of the squared log-sum-exp of the logits [..., E], which keeps logits small.
 
-    ``group`` and the result as for :func:`load_balancing_loss`.
+    ``group`` and the result are as for :func:`load_balancing_loss`.
     """
     logits = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
     mine = torch.logsumexp(logits, dim=-1).square().sum().reshape(1)
@@ -54,15 +54,15 @@ def router_z_loss(logits: Tensor, group: dist.ProcessGroup | None = None) -> Ten
 def update_expert_bias_(
     bias: Tensor, counts: Tensor, rate: float = 1e-3, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raise the bias of experts that were chosen less often than the mean by ``rate``, lower that of the others.
+    """Raise the bias of experts that were chosen less often than the mean by ``rate``, and lower that of the others.
 
     This is DeepSeek-V3's load balancing without an auxiliary loss. Call it once for each optimizer step.
 
     Args:
         bias: buffer ``Router.bias`` [E], changed in place, equally on all ranks.
-        counts: how often this rank's tokens chose each expert [E] since the last update: ``Routing.counts``, or their
+        counts: how often this rank's tokens chose each expert since the last update, [E]: ``Routing.counts``, or their
             sum over micro-batches.
-        rate: the size of a change.
+        rate: size of a change.
         group: as for :func:`load_balancing_loss`.
 
     Raises:
@@ -75,7 +75,7 @@ def update_expert_bias_(
 
 
 def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert occurs in ``topk_idx`` [..., K]: int64 [E]. Entries of -1 do not count."""
+    """Return how often each expert occurs in ``topk_idx`` [..., K], int64 [E]. Entries of -1 do not count."""
     chosen = topk_idx.reshape(-1).long()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
     counts = counts.index_add(0, torch.where(chosen >= 0, chosen, num_experts), torch.ones_like(chosen))
@@ -87,10 +87,9 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _sum_over(group: dist.ProcessGroup | None, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Add vectors over ranks, in one all-reduce.
+    """Add vectors over ranks in one all-reduce.
 
-    The gradient of a sum is that of this rank's part times the number of ranks: the sum over ranks of the gradients
-    that each of them has of its own (equal) value.
+    The gradient of a sum is that of this rank's part times the number of ranks, which averaging divides by.
     """
     if not dist.is_initialized():
         return parts

@@ -1,10 +1,8 @@
-"""A mixture-of-experts layer whose experts are spread over the ranks of a communicator, and its dense twin.
+"""A mixture-of-experts layer with experts sharded over the ranks of a communicator, and its dense equivalent.
 
-    comm = ep_ops.Communicator(num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)
-    layer = ep_ops.nn.MoELayer(comm, intermediate_size=1024)
-    out = layer(x)                                     # x [tokens of this rank, 2048], bfloat16
-
-The layer is a router followed by :class:`ep_ops.nn.Experts`, in which dispatch and combine are called.
+comm = ep_ops.Communicator(num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)
+layer = ep_ops.nn.MoELayer(comm, intermediate_size=1024)
+out = layer(x)                                     # x [tokens of this rank, 2048], bfloat16
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ep_ops.nn.routing import Router
 
 
 class Routing(NamedTuple):
-    """What ``MoELayer`` returns beside its output with ``return_routing=True``."""
+    """The routing that ``MoELayer`` returns with ``return_routing=True``."""
 
     topk_idx: Tensor
     """[..., K]: the chosen experts of this rank's tokens."""
@@ -39,38 +37,27 @@ class Routing(NamedTuple):
 class MoELayer(nn.Module):
     """A router and experts: top-k routed SwiGLU experts, ``comm.num_local_experts`` of them on this rank.
 
+    The gradients of the experts are sums over the tokens of all ranks. Average or sum those of the parameters that
+    every rank holds (router, shared expert) over ranks, as in data parallelism (docs/training.md).
+
     Args:
-        comm: gives the number of experts, top_k, hidden size H, dtype, and which experts this rank holds.
+        comm: determines the number of experts, top_k, hidden size H, dtype, and which experts this rank holds.
         intermediate_size, capacity, dynamic, format, dtype, seed: as for :class:`ep_ops.nn.Experts`.
-        router: a module that returns (topk_idx, topk_weights, logits) of x, as :class:`ep_ops.nn.Routed` says.
+        router: a module that returns (topk_idx, topk_weights, logits) for x, as described by :class:`ep_ops.nn.Routed`.
             None: ``Router(E, H, top_k)``, a softmax router.
-        shared_intermediate_size: width of one more expert that every token visits on its own rank; 0 for none. It
-            computes while rows are dispatched (unless ``dynamic``).
+        shared_intermediate_size: width of one more expert that processes every token on its own rank; 0 for none. It
+            runs while rows are dispatched (unless ``dynamic``).
 
-    forward: x [T, H] or [B, S, H] in ``comm.dtype`` -> the same shape and dtype. T (B times S) is 0 to
-    ``comm.max_tokens_per_rank`` and may differ between ranks, all of which take part in every call. ``max_tokens``: see
-    :class:`ep_ops.nn.Experts`. ``return_routing=True`` returns (output, :class:`Routing`).
-
-    Gradients of the experts contain the tokens of all ranks; those of the parameters that every rank holds (router,
-    shared expert) are to be averaged or summed over ranks, as in data parallelism (docs/training.md).
-
-    ValueError for a size, a format or a split of the experts that is not supported. A call raises what
-    :meth:`ep_ops.Communicator.dispatch` raises.
+    Raises:
+        TypeError: ``comm`` is not a communicator.
+        ValueError: a size, a format or the split of the experts is not supported.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        intermediate_size: int,
-        *,
-        router: nn.Module | None = None,
-        capacity: int | None = None,
-        dynamic: bool = False,
-        shared_intermediate_size: int = 0,
-        format: str = "",
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, comm: Communicator, intermediate_size: int, *, router: nn.Module | None = None,
+        capacity: int | None = None, dynamic: bool = False, shared_intermediate_size: int = 0, format: str = "",
+        dtype: torch.dtype | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
         if not isinstance(comm, Communicator):
             raise TypeError(f"comm is {comm!r}; expected an ep_ops.Communicator, which has the numbers and sizes")
         super().__init__()
@@ -86,6 +73,15 @@ class MoELayer(nn.Module):
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, dtype, device, seed)
 
     def forward(self, x: Tensor, max_tokens: int | None = None, return_routing: bool = False) -> Any:
+        """Return the layer's output, with shape and dtype of x. Collective; raises as
+        :meth:`ep_ops.Communicator.dispatch` does.
+
+        Args:
+            x: tokens [T, H] or [B, S, H] in ``comm.dtype``. T (B times S) is 0 to ``comm.max_tokens_per_rank`` and may
+                differ between ranks.
+            max_tokens: as for :meth:`Experts.forward`.
+            return_routing: return (output, :class:`Routing`).
+        """
         topk_idx, topk_weights, logits = self.router(x)
         out, dropped = self.experts(
             x, topk_idx, topk_weights, max_tokens=max_tokens, shared=self.shared, return_dropped=True
@@ -96,8 +92,7 @@ class MoELayer(nn.Module):
         return out, Routing(topk_idx, topk_weights, logits, counts, dropped)
 
     def steps(self, x: Tensor, flight: int = 0, max_tokens: int | None = None) -> Iterator[Tensor | None]:
-        """Run ``forward`` in steps: see :meth:`Experts.steps`. Yield None between start and wait of dispatch and of
-        combine, then the output."""
+        """Run ``forward`` in steps, as :meth:`Experts.steps`: yield None between starts and waits, then the output."""
         topk_idx, topk_weights, _ = self.router(x)
         for done in self.experts.steps(
             x, topk_idx, topk_weights, flight=flight, max_tokens=max_tokens, shared=self.shared
@@ -106,19 +101,14 @@ class MoELayer(nn.Module):
 
 
 class DenseMoE(nn.Module):
-    """The same model with all experts on every rank and no communication: what ``MoELayer`` is checked against.
+    """A dense model with all experts on every rank and no communication, to compare ``MoELayer`` with.
 
-    With the sizes and seed of a ``MoELayer`` it has the same initial weights and names of parameters, and so the same
-    outputs up to rounding. It runs every expert on every token: slow, plain, differentiable.
+    With the sizes and seed of a ``MoELayer`` it has the same initial weights and parameter names, and the same outputs
+    up to rounding. Every expert runs on every token, which is slow.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        intermediate_size: int,
-        *,
-        shared_intermediate_size: int = 0,
-        seed: int = 0,
+        self, comm: Communicator, intermediate_size: int, *, shared_intermediate_size: int = 0, seed: int = 0
     ) -> None:
         super().__init__()
         self.router = Router(comm.num_experts, comm.hidden_size, comm.top_k, seed=seed)
@@ -132,7 +122,7 @@ class DenseMoE(nn.Module):
 
 
 class DenseExperts(nn.Module):
-    """Every expert applied to every token."""
+    """Experts that are all applied to every token."""
 
     def __init__(self, experts: range, hidden_size: int, intermediate_size: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -151,7 +141,7 @@ class DenseExperts(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """An ordinary expert, for every token: x [T, H] -> [T, H], with w_in [H, 2F] and w_out [F, H]."""
+    """One expert for every token: x [T, H] -> [T, H], with w_in [H, 2F] and w_out [F, H]."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device | None, seed: int
@@ -174,7 +164,7 @@ class SwiGLU(nn.Module):
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """[..., 2F] -> [..., F]: silu of the first half times the second."""
+    """Return silu of the first half times the second half: [..., 2F] -> [..., F]."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 
@@ -182,6 +172,6 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
 def shared_expert(
     hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device | None, seed: int
 ) -> SwiGLU | None:
-    """Return the expert that all tokens visit, or None for the size 0."""
+    """Return the expert that all tokens use, or None for size 0."""
     check_size("shared_intermediate_size", intermediate_size, 0)
     return SwiGLU(hidden_size, intermediate_size, dtype, device, seed) if intermediate_size else None

@@ -1,7 +1,7 @@
 """Experts under data parallelism: DistributedDataParallel, FSDP2, gradient clipping.
 
 A model has two kinds of parameters: those that all ranks hold (router, attention), whose gradients data parallelism
-averages, and experts, each held by one rank of the communicator, whose gradients contain the tokens of all ranks.
+averages, and experts, each held by one rank of the communicator, whose gradients include the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that have experts of their own, with the prefix of their parameters' names.
+    """Yield the layers that have experts, with the prefix of their parameters' names.
 
     Modules that wrap such a layer and forward its attributes (``torch.compile``, ``checkpoint_wrapper``) are not
     included.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_ops.records import TOKEN_MAJOR, Route, no_route
+from ep_ops.records import Route, no_route
 
 
 def refuse_no_route(given: Any) -> None:
@@ -29,17 +29,7 @@ def expert_of_rows(route: Route) -> Tensor:
         ValueError: the route is token-major.
     """
     refuse_no_route(route)
-    if route.layout == TOKEN_MAJOR:
-        raise ValueError("route is token-major: its rows belong to several experts; take ep_ops.nn.expert_lists")
-    row = torch.arange(route.num_rows, device=route.offs.device)
-    if route.offs.shape[0] == 0:
-        return torch.full_like(row, -1)
-    counts = route.counts.long()
-    padded = (counts + route.alignment - 1) // route.alignment * route.alignment
-    end = route.offs.long() - padded + counts  # behind the last row that the expert owns
-    expert = torch.searchsorted(route.offs.long(), row, right=True).clamp(max=end.shape[0] - 1)
-    owned = (row < end[expert]) & (row >= (end - counts)[expert])
-    return torch.where(owned, expert, -1)
+    return route.m_indices.long()
 
 
 def of_rows(values: Tensor, route: Route) -> Tensor:

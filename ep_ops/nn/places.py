@@ -1,14 +1,15 @@
-"""Combine for the results of a gathering GEMM on token-major rows, which sums the places of a token on the way.
+"""Combine for the output of a gathering GEMM on token-major rows.
 
     sent = comm.dispatch(x, topk_idx, topk_weights, layout="token_major")  # rows [R, H], local ids and weights [R, K]
     lists = expert_lists(sent.local_idx, comm.num_local_experts)
     y = gather_mm(sent.x, w, lists)                             # [L, N], a row for each place
     out = comm.combine(y, places_route(comm, sent.route, lists), weights_of_places(sent.weights, lists))
 
-The result of a gathering GEMM has a row for each place, as grouped rows have one for each (token, k).
-:func:`places_route` rewrites the route of the token-major dispatch for these rows. The combine of grouped rows then
-accepts them and their weights, and sums them while it reads them: on the expert's rank over k ascending, one row to the
-owner. The result has the bits of a combine of :func:`ep_ops.nn.reduce_rows`, without storing [R, H].
+The output of a gathering GEMM has one row for each place, as grouped rows have one for each (token, k).
+:func:`places_route` converts the route of the token-major dispatch to a route of these rows. The combine of grouped
+rows then accepts them with their weights and sums them as it reads them: on the expert's rank over k ascending, with
+one row sent to the owner. The result has the bits of a combine of :func:`ep_ops.nn.reduce_rows`, without storing [R,
+H].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routers: the module that chooses the experts of each token."""
+"""Routers, which choose the experts of each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Routed(NamedTuple):
-    """What a router returns for tokens x [..., H]. A router of one's own may return a plain tuple of these three."""
+    """The result of a router for tokens x [..., H]. Other routers can return a plain tuple of these three."""
 
     topk_idx: Tensor
     """[..., K], int32 or int64: global ids of the chosen experts; -1 means no expert."""
@@ -21,23 +21,22 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer that scores all experts, and the choice of the ``top_k`` best ones.
+    """A linear layer that scores all experts and chooses the ``top_k`` best ones.
 
     The scores are computed in float32 (float64 if x is), also under ``torch.autocast``.
 
     Args:
-        num_experts: E, of all ranks.
+        num_experts: E, the number of experts of all ranks.
         hidden_size: H.
         top_k: K, the number of experts of a token.
         scores: "softmax" over all experts, or "sigmoid" of each.
-        bias: whether to keep a buffer ``bias`` [E], float32, that is added to the scores when experts are chosen, but
-            not to the weights of those chosen: see :func:`update_expert_bias_`.
-        seed: of the initial weights, which depend on it and on the sizes only.
-        device: of the parameters.
+        bias: keep a float32 buffer ``bias`` [E] that is added to the scores when experts are chosen, but not to their
+            weights (see :func:`update_expert_bias_`).
+        seed: seed of the initial weights.
+        device: device of the parameters.
 
-    forward: x [..., H] -> :class:`Routed`. The weights of a token add up to 1.
-
-    ValueError for another ``scores``.
+    Raises:
+        ValueError: ``scores`` has another value.
     """
 
     bias: Tensor | None
@@ -56,7 +55,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights, and set the bias to zero. Parameters must not be sharded."""
+        """Draw the initial weights and set the bias to zero. Parameters must not be sharded."""
         if self.weight.is_meta:
             return
         generator = torch.Generator().manual_seed(self.seed)
@@ -67,6 +66,7 @@ class Router(nn.Module):
                 self.bias.zero_()
 
     def forward(self, x: Tensor) -> Routed:
+        """Return the :class:`Routed` of x [..., H]. The weights of a token add up to 1."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch.autocast does not take meta devices.
         with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):

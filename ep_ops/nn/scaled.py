@@ -1,4 +1,4 @@
-"""The first GEMM of experts on rows that were dispatched quantized, with one scale for each row."""
+"""Grouped GEMM on quantized rows with one scale for each row."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sums of rows that indices name: what brings token-major rows to the places of lists, and places back to rows.
+"""Sums of indexed rows, by which token-major rows are copied to the places of lists, and places are summed.
 
-On GPUs that run the kernels of the ``cute`` backend, rows of bfloat16, float16 and float32 whose length is a multiple
-of 16 bytes are summed by a kernel, which reads the rows that are named and no others. Everything else is plain PyTorch.
-A kernel is compiled by the first call that needs it, which must come before a CUDA graph is captured.
+A kernel computes them on GPUs that the ``cute`` backend supports, for rows of bfloat16, float16 and float32 whose
+length is a multiple of 16 bytes, and reads no other rows than those named. Otherwise plain PyTorch does. The first call
+compiles the kernel; it must come before the capture of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from ep_ops.operators.library import LIBRARY, define
 
 
 def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-    """x [N, H], index int32 [B, K], weights [B, K] -> [B, H]: the sum of the rows that are named, k ascending, each
-    times its weight; an index below 0 names none, and zeros come of no row at all.
+    """Return the sums of the rows that ``index`` names, each times its weight, over k ascending.
 
-    In fp32 (fp64 where x is), each product and each sum rounded, then rounded once. With K = 1 and without weights rows
-    are copied, of any dtype. Differentiable functions are made of it; its own gradient, which would have to know who
-    names each row, raises NotImplementedError.
+    Sums are computed in fp32 (fp64 if x is), with each product and each sum rounded, and rounded once to the dtype of
+    x. With K = 1 and without weights rows of any dtype are copied. Not differentiable itself; differentiable functions
+    use it.
+
+    Args:
+        x: rows [N, H].
+        index: int32 [B, K]; negative values name no row.
+        weights: [B, K]. None: 1.
+
+    Returns:
+        [B, H], zeros where no row is named.
     """
     return call("sum_rows", x, index, None if weights is None else weights.to(exact_dtype(x.dtype)))
 
@@ -51,7 +58,7 @@ def _sum_rows(x: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def of_index(x: Tensor, index: Tensor) -> Tensor:
-    """[B, H] of the sums' dtype: the rows that ``index`` [B] names, zeros where it is below 0."""
+    """Return the rows that ``index`` [B] names, in the dtype of sums, zeros where it is negative: [B, H]."""
     return torch.where((index >= 0)[:, None], x[index.clamp(min=0)].to(exact_dtype(x.dtype)), 0)
 
 

@@ -1,4 +1,4 @@
-"""Which operators selective activation checkpointing should not run again."""
+"""Operators that selective activation checkpointing should not run again."""
 
 from __future__ import annotations
 

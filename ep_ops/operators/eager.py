@@ -1,9 +1,8 @@
-"""How methods, layers and gradients call operators.
+"""Calls of operators from methods, layers and gradients.
 
-PyTorch's dispatcher hands a call to autograd, to tracers and to the implementation. That takes the host as long as a
-decode step's kernels, and several times as long where gradients are asked for. Where only autograd would do anything,
-an eager call goes to the implementation itself, or to the autograd function around it. ``torch.ops.ep`` always takes
-the long way.
+PyTorch's dispatcher passes a call to autograd, to tracers and to the implementation. This takes as long on the host as
+the kernels of a decode step, and several times as long with gradients. Where only autograd would act, an eager call
+goes directly to the implementation, or to the autograd function around it. ``torch.ops.ep`` always uses the dispatcher.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _ALIGNED = 16  # bytes: rows begin at multiples of it
 
 
 def learn(name: str, run: Callable[..., Any], unchecked: Callable[..., Any] | None = None) -> None:
-    """Note what runs an operator that is defined, and the types of its arguments."""
+    """Register what runs a defined operator, and the types of its arguments."""
     arguments = getattr(torch.ops.ep, name).default._schema.arguments
     IMPLEMENTATIONS[name], _PLAIN[name] = run, set()
     _ARGUMENTS[name] = tuple(_TYPES[str(a.type)] for a in arguments)
@@ -66,7 +65,7 @@ def learn(name: str, run: Callable[..., Any], unchecked: Callable[..., Any] | No
 
 
 def call(name: str, *args: Any) -> Any:
-    """``torch.ops.ep.<name>(*args)``, with all arguments."""
+    """Return ``torch.ops.ep.<name>(*args)``. All arguments must be given."""
     if _heeded():
         return _dispatched(name, args, tuple(map(type, args)))
     key = known = None
@@ -99,7 +98,7 @@ def _given(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> Any:
-    """``torch.ops.ep.<name>(*args)`` by PyTorch's dispatcher."""
+    """Call ``torch.ops.ep.<name>(*args)`` through PyTorch's dispatcher."""
     if not _is_compiling():
         _reject_misfits(name, args, types)
     refuse_transforms(f"ep::{name}", args)
@@ -107,8 +106,11 @@ def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> An
 
 
 def _accept(accepted: dict[Any, Any], key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """Remember a call that has passed its checks, the second time that it comes. From then on tensors of the same
-    types, dtypes, devices, sizes and strides pass, without gradients and in the same modes."""
+    """Remember a call that has passed its checks, the second time that it occurs.
+
+    From then on tensors with the same types, dtypes, devices, sizes and strides are accepted, without gradients and in
+    the same modes.
+    """
     if any(isinstance(other, Tensor) for other in others):
         return
     if key not in accepted:
@@ -167,8 +169,8 @@ _ALLOWED = {
 def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
     """Raise NotImplementedError for forward-mode and torch.func derivatives, which are not supported.
 
-    Without this check forward-mode derivatives would silently be zero, and torch.func.grad would fail with an error
-    about an autograd.Function that the user has not written.
+    Otherwise forward-mode derivatives would silently be zero, and torch.func.grad would raise an error about an
+    internal autograd.Function.
     """
     if forward_ad._current_level < 0 and (_is_compiling() or _transforms() is None):
         return
@@ -214,7 +216,7 @@ def _heeded() -> bool:
 
 
 def _plain(name: str, types: tuple[type, ...]) -> bool:
-    """Whether all arguments are what they plainly are; remembered if so."""
+    """Return whether all arguments have the plain types of the schema, and remember them if so."""
     plain = all(given in allowed for given, allowed in zip(types, _ARGUMENTS[name], strict=True))
     if plain:
         _PLAIN[name].add(types)

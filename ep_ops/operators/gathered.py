@@ -1,14 +1,14 @@
-"""In compiled code: the rows of a gathering combine are written where peers fetch them, and not copied there.
+"""Compiled code writes the rows of a gathering combine directly to symmetric memory.
 
-``ep::combine_gathered`` copies rows that lie elsewhere into symmetric memory. To Inductor it is an operator whose input
-it allocates like any other. The lowering here asks for that memory (``ep::rows_to_gather``) and has the kernel that
-computes the rows write into it, where Inductor hands that kernel its result's memory: kernels that it generates itself,
-and products (``torch.mm``, ``torch.addmm``). Of rows that somebody else reads, too, a generated kernel writes a second
-copy. Rows that an operator allocates itself (``torch._grouped_mm``, operators of other libraries), and views of them,
-are copied; so is what comes from outside of the graph, unless it lies there already.
+``ep::combine_gathered`` copies rows that lie elsewhere to symmetric memory, and Inductor allocates its input like any
+other. The lowering in this file requests symmetric memory (``ep::rows_to_gather``) and makes the kernel that computes
+the rows write to it, if Inductor passes that kernel its output memory: kernels that Inductor generates, and products
+(``torch.mm``, ``torch.addmm``). If other nodes read the rows too, a generated kernel writes a second copy. Rows that an
+operator allocates itself (``torch._grouped_mm``, operators of other libraries), views of them, and graph inputs that
+lie elsewhere are copied.
 
-That memory is the same in every call. So it is asked for in the operators' sequence (ordering.py), after a gathering
-combine before this one; Inductor hands it to no other tensor; and rows lie there that nobody reads but this operator.
+All calls use the same memory. It is therefore requested in the operators' sequence (ordering.py), after the previous
+gathering combine; Inductor gives it to no other tensor; and no other node reads it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def lowering(default: Callable[..., Any], in_sequence: Callable[[Any], None]) ->
 
 
 def _is_alone(graph: Any, y: Any) -> bool:
-    """Whether no other node of the graph takes the buffer ``y``, or a view of it."""
+    """Return whether no other node of the graph uses the buffer ``y`` or a view of it."""
     from torch._inductor import ir
 
     def buffer(value: Any) -> Any:

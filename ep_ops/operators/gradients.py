@@ -22,7 +22,7 @@ from .eager import call
 
 
 class Gradient(NamedTuple):
-    """The gradient of operators that return alike."""
+    """The gradient of operators with equal results."""
 
     operators: tuple[str, ...]  # what backward runs
     save: Callable[[Any, Any, Any, Any], None]

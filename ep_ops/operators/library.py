@@ -18,8 +18,15 @@ def define(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (CONTIGUOUS,),
     unchecked: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
-    """An operator that runs on CPUs and GPUs; ``fake`` gives the shapes and dtypes of what it returns, ``unchecked``
-    runs it for a communicator that it names with arguments that need no check."""
+    """Define an operator for CPUs and GPUs.
+
+    Args:
+        schema: name, arguments and results.
+        run: its implementation.
+        fake: returns empty results, for tracing.
+        tags: tags besides ``pt2_compliant_tag``.
+        unchecked: runs it without checks; takes (communicator, arguments).
+    """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     # Opaque to Dynamo: called from a function that broke its graph, a backend's Python must not be traced into.
@@ -32,7 +39,7 @@ def define(
 
 
 def differentiate(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
-    """The gradient of an operator, which has none itself; ``save`` (ctx, inputs, output) keeps what it needs."""
+    """Register the gradient of an operator. ``save`` (ctx, inputs, output) keeps what ``backward`` needs."""
     # Opaque to Dynamo, as what the operators run is.
     opaque = torch._disable_dynamo(once(f"ep::{name}", backward))
     torch.library.register_autograd(f"ep::{name}", opaque, setup_context=torch._disable_dynamo(save), lib=LIBRARY)

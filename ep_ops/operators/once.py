@@ -1,8 +1,8 @@
-"""Gradients that cannot be differentiated a second time say so.
+"""Gradients that raise an error if they are differentiated again.
 
-``torch.autograd.function.once_differentiable`` lets such gradients hang on nothing, so ``torch.autograd.grad`` does not
-come to the node that raises: a Hessian would lack what went through an operator, without a word. And it does not look
-at what was saved: of a weighted combine the gradients depend on rows and weights, also where grad_out is a constant.
+``torch.autograd.function.once_differentiable`` does not suffice. ``torch.autograd.grad`` does not reach the node that
+raises, so a Hessian would silently lack the contribution of an operator. It also ignores saved tensors: the gradients
+of a weighted combine depend on rows and weights even if grad_out is constant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def once(name: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """``backward`` (ctx, *gradients) of the function ``name``, whose results raise if they are differentiated."""
+    """Return ``backward`` (ctx, *gradients) of the function ``name`` with results that raise if they are
+    differentiated."""
 
     def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():  # as ever without create_graph
@@ -46,7 +47,7 @@ class _Context:
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The first ``count`` tensors; the others are what they were made of."""
+        """Return the first ``count`` tensors. They were computed from the others."""
         ctx.name = name
         return tuple(tensor.detach() for tensor in tensors[:count])
 

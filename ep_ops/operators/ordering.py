@@ -1,16 +1,17 @@
 """Keep the order in which compiled graphs run the ep operators.
 
-Ranks must run them in one order: the order of the program. To Inductor they are functions without effects, which it
-sorts by the sizes of the rank's own tensors, and leaves out where nothing uses their results (a rank without tokens);
-ranks that compiled for different sizes, or one that runs eagerly, would then meet in different operators. So each
-operator of a graph, whatever its communicator, is made to wait for the one before it and is never left out. This
-costs nothing: they run on one stream anyway. A subgraph that stays one (a branch of torch.cond) has its own sequence.
+All ranks must run the operators in the order of the program. Inductor treats them as functions without effects: it
+sorts them by the sizes of the rank's own tensors, and removes those whose results are not used (on a rank without
+tokens). Ranks that compiled for different sizes, or one that runs eagerly, would then call different operators at the
+same time. Therefore each operator of a graph, whatever its communicator, waits for the one before it and is never
+removed. This costs no time, because they run on one stream. Subgraphs (branches of torch.cond) have sequences of their
+own.
 
-What the program does between start and wait of a split operation (``SPLIT``) stays between them: that is what they are
-for. Inductor would run it before the start or behind the wait. What a start was given is not overwritten before the
-wait, which takes the same tensors; where the wait is in another graph, not at all.
+The program's work between the start and the wait of a split operation (``SPLIT``) stays between them; Inductor would
+move it before the start or after the wait. The inputs of a start are not overwritten before the wait, which takes the
+same tensors; if the wait is in another graph, they are never overwritten.
 
-Inductor has no public interface for that. On a torch that this was not tried on, it is left as it is, with a warning.
+Inductor has no public interface for this. On untested versions of torch, nothing is changed, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _sequences: weakref.WeakKeyDictionary[Any, list[tuple[float, str, str]]] = weakr
 
 
 def install() -> None:
-    """Teach Inductor the order of the operators; does nothing the second time.
+    """Register the operators' order with Inductor, once.
 
-    Called when an operator is first traced, so that importing ep_ops does not import Inductor.
+    It is called when an operator is first traced, so that importing ep_ops does not import Inductor.
     """
     global _installed
     if _installed:
@@ -80,7 +81,7 @@ def _warn(why: str) -> None:
 
 @functools.cache
 def digest_of(folders: tuple[Path, ...]) -> str:
-    """SHA-256 of all Python files in these folders, names included."""
+    """Return the SHA-256 of all Python files in these folders, including their names."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
@@ -127,7 +128,7 @@ def _install() -> None:
 
 
 def _number(graph: torch.fx.Graph) -> None:
-    """Note the program's order in the nodes, before passes move them."""
+    """Record the order of the program in the nodes, before passes move them."""
     position = 0
     started: list[str] = []
     for node in graph.nodes:
@@ -143,10 +144,8 @@ def _number(graph: torch.fx.Graph) -> None:
 
 
 def _restore_split(graph: torch.fx.Graph) -> None:
-    """Between start and wait of an operation stands what the program has there, and nothing else.
-
-    Nodes have been moved, if at all, towards what uses them.
-    """
+    """Restore the nodes between the start and the wait of each split operation. Passes only move nodes towards their
+    users."""
     for wait in [node for node in graph.nodes if node.target in SPLIT]:
         start = wait.args[0]
         order = {node: place for place, node in enumerate(graph.nodes)}
@@ -167,9 +166,9 @@ def _restore_split(graph: torch.fx.Graph) -> None:
 
 
 def _keep_empty(default: Callable[..., Any]) -> Callable[..., Any]:
-    """Inductor's decomposition of torch.cat, which leaves out tensors without elements.
+    """Return Inductor's decomposition of torch.cat without its removal of empty tensors.
 
-    What makes them, such as the combine of a rank without tokens, would be gone before it is lowered.
+    It would remove operators whose results are empty, such as the combine of a rank without tokens.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -182,7 +181,7 @@ def _keep_empty(default: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Inductor's default lowering of ``op``, after which the kernel is given its place."""
+    """Return Inductor's default lowering of ``op``, followed by :func:`_place`."""
     from torch._inductor.virtualized import V
 
     def lower(*args: Any, **kwargs: Any) -> Any:
@@ -209,8 +208,10 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
 
 
 def _place(graph: Any, kernel: Any, before: float = 0) -> None:
-    """Make the kernel wait for the one before it in the program, and the one after it wait for the kernel. It stands
-    ``before`` the operator that is being lowered."""
+    """Make the kernel wait for its predecessor in the program, and its successor wait for the kernel.
+
+    ``before``: distance of the kernel from the operator that is being lowered.
+    """
     sequence = _sequences.setdefault(graph, [])
     # Only graphs for inference have their nodes moved; in backward graphs, recomputed nodes have an older number.
     position = graph.current_node.meta.get(_POSITION) if graph.is_inference else None
@@ -223,9 +224,9 @@ def _place(graph: Any, kernel: Any, before: float = 0) -> None:
 
 
 def _keep_between(graph: Any, ticket: str, between: list[Any], wait: Any) -> None:
-    """Make what was lowered between a start and its wait follow the start, and the wait follow it.
+    """Make operations between a start and its wait run after the start and before the wait.
 
-    A product that is merged into an addition behind the wait (addmm) is not between them any more.
+    A product that is merged into a later addition (addmm) is no longer between them.
     """
     for made in between:
         graph.additional_buffer_deps[made.get_operation_name()].add(ticket)

@@ -32,7 +32,7 @@ def install() -> None:
     """Declare the operators' side effects, and mark them in every joint graph that is partitioned.
 
     Raises:
-        AttributeError, ImportError: this PyTorch has not what is needed. Nothing has been changed then.
+        AttributeError, ImportError: this version of PyTorch lacks something. Nothing has been changed.
     """
     from torch._functorch import compile_utils, partitioners
     from torch.fx.node import has_side_effect
@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def mark(graph: Graph) -> None:
-    """Decide for each operator of a joint graph whether backward runs it again, from the program alone."""
+    """Decide for each operator of a joint graph whether backward runs it again. Sizes have no influence."""
     if not any(node.target in _OPERATORS for node in graph.nodes):
         return
     from torch.utils.checkpoint import CheckpointPolicy as Policy
@@ -70,7 +70,7 @@ def mark(graph: Graph) -> None:
     }
 
     def save(node: Node) -> None:
-        """Save a repeated node instead. Of an operator with several results, each is a node of its own."""
+        """Save a repeated node instead. Each result of an operator with several results is a node."""
         for result in (node, *(user for user in node.users if _maker(user) is node)):
             result.meta["recompute"] = Policy.MUST_SAVE
             repeated.discard(result)
@@ -98,15 +98,18 @@ def _starts_backward(node: Node) -> bool:
 
 
 def _maker(node: Node) -> Node:
-    """The node itself, or the operator whose result it takes out of a tuple."""
+    """Return the node, or the operator whose result it takes out of a tuple."""
     while node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def _exposed(forward: list[Node], repeated: set[Node], saved: Any) -> set[Node]:
-    """Repeated nodes that are computed from a repeated ep operator and read by nodes that may be saved or recomputed,
-    which the partitioner decides by their sizes. A view is not saved; what it is a view of is exposed instead."""
+    """Return repeated nodes that depend on a repeated ep operator and are read by nodes that may be saved or
+    recomputed.
+
+    The partitioner decides about those by their sizes. A view is not saved; the tensor that it is a view of is exposed.
+    """
     computed: set[Node] = set()
     for node in forward:
         if node in repeated and (node.target in _OPERATORS or not computed.isdisjoint(node.all_input_nodes)):
@@ -125,7 +128,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _memory_budget(graph: Graph) -> float:
-    """As the partitioner determines it: of a region, of the model, or in general."""
+    """Return the memory budget as the partitioner determines it: of a region, of the model, or the default."""
     from torch._functorch import config, partitioners
 
     of_region = getattr(partitioners, "_get_memory_budget_annotation", lambda node: None)

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from .. import registry
+from .. import checks, registry
 from .library import CONTIGUOUS, define, differentiate
 from .rejection import reject
 from .table import OPERATORS, Operator
 
 
 def _unchecked(op: Operator) -> Callable[..., Any]:
-    """Return what hands arguments (communicator, arguments in schema order) to the communicator's backend."""
+    """Return a function that passes (communicator, arguments in schema order) to the communicator's backend."""
     name, record, run = op.name, op.arguments, op.run
 
     def unchecked(comm: registry.Living, args: tuple[Any, ...]) -> Any:
@@ -34,14 +34,17 @@ def _unchecked(op: Operator) -> Callable[..., Any]:
 
 
 def _implementation(op: Operator, unchecked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what finds the communicator, checks, and hands to its backend. What this rank raises all ranks raise."""
+    """Return a function that finds the communicator, checks the arguments and runs ``unchecked``. Errors reach all
+    ranks."""
     name, record, check = op.name, op.arguments, op.check
-    whole, living = len(record._fields), registry.living
+    whole, split, living = len(record._fields), "flight" in record._fields, registry.living
 
     def implementation(*args: Any) -> Any:
         a = tuple.__new__(record, args) if len(args) == whole else record(*args)
         comm = living.get(a.comm) or registry.get(a.comm)
         try:
+            if split:
+                checks.flight(a.flight)
             check(comm, a)
         except (TypeError, ValueError) as error:
             reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
@@ -52,7 +55,7 @@ def _implementation(op: Operator, unchecked: Callable[..., Any]) -> Callable[...
 
 
 def _fake(op: Operator) -> Callable[..., Any]:
-    """Runs whenever something is traced: early enough to tell Inductor about the operators."""
+    """Return the fake kernel, which first registers the operators' order with Inductor."""
 
     def fake(*args: Any) -> Any:
         from . import ordering

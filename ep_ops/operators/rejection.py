@@ -1,4 +1,4 @@
-"""How a call that one rank rejects ends on all ranks."""
+"""Rejection of a call on all ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def reject(operator: str, backend: Backend, error: Exception, flight: Any = 0, max_tokens: Any = 0) -> NoReturn:
-    """Raise ``error`` on this rank, which does not run ``operator``, and tell the ranks that do.
+    """Raise ``error`` on this rank, which does not run ``operator``, and inform the ranks that do.
 
     Args:
         operator: name of the operator that the other ranks run.
         backend: backend of the communicator.
-        error: what this rank raises; the other ranks raise a ValueError or RuntimeError with its text.
-        flight, max_tokens: what the operator was called with; 0 where it has no such argument.
+        error: error of this rank; the other ranks raise a ValueError or RuntimeError with its text.
+        flight, max_tokens: arguments of the operator; 0 if it has none.
     """
     if not _is_compiling():
         with contextlib.suppress(RuntimeError):  # ranks that run something else find that out by themselves

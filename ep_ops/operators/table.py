@@ -48,7 +48,7 @@ class Operator:
     name: str
     schema: str
     does: str  # a sentence for the documentation
-    check: Callable[[Member, Any], None]  # TypeError or ValueError for what cannot be taken
+    check: Callable[[Member, Any], None]  # raises TypeError or ValueError; ``flight`` has been checked
     run: Callable[[Backend, Any], Any]
     fake: Callable[[Any], Any]
     gradient: Gradient | None = None
@@ -77,20 +77,18 @@ _delivery = operator.attrgetter(*Delivery._fields)
 """What these records take of an operator's arguments, by name. They take a third of the time of a Python function."""
 
 
-def exact_sizes(a: Any) -> Sizes:
-    """Return the sizes of an operator whose buffer has as many rows as are received."""
-    return _new(Sizes, (UNBOUNDED, a.alignment, 0, a.max_tokens, a.layout))
+def _accept(comm: Member, a: Any) -> None:
+    """Check nothing: the wait of a gradient takes sizes that its start has determined."""
 
 
 def route(a: Any, num_rows: int, layout: str = GROUPED, slots: int = 0) -> Route:
-    """Return the route among the arguments of an operator. Combines do not take the layout of its rows, because they
-    read nothing that depends on it."""
+    """Return the route in the arguments of an operator. Combines take no layout, because they do not depend on it."""
     tensors = a.topk_idx, a.send_rows, a.arrivals, a.offs, a.counts
     return _new(Route, (*tensors, a.alignment, num_rows, a.max_tokens, None, slots, layout, None, None))
 
 
 def route_back(a: Any) -> Route:
-    """Return the route that the gradients of a dispatch follow."""
+    """Return the route of the gradients of a dispatch."""
     rows = a.grad_recv_weights if a.grad_recv_x is None else a.grad_recv_x
     return route(a, rows.size(0), a.layout)
 
@@ -141,7 +139,11 @@ OPERATORS: tuple[Operator, ...] = (
         "`dispatch` with R equal to the number of rows that arrive; synchronizes the host once",
         checks.dispatch_dynamic,
         lambda backend, a: backend.dispatch_dynamic(
-            a.x, a.topk_weights, a.topk_idx, exact_sizes(a), _new(Delivery, _delivery(a))
+            a.x,
+            a.topk_weights,
+            a.topk_idx,
+            _new(Sizes, (UNBOUNDED, a.alignment, 0, a.max_tokens, a.layout)),
+            _new(Delivery, _delivery(a)),
         ),
         meta_kernels.dispatch_dynamic,
         gradients.OF_DISPATCH,
@@ -198,7 +200,7 @@ OPERATORS: tuple[Operator, ...] = (
         "dispatch_start",
         f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> Tensor ticket",
         "start a dispatch, which then runs concurrently with the current stream",
-        checks.dispatch_start,
+        checks.dispatch,
         lambda backend, a: backend.dispatch_start(
             a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
         ),
@@ -209,7 +211,7 @@ OPERATORS: tuple[Operator, ...] = (
         "dispatch_wait",
         f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> {_DISPATCHED}",
         "finish a started dispatch; return what `dispatch` returns",
-        checks.dispatch_start,
+        checks.dispatch,
         lambda backend, a: backend.dispatch_wait(
             a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
         ),
@@ -221,7 +223,7 @@ OPERATORS: tuple[Operator, ...] = (
         "dispatch_backward_start",
         f"({_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
         "start the gradients of a dispatch",
-        checks.dispatch_backward_start,
+        checks.dispatch_backward,
         lambda backend, a: backend.dispatch_backward_start(a.flight, a.grad_recv_x, a.grad_recv_weights, route_back(a)),
         meta_kernels.dispatch_backward_start,
     ),
@@ -229,7 +231,7 @@ OPERATORS: tuple[Operator, ...] = (
         "dispatch_backward_wait",
         f"({_WAIT}, SymInt tokens, SymInt hidden, int top_k, str comm, {_FLIGHT}) -> {_TO_TOKENS}",
         "finish the gradients of a dispatch",
-        checks.backward_wait,
+        _accept,
         lambda backend, a: backend.backward_wait(
             a.flight, "dispatch_backward", functools.partial(meta_kernels.dispatch_backward_wait, a)
         ),
@@ -240,7 +242,7 @@ OPERATORS: tuple[Operator, ...] = (
         "combine_start",
         f"({_COMBINE}, {_FLIGHT}, {_SUMS}) -> Tensor ticket",
         "start a combine, which then runs concurrently with the current stream",
-        checks.combine_start,
+        checks.combine,
         lambda backend, a: backend.combine_start(a.flight, a.y, a.recv_weights, route(a, a.y.size(0)), a.format),
         meta_kernels.combine_start,
         gradients.OF_COMBINE_START,
@@ -249,7 +251,7 @@ OPERATORS: tuple[Operator, ...] = (
         "combine_wait",
         f"(Tensor ticket, {_COMBINE}, {_FLIGHT}, {_SUMS}) -> Tensor out",
         "finish a started combine; return what `combine` returns",
-        checks.combine_start,
+        checks.combine,
         lambda backend, a: backend.combine_wait(a.flight, a.y, a.recv_weights, route(a, a.y.size(0)), a.format),
         meta_kernels.combine,
         gradients.OF_COMBINE_WAIT,
@@ -259,7 +261,7 @@ OPERATORS: tuple[Operator, ...] = (
         "combine_backward_start",
         f"({_COMBINE_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
         "start the gradients of a combine",
-        checks.combine_backward_start,
+        checks.combine_backward,
         lambda backend, a: backend.combine_backward_start(
             a.flight, a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)
         ),
@@ -269,7 +271,7 @@ OPERATORS: tuple[Operator, ...] = (
         "combine_backward_wait",
         f"({_WAIT}, SymInt num_rows, SymInt hidden, bool scalars, str comm, {_FLIGHT}) -> {_TO_ROWS}",
         "finish the gradients of a combine",
-        checks.backward_wait,
+        _accept,
         lambda backend, a: backend.backward_wait(
             a.flight, "combine_backward", functools.partial(meta_kernels.combine_backward_wait, a)
         ),

@@ -1,5 +1,5 @@
-"""Symmetric memory: a buffer on every rank. Ranks of one NVLink domain read and write it by its addresses, those of
-other domains, where that is asked for, through NVSHMEM."""
+"""Symmetric memory: a buffer on every rank, which ranks of one NVLink domain access by its addresses, and ranks of
+other domains through NVSHMEM."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ __all__ = ["SymmetricBuffer", "allocate"]
 def allocate(
     nbytes: int, group: Any, device: torch.device, over_domains: bool = False, near: Sequence[int] = ()
 ) -> SymmetricBuffer:
-    """``nbytes`` of zeroed symmetric memory on every rank of ``group`` (None: this process alone).
+    """Allocate ``nbytes`` of zeroed symmetric memory on every rank of ``group``. Collective.
 
-    Collective: every rank asks for the same ``nbytes``; ValueError on every rank otherwise. RuntimeError where peers
-    cannot be mapped. ``over_domains``: from NVSHMEM, for ranks of several NVLink domains, of which this rank has to map
-    those that are ``near``; RuntimeError where it is not installed as it is needed, ValueError for a group that is not
-    the first one (see ``nvshmem.py``).
+    Args:
+        nbytes: the same on all ranks.
+        group: None: this process alone.
+        over_domains: allocate from NVSHMEM, for ranks of several NVLink domains.
+        near: ranks that this rank must map.
+
+    Raises:
+        ValueError: sizes differ between ranks, or NVSHMEM is in use for another group (nvshmem.py).
+        RuntimeError: peers cannot be mapped, or NVSHMEM is missing.
     """
     if group is None or group.size() == 1:
-        from . import local
-
-        return local.allocate(nbytes, device)
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # later users may be on any stream
+        return SymmetricBuffer(memory, (memory.data_ptr(),))
     if over_domains:
         from . import nvshmem
 

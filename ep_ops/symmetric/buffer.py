@@ -1,4 +1,4 @@
-"""What an allocation of symmetric memory is to one rank."""
+"""One rank's view of an allocation of symmetric memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclasses.dataclass
 class SymmetricBuffer:
-    """One rank's view of a symmetric allocation. Zeroed on every rank when it is handed out."""
+    """One rank's view of a symmetric allocation, which is zeroed on every rank."""
 
     local: torch.Tensor  # uint8 [nbytes] on this rank's device
     addresses: tuple[int, ...]  # device address of every rank's buffer, as seen from this device; 0: it is not mapped
@@ -19,11 +19,11 @@ class SymmetricBuffer:
 
     @functools.cached_property
     def table(self) -> torch.Tensor:
-        """`addresses` as int64 on the device, where kernels read them; ask for it before they run."""
+        """Return `addresses` as int64 on the device, for kernels. Read it before they run."""
         return torch.tensor(self.addresses, dtype=torch.int64, device=self.local.device)
 
     def read(self, rank: int, first: int, nbytes: int) -> bytes:
-        """Bytes of a rank's buffer, as they are: does not wait for what runs, here or there."""
+        """Return bytes of a rank's buffer, without waiting for running kernels."""
         if self.addresses[rank] == 0:
             raise RuntimeError(f"the symmetric memory of rank {rank} is not mapped: it is in another NVLink domain")
         from cuda.bindings import driver
@@ -41,7 +41,7 @@ class SymmetricBuffer:
         return bytes(copied.tolist())
 
     def free(self) -> None:
-        """Give the memory back; no rank may touch it any more (barrier first). Calling it again does nothing."""
+        """Free the memory, which no rank may access any more (barrier first). Calling it again does nothing."""
         release, self._release = self._release, None
         self.local = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.addresses = ()

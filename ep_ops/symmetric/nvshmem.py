@@ -27,7 +27,7 @@ UNIQUE_ID_BYTES = 128
 
 
 class Heap:
-    """What this process has of NVSHMEM, once it is initialized."""
+    """The state of NVSHMEM in this process."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members  # global ranks that initialized it, by their numbers in NVSHMEM
@@ -40,7 +40,7 @@ _heaps: list[Heap] = []  # at most one
 
 
 def problem() -> str | None:
-    """What this process lacks, with what to install; None: nothing."""
+    """Return what this process lacks and what to install, or None."""
     if importlib.util.find_spec("nvshmem") is None:
         return f"nvshmem4py is not installed: pip install 'ep_ops[nvshmem-{_cuda()}]'"
     try:
@@ -56,7 +56,7 @@ def problem() -> str | None:
 
 
 def install() -> str:
-    """The command that installs NVSHMEM itself, over what torch has brought."""
+    """Return the command that installs NVSHMEM over the version that torch has installed."""
     return f"pip install --no-deps 'nvidia-nvshmem-{_cuda()}>={'.'.join(map(str, NEEDED))},<4'"
 
 
@@ -65,7 +65,7 @@ def _cuda() -> str:
 
 
 def loaded() -> tuple[tuple[int, ...], str]:
-    """Version and path of the library, which is loaded unless one was before: torch for CUDA loads its own."""
+    """Return version and path of the library. It is loaded unless torch for CUDA has loaded its own."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     path = load_nvidia_dynamic_lib("nvshmem_host").abs_path
@@ -120,13 +120,13 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
 
 
 def register(library: int) -> None:
-    """Makes NVSHMEM known to a loaded CUDA library (its handle) whose kernels call it, before they are launched."""
+    """Register a loaded CUDA library (its handle), whose kernels call NVSHMEM, before they are launched."""
     if status := _bindings().culibrary_init(library):
         raise RuntimeError(f"nvshmemx_culibrary_init returned {status}")
 
 
 def _agree(group: Any, nbytes: int, heap: Heap | None, members: tuple[int, ...]) -> list[int]:
-    """Collective: the allocations that all ranks have freed. Every rank raises if one cannot go on."""
+    """Return the allocations that all ranks have freed. Every rank raises if one cannot go on. Collective."""
     known = None if heap is None else heap.members
     words: list[Any] = [None] * len(members)
     word = (nbytes, problem(), known, sorted(heap.freed) if heap else [])
@@ -149,7 +149,7 @@ def _agree(group: Any, nbytes: int, heap: Heap | None, members: tuple[int, ...])
 
 
 def _initialize(exchange: Exchange) -> None:
-    """Collective: by rank 0's unique id."""
+    """Initialize NVSHMEM with rank 0's unique id. Collective."""
     bindings = _bindings()
     unique = bindings.uniqueid()
     if exchange.rank == 0:
@@ -169,7 +169,7 @@ def _bindings() -> Any:
 
 
 def _view(address: int, nbytes: int, device: torch.device) -> Tensor:
-    """The memory there, which is not torch's."""
+    """Return a tensor of memory that torch does not own."""
 
     class Memory:
         __cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -1,7 +1,7 @@
-"""The rendezvous of torch's symmetric memory, for groups whose members have met in other groups before.
+"""Rendezvous of torch's symmetric memory for groups whose members have met in other groups before.
 
-Until torch 2.15 a process numbers its rendezvous over all groups, and ranks find each other's words in the group's
-store by that number. Members that have met unequally often wait for each other for ever
+Until torch 2.15 a process numbers its rendezvous over all groups, and ranks find each other's messages in the group's
+store by that number. Members with different numbers wait for each other forever
 (github.com/pytorch/pytorch/issues/196082). Here each rendezvous has a store in which numbers begin with 0.
 """
 
@@ -21,7 +21,7 @@ _names: Iterator[Any] = (f"ep_ops rendezvous {number}" for number in itertools.c
 
 
 class FromZero(dist.Store):
-    """A store whose keys ``.../number/rank`` are counted from the first number that is asked for; others stay."""
+    """A store whose keys ``.../number/rank`` are numbered from the first number that is used."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class FromZero(dist.Store):
 
 @contextmanager
 def registered(store: dist.Store, rank: int, world_size: int) -> Iterator[Any]:
-    """Name under which torch finds a group of nothing but a store, which must live as long (C++ calls its methods)."""
+    """Yield the name of a process group that consists of a store. C++ calls the store's methods, so it must stay
+    alive."""
     name, group = next(_names), ProcessGroup(store, rank, world_size)
     _register_process_group(name, group)  # which does not keep it alive
     try:
@@ -58,8 +59,10 @@ def registered(store: dist.Store, rank: int, world_size: int) -> Iterator[Any]:
 
 
 def meet(memory: torch.Tensor, group: dist.ProcessGroup, token: int) -> Any:
-    """Collective over ``group``: torch's handle of ``memory``, which every rank has asked torch for. ``token``: the
-    same on all ranks, and another one for each call."""
+    """Return torch's handle of ``memory``, which every rank has allocated with torch. Collective over ``group``.
+
+    ``token``: a number that is equal on all ranks and different in each call.
+    """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     store = dist.PrefixStore(f"ep_ops/{token:x}", dist.distributed_c10d._get_process_group_store(group))
     with registered(FromZero(store), rank, world_size) as name:

@@ -10,7 +10,7 @@ import torch
 from calls import counted
 
 import ep_ops
-from ep_ops import arrivals
+from ep_ops import arrivals, checks
 from ep_ops.operators import OPERATORS
 
 T, K, H, EXPERTS, MAX_TOKENS, ALIGN, ROWS = 5, 2, 8, 3, 6, 4, 24
@@ -77,7 +77,9 @@ def good(name: str) -> dict[str, Any]:
 
 
 def check(comm: ep_ops.Communicator, name: str, arguments: dict[str, Any]) -> None:
-    """The operator's check alone."""
+    """What is checked before the operator runs, alone."""
+    if "flight" in arguments:
+        checks.flight(arguments["flight"])
     CHECKS[name].check(comm, CHECKS[name].arguments(**arguments))
 
 

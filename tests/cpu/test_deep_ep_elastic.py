@@ -233,7 +233,7 @@ def test_what_the_elastic_buffer_refuses() -> None:
     texts = [
         "RuntimeError: destroy was called",
         "ValueError: topk_idx or num_experts is None, or num_max_tokens_per_rank is 0", "ValueError: num_experts is 5",
-        *2 * ["ValueError: topk_idx or do_cpu_sync is given beside handle"],
+        *2 * ["ValueError: topk_idx or do_cpu_sync is given with handle"],
         "ValueError: scales of x have shape (2, 3)", "TypeError: scales of x have dtype torch.int64",
         "ValueError: topk_weights of expanded rows",
     ]  # fmt: skip

@@ -8,6 +8,7 @@ import cases
 import pytest
 import quantized
 import torch
+from scales import in_rows
 from torch import Tensor
 
 import ep_ops
@@ -190,7 +191,7 @@ def test_layouts(sizes: str, zeros: bool) -> None:
             expected = quantized.laid(values, covered if zeros else kept, layout, padded, slots, zeros, fill)
             assert got.shape == expected.shape and got.is_contiguous()
             assert torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8)), (name, hidden, layout)
-        back = made.in_rows(got)
+        back = in_rows(made, got)
         assert torch.equal(back[kept].double(), values[kept])
         if layout in ("columns", "packed"):
             seen = view(got, layout, grid)

@@ -11,6 +11,7 @@ import pytest
 import quantized
 import torch
 from ranks import run_ranks
+from scales import in_rows
 from torch import Tensor
 from torch.library import opcheck
 
@@ -63,7 +64,7 @@ def decoded(rows: Tensor, scales: Tensor, route: ep_ops.Route, name: str, layout
     """fp32 [R, H] of what a method returned; NaN where undefined."""
     form = format_of(name)
     grid = Grid(route.num_rows, route.slots, route.offs.numel(), rows.shape[1])
-    exact = ScaleLayout(form, layout, grid, route.segments).in_rows(as_operators_return(scales, layout))
+    exact = in_rows(ScaleLayout(form, layout, grid, route.segments), as_operators_return(scales, layout))
     blocks = rows.float().view(route.num_rows, exact.shape[1], -1)
     return (blocks * exact[..., None]).view(rows.shape)
 

@@ -11,17 +11,7 @@ from torch import Tensor
 
 from ... import arrivals
 from ...config import Member
-from ...records import (
-    TOKEN_MAJOR,
-    UNKNOWN_ROW,
-    Delivery,
-    DispatchTensors,
-    Operation,
-    Placed,
-    Received,
-    Route,
-    Sizes,
-)
+from ...records import TOKEN_MAJOR, UNKNOWN_ROW, Delivery, DispatchTensors, Operation, Placed, Received, Route, Sizes
 from .. import split
 from ..base import Blank, Formats, lies_elsewhere, not_gatherable
 from ..budget import Budget
@@ -52,7 +42,7 @@ def _whole(
 
 
 class ReferenceBackend:
-    """Runs on any device; holds no memory but the rows of empty_rows. Every operator synchronizes with the host."""
+    """Runs on any device. Holds no memory but the rows of empty_rows. Every operator synchronizes the host."""
 
     name = "reference"
 
@@ -70,7 +60,7 @@ class ReferenceBackend:
         self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> what its wait is to return
 
     def _begin(self) -> None:
-        """Before every operator that is neither start nor wait."""
+        """Begin an operator that is neither start nor wait."""
         self._meeting.stage = "before"
         self._waits.check()
         if self.strict and not self._in_start:
@@ -85,7 +75,7 @@ class ReferenceBackend:
     def _plan(
         self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None
     ) -> Placed:
-        """``same``: what ranks must agree on besides ``max_tokens`` and the layout."""
+        """Plan a route. ``same``: values that ranks must agree on besides ``max_tokens`` and the layout."""
         tokens = topk_idx.shape[0]
         same = {"max_tokens": sizes.max_tokens, "layout": layout_index(sizes.layout), **same}
         problem = problem or self.ranks.problem(topk_idx)
@@ -112,14 +102,12 @@ class ReferenceBackend:
     def dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
-        """Plan and move."""
         return self._dispatch("dispatch", x, topk_weights, topk_idx, sizes, delivery)
 
     @_whole
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
-        """:meth:`dispatch` into exactly as many rows as there are; nothing is dropped."""
         return self._dispatch("dispatch_dynamic", x, topk_weights, topk_idx, sizes, delivery)
 
     def _dispatch(
@@ -132,7 +120,6 @@ class ReferenceBackend:
 
     @_whole
     def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
-        """Move along a known route."""
         same = {**_terms(topk_weights, delivery), "layout": layout_index(route.layout)}
         self._meeting.along("dispatch_planned", same, route, quantized.problem(delivery))
         return self._move(x, topk_weights, route, delivery)
@@ -153,7 +140,7 @@ class ReferenceBackend:
         return self.rows.to_tokens(y, recv_weights, route, residual, format)
 
     def empty_rows(self, num_rows: int) -> Tensor:
-        """Ordinary memory, the same in every call."""
+        """Return ordinary memory, the same in every call."""
         return self._memory[:num_rows].detach().fill_(self.rows.unused)
 
     @functools.cached_property
@@ -214,8 +201,11 @@ class ReferenceBackend:
         return self._ended.pop(flight)  # type: ignore[return-value]
 
     def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
-        """Runs the whole operation; its wait returns what came of it. (Where waits may come without a start, in tools
-        that try operators one by one, those that are given all arguments run it; of gradients they return zeros.)"""
+        """Run the whole operation and keep its result for the wait.
+
+        Without ``strict``, tools call waits without starts: waits with arguments run the operation, others return
+        zeros.
+        """
         self._meeting.stage = "before"
         self._waits.check()
         if self.strict:
@@ -237,7 +227,7 @@ class ReferenceBackend:
         return self._ended.pop(flight)
 
     def _take(self, flight: int, operator: str) -> None:
-        """By a wait: it meets nobody, since the operation has run in its start."""
+        """End a split operation. A wait meets no other rank, because the operation has run in its start."""
         self._meeting.stage = "settled"
         self._order.wait(flight, operator)
 
@@ -300,13 +290,13 @@ class ReferenceBackend:
             self._waits.give_up(f"ep::{operator}: {type(error).__name__}: {error}".rstrip(": "))
 
     def compile(self, formats: Formats = ()) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def warmup(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def last_operations(self, rank: int) -> list[Operation]:
-        """Nothing is noted."""
+        """Return nothing: operations are not recorded."""
         return []
 
     def has_failed(self) -> bool:
@@ -316,7 +306,7 @@ class ReferenceBackend:
         return self._waits.unsaid()
 
     def call_on_failure(self, callback: Callable[[str], None]) -> None:
-        """There is nothing that runs on: whoever fails raises."""
+        """Do nothing: every failure raises."""
 
     def listen(self) -> None:
         self._waits.listen()
@@ -325,10 +315,10 @@ class ReferenceBackend:
         self._waits.check()
 
     def destroy(self, keep: bool) -> None:
-        """Lets go of the process group: what outlives it keeps its threads alive into Python's finalization."""
+        """Release the process group, whose threads would otherwise live into Python's finalization."""
         self.exchange.group = None
 
 
 def _terms(topk_weights: Tensor | None, delivery: Delivery) -> dict[str, int]:
-    """What ranks must agree on in a dispatch."""
+    """Return the values of a dispatch that ranks must agree on."""
     return {"topk_weights given": int(topk_weights is not None), **quantized.agreed(delivery.format)}

@@ -11,8 +11,7 @@ from .transfer import Transfer
 
 
 def to_token_rows(rows: Transfer, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
-    """Send tokens to token-major rows, as `Transfer.to_rows` does. The copies are the rows of one group that begins at
-    row 0."""
+    """Return :meth:`Transfer.to_rows` of token-major rows. The copies are rows of one group, which begins at row 0."""
     copies = route.sources[-1:]
     received = rows.to_rows(x, None, route._replace(offs=copies, counts=copies, layout=GROUPED), delivery)
     if topk_weights is None:
@@ -21,7 +20,7 @@ def to_token_rows(rows: Transfer, x: Tensor, topk_weights: Tensor | None, route:
 
 
 def local_ids(rows: Transfer, route: Route) -> Tensor:
-    """recv_idx [R, K]."""
+    """Return recv_idx [R, K]."""
     return _to_copies(rows, rows.ranks.local(route.topk_idx), route, -1)
 
 
@@ -40,8 +39,7 @@ def weights_home(rows: Transfer, grad_recv_weights: Tensor, route: Route) -> Ten
 
 
 def _to_copies(rows: Transfer, values: Tensor, route: Route, none: int) -> Tensor:
-    """Send ``values`` [T, K] of the (token, k) whose experts are here to copies [R, K], with ``none`` in all other
-    places."""
+    """Send ``values`` [T, K] of the experts of each rank to it, and return them by copy [R, K]; ``none`` elsewhere."""
     asker, sent = rows.sent(route)
     recv_row, recv_counts = rows.received(route)
     goes = torch.where(_named_there(rows.ranks, route, asker), values[asker // values.shape[1]], none)

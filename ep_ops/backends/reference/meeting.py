@@ -37,7 +37,6 @@ class Meeting:
     rank if it raises; "settled" once it raises on all ranks, or has ended on this rank."""
 
     def __init__(self, rows: Transfer, waits: Waits, name: str, number: int) -> None:
-        """Create the meetings of the communicator with this ``name`` and ``number``."""
         self._waits, self._name, self._number = waits, name, number
         self._rows, self._exchange = rows, rows.exchange
         self._rank, self._world_size = rows.ranks.rank, rows.ranks.world_size
@@ -80,10 +79,10 @@ class Meeting:
                 raise ValueError(f"{operator}: ranks disagree on {field}: {values} by rank")
         return gathered[:, len(same) : len(same) + len(own)]
 
-    def gather(self, operator: str, problem: str | None, told: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
-        """Return ``told`` of all ranks, [W, at least as many], and the reasons of the ranks that reject it."""
+    def gather(self, operator: str, problem: str | None, values: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
+        """Return ``values`` of all ranks, [W, at least as many], and the reasons of the ranks that reject it."""
         self._waits.begin(operator)
-        message = [OPERATORS.index(operator), int(problem is not None), self._number, *told]
+        message = [OPERATORS.index(operator), int(problem is not None), self._number, *values]
         message += [0] * (9 + 2 * self._world_size - len(message))  # one length for all operators
         self.stage = "within"
         gathered = self._exchange.all_gather(torch.tensor(message, device="cpu")).cpu()

@@ -1,4 +1,4 @@
-"""Which rows there are: the route of every token, from the expert ids of all ranks."""
+"""Placement of rows: the route of every token, from the expert ids of all ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 
 from ... import arrivals
+from ...formats import round_up
 from ...records import NO_IDS, TOKEN_MAJOR, UNBOUNDED, Placed, Sizes
 from .ranks import Ranks
 
 
 def place(ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, tokens: int) -> Placed:
-    """``everyone``: int64 [W, max_tokens, K] ids of all tokens; ``rooms``: capacity, alignment and slots of each rank;
-    ``sizes`` and ``tokens``: this rank's own. Without ``recv_idx``."""
+    """Return the route of this rank, without ``recv_idx``.
+
+    Args:
+        everyone: ids of all tokens, int64 [W, max_tokens, K].
+        rooms: capacity, alignment and slots of each rank.
+        sizes, tokens: this rank's own.
+    """
     capacity, alignment, token_major = sizes.capacity, sizes.alignment, sizes.layout == TOKEN_MAJOR
     destination = ranks.named(everyone)
     asks, held = everyone, ranks.experts_per_rank
@@ -32,7 +38,7 @@ def place(ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, 
     rows = torch.where(has_row, begin[asked_for] + position, -1)
     mine = slice(sum(held[: ranks.rank]), sum(held[: ranks.rank + 1]))
     counts = keep[mine]
-    offs = begin[mine] + padded(counts, alignment)
+    offs = begin[mine] + round_up(counts, alignment)
     if capacity == UNBOUNDED:
         capacity = int(offs[-1]) if offs.numel() else 0
     table = torch.where(destination == ranks.rank, rows, -1)
@@ -50,13 +56,8 @@ def place(ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, 
     )
 
 
-def padded(count: Tensor, alignment: int) -> Tensor:
-    return (count + alignment - 1) // alignment * alignment
-
-
 def _number_askers(asks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Number of each (source rank, token, k) among those that ask for the same, and how many ask for each of 0 ..
-    ``groups``; -1 asks for nothing."""
+    """Number the (source rank, token, k) that request the same, and count the requests of each of 0 .. ``groups``."""
     none_last = torch.where(asks < 0, groups, asks).flatten()
     asked = torch.bincount(none_last, minlength=groups + 1)
     order = none_last.argsort(stable=True)  # by what is asked for, then (source rank, token, k)
@@ -67,7 +68,7 @@ def _number_askers(asks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _named_here(ranks: Ranks, everyone: Tensor, destination: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """How many (token, k) name each local expert, of copies that are ``kept`` [W, max_tokens] and of others."""
+    """Count the (token, k) that name each local expert, of ``kept`` copies [W, max_tokens] and of others."""
     here, local = destination == ranks.rank, everyone - ranks.first_expert[ranks.rank]
     held = ranks.experts_per_rank[ranks.rank]
     of_kept, of_others = (torch.bincount(local[here & which[..., None]], minlength=held) for which in (kept, ~kept))
@@ -75,7 +76,7 @@ def _named_here(ranks: Ranks, everyone: Tensor, destination: Tensor, kept: Tenso
 
 
 def _first_named(destination: Tensor, none: int) -> Tensor:
-    """The rank of each (source rank, token, k), where none of the token's earlier k names it; else -1."""
+    """Return the rank of each (source rank, token, k) that is the token's first to name it, else -1."""
     first = destination != none
     for k in range(1, destination.shape[2]):
         first[:, :, k] &= (destination[:, :, :k] != destination[:, :, k : k + 1]).all(2)
@@ -83,10 +84,10 @@ def _first_named(destination: Tensor, none: int) -> Tensor:
 
 
 def _segments(asked: Tensor, capacity: int, alignment: int, slots: int) -> tuple[Tensor, Tensor]:
-    """First row and number of kept rows of each expert of one rank, for which ``asked`` [El] rows are wanted."""
+    """Return the first row and the number of kept rows of each expert of a rank with ``asked`` [El] requests."""
     if slots:
         return torch.arange(asked.numel(), device=asked.device) * slots, asked.clamp(max=slots)
-    room = padded(asked, alignment)
+    room = round_up(asked, alignment)
     begin = room.cumsum(0) - room
     if capacity == UNBOUNDED:
         return begin, asked

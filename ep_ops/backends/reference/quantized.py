@@ -1,7 +1,6 @@
-"""Quantized rows of the reference backend: what is sent of x, and what is made of it where it arrives.
+"""Quantized rows of the reference backend.
 
-Codes and scales of a token travel as its row does: x is quantized at its owner, whatever becomes of it. Codes and bytes
-of scales are uint8 on the way, which every torch operation takes.
+x is quantized at its owner. Codes and byte scales are sent as uint8, which every torch operation supports.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ NAN_CODE, NAN_BYTE = 0x7F, 0xFF
 
 
 def agreed(format: str) -> dict[str, int]:
-    """What ranks must agree on."""
+    """Return the format as a value that ranks must agree on."""
     return {"format": NAMES["format"].index(format.removeprefix("wire:"))}
 
 
 class SumFormat(NamedTuple):
-    """How the sums of a combine travel: rounded to the rows' dtype, or quantized."""
+    """The form in which the sums of a combine are sent: rounded to the rows' dtype, or quantized."""
 
     dtype: torch.dtype  # of the rows
     format: str  # one of COMBINE_FORMATS, or empty
 
     def packed(self, sums: Tensor) -> Tensor:
-        """What is sent of sums [rows, H] of fp32 (fp64): one row for each."""
+        """Return the rows that are sent for sums [rows, H] of fp32 (fp64)."""
         if not self.format:
             return sums.to(self.dtype)
         codes, scales = quantize(sums, format_of(self.format))
         return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def unpacked(self, rows: Tensor, hidden_size: int) -> Tensor:
-        """What rows that were sent add to a sum of fp32 (fp64), [rows, H]."""
+        """Return the summands, fp32 (fp64) [rows, H], of rows that were sent."""
         if not self.format:
             return rows.to(exact_dtype(self.dtype))
         form = format_of(self.format)

@@ -1,4 +1,4 @@
-"""What a rank knows of all of them: where experts lie, and which ranks and copies the ids of tokens name."""
+"""The locations of experts, and the ranks and copies that the ids of tokens name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...config import Member
 
 
 class Ranks:
-    """W ranks, of which this is ``rank``; E experts, in contiguous blocks."""
+    """W ranks and E experts in contiguous blocks. This rank is ``rank``."""
 
     def __init__(self, member: Member) -> None:
         self.world_size, self.rank, self.device = member.world_size, member.rank, member.device
@@ -21,24 +21,26 @@ class Ranks:
         self.first_expert = per_rank.cumsum(0) - per_rank  # [W]
 
     def named(self, topk_idx: Tensor) -> Tensor:
-        """The rank of each expert that is named; world_size where there is none."""
+        """Return the rank of each expert; world_size for none."""
         rank = self.rank_of_expert[topk_idx.long().clamp(0, self.num_experts - 1)]
         return torch.where(topk_idx >= 0, rank, self.world_size)
 
     def local(self, topk_idx: Tensor) -> Tensor:
-        """Which of its rank's experts each one is that is named; something where there is none."""
+        """Return the local number of each expert on its rank; undefined for none."""
         return topk_idx - self.first_expert.int()[self.named(topk_idx).clamp(max=self.world_size - 1)]
 
     def copy_numbers(self, destination: Tensor) -> Tensor:
-        """[W, max_tokens] number of each token's copy here: how many earlier ranks its ids name. ``destination``: the
-        ranks that they do name [W, max_tokens, K]."""
+        """Return the number of each token's copy here, [W, max_tokens]: how many earlier ranks its ids name.
+
+        ``destination``: the ranks that they name, [W, max_tokens, K].
+        """
         number = torch.zeros(destination.shape[:2], dtype=torch.long, device=self.device)
         for rank in range(self.rank):
             number += (destination == rank).any(2)
         return number
 
     def problem(self, topk_idx: Tensor) -> str | None:
-        """An id that is no expert's, or None."""
+        """Return a text about an invalid id, or None."""
         invalid = (topk_idx < -1) | (topk_idx >= self.num_experts)
         if not bool(invalid.any()):
             return None

@@ -1,4 +1,4 @@
-"""How rows move along a route: from tokens to rows, and back."""
+"""Transfer of rows along a route: from tokens to rows and back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from ...formats import exact_dtype
 from ...group.exchange import Exchange
 from ...records import NO_SCALES, Delivery, Received, Route
 from . import quantized, tree
-from .placing import padded
 from .ranks import Ranks
 
 
 class Transfer:
-    """Collective: all ranks move rows along routes of one plan."""
+    """Transfers are collective: all ranks move rows along routes of one plan."""
 
     def __init__(self, ranks: Ranks, exchange: Exchange, weights_dtype: torch.dtype, unused: float) -> None:
         self.ranks, self.exchange = ranks, exchange
@@ -25,11 +24,11 @@ class Transfer:
     # ------------------------------------------------------------------ a route
 
     def destinations(self, topk_idx: Tensor, send_rows: Tensor) -> Tensor:
-        """The rank that holds the row of each (token, k) [T, K]; world_size where there is none."""
+        """Return the rank that holds the row of each (token, k), [T, K]; world_size for none."""
         return torch.where(send_rows >= 0, self.ranks.named(topk_idx), self.ranks.world_size)
 
     def sent(self, route: Route) -> tuple[Tensor, list[int]]:
-        """What dispatch sends: flat (token, k) sorted by destination, and how many go to each rank."""
+        """Return the (token, k) that dispatch sends, flat and sorted by destination, and their number for each rank."""
         world_size = self.ranks.world_size
         destination = self.destinations(route.topk_idx, route.send_rows).flatten()
         sent = torch.bincount(destination, minlength=world_size + 1)[:world_size].tolist()
@@ -37,12 +36,12 @@ class Transfer:
         return asker, sent
 
     def received(self, route: Route) -> tuple[Tensor, list[int]]:
-        """Where dispatch puts what arrives: rows by (source rank, token, k), and how many come from each rank."""
+        """Return the rows that receive them, by (source rank, token, k), and their number from each rank."""
         table = self._table(route)
         return table[table >= 0].long(), (table >= 0).sum((1, 2)).tolist()
 
     def _table(self, route: Route) -> Tensor:
-        """The row here of (source rank, token, k) [W, max_tokens, K], -1 where there is none."""
+        """Return the row here of (source rank, token, k), [W, max_tokens, K], -1 for none."""
         return arrivals.table(route.arrivals, self.ranks.world_size, route.max_tokens, route.topk_idx.shape[1])
 
     # ------------------------------------------------------------------ to rows
@@ -53,7 +52,7 @@ class Transfer:
         token = asker // route.topk_idx.shape[1]
 
         def moved(values: Tensor, unused: float) -> Tensor:
-            """``values`` of what goes out, as rows here."""
+            """Send ``values`` to rows here; all other rows are ``unused``."""
             rows = _blank((route.num_rows, *values.shape[1:]), values.dtype, route, unused, delivery.zeros)
             rows[recv_row] = self.exchange.all_to_all(values, sent, recv_counts)
             return rows
@@ -86,8 +85,7 @@ class Transfer:
     def to_tokens(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
-        """Rows added up at their tokens' owners, with the residual last. ``format``: what the sums of each rank travel
-        as."""
+        """Sum rows at the owners of their tokens, with the residual last. ``format``: in which sums are sent."""
         ranks, topk_idx, table = self.ranks, route.topk_idx, self._table(route)
         hidden_size, wire = y.shape[1], quantized.SumFormat(y.dtype, format)
         exact = exact_dtype(y.dtype)
@@ -109,7 +107,7 @@ class Transfer:
         arrived = self.exchange.all_to_all(wire.packed(partial), came.sum(1).tolist(), went_counts)
 
         def crossed(sums: Tensor) -> Tensor:
-            """Sums of a domain, as they arrive in another one."""
+            """Return sums of a domain as they arrive in another one."""
             return wire.unpacked(wire.packed(sums), hidden_size)
 
         out = torch.zeros(topk_idx.shape[0], hidden_size, dtype=exact, device=y.device)
@@ -121,12 +119,8 @@ class Transfer:
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, route: Route, unused: float, zeros: bool = True) -> Tensor:
-    """Rows yet to be filled: zeros in the padding if there are to be, ``unused`` everywhere else."""
-    device = route.offs.device
-    blank = torch.full(shape, unused, dtype=dtype, device=device)
+    """Return rows to be filled: zeros in segments if ``zeros``, ``unused`` elsewhere."""
+    blank = torch.full(shape, unused, dtype=dtype, device=route.offs.device)
     if zeros:
-        row = torch.arange(shape[0], device=device)
-        end, counts = route.offs.long()[:, None], route.counts.long()
-        padding = (row < end) & (row >= end - (padded(counts, route.alignment) - counts)[:, None])  # [El, R]
-        blank[padding.any(0)] = 0
+        blank[route.segments.covered(shape[0], padding=True)] = 0
     return blank

@@ -1,4 +1,4 @@
-"""The tree in which a token's rows are added up at its owner, over ranks and NVLink domains."""
+"""The order in which a token's rows are summed at its owner, over ranks and NVLink domains."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ def add_up(
     out: Tensor, arrived: Sequence[Tensor], went: Tensor, domains: Sequence[Sequence[int]], owner: int,
     crossed: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
-    """Adds to zeros ``out`` [T, H] (fp32 or fp64) what each rank has sent: a row of out's dtype for each token that
-    ``went`` [W, T] there, in their order.
+    """Add what each rank has sent to ``out`` [T, H] of zeros, fp32 or fp64.
 
-    For each domain, over its ranks ascending; as it is once it has ``crossed`` to the owner's domain, unless it is that
-    one. Then over domains ascending.
+    For each domain, over its ranks ascending; the sums of other domains than the owner's pass through ``crossed``. Then
+    over domains ascending.
+
+    Args:
+        arrived: for each rank, a row for each token that ``went`` there, in order.
+        went: bool [W, T].
     """
     for ranks in domains:
         total = torch.zeros_like(out)

@@ -1,8 +1,8 @@
-"""How the reference backend waits for other ranks: with a deadline, a warning before it, and one cause on all ranks.
+"""Waits of the reference backend: with a deadline, a warning before it, and one cause of failure on all ranks.
 
-A collective that ends within a moment costs nothing more. A rank that waits longer notes in the store of the process
-group which operation it has begun, so that others can tell who is late from who waits as well. The first rank that
-gives up writes its cause there, and whoever waits looks for it.
+Collectives that end within a moment have no overhead. A rank that waits longer writes the number of its operation to
+the store of the process group, so that others can distinguish late ranks from waiting ones. The first rank that gives
+up writes its cause there, and waiting ranks look for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("ep_ops")
 
 
 class Waits:
-    """The waits of one communicator on this rank, and the failure that has ended them."""
+    """The waits of one communicator on this rank, and the failure that ended them."""
 
     def __init__(self, member: Member) -> None:
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
@@ -50,7 +50,7 @@ class Waits:
         self._operation, self._operator = self._operation + 1, operator
 
     def check(self, cause: Exception | None = None) -> None:
-        """Raise the failure, if there is one."""
+        """Raise the failure, if any."""
         if self.failed is not None:
             self._raised = True
             raise RuntimeError(self.failed) from cause
@@ -60,19 +60,19 @@ class Waits:
         return None if self._raised else self.failed
 
     def listen(self) -> None:
-        """Between operations: look whether another rank has given up."""
+        """Check between operations whether another rank has given up."""
         if self.failed is None and self._world_size > 1:
             self._hear(failure_text.before_operation(self._rank, self._operation + 1))
 
     def give_up(self, why: str) -> None:
-        """End the communicator on all ranks: this rank does not do the rest of the current operation."""
+        """Fail on all ranks, because this rank does not finish the current operation."""
         if self.failed is None and self._world_size > 1:
             self._fail(failure_text.gave_up(self._rank, self._operation, why))
 
     # ------------------------------------------------------------------ a collective
 
     def end(self, work: Any) -> None:
-        """Wait until a collective of the current operation has ended (a ``torch.distributed.Work``).
+        """Wait until a collective of the current operation (a ``torch.distributed.Work``) has ended.
 
         Raises:
             RuntimeError: this rank or another one has given up.
@@ -107,7 +107,7 @@ class Waits:
         return failure_text.in_operation(self._rank, self._operator, self._operation)
 
     def _warn(self) -> None:
-        """Once for each operation: log whom this rank waits for, or raise if one of them never comes."""
+        """Log once for each operation which ranks this rank waits for. Raise if one of them will never come."""
         if self._warned == self._operation:
             return
         self._warned = self._operation
@@ -118,11 +118,10 @@ class Waits:
         logger.warning(failure_text.still_waits(self._name, self._doing(), _named(missing), self._timeout))
 
     def _await_cause(self) -> None:
-        """After an error of the process group: give ranks that live the time to note where they are, or why they have
-        closed their connections."""
+        """After an error of the process group, give other ranks time to write their operation or their cause."""
         self._note()
         begun = time.monotonic()
-        while (waited := time.monotonic() - begun) < 2 * self._moment and self._cause() is None:
+        while (waited := time.monotonic() - begun) < 2 * self._moment and self._read("failed") is None:
             if waited > GRACE and len(self._missing()) < 2:
                 return
             time.sleep(self._moment / 20)
@@ -130,11 +129,11 @@ class Waits:
     # ------------------------------------------------------------------ what ranks say in the store
 
     def _note(self) -> None:
-        """Say which operation this rank has begun."""
+        """Write which operation this rank has begun."""
         self._ask("set", f"at/{self._rank}", str(self._operation))
 
     def _missing(self) -> dict[int, str]:
-        """Return the ranks that have not noted that they wait in this operation, with what is known of them."""
+        """Return the ranks that have not written that they wait in this operation, with what is known about them."""
         missing = {}
         for rank in range(self._world_size):
             if rank != self._rank and int(self._read(f"at/{rank}") or 0) < self._operation:
@@ -142,18 +141,14 @@ class Waits:
                 missing[rank] = f"rank {rank}{', which has called destroy' * left}"
         return missing
 
-    def _cause(self) -> str | None:
-        """Return why the first rank has given up, if one has."""
-        return self._read("failed")
-
     def _hear(self, doing: str) -> None:
         """Fail if another rank has."""
-        if (cause := self._cause()) is not None:
+        if (cause := self._read("failed")) is not None:
             self.failed = failure_text.failed(self._name, failure_text.stopped(doing, cause))
             self._disconnect()
 
     def _fail(self, why: str) -> None:
-        """Give up with a cause, or with that of a rank that was first."""
+        """Fail with a cause, or with that of a rank that was first."""
         first = self._ask("compare_set", "failed", "", why)
         if first is not None and (cause := first.decode()) != why:
             why = failure_text.stopped(self._doing(), cause)
@@ -161,8 +156,10 @@ class Waits:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close this rank's connections to end the collectives that are under way, here and on other ranks. The ranks
-        of the process group are out of step, and destroying it would wait for these collectives."""
+        """Close this rank's connections, which ends the collectives in progress on all ranks.
+
+        The process group is out of step, and destroying it would wait for these collectives.
+        """
         with contextlib.suppress(RuntimeError):
             self._group._get_backend(torch.device("cpu")).abort()
 
@@ -173,7 +170,7 @@ class Waits:
         return None if value is None else value.decode()
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Return what the store answers. None where it cannot be reached, for instance if it died with its rank."""
+        """Return the store's answer, or None if it cannot be reached, for instance because its rank has died."""
         try:
             return getattr(store_of(self._group, self._number), method)(*args)
         except (RuntimeError, ValueError, KeyError, TypeError):  # TypeError: a group without a store (MPI)
@@ -181,8 +178,7 @@ class Waits:
 
 
 class WaitingExchange(Exchange):
-    """Collectives on the host whose waits follow the communicator's ``timeout``. On other devices they follow that of
-    the process group."""
+    """Collectives on the host that follow the communicator's ``timeout``; on other devices, the process group's."""
 
     def __init__(self, member: Member, waits: Waits) -> None:
         super().__init__(member.group, member.device)
@@ -203,7 +199,7 @@ class WaitingExchange(Exchange):
 
 
 def _ended(work: Any, seconds: float) -> bool:
-    """Whether a collective has ended after so many seconds at most. RuntimeError: it has, with that error."""
+    """Return whether a collective ended within some seconds. RuntimeError: it ended with that error."""
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
@@ -214,5 +210,5 @@ def _ended(work: Any, seconds: float) -> bool:
 
 
 def _named(ranks: dict[int, str]) -> str:
-    """Name ranks in a text."""
+    """Return the names of ranks for a text."""
     return " and ".join(ranks.values()) or "the other ranks"

@@ -1,13 +1,15 @@
-"""DeepEP's module interface, as far as its clients use it, on this library's operators: ``Buffer`` (V1) and
-``ElasticBuffer`` (V2), ``Config``, ``EventHandle``, ``EventOverlap``, for clients whose code is to stay as it is.
+"""DeepEP's module interface on ep_ops operators, for clients whose code should not change.
+
+It has ``Buffer`` (V1), ``ElasticBuffer`` (V2), ``Config``, ``EventHandle`` and ``EventOverlap``, as far as clients use
+them.
 
     import ep_ops.integrations.deep_ep
     ep_ops.integrations.deep_ep.install()        # before the client is imported
     import deep_ep                               # this module
 
-Names, order of rows, and meaning of counts are those of DeepEP 2.1.0; its handles hold what ours need, and differ
-inside. Rows of a dispatch are token-major (docs/token-major.md); kernels run where they can. Not there:
-``HybridEPBuffer``, which cannot be imported, and what raises NotImplementedError with the reason.
+Names, order of rows and counts are those of DeepEP 2.1.0; handles have other contents. Rows of a dispatch are
+token-major (docs/token-major.md). ``HybridEPBuffer`` is missing. Other unsupported features raise NotImplementedError
+with the reason.
 """
 
 from __future__ import annotations

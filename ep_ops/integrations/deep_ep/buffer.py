@@ -1,4 +1,4 @@
-"""DeepEP's ``Buffer``: dispatch and combine of many tokens."""
+"""DeepEP's ``Buffer``: throughput operations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ep_ops.integrations.deep_ep.communicators import (
-    Bias,
-    Communicators,
-    Rows,
-    format_of,
-    refuse_experts,
-    with_scales,
-)
+from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, Rows, format_of, refuse_experts, with_scales
 from ep_ops.integrations.deep_ep.config import Config
 from ep_ops.integrations.deep_ep.low_latency import LowLatency
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
@@ -25,7 +18,7 @@ Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, "Handle
 
 
 class Handle(NamedTuple):
-    """What a dispatch has decided, for combines and further dispatches. DeepEP's has other tensors behind the first."""
+    """The route of a dispatch, for combines and further dispatches. Only the first tensor is as in DeepEP."""
 
     rank_prefix_matrix: Tensor  # int32 [W, W]: [i, rank]: rows from ranks 0 .. i here; -1 in columns of other ranks
     route: Route
@@ -33,20 +26,20 @@ class Handle(NamedTuple):
 
 
 class Buffer(LowLatency):
-    """One of a group. Sizes come with the calls: communicators are made when they are first needed, by all ranks
-    together, as all calls are. Nothing has a gradient, as in DeepEP.
+    """DeepEP's V1 buffer. All ranks of the group create communicators together when sizes first need them.
 
-    T tokens of this rank, K experts a token, E experts of all ranks (W times as many as each holds, in contiguous
-    blocks), N rows received, H hidden size. Everything runs on the current stream. Arguments that tune DeepEP's kernels
-    and memory are taken and followed by nothing: ``num_nvl_bytes``, ``num_rdma_bytes``, ``num_qps_per_rank``,
+    T tokens of this rank, K experts a token, E experts of all ranks (in contiguous blocks of the same size), N rows
+    received, H hidden size. Everything runs on the current stream. Nothing has a gradient, as in DeepEP. Arguments that
+    tune DeepEP are accepted and have no effect: ``num_nvl_bytes``, ``num_rdma_bytes``, ``num_qps_per_rank``,
     ``allow_*``, ``use_fabric``, ``config``, ``allocate_on_comm_stream``, ``num_sms``.
 
     Args:
-        group: a process group, of whatever backend of torch.distributed.
-        low_latency_mode: kept; both kinds of operations may be called in any order.
-        explicitly_destroy: whether :meth:`destroy` may be called; else all that is held stays until the process ends.
+        group: a process group with any torch.distributed backend.
+        low_latency_mode: ignored: both kinds of operations may be called in any order.
+        explicitly_destroy: whether :meth:`destroy` may be called; otherwise memory is held until the process ends.
 
-    NotImplementedError for ``enable_shrink`` and for an MPI ``comm``.
+    Raises:
+        NotImplementedError: ``enable_shrink`` or an MPI ``comm`` is given.
     """
 
     num_sms: int = 20
@@ -73,7 +66,7 @@ class Buffer(LowLatency):
         self.communicators = Communicators(group)
 
     def destroy(self) -> None:
-        """Collective. RuntimeError unless ``explicitly_destroy`` was set, as in DeepEP."""
+        """Free all memory. Collective. RuntimeError unless ``explicitly_destroy`` was set, as in DeepEP."""
         if not self.explicitly_destroy:
             raise RuntimeError("destroy was called on a Buffer without explicitly_destroy")
         self.communicators.destroy()
@@ -85,23 +78,21 @@ class Buffer(LowLatency):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """ValueError for an odd number, as in DeepEP."""
+        """Set ``num_sms``, which has no effect. ValueError for an odd number, as in DeepEP."""
         if new_num_sms % 2:
             raise ValueError(f"num_sms is {new_num_sms}; it must be even")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event of the current stream."""
+        """Return an event of the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         return Config(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        return Config(Buffer.num_sms)
+    get_combine_config = get_dispatch_config
 
     # ------------------------------------------------------------------ many tokens
 
@@ -109,9 +100,13 @@ class Buffer(LowLatency):
         self, topk_idx: Tensor, num_experts: int, previous_event: EventOverlap | None = None,
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> Layout:  # fmt: skip
-        """Of ids [T, K] (-1 none): int32 [W] tokens that go to each rank, None, int32 [E] how many name each expert,
-        bool [T, W] whether a token goes to a rank, and an event. Waits for nobody. Ids that are none count as -1 here:
-        dispatches refuse them, on all ranks."""
+        """Count the destinations of ids [T, K] (-1 for none). Not collective; dispatches reject invalid ids on all
+        ranks.
+
+        Returns:
+            Tokens for each rank, int32 [W]; None; entries for each expert, int32 [E]; whether each token goes to each
+                rank, bool [T, W]; an event.
+        """
         refuse_experts(num_experts, self.group_size)
         wait_for(previous_event)
         named = (topk_idx >= 0) & (topk_idx < num_experts)
@@ -132,25 +127,32 @@ class Buffer(LowLatency):
         config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Dispatched:  # fmt: skip
-        """A row for each (token, rank), in the order of (source rank, token): x, local ids [N, K] (-1 elsewhere),
-        weights [N, K] (0 there), a count for each local expert, rounded up to ``expert_alignment``, a handle, an event.
+        """Send tokens to the ranks of their experts, with one row for each (token, rank) in the order of (source rank,
+        token).
 
-        ``x``: [T, H], or a pair of float8_e4m3fn [T, H] and scales, float32 [T, H / 128] or int32 with four UE8M0
-        exponents in each; the rows likewise. Where rows go follows from ``topk_idx``; without it from
-        ``is_token_in_rank``, and there are no ids and weights then. N is
-        as large as needed, and the host waits; with ``num_worst_tokens``, W times the most tokens of any rank, it is
-        that, nothing waits, counts are [], and behind the rows that came ids are -1 and x is undefined.
+        Args:
+            x: [T, H], or a pair of float8_e4m3fn [T, H] and scales: float32 [T, H / 128], or int32 with four UE8M0
+                exponents in each.
+            handle: of an earlier dispatch, whose route the rows follow.
+            is_token_in_rank: destinations if there is no ``topk_idx``; rows then have no ids and weights.
+            num_worst_tokens: W times the largest number of tokens of any rank. N is this number, and the host is not
+                synchronized. 0: N rows arrive, and the host is synchronized.
+            expert_alignment: counts are rounded up to a multiple of it.
 
-        With a ``handle``, rows go where those of that dispatch went: x, four times None, an event.
+        Returns:
+            Rows as x; local ids [N, K], -1 for other ranks' experts and unused rows; weights [N, K], 0 there; a list of
+                counts of local experts ([] with ``num_worst_tokens``); a handle; an event. With ``handle``: rows, four
+                times None, an event.
 
-        ValueError for sizes that do not fit.
+        Raises:
+            ValueError: arguments do not fit together.
         """
         wait_for(previous_event)
         rows, scales = x if isinstance(x, tuple) else (x, None)
         asked = format_of(rows, scales)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
-                raise ValueError("topk_idx or topk_weights are given beside handle, which has them; allowed: None")
+                raise ValueError("topk_idx or topk_weights are given with handle, which has them; allowed: None")
             route = handle.route
             comm = self.communicators.of(rows, handle.num_experts, route.topk_idx.shape[1], route.max_tokens)
             again = comm.dispatch_planned(rows, route, **asked)
@@ -195,9 +197,17 @@ class Buffer(LowLatency):
         bias: Bias = None, config: Config | None = None, previous_event: EventOverlap | None = None,
         async_finish: bool = False, allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:  # fmt: skip
-        """The rows ``x`` [N, H] home, unweighted: [T, H], the fp32 sum over ranks ascending, then of ``bias`` [T, H],
-        on all ranks or on none, rounded once (with two of them rows travel as float32). With ``topk_weights``
-        [N, K] their sums as well, float32 [T, K]. And an event."""
+        """Return rows ``x`` [N, H] to their owners and sum them without weights, in fp32 over ranks ascending, rounded
+        once.
+
+        Args:
+            bias: [T, H], or two of them, added to the sums, on all ranks or on none. With two, rows are sent as
+                float32.
+            topk_weights: [N, K], whose sums are returned as well.
+
+        Returns:
+            Sums [T, H]; sums of weights, float32 [T, K], or None; an event.
+        """
         wait_for(previous_event)
         route, experts = handle.route, handle.num_experts
         out = self.communicators.combined(x, route, experts, bias)
@@ -205,5 +215,5 @@ class Buffer(LowLatency):
         return out, weights, after(async_finish)
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> Tensor:
-        """There is no buffer of bytes."""
+        """Raise NotImplementedError: there is no buffer of bytes."""
         raise NotImplementedError("get_local_buffer_tensor: a communicator's memory is not handed out")

@@ -1,4 +1,4 @@
-"""The communicators behind a buffer: DeepEP's callers name sizes with each call, and not when they make it."""
+"""The communicators of a buffer. DeepEP's callers pass sizes with each call, and not when they create a buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bias = Tensor | tuple[Tensor, Tensor] | None
 
 
 class Communicators:
-    """One for each kind of rows of a group, made when it is first needed, by all ranks in the same call."""
+    """A communicator for each kind of rows, which all ranks create in the same call."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -26,8 +26,8 @@ class Communicators:
         self._captured: list[Communicator] = []  # by CUDA graphs, which go on using them
 
     def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int) -> Communicator:
-        """For rows as those of ``x`` [., H] (bfloat16 where they are quantized), and at least ``max_tokens`` a rank,
-        the same number on all."""
+        """Return the communicator for rows like ``x`` [., H] (bfloat16 if quantized) and at least ``max_tokens`` per
+        rank."""
         dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
         key = (x.shape[1], num_experts, top_k, dtype, x.device)
         found = self._made.get(key)
@@ -43,11 +43,11 @@ class Communicators:
         return found
 
     def agreed(self, tokens: int, device: torch.device) -> int:
-        """The most that any rank has; waits for all."""
+        """Return the largest number of tokens of any rank. Waits for all ranks."""
         return int(Exchange(self._group, device).all_gather(torch.tensor(tokens, device="cpu")).max())
 
     def total(self, counts: Tensor) -> Tensor:
-        """The sum over ranks; waits for all."""
+        """Return the sum over ranks. Waits for all ranks."""
         return Exchange(self._group, counts.device).all_gather(counts).sum(0)
 
     def combined(
@@ -56,13 +56,13 @@ class Communicators:
     ) -> Tensor:  # fmt: skip
         """Return the sums of the rows ``x`` at their owners, [T, H].
 
-        Rows of a token are summed in fp32 on their rank first, rounded there unless ``round_partial`` is False, then in
-        fp32 over ranks and ``bias``, and rounded. Sums that may not be rounded between, and two biases, travel as
-        float32: a copy of x in float32, and twice the bytes of bfloat16.
+        Rows of a token are summed in fp32 on their rank, rounded there if ``round_partial``, then summed in fp32 over
+        ranks and ``bias`` and rounded. Without rounding in between and with two biases, sums are sent as float32, which
+        takes a float32 copy of x and twice the bytes of bfloat16.
 
         Args:
-            slots: int32 [N, K], the rows of each (token, rank) pair, -1 for none, where several rows belong to a pair;
-                needed for two biases.
+            slots: rows of each (token, rank) pair, int32 [N, K], -1 for none; needed for two biases if a pair has
+                several.
         """
         comm = self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens)
         several = route.layout != TOKEN_MAJOR
@@ -82,14 +82,14 @@ class Communicators:
         return out.to(x.dtype)
 
     def summed(self, weights: Tensor, route: Route, num_experts: int) -> Tensor:
-        """``weights`` [N, K] of token-major rows home: float32 [T, K], the sum of a token's rows. They travel as rows,
-        which begin at multiples of 16 bytes."""
+        """Return the sums of the weights [N, K] of token-major rows, float32 [T, K]. They are sent as rows of 16 n
+        bytes."""
         top_k = weights.shape[1]
         wide = torch.nn.functional.pad(weights.float(), (0, -top_k % 4))
         return self.combined(wide, route, num_experts)[:, :top_k].contiguous()
 
     def destroy(self) -> None:
-        """Collective."""
+        """Destroy all communicators. Collective."""
         for made in dict.fromkeys((*self._captured, *self._made.values())):
             made.destroy()
         self._captured.clear()
@@ -101,13 +101,13 @@ def _capturing(device: torch.device) -> bool:
 
 
 def format_of(x: Tensor, scales: Tensor | None, columns: bool = False) -> dict[str, Any]:
-    """Return the arguments of a dispatch of rows that come with ``scales`` [T, G].
+    """Return the arguments of a dispatch of rows with ``scales`` [T, G].
 
-    Scales are 4-byte words that travel as they are: float32, or int32 with four UE8M0 exponents in each, one for 128
-    numbers (G = ceil(H / 512)) or for 32 (G = H / 128).
+    Scales are sent unchanged as 4-byte words: float32, or int32 with four UE8M0 exponents in each, one for 128 numbers
+    (G = ceil(H / 512)) or for 32 (G = H / 128).
 
     Args:
-        columns: whether received scales lie in columns.
+        columns: whether received scales are column-major.
 
     Raises:
         TypeError: ``scales`` are neither float32 nor int32.
@@ -130,7 +130,7 @@ def format_of(x: Tensor, scales: Tensor | None, columns: bool = False) -> dict[s
 
 
 def with_scales(rows: Tensor, received: Tensor | None, sent: Tensor | None) -> Rows:
-    """Return received rows, and beside them their scales in the dtype and number of columns of those that were sent."""
+    """Return received rows, with scales in the dtype and number of columns of the ``sent`` ones if there are any."""
     if received is None or sent is None:
         return rows
     scales = received[:, : sent.shape[1]]
@@ -140,6 +140,6 @@ def with_scales(rows: Tensor, received: Tensor | None, sent: Tensor | None) -> R
 
 
 def refuse_experts(num_experts: int, ranks: int) -> None:
-    """ValueError unless all ranks have as many."""
+    """Raise ValueError unless all ranks have the same number of experts."""
     if num_experts % ranks:
         raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the {ranks} ranks")

@@ -1,4 +1,4 @@
-"""Tuning of DeepEP's kernels, which nothing here follows."""
+"""Tuning options of DeepEP's kernels, which have no effect here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Numbers that clients choose for DeepEP's kernels. A communicator has memory of its own, when it is first needed,
-    so the hints for buffers are 0 bytes."""
+    """Tuning options. Buffer size hints are 0, because communicators allocate their own memory."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6

@@ -1,4 +1,4 @@
-"""How DeepEP's clients see the ranks of a group: a grid of domains."""
+"""The grid of domains that DeepEP's clients see."""
 
 from __future__ import annotations
 

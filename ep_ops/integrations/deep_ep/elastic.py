@@ -1,4 +1,4 @@
-"""DeepEP's ``ElasticBuffer`` (V2): dispatch and combine of token-major rows or of expanded rows, by expert."""
+"""DeepEP's ``ElasticBuffer`` (V2): dispatch and combine of token-major rows, or of expanded rows by expert."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_ops.integrations.deep_ep.communicators import (
-    Bias,
-    Communicators,
-    Rows,
-    format_of,
-    refuse_experts,
-    with_scales,
-)
+from ep_ops.integrations.deep_ep.communicators import Bias, Communicators, Rows, format_of, refuse_experts, with_scales
 from ep_ops.integrations.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
 from ep_ops.integrations.deep_ep.utils import EventHandle, EventOverlap, after, wait_for
 from ep_ops.records import Route
@@ -60,7 +53,7 @@ class EPHandle:
 
     @functools.cached_property
     def _sources(self) -> Tensor:
-        """:attr:`recv_src_metadata`, whatever is assigned to that."""
+        """Return :attr:`recv_src_metadata`, also if another value was assigned to that."""
         route, (tokens, top_k) = self.route, (self.num_max_tokens_per_rank, self.topk_idx.shape[1])
         pairs, ranks = self.num_recv_tokens, self.psum_num_recv_tokens_per_scaleup_rank.shape[0]
         begin, home = route.copies[:pairs].long().unbind(1)
@@ -83,8 +76,8 @@ class EPHandle:
 
     @functools.cached_property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """int32 [T, K]: the row at the destination rank, -1 where there is none; token-major rows: at the first k that
-        names the rank."""
+        """int32 [T, K]: the row at the destination rank, -1 for none; token-major: only at the first k that names the
+        rank."""
         return self.route.send_rows
 
 
@@ -121,7 +114,7 @@ class ElasticBuffer:
         self.communicators = Communicators(group)
 
     def destroy(self) -> None:
-        """Collective. RuntimeError unless ``explicitly_destroy`` was set, as in DeepEP."""
+        """Free all memory. Collective. RuntimeError unless ``explicitly_destroy`` was set, as in DeepEP."""
         if not self.explicitly_destroy:
             raise RuntimeError("destroy was called on an ElasticBuffer without explicitly_destroy")
         self.communicators.destroy()
@@ -131,12 +124,12 @@ class ElasticBuffer:
         group: Any, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0, use_fp8_dispatch: bool = False,
         allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
     ) -> int:  # fmt: skip
-        """0: a communicator has memory of its own."""
+        """Return 0: communicators allocate their own memory."""
         return 0
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event of the current stream."""
+        """Return an event of the current stream."""
         return EventHandle()
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
@@ -161,10 +154,12 @@ class ElasticBuffer:
         Args:
             with_cpu_sync: synchronize the device before and after.
         """
-        synchronize = torch.cuda.synchronize if with_cpu_sync and torch.cuda.is_available() else _nothing
-        synchronize()
+        synchronizes = with_cpu_sync and torch.cuda.is_available()
+        if synchronizes:
+            torch.cuda.synchronize()
         dist.barrier(self.group)
-        synchronize()
+        if synchronizes:
+            torch.cuda.synchronize()
 
     @torch.no_grad()
     def dispatch(
@@ -177,17 +172,21 @@ class ElasticBuffer:
         do_cpu_sync: bool | None = None, do_expand: bool = False, do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:  # fmt: skip
-        """Rows, local ids, weights, a handle, an event.
+        """Send tokens to the ranks of their experts.
 
-        A row for each (token, rank), in the order of (source rank, token), with local ids [N, K] (-1 elsewhere) and
-        weights [N, K] (0 there, where DeepEP has any number); or, with ``do_expand``, for each (token, expert), by
-        expert, an expert's padded with zeros to ``expert_alignment``, with weights [N] and no ids. N is as large as
-        needed, and the host waits, unless ``do_cpu_sync`` is False: then it is the most there can be, what nobody sent
-        is undefined, and nothing waits.
+        Args:
+            x: [T, H], or float8_e4m3fn [T, H] and scales: float32 [T, H / 128], or int32 with four UE8M0 exponents in
+                each.
+            handle: of an earlier dispatch, whose route rows and weights follow.
+            do_expand: one row for each (token, expert), grouped by expert and padded with zeros to
+                ``expert_alignment``. Otherwise one row for each (token, rank), in the order of (source rank, token).
+            do_cpu_sync: False: N is the worst case, unused rows are undefined, and the host is not synchronized.
+                Otherwise N rows arrive, and it is.
+            use_tma_aligned_col_major_sf: received scales are column-major.
 
-        ``x``: [T, H], or float8_e4m3fn [T, H] and scales, which come in rows, or in columns
-        (``use_tma_aligned_col_major_sf``): float32 [T, H / 128], or int32 with four UE8M0 exponents in each.
-        With a ``handle``, rows and weights go where those of that dispatch went.
+        Returns:
+            Rows as x; local ids [N, K], -1 for experts of other ranks (expanded: None); weights [N, K], 0 there
+                (expanded: [N]); a handle; an event.
         """
         for event in (previous_event, previous_event_before_epilogue):
             wait_for(event)
@@ -195,7 +194,7 @@ class ElasticBuffer:
         asked = format_of(rows, scales, use_tma_aligned_col_major_sf)
         if handle is not None:
             if topk_idx is not None or do_cpu_sync:
-                raise ValueError("topk_idx or do_cpu_sync is given beside handle, which decides both; allowed: None")
+                raise ValueError("topk_idx or do_cpu_sync is given with handle, which decides both; allowed: None")
             route = handle.route
             comm = self._communicator(rows, handle.num_experts, route)
             again = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
@@ -240,9 +239,16 @@ class ElasticBuffer:
         previous_event_before_epilogue: EventHandle | None = None, async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:  # fmt: skip
-        """The rows ``x`` [N, H] home, unweighted: [T, H]; ``topk_weights`` [N, K], or [N] of expanded rows, home as
-        well: float32 [T, K]; an event. Expanded rows of a token are added up on their rank first, k ascending; biases
-        are added in fp32 at the owner."""
+        """Return rows ``x`` [N, H] to their owners and sum them without weights. Biases are added in fp32.
+
+        The expanded rows of a token are summed on their rank first, over k ascending.
+
+        Args:
+            topk_weights: [N, K], or [N] of expanded rows, which are returned as well.
+
+        Returns:
+            Sums [T, H]; weights, float32 [T, K], or None; an event.
+        """
         for event in (previous_event, previous_event_before_epilogue):
             wait_for(event)
         route, experts, weights = handle.route, handle.num_experts, None
@@ -259,9 +265,5 @@ class ElasticBuffer:
         return out, weights, after(async_with_compute_stream)
 
     def _communicator(self, rows: Tensor, num_experts: int, route: Route) -> Any:
-        """For what follows a route."""
+        """Return the communicator for rows along a route."""
         return self.communicators.of(rows, num_experts, route.topk_idx.shape[1], route.max_tokens)
-
-
-def _nothing() -> None:
-    pass

@@ -1,4 +1,4 @@
-"""DeepEP's ``Buffer``: dispatch and combine of few tokens, whose rows lie by local expert."""
+"""DeepEP's ``Buffer``: latency operations, with rows by local expert."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ Hook = Callable[[], None]
 
 
 class LowLatencyHandle(tuple[Any, ...]):
-    """(source token of each row int32 [El, W C], begin << 32 | count of each source's rows int64 [El, W], C, H, E), and
-    the route."""
+    """DeepEP's tuple, and the route.
+
+    The tuple holds: source token of each row, int32 [El, W C]; begin << 32 | count of each source's rows, int64 [El,
+    W]; C; H; E.
+    """
 
     route: Route
 
 
 class LowLatency:
-    """Of :class:`ep_ops.integrations.deep_ep.Buffer`, which has what is named here. C tokens a rank at most, the same
-    number on all ranks."""
+    """The latency operations of :class:`ep_ops.integrations.deep_ep.Buffer`. C is the bound on the tokens of any
+    rank."""
 
     communicators: Communicators
     group_size: int
@@ -35,11 +38,11 @@ class LowLatency:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """0: a communicator has memory of its own."""
+        """Return 0: communicators allocate their own memory."""
         return 0
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing to do: operations of both kinds may follow each other."""
+        """Do nothing: operations of both kinds may follow each other."""
 
     @torch.no_grad()
     def low_latency_dispatch(
@@ -48,17 +51,20 @@ class LowLatency:
         use_fp8: bool = True, round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False,
         return_recv_hook: bool = False, use_nvfp4: bool = False, x_global_scale: Tensor | None = None,
     ) -> tuple[Packed, Tensor, LowLatencyHandle, EventOverlap, Hook]:  # fmt: skip
-        """Rows [El, W C, H], those of an expert at its beginning, by source rank and token; int32 [El] how many; a
-        handle, an event, and a hook, which does nothing: everything is there when this returns.
+        """Send tokens to their experts. All rows have arrived when this function returns. K must name distinct experts.
 
-        ``use_fp8``: rows as float8_e4m3fn, and scales [El, W C, H / 128] float32, columns contiguous; ``round_scale``:
-        powers of two; ``use_ue8m0`` besides: four of their exponents in an int32, [El, W C, ceil(H / 512)].
-        (docs/formats.md has the formulas; unrounded scales differ from DeepEP's in the last place.) What nobody has
-        sent is undefined. K may not name an expert twice.
+        Args:
+            use_fp8: quantize rows to float8_e4m3fn, with scales float32 [El, W C, H / 128], columns contiguous.
+                (docs/formats.md has the formulas; unrounded scales differ from DeepEP's in the last place.)
+            round_scale: scales are powers of two.
+            use_ue8m0: with ``round_scale``: four exponents in an int32, [El, W C, ceil(H / 512)].
+
+        Returns:
+            Rows [El, W C, H], those of an expert first, by source rank and token; their number, int32 [El]; a handle;
+                an event; a hook, which does nothing. Other rows are undefined.
 
         Raises:
-            NotImplementedError: ``use_nvfp4`` or ``x_global_scale`` (NVFP4 rows), which branches of DeepEP take, or
-                ``dispatch_wait_recv_cost_stats``.
+            NotImplementedError: ``use_nvfp4``, ``x_global_scale`` or ``dispatch_wait_recv_cost_stats`` is given.
         """
         if use_nvfp4 or x_global_scale is not None:
             raise NotImplementedError(
@@ -101,17 +107,22 @@ class LowLatency:
         packed_recv_count: Tensor | None = None, comp_signal: Tensor | None = None, block_m: int = 0,
         threshold: int = 0, num_sms: int = 0, src_signals: Tensor | None = None, src_signal_expect_value: int = 0,
     ) -> tuple[Tensor, EventOverlap, Hook]:  # fmt: skip
-        """The rows ``x`` [El, W C, H] home, times ``topk_weights`` [T, K], added up: [T, H], in ``out`` if given; an
-        event, and a hook, which does nothing. ``zero_copy``: the rows are those of
-        :meth:`get_next_low_latency_combine_buffer`. ``use_logfmt`` allows rows to travel less exactly than they are;
-        they do not.
+        """Return rows ``x`` [El, W C, H] to their owners and sum them, times ``topk_weights`` [T, K].
 
-        SGLang passes the arguments from ``overlap`` on with its single-batch overlap. Without ``overlap`` the others
-        have no effect: the combine begins after the work on the current stream.
+        Arguments after ``overlap`` are SGLang's for its single-batch overlap and have no effect: the combine begins
+        after the work on the current stream.
+
+        Args:
+            zero_copy: the rows are those of :meth:`get_next_low_latency_combine_buffer`.
+            use_logfmt: ignored; rows are sent in their own dtype.
+            out: [T, H] to write to.
+
+        Returns:
+            Sums [T, H]; an event; a hook, which does nothing.
 
         Raises:
-            NotImplementedError: ``overlap`` is set: combines cannot wait for the signals of a GEMM that still runs; or
-                ``combine_wait_recv_cost_stats``.
+            NotImplementedError: ``overlap`` is set, because combines cannot wait for signals of a running GEMM, or
+                ``combine_wait_recv_cost_stats`` is given.
         """
         if overlap:
             raise NotImplementedError(
@@ -135,24 +146,17 @@ class LowLatency:
         return combined if out is None else out.copy_(combined), after(async_finish), _nothing
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """[El, W C, H] bfloat16 to write rows to, for a combine with ``zero_copy``; the same memory for equal sizes."""
+        """Return bfloat16 memory [El, W C, H] for rows of a combine with ``zero_copy``, the same for equal sizes."""
         shape = handle[0].shape[0], handle[0].shape[1], handle[3]
         if self._combine_rows is None or self._combine_rows.shape != shape:
             self._combine_rows = torch.zeros(shape, dtype=torch.bfloat16, device=handle[0].device)
         return self._combine_rows
 
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        _no_masks()
+    def low_latency_update_mask_buffer(self, *_: Any, **__: Any) -> None:
+        """Raise NotImplementedError, as the other methods of masks do."""
+        raise NotImplementedError("ranks cannot be masked; Communicator.shrink makes one of those that are left")
 
-    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        _no_masks()
-
-    def low_latency_clean_mask_buffer(self) -> None:
-        _no_masks()
-
-
-def _no_masks() -> None:
-    raise NotImplementedError("ranks cannot be masked; Communicator.shrink makes a communicator of those that are left")
+    low_latency_query_mask_buffer = low_latency_clean_mask_buffer = low_latency_update_mask_buffer
 
 
 def _nothing() -> None:
