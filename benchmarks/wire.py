@@ -31,7 +31,7 @@ from ep_ops.bench.options import add_options, names_of, numbers, positive, read
 from ep_ops.bench.ranks import Run, on_every_rank
 from ep_ops.bench.timing import Timing
 from ep_ops.config import consecutive_domains
-from ep_ops.symmetric import SymmetricBuffer, local, nvshmem, torch_symm
+from ep_ops.symmetric import SymmetricBuffer, allocate, nvshmem, torch_symm
 
 WIRES = ("stores", "nvshmem")
 BLOCK, WARPS = 1024, 8
@@ -237,7 +237,7 @@ def memory_of(kind: str, nbytes: int, device: torch.device) -> SymmetricBuffer:
         return nvshmem.allocate(nbytes, dist.group.WORLD, device, ())
     if dist.get_world_size() > 1:
         return torch_symm.allocate(nbytes, dist.group.WORLD, device)
-    return local.allocate(nbytes, device)
+    return allocate(nbytes, None, device)
 
 
 def wire_of(kind: str) -> wire.Wire:
