@@ -15,6 +15,16 @@ from ep_ops.bench.figures import pyplot
 RESULTS = Path(__file__).resolve().parent / "results"
 COLOURS = {"ep_ops": "#1b6ca8", "mscclpp": "#e08e3a", "NCCL": "#8a8a8a", "eager PyTorch": "#c5b0d5"}
 
+DARK = {
+    "text": "fill: #e6edf3",
+    '[style*="fill: #ffffff"]': "fill: #161b22",
+    '[style*="stroke: #000000"]': "stroke: #8d96a0",
+    '[style*="stroke: #b0b0b0"]': "stroke: #6e7681",
+    '[style*="fill: #1b6ca8"]': "fill: #4493f8",
+    '[style*="stroke: #1b6ca8"]': "stroke: #4493f8",
+}
+"""CSS selector -> property of a chart on a dark page. matplotlib writes each color as an inline style."""
+
 Chart = dict[str, Any]
 """title; bars: label -> name -> µs; decode: tokens, and a panel title -> name -> µs for each number of tokens."""
 
@@ -60,12 +70,16 @@ CHARTS = {"compare-2-h100.svg": with_mscclpp, "compare-4-h200.svg": with_torch}
 
 
 def draw(chart: Chart, path: Path) -> None:
-    """Horizontal bars for 4096 tokens a rank, and a panel of lines for each kind of decode step."""
+    """Draw horizontal bars for 4096 tokens a rank and, below, a panel of lines for each kind of decode step.
+
+    The picture is narrow, so that its text is legible on phones.
+    """
     plt = pyplot()
-    panels = 1 + len(chart["decode"])
-    widths = (1.5, *(1 for _ in chart["decode"]))
-    figure, axes = plt.subplots(1, panels, figsize=(4.4 * panels, 3.6), width_ratios=widths)
-    bars = axes[0]
+    plt.rcParams.update({"svg.hashsalt": path.name, "axes.titlesize": "medium"})  # equal runs write equal files
+    figure = plt.figure(figsize=(6, 6.2), layout="constrained")
+    upper, lower = figure.subfigures(2, 1)
+    bars = upper.subplots()
+    axes = lower.subplots(1, len(chart["decode"]), squeeze=False)[0]
     labels, names = list(chart["bars"]), list(next(iter(chart["bars"].values())))
     height = 0.8 / len(names)
     for number, name in enumerate(names):
@@ -78,19 +92,30 @@ def draw(chart: Chart, path: Path) -> None:
     bars.invert_yaxis()
     bars.margins(x=0.15)
     bars.grid(False, axis="y")
-    for axis, (kind, lines) in zip(axes[1:], chart["decode"].items(), strict=True):
+    for axis, (kind, lines) in zip(axes, chart["decode"].items(), strict=True):
         for name, values in lines.items():
             axis.plot(chart["tokens"], values, "o-", color=COLOURS[name], markersize=4)
-        axis.set(title=f"decode: dispatch + combine,\n{kind}", xlabel="tokens a rank", ylabel="µs", xscale="log")
+        axis.set(
+            title=f"decode, {kind}" if len(axes) == 1 else f"decode,\n{kind}",
+            xlabel="tokens a rank",
+            ylabel="µs, dispatch + combine",
+            xscale="log",
+        )
         axis.set_xticks(chart["tokens"])
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.xaxis.minorticks_off()
         axis.set_ylim(bottom=0)
-    figure.suptitle(chart["title"])
-    figure.legend(*bars.get_legend_handles_labels(), loc="lower center", ncol=len(names), frameon=False)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    upper.suptitle(chart["title"])
+    lower.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncol=len(names), frameon=False)
     figure.savefig(path, metadata={"Date": None}, facecolor="white")
     plt.close(figure)
+    path.write_text(with_dark_variant(path.read_text()))
+
+
+def with_dark_variant(svg: str) -> str:
+    """Add the colors that browsers use if the reader prefers dark pages."""
+    rules = "".join(f"{selector} {{{rule} !important}}" for selector, rule in DARK.items())
+    return svg.replace("</style>", f"@media (prefers-color-scheme: dark) {{{rules}}}</style>", 1)
 
 
 def main(folder: Path = RESULTS) -> int:

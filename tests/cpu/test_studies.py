@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks import late_gradients, moe, overlap, training
+from benchmarks import charts, late_gradients, moe, overlap, training
 from ep_ops import Communicator
 from ep_ops.moe import MoECommunicator
 from ep_ops.nn import TORCH
@@ -60,6 +60,16 @@ def test_timeline_picture(tmp_path: Path) -> None:
     text = overlap.picture(run, tmp_path / "overlap.svg").read_text()
     assert all(word in text for word in ("computation", "communication", "serial", "in turns"))
     assert [overlap.Kernel(*kernel).lane for kernel in kernels] == ["computation", "communication", "communication"]
+
+
+def test_charts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    charts.main(tmp_path)
+    for name, what in {"compare-2-h100": "mscclpp", "compare-4-h200": "eager PyTorch"}.items():
+        text = (tmp_path / f"{name}.svg").read_text()
+        assert what in text and "@media (prefers-color-scheme: dark)" in text
+        for selector in charts.DARK:
+            assert selector == "text" or selector[9:-2] in text.partition("</style>")[2]
 
 
 def paired() -> tuple[dict[str, Any], str]:
