@@ -126,6 +126,7 @@ CASES: list[dict[str, Any]] = [
     {"tokens": (16, 7), "shared_intermediate_size": 8},
     {"tokens": (16, 7), "dynamic": True},
     {"tokens": (16, 7), "format": "wire:e4m3/row/fp32"},
+    {"tokens": (16, 7), "dtype": torch.float32},  # of the parameters
     {"tokens": (16, 7), "shared_intermediate_size": 8, "how": "checkpoint"},
     *({"tokens": (16, 7), "how": how} for how in ("twice", "accumulate", "checkpoint", "selective", "turns")),
 ]
