@@ -47,20 +47,15 @@ def mesh_of(group: Any) -> DeviceMesh | None:
 
 
 def next_name(group: dist.ProcessGroup | None) -> str:
-    """Return the default name of a communicator.
-
-    Names are "ep0", "ep1", ... in order of creation, followed by the group's name unless it is the default group. Each
-    group is counted separately, so that its ranks agree.
-    """
+    """Return the default name of a communicator. Names are "ep0", "ep1", ... in order of creation, followed by the
+    group's name unless it is the default group. Each group is counted separately, so that its ranks agree."""
     of = "" if group is None or group is dist.group.WORLD else f"@{group.group_name}"
     return f"ep{next(_numbers.setdefault(of, itertools.count()))}{of}"
 
 
 def device_of(device: torch.device | str | int | None) -> tuple[torch.device, str | None]:
-    """Return ``device`` with its index (without for the CPU), and None.
-
-    If the device is not available, return the CPU, over which all ranks can be informed, and the reason.
-    """
+    """Return ``device`` with its index (without for the CPU), and None. If the device is not available, return the CPU,
+    over which all ranks can be informed, and the reason."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)

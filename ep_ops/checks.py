@@ -118,6 +118,7 @@ def combine_backward(m: Member, a: Any) -> None:
 
 
 def flight(number: int) -> None:
+    """Check the flight of a split operation."""
     if number not in _FLIGHTS:
         raise ValueError(
             f"flight is {number}; allowed: 0..{FLIGHTS - 1}, since {FLIGHTS} split operations of a communicator can be"
@@ -126,6 +127,7 @@ def flight(number: int) -> None:
 
 
 def empty_rows(m: Member, num_rows: int) -> None:
+    """Check the number of rows of :meth:`Communicator.empty_rows`."""
     if not 0 <= num_rows <= m.symmetric_rows:
         raise ValueError(f"num_rows is {num_rows}; allowed: 0..{m.symmetric_rows}, the symmetric_rows of {m.name!r}")
 

@@ -231,12 +231,15 @@ class Communicator(Methods):
 
     @contextlib.contextmanager
     def flights(self) -> Iterator[None]:
-        """``with comm.flights(): ...``: a block that leaves no split operation under way if it raises.
+        """End the split operations that are in progress when an exception leaves the ``with`` block.
 
-        An exception between a start and its wait leaves the flight taken, and the next operation raises, naming the
-        wait to call. When an exception leaves this block, the split operations of this communicator that are under way
-        are waited for and their results dropped. Put the block around the call of a compiled function and, if gradients
-        are computed, around ``backward()``.
+        ``with comm.flights(): ...``. An exception between a start and its wait leaves the flight in use, and the next
+        operation raises, naming the wait to call. This block waits for such operations of this communicator and drops
+        their results. Put it around the call of a compiled function and, if gradients are computed, around
+        ``backward()``.
+
+        Raises:
+            RuntimeError: inside a function that is compiled with ``fullgraph=True``.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("flights cannot be used inside a compiled function; put the block around its call")
@@ -448,7 +451,7 @@ class Communicator(Methods):
         return leaving.meet(self.group, self.name, self.number, self.config.timeout, self._has_failed)
 
     def _has_failed(self) -> bool:
-        """Whether the communicator has failed on some rank, as far as is known here."""
+        """Return whether the communicator has failed on some rank, as far as is known here."""
         self.backend.listen()
         return self.backend.has_failed()
 

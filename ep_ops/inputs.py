@@ -53,10 +53,8 @@ def with_weights(wanted: Wanted, x: Tensor, given: Tensor | None) -> tuple[Tenso
 
 
 def rows(wanted: Wanted, x: Tensor) -> Tensor:
-    """Flatten [..., H] to [T, H], and under autocast cast to the communicator's dtype.
-
-    Tensors of one byte for each number are already quantized and are not cast.
-    """
+    """Flatten [..., H] to [T, H], and under autocast cast to the communicator's dtype. Tensors of one byte for each
+    number are already quantized and are not cast."""
     if not isinstance(x, Tensor):
         return x
     if x.dim() > 2:

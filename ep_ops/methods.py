@@ -432,7 +432,7 @@ class Methods:
 
 
 def _clears(zeros: bool | None) -> bool:
-    """Whether a dispatch clears padding: where gradients are on, unless the caller says."""
+    """Return whether a dispatch clears padding: ``zeros``, or by default whether gradients are enabled."""
     return torch.is_grad_enabled() if zeros is None else zeros
 
 

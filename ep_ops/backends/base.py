@@ -106,9 +106,7 @@ class Backend(Protocol):
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0
     ) -> None:
         """Inform the other ranks, if necessary, that ``operator`` raises ``error`` on this rank after its checks.
-
-        ``again`` runs it once more. ``flight``, ``max_tokens``: arguments of the operator.
-        """
+        ``again`` runs it once more. ``flight``, ``max_tokens``: arguments of the operator."""
 
     # ------------------------------------------------------------------ the rest
 
@@ -145,10 +143,8 @@ class Backend(Protocol):
 
 
 def not_gatherable(y: Tensor, memory: Tensor | None, most: int, name: str) -> str | None:
-    """Return why ``combine_gathered`` cannot take rows ``y``, or None.
-
-    ``memory``: symmetric memory of ``most`` rows, or None.
-    """
+    """Return why ``combine_gathered`` cannot take rows ``y``, or None. ``memory``: symmetric memory of ``most`` rows,
+    or None."""
     if memory is None:
         return f"communicator {name!r} has no rows in symmetric memory: symmetric_rows is 0"
     if y.shape[0] > most:

@@ -154,10 +154,8 @@ class CheckedBackend:
             self._leave(operator, reason)
 
     def _leave(self, operator: str, reason: str) -> None:
-        """Reject the operation in the reference backend, where the others raise the reason.
-
-        After a failure of the kernels nobody waits there.
-        """
+        """Reject the operation in the reference backend, where the others raise the reason. After a failure of the
+        kernels nobody waits there."""
         self._operations += 1
         if not _capturing(self._device) and not self._backend.has_failed():
             with contextlib.suppress(RuntimeError):  # the others do something else, which they find out by themselves
@@ -220,10 +218,8 @@ class CheckedBackend:
 
 
 def _undefined(scales: Tensor) -> Tensor:
-    """Return which received scales are undefined in the reference: NaN, or a byte of 255 in packed ones.
-
-    Scales of NaN blocks look the same; the codes of these blocks are compared.
-    """
+    """Return which received scales are undefined in the reference: NaN, or a byte of 255 in packed ones. Scales of NaN
+    blocks look the same; the codes of these blocks are compared."""
     if scales.dtype is not torch.int32:
         return scales.isnan()
     return (scales.view(torch.uint8) == 255).view(*scales.shape, 4).any(-1)

@@ -12,11 +12,8 @@ def ticket(beside: Tensor) -> Tensor:
 
 
 class Order:
-    """Check the order of split operations.
-
-    A wait must follow the start of the same operation in its flight. While one is in progress, only split operations of
-    other flights are allowed.
-    """
+    """Check the order of split operations. A wait must follow the start of the same operation in its flight. While one
+    is in progress, only split operations of other flights are allowed."""
 
     def __init__(self, name: str) -> None:
         self._name = name

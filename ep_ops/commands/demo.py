@@ -45,11 +45,8 @@ class Options:
 
     @property
     def tolerance(self) -> float:
-        """Allowed |difference| / |value|, in norm, due to rounding.
-
-        In bfloat16 the router's gradient, a difference of nearly equal numbers, differs by 2 % between compiled and
-        eager on two CPU ranks, all others by 0.6 %.
-        """
+        """Allowed |difference| / |value|, in norm, due to rounding. In bfloat16 the router's gradient, a difference of
+        nearly equal numbers, differs by 2 % between compiled and eager on two CPU ranks, all others by 0.6 %."""
         return 5e-2 if self.dtype == torch.bfloat16 else 1e-4
 
 
@@ -103,10 +100,8 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gradients(model: nn.Module, batch: tuple[Tensor, Tensor], shared: list[nn.Parameter]) -> float:
-    """Leave the gradients of the mean loss over all ranks in ``model`` and return that loss.
-
-    ``shared``: parameters that every rank holds. Their gradients are summed over ranks; those of experts already are.
-    """
+    """Leave the gradients of the mean loss over all ranks in ``model`` and return that loss. ``shared``: parameters
+    that every rank holds. Their gradients are summed over ranks; those of experts already are."""
     model.zero_grad(set_to_none=True)
     loss = loss_of(model, batch) / dist.get_world_size()
     loss.backward()

@@ -39,8 +39,7 @@ class Segments(NamedTuple):
 
     def places(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Return the last local expert whose segment begins at or before each row (-1: no experts), and the row's index
-        in the segment, int64 [R] each.
-        """
+        in the segment, int64 [R] each."""
         row = torch.arange(num_rows, device=self.offs.device)
         begin = (self.offs - self.sizes).long()
         expert = torch.searchsorted(begin, row, right=True) - 1

@@ -107,11 +107,8 @@ class ScaleLayout(NamedTuple):
 
 
 def view(packed: Tensor, name: str, grid: Grid) -> Tensor:
-    """Return an operator's scales as consumers take them.
-
-    "columns" and "packed" become views [R, .], or [El, slots, .] in the padded layout, whose rows are adjacent in
-    memory. Other layouts are unchanged.
-    """
+    """Return an operator's scales as consumers take them. "columns" and "packed" become views [R, .], or [El, slots, .]
+    in the padded layout, whose rows are adjacent in memory. Other layouts are unchanged."""
     if name not in ("columns", "packed"):
         return packed
     return packed.transpose(-1, -2).narrow(-2, 0, grid.slots or grid.num_rows)

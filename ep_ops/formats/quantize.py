@@ -64,8 +64,7 @@ def quantize(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     """Return the rows [T, H] that :func:`quantize` encoded: code times scale in fp32, rounded to ``dtype`` (may be
-    Inf).
-    """
+    Inf)."""
     count = per_row(form, codes.shape[1])
     exact = powers(scales.view(torch.uint8).int()) if scales.dtype == torch.float8_e8m0fnu else scales
     blocks = codes.float().view(codes.shape[0], count, codes.shape[1] // count)
@@ -82,19 +81,15 @@ def refuse_hidden(hidden: int, form: Format) -> None:
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Round to the nearest e4m3, ties to even, at most 448 in magnitude; NaN is 0x7F.
-
-    ``Tensor.to`` saturates since torch 2.13; this function does in all versions.
-    """
+    """Round to the nearest e4m3, ties to even, at most 448 in magnitude; NaN is 0x7F. ``Tensor.to`` saturates since
+    torch 2.13; this function does in all versions."""
     codes = x.clamp(-LARGEST, LARGEST).to(ELEMENT).view(torch.uint8)
     return torch.where(x.isnan(), 0x7F, codes).view(ELEMENT)
 
 
 def _exponent(amax: Tensor) -> Tensor:
-    """Return the exponent field of the smallest power of two s with 448 * s >= amax, int32; 255 for Inf and NaN.
-
-    448 is 1.75 * 2**8, so a mantissa above 1.75 rounds up. 0 stands for 2**-127.
-    """
+    """Return the exponent field of the smallest power of two s with 448 * s >= amax, int32; 255 for Inf and NaN. 448 is
+    1.75 * 2**8, so a mantissa above 1.75 rounds up. 0 stands for 2**-127."""
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
     return torch.where(amax.isfinite(), exponent.clamp(min=0), 255)

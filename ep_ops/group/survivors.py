@@ -20,10 +20,8 @@ class ExpertIds:
 
     @staticmethod
     def kept(held: Sequence[int], ranks: Sequence[int], before: ExpertIds | None, device: torch.device) -> ExpertIds:
-        """Return the ids for a communicator of some ``ranks`` of another one.
-
-        ``held``: experts of each rank of that one; ``before``: its own conversion, or None.
-        """
+        """Return the ids for a communicator of some ``ranks`` of another one. ``held``: experts of each rank of that
+        one; ``before``: its own conversion, or None."""
         first, own = 0, [-1] * sum(held)
         for rank in ranks:
             begin = sum(held[:rank])

@@ -124,10 +124,8 @@ def choose_backend(facts: Sequence[GpuFacts | None]) -> tuple[str, str]:
 
 
 def choose_wire(facts: Sequence[GpuFacts | None], asked: str) -> tuple[str, str | None]:
-    """Return the wire between NVLink domains, and why the requested wire cannot be used.
-
-    The wire is "nvlink" if the domains are declared ones and all ranks map each other's memory, otherwise "nvshmem".
-    """
+    """Return the wire between NVLink domains, and why the requested wire cannot be used. The wire is "nvlink" if the
+    domains are declared ones and all ranks map each other's memory, otherwise "nvshmem"."""
     found = {None if fact is None else fact.domain for fact in facts}
     if asked == "nvlink" and len(found) > 1:
         return "nvshmem", "EP_OPS_WIRE is nvlink, but not all ranks map each other's memory; allowed: auto, nvshmem"
@@ -303,9 +301,7 @@ _UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 def no_nvlink(uuid: str) -> frozenset[str] | None:
     """Return the UUIDs, without `GPU-`, of the GPUs of this host that a GPU does not reach over NVLink or NVSwitch.
-
-    Includes GPUs that this process does not see. None if NVML cannot tell.
-    """
+    Includes GPUs that this process does not see. None if NVML cannot tell."""
     try:
         with _nvml() as nvml:
             return _no_nvlink(nvml, uuid)

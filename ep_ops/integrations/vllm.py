@@ -44,10 +44,8 @@ Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
-    """The common part of both formats.
-
-    ``dropped`` (int64 [local experts], on the device) counts the rows of each local expert that did not fit.
-    """
+    """The common part of both formats. ``dropped`` (int64 [local experts], on the device) counts the rows of each local
+    expert that did not fit."""
 
     dropped: Tensor
     reduces: tuple[type, ...]  # what experts may ask finalize for

@@ -78,9 +78,11 @@ class Counts:
             self._returned = torch.zeros(world_size + 1, dtype=torch.int64, device=device)
 
     def dispatched(self, route: Route, dropped: Tensor, format: str) -> None:
+        """Count a dispatch."""
         self._sums[self._lines[format]].add_(torch.cat((self._one, route.counts, dropped, route.sources)))
 
     def combined(self, route: Route) -> None:
+        """Count a combine."""
         self._returned.add_(route.sources)
 
     def reset(self) -> None:

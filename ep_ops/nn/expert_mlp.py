@@ -77,10 +77,8 @@ def expert_mlp(
 
 
 def is_late(gemms: Gemms, format: str, sent: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> bool:
-    """Return whether backward is to compute the gradients of ``weights`` while those of ``sent`` are sent.
-
-    If so, the dispatch runs without gradients (with ``zeros=True``), and :func:`expert_rows` has those of ``sent``.
-    """
+    """Return whether backward is to compute the gradients of ``weights`` while those of ``sent`` are sent. If so, the
+    dispatch runs without gradients (with ``zeros=True``), and :func:`expert_rows` has those of ``sent``."""
     if not gemms.late or format == ROW or not torch.is_grad_enabled():
         return False
     return all(any(getattr(tensor, "requires_grad", False) for tensor in some) for some in (sent, weights))
@@ -98,10 +96,8 @@ class SentTokens(NamedTuple):
 def expert_rows(
     received: Dispatched, w_in: Tensor, w_out: Tensor, gemms: Gemms, sent: SentTokens | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the experts' outputs [R, H] for the rows of a dispatch, and the weights of the rows.
-
-    ``sent``: for the late order. None: for the ordinary one.
-    """
+    """Return the experts' outputs [R, H] for the rows of a dispatch, and the weights of the rows. ``sent``: for the
+    late order. None: for the ordinary one."""
     route = received.route
     if sent is not None:
         how = _How(route.alignment, route.max_tokens, sent.comm.name, route.layout, sent.flight, gemms)

@@ -64,7 +64,7 @@ def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
 
 
 def _takes(x: Tensor, columns: int) -> bool:
-    """Whether torch's grouped GEMM takes the rows: strides must be multiples of 16 bytes."""
+    """Return whether torch's grouped GEMM takes the rows, whose strides must be multiples of 16 bytes."""
     return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and columns % 8 == 0
 
 

@@ -87,10 +87,8 @@ def _wide(logits: Tensor) -> torch.dtype:
 
 
 def _sum_over(group: dist.ProcessGroup | None, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Add vectors over ranks in one all-reduce.
-
-    The gradient of a sum is that of this rank's part times the number of ranks, which averaging divides by.
-    """
+    """Add vectors over ranks in one all-reduce. The gradient of a sum is that of this rank's part times the number of
+    ranks, which averaging divides by."""
     if not dist.is_initialized():
         return parts
     ranks = dist.get_world_size(group)

@@ -116,6 +116,7 @@ class DenseMoE(nn.Module):
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, comm.dtype, None, seed)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output, with shape and dtype of x."""
         topk_idx, topk_weights, _ = self.router(x)
         out = self.experts(x, topk_idx, topk_weights)
         return out if self.shared is None else out + self.shared(x)
@@ -133,6 +134,7 @@ class DenseExperts(nn.Module):
         )
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """Return the weighted sums of the experts' outputs, with shape and dtype of x."""
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         for e in range(self.w_in.shape[0]):
             weight = (topk_weights * (topk_idx == e)).sum(dim=-1, keepdim=True)
@@ -160,6 +162,7 @@ class SwiGLU(nn.Module):
                     weight.copy_(draw_expert(weight.shape, self.seed, -1, which))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the expert's output, with shape and dtype of x."""
         return swiglu(x @ self.w_in) @ self.w_out
 
 

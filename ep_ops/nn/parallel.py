@@ -74,9 +74,7 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
 
 def _raise_for_ddp(wrapper: nn.Module, name: str, model: Any) -> None:
     """Raise ValueError if DistributedDataParallel is about to take over experts of a model that is not prepared for it.
-
-    Called whenever a module is assigned to an attribute of another one, which DDP does before it sends anything.
-    """
+    Called whenever a module is assigned to an attribute of another one, which DDP does before it sends anything."""
     if name != "module" or not isinstance(wrapper, DistributedDataParallel):
         return
     layers = [layer for _, layer in expert_layers(model)]

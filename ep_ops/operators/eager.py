@@ -106,11 +106,8 @@ def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> An
 
 
 def _accept(accepted: dict[Any, Any], key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """Remember a call that has passed its checks, the second time that it occurs.
-
-    From then on tensors with the same types, dtypes, devices, sizes and strides are accepted, without gradients and in
-    the same modes.
-    """
+    """Remember a call that has passed its checks, the second time that it occurs. From then on tensors with the same
+    types, dtypes, devices, sizes and strides are accepted, without gradients and in the same modes."""
     if any(isinstance(other, Tensor) for other in others):
         return
     if key not in accepted:

@@ -52,10 +52,8 @@ _sequences: weakref.WeakKeyDictionary[Any, list[tuple[float, str, str]]] = weakr
 
 
 def install() -> None:
-    """Register the operators' order with Inductor, once.
-
-    It is called when an operator is first traced, so that importing ep_ops does not import Inductor.
-    """
+    """Register the operators' order with Inductor, once. It is called when an operator is first traced, so that
+    importing ep_ops does not import Inductor."""
     global _installed
     if _installed:
         return
@@ -110,10 +108,8 @@ def _install() -> None:
             self.run(graph)
 
         def uuid(self) -> Any:
-            """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none.
-
-            What is cached depends on this pass, on lowerings, gradients and fakes, so the key follows from all sources.
-            """
+            """Part of the key of compiled graphs in caches; None (not cacheable) if ``earlier`` has none. What is
+            cached depends on this pass, on lowerings, gradients and fakes, so the key follows from all sources."""
             others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.earlier]
             return None if None in others else (f"ep_ops.{self.run.__name__} {digest_of(SOURCES)}", *others)
 
@@ -166,10 +162,8 @@ def _restore_split(graph: torch.fx.Graph) -> None:
 
 
 def _keep_empty(default: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Inductor's decomposition of torch.cat without its removal of empty tensors.
-
-    It would remove operators whose results are empty, such as the combine of a rank without tokens.
-    """
+    """Return Inductor's decomposition of torch.cat without its removal of empty tensors. It would remove operators
+    whose results are empty, such as the combine of a rank without tokens."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     def cat(tensors: list[Tensor], dim: int = 0) -> Any:
@@ -208,10 +202,8 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
 
 
 def _place(graph: Any, kernel: Any, before: float = 0) -> None:
-    """Make the kernel wait for its predecessor in the program, and its successor wait for the kernel.
-
-    ``before``: distance of the kernel from the operator that is being lowered.
-    """
+    """Make the kernel wait for its predecessor in the program, and its successor wait for the kernel. ``before``:
+    distance of the kernel from the operator that is being lowered."""
     sequence = _sequences.setdefault(graph, [])
     # Only graphs for inference have their nodes moved; in backward graphs, recomputed nodes have an older number.
     position = graph.current_node.meta.get(_POSITION) if graph.is_inference else None
@@ -224,10 +216,8 @@ def _place(graph: Any, kernel: Any, before: float = 0) -> None:
 
 
 def _keep_between(graph: Any, ticket: str, between: list[Any], wait: Any) -> None:
-    """Make operations between a start and its wait run after the start and before the wait.
-
-    A product that is merged into a later addition (addmm) is no longer between them.
-    """
+    """Make operations between a start and its wait run after the start and before the wait. A product that is merged
+    into a later addition (addmm) is no longer between them."""
     for made in between:
         graph.additional_buffer_deps[made.get_operation_name()].add(ticket)
         for buffer in made.get_outputs():

@@ -40,10 +40,8 @@ from .gradients import Gradient
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, ``torch.ops.ep.<name>``.
-
-    ``check``, ``run`` and ``fake`` take the operator's arguments as a record with the schema's names.
-    """
+    """One operator, ``torch.ops.ep.<name>``. ``check``, ``run`` and ``fake`` take the operator's arguments as a record
+    with the schema's names."""
 
     name: str
     schema: str
@@ -57,14 +55,14 @@ class Operator:
 
     @functools.cached_property
     def arguments(self) -> Any:
-        """The record (a named tuple) of the operator's arguments, in schema order."""
+        """Return the class of the record of the operator's arguments, a named tuple in schema order."""
         arguments = torch._C.parse_schema(f"ep::{self.name}{self.schema}").arguments
         defaults = [a.default_value for a in arguments if a.has_default_value()]
         return collections.namedtuple(self.name, [a.name for a in arguments], defaults=defaults)
 
     @property
     def overload(self) -> torch._ops.OpOverload:
-        """``torch.ops.ep.<name>.default``, once it is registered."""
+        """Return ``torch.ops.ep.<name>.default``, which must be registered."""
         return getattr(torch.ops.ep, self.name).default
 
 

@@ -60,9 +60,7 @@ def registered(store: dist.Store, rank: int, world_size: int) -> Iterator[Any]:
 
 def meet(memory: torch.Tensor, group: dist.ProcessGroup, token: int) -> Any:
     """Return torch's handle of ``memory``, which every rank has allocated with torch. Collective over ``group``.
-
-    ``token``: a number that is equal on all ranks and different in each call.
-    """
+    ``token``: a number that is equal on all ranks and different in each call."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     store = dist.PrefixStore(f"ep_ops/{token:x}", dist.distributed_c10d._get_process_group_store(group))
     with registered(FromZero(store), rank, world_size) as name:

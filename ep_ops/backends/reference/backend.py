@@ -201,11 +201,8 @@ class ReferenceBackend:
         return self._ended.pop(flight)  # type: ignore[return-value]
 
     def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
-        """Run the whole operation and keep its result for the wait.
-
-        Without ``strict``, tools call waits without starts: waits with arguments run the operation, others return
-        zeros.
-        """
+        """Run the whole operation and keep its result for the wait. Without ``strict``, tools call waits without
+        starts: waits with arguments run the operation, others return zeros."""
         self._meeting.stage = "before"
         self._waits.check()
         if self.strict:

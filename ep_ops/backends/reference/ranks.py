@@ -31,9 +31,7 @@ class Ranks:
 
     def copy_numbers(self, destination: Tensor) -> Tensor:
         """Return the number of each token's copy here, [W, max_tokens]: how many earlier ranks its ids name.
-
-        ``destination``: the ranks that they name, [W, max_tokens, K].
-        """
+        ``destination``: the ranks that they name, [W, max_tokens, K]."""
         number = torch.zeros(destination.shape[:2], dtype=torch.long, device=self.device)
         for rank in range(self.rank):
             number += (destination == rank).any(2)

@@ -156,10 +156,8 @@ class Waits:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close this rank's connections, which ends the collectives in progress on all ranks.
-
-        The process group is out of step, and destroying it would wait for these collectives.
-        """
+        """Close this rank's connections, which ends the collectives in progress on all ranks. The process group is out
+        of step, and destroying it would wait for these collectives."""
         with contextlib.suppress(RuntimeError):
             self._group._get_backend(torch.device("cpu")).abort()
 
