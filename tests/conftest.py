@@ -20,19 +20,24 @@ DRAWN = 1 / 5
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Inductor keeps compiled graphs in a folder of this run: it would bring back those of an earlier ep_ops.
+    """Keep what Inductor and the CuTe DSL compile in a folder of this run, never of an earlier ep_ops.
 
     Processes of pytest-xdist, and workers of tests, inherit the folder from the process that starts them. Ranks under
     torchrun have one in common.
     """
     if hasattr(config, "workerinput"):
         return
+    # Threads of OpenMP spin while they wait for more work, and all cores have work.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = Path(tempfile.gettempdir())
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        folder /= f"ep_ops_inductor_{os.environ['TORCHELASTIC_RUN_ID']}_{os.getppid()}"
+        folder /= f"ep_ops_tests_{os.environ['TORCHELASTIC_RUN_ID']}_{os.getppid()}"
     else:
-        folder = Path(tempfile.mkdtemp(prefix="ep_ops_inductor_"))
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        folder = Path(tempfile.mkdtemp(prefix="ep_ops_tests_"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    kernels = folder / "kernels"  # tests/kernels/built.py
+    kernels.mkdir(parents=True, exist_ok=True)
+    os.environ["EP_OPS_TEST_KERNELS"] = str(kernels)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from built import assert_in_registers, built, compiled_ptx, count
 from test_linked import LIBRARY, needs_library
-from test_many_ranks import built
-from test_ptx import assembled, assert_no_spills, compiled_ptx, count, needs_assembler
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
@@ -50,10 +48,11 @@ OVER_NVLINK = {
 @pytest.mark.parametrize("name", OVER_NVLINK)
 def test_over_nvlink(name: str) -> None:
     kernel, arch = OVER_NVLINK[name]
-    ptx, shared_bytes = built(kernel, arch)
+    made = built(kernel, arch)
+    ptx = made.ptx
     assert f".target {arch}" in ptx and "nvshmem" not in ptx
-    assert ".local" not in ptx, f"{kernel} uses local memory"
-    assert shared_bytes <= NEEDED_SHARED_BYTES
+    assert_in_registers(kernel, arch)
+    assert made.shared_bytes <= NEEDED_SHARED_BYTES
     if name == "publish":
         assert_relays_behind_a_fence(ptx)
 
@@ -69,18 +68,13 @@ def assert_relays_behind_a_fence(ptx: str) -> None:
     assert passed_on > 0
 
 
-@needs_assembler
-@pytest.mark.parametrize("name", OVER_NVLINK)
-def test_no_spills(name: str, tmp_path: Path) -> None:
-    kernel, arch = OVER_NVLINK[name]
-    assert_no_spills(built(kernel, arch).ptx, arch, tmp_path)
-
-
 @needs_library
 @pytest.mark.parametrize(
     ("kind", "problem", "variant", "arch"),
-    [(Pull, LARGE, (True, False, True), "sm_100a"), (latency_combine.LatencyCombine, FEW, (128, True), "sm_90a")],
-    ids=["pull", "few"],
+    [
+        pytest.param(Pull, LARGE, (True, False, True), "sm_100a", id="pull"),
+        pytest.param(latency_combine.LatencyCombine, FEW, (128, True), "sm_90a", id="few", marks=pytest.mark.drawn),
+    ],
 )
 def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> None:
     ptx = compiled_ptx(kind(dataclasses.replace(problem, wire=wire.Nvshmem(str(LIBRARY))), *variant), arch)
@@ -89,7 +83,6 @@ def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> N
     assert not {name for name in declared if "nvshmem" in name}, "a call that nothing defines"
 
 
-@needs_assembler
 @pytest.mark.parametrize(
     ("kernel", "arch"),
     [
@@ -100,14 +93,14 @@ def test_over_nvshmem(kind: Any, problem: Problem, variant: Any, arch: str) -> N
     ],
     ids=["dispatch", "combine", "dispatch bundled", "combine bundled"],
 )  # fmt: skip
-def test_few_tokens(kernel: Any, arch: str, tmp_path: Path) -> None:
+def test_few_tokens(kernel: Any, arch: str) -> None:
     """Lines are stored at peers of the domain and in the send area. Two blocks fit on a multiprocessor."""
     ptx = compiled_ptx(kernel, arch)
     routes = 2 * isinstance(kernel, latency_dispatch.LatencyDispatch)
     assert count(ptx, "st.volatile.global.v4.b32") >= 2 + routes
     assert "fma.rn.f32" not in ptx, "products and sums are rounded one by one"
-    made = assembled(ptx, arch, tmp_path)
-    assert made.registers <= 64 and made.spilled <= 256, made
+    made = built(kernel, arch)
+    assert made.registers <= 64 and made.stack_bytes <= 256, (made.registers, made.stack_bytes)
 
 
 def test_which_there_are() -> None:

@@ -8,10 +8,9 @@ meant to alter them, `PYTHONPATH=.:tests python tests/kernels/test_code_size.py`
 from __future__ import annotations
 
 import json
-import struct
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,8 +19,8 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from test_many_ranks import launched_with
-from test_ptx import LARGE, compiled_kernel
+from built import ARCHS, built
+from test_ptx import LARGE
 
 from cute_kernels import jit
 from cute_kernels.latency.combine import LatencyCombine
@@ -36,7 +35,6 @@ from cute_kernels.throughput.pull_scaled import PullScaled
 RECORDED = Path(__file__).with_name("code_sizes.json")
 TOLERANCE = 0.03
 """By which share code may differ in size. Registers and shared memory may not grow, nor may the stack."""
-ARCHS = ("sm_90a", "sm_100a")
 KERNELS: dict[str, Any] = {
     "publish": Publish(LARGE, True, True, True, False),
     "publish token-major": PublishTokens(LARGE, True, True, True, False),
@@ -50,65 +48,15 @@ KERNELS: dict[str, Any] = {
 }
 
 
-class Size(NamedTuple):
-    """Of one kernel's machine code."""
-
-    code_bytes: int
-    registers: int  # of a thread
-    stack_bytes: int  # of a thread: what registers did not hold
-    shared_bytes: int  # of a block, as a launch asks for them
-
-
-class Section(NamedTuple):
-    nbytes: int
-    content: bytes
-
-
-def sections(elf: bytes) -> dict[str, Section]:
-    """The sections of a 64-bit ELF file by name; those without content in the file (SHT_NOBITS) have none here."""
-    (table,) = struct.unpack_from("<Q", elf, 0x28)
-    count, names_at = struct.unpack_from("<HH", elf, 0x3C)
-    headers = [struct.unpack_from("<IIQQQQ", elf, table + 64 * i) for i in range(count)]
-    names = elf[headers[names_at][4] :]
-    found = {}
-    for name, kind, _, _, at, nbytes in headers:
-        content = b"" if kind == 8 else elf[at : at + nbytes]
-        found[names[name : names.index(b"\0", name)].decode()] = Section(nbytes, content)
-    return found
-
-
-REGISTERS, FRAME = 0x2F, 0x11
-"""Attributes in `.nv.info`, each of a symbol and a number: EIATTR_REGCOUNT, EIATTR_FRAME_SIZE."""
-
-
-def attribute(info: bytes, wanted: int) -> int:
-    """The largest number that `.nv.info` gives for an attribute; 0 if it has none."""
-    largest, at = 0, 0
-    while at + 4 <= len(info):
-        form, kind, size = struct.unpack_from("<BBH", info, at)
-        if form == 4:
-            if kind == wanted:
-                largest = max(largest, struct.unpack_from("<I", info, at + 8)[0])
-            at += size
-        at += 4
-    return largest
-
-
-def size_of(compiled: Any) -> Size:
-    found = sections(bytes(compiled.__cubin__))
-    code = [name for name in found if name.startswith(".text.")]
-    assert len(code) == 1, code
-    info = found[".nv.info"].content
-    shared = launched_with(str(compiled.ir_module))
-    return Size(found[code[0]].nbytes, attribute(info, REGISTERS), attribute(info, FRAME), shared)
-
-
 def assembler() -> str:
     return f"CUDA {jit.versions()['cuda']}, nvidia-cutlass-dsl {jit.versions()['cutlass']}"
 
 
-def measured(name: str, arch: str) -> Size:
-    return size_of(compiled_kernel(KERNELS[name], arch))
+def measured(name: str, arch: str) -> dict[str, int]:
+    """All but the PTX."""
+    found = built(KERNELS[name], arch)._asdict()
+    del found["ptx"]
+    return found
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -118,10 +66,11 @@ def test_size(name: str, arch: str) -> None:
     if recorded["assembler"] != assembler():
         pytest.skip(f"sizes were recorded with {recorded['assembler']}, and {assembler()} is installed")
     assert set(recorded["sizes"]) == set(KERNELS)
-    before, now = Size(**recorded["sizes"][name][arch]), measured(name, arch)
-    change = now.code_bytes / before.code_bytes - 1
+    before, now = recorded["sizes"][name][arch], measured(name, arch)
+    change = now["code_bytes"] / before["code_bytes"] - 1
     assert abs(change) <= TOLERANCE, f"{name}, {arch}: {change:+.1%} code, {before} -> {now}; meant so? see above"
-    assert all(new <= old for new, old in zip(now[1:], before[1:], strict=True)), f"{name}, {arch}: {before} -> {now}"
+    others = set(now) - {"code_bytes"}
+    assert all(now[size] <= before[size] for size in others), f"{name}, {arch}: {before} -> {now}"
 
 
 def test_more_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,5 +85,5 @@ def test_more_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 if __name__ == "__main__":
-    made = {name: {arch: measured(name, arch)._asdict() for arch in ARCHS} for name in KERNELS}
+    made = {name: {arch: measured(name, arch) for arch in ARCHS} for name in KERNELS}
     RECORDED.write_text(json.dumps({"assembler": assembler(), "sizes": made}, indent=1) + "\n")

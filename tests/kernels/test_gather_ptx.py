@@ -6,17 +6,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from test_ptx import (
-    ALONE,
-    ARCHS,
-    BULK_IN,
-    BULK_OUT,
-    LARGE,
-    assert_no_spills,
-    compiled_ptx,
-    count,
-    needs_assembler,
-)
+from built import ARCHS, assert_in_registers, compiled_ptx, count
+from test_ptx import ALONE, BULK_IN, BULK_OUT, LARGE
 
 from cute_kernels.heap import Problem
 from cute_kernels.throughput.gather import Gather
@@ -29,7 +20,7 @@ PROBLEMS = (LARGE, ALONE, Problem(4, (1,) * 4, 4, 7168, "bf16", 4096))
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_gather(problem, arch):
     ptx = compiled_ptx(Gather(problem), arch)
-    assert ".local" not in ptx
+    assert_in_registers(Gather(problem), arch)
     assert count(ptx, BULK_IN) == 1 and count(ptx, BULK_OUT) == 0
     assert count(ptx, "mbarrier.try_wait") == 1 and count(ptx, "mbarrier.arrive.expect_tx") == 1
     # Before the hello; behind the hellos of all, before the first bulk copy.
@@ -40,13 +31,6 @@ def test_gather(problem, arch):
     assert count(ptx, "fence.acq_rel.sys") == 0, "nothing is waited for row by row"
     assert count(ptx, "fma.rn") == 0 and count(ptx, "mul.rn") == 0 and count(ptx, "add.rn.f32") > 0
     assert count(ptx, "ld.shared.v4.b32") == Gather(problem).slices.vectors
-
-
-@needs_assembler
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_no_spills(problem, arch, tmp_path):
-    assert_no_spills(compiled_ptx(Gather(problem), arch), arch, tmp_path)
 
 
 def test_shared_memory():

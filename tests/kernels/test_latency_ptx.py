@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from test_ptx import assembled, compiled_ptx, count, needs_assembler
+from built import built, compiled_ptx, count
 
 from cute_kernels.heap import Heap, Problem
 from cute_kernels.latency.combine import LatencyCombine
@@ -36,29 +35,27 @@ COMPILED = [("large", "sm_90a"), ("large", "sm_100a"), ("uneven", "sm_90a"), ("a
 """Other numbers of ranks: test_many_ranks.py."""
 
 
-def assert_two_blocks_fit(kernel, arch: str, tmp_path: Path) -> None:
+def assert_two_blocks_fit(kernel, arch: str) -> None:
     """On a multiprocessor: the next kernel's block waits there for this one's to end. Next to nothing is spilled."""
-    made = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
-    assert made.registers <= 64 and made.spilled <= 64, made
+    made = built(kernel, arch)
+    assert made.registers <= 64 and made.stack_bytes <= 64, (made.registers, made.stack_bytes)
 
 
-@needs_assembler
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
-def test_registers_and_spills(name: str, arch: str, tmp_path: Path) -> None:
+def test_registers_and_spills(name: str, arch: str) -> None:
     problem, tokens = PROBLEMS[name]
     for kernel in (
         LatencyDispatch(problem, tokens, True),
         LatencyCombine(problem, tokens, False),
         LatencyCombine(problem, tokens, True),
     ):
-        assert_two_blocks_fit(kernel, arch, tmp_path)
+        assert_two_blocks_fit(kernel, arch)
 
 
-@needs_assembler
 @pytest.mark.parametrize("kernel", [LatencyDispatch, LatencyCombine])
-def test_registers_and_spills_of_split_operations(kernel, tmp_path: Path) -> None:
+def test_registers_and_spills_of_split_operations(kernel) -> None:
     for sends, receives in ((True, False), (False, True)):
-        assert_two_blocks_fit(kernel(LARGE, 256, True, sends, receives), "sm_90a", tmp_path)
+        assert_two_blocks_fit(kernel(LARGE, 256, True, sends, receives), "sm_90a")
 
 
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
@@ -88,13 +85,14 @@ def assert_epoch_is_held(ptx: str) -> None:
     assert 0 < ptx.find("@none nanosleep.u32 20") < ptx.find("atom.relaxed.gpu.global.add.u32")
 
 
-@needs_assembler
-@pytest.mark.parametrize(("name", "arch"), [("large", "sm_90a"), ("uneven", "sm_100a"), ("most", "sm_90a")])
-def test_token_major(name: str, arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "arch"), [
+    ("large", "sm_90a"), pytest.param("uneven", "sm_100a", marks=pytest.mark.drawn), ("most", "sm_90a")
+])  # fmt: skip
+def test_token_major(name: str, arch: str) -> None:
     """What sends is as ever; what receives stores each row once, and a row's ids and weights beside it."""
     problem, tokens = {**PROBLEMS, "most": (MOST, 28)}[name]
     whole = LatencyDispatch(problem, tokens, True, token_major=True)
-    assert_two_blocks_fit(whole, arch, tmp_path)
+    assert_two_blocks_fit(whole, arch)
     ptx = compiled_ptx(LatencyDispatch(problem, tokens, True, False, True, token_major=True), arch)
     assert "st.volatile.global.v4.b32" not in ptx and count(ptx, "atom.relaxed.gpu.global.add.u32") == 1
     assert "fence.acq_rel" not in ptx and "membar" not in ptx and ".local" not in ptx

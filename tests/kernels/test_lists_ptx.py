@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from test_ptx import assembled, compiled_ptx, count, needs_assembler
+from built import built, compiled_ptx, count
 
 from cute_kernels.local.expert_lists import ExpertLists
 from cute_kernels.local.places_route import PlacesRoute
@@ -32,10 +31,9 @@ def test_entries(kernel: Any, arch: str) -> None:
         assert place.count("bar.warp.sync") >= 2
 
 
-@needs_assembler
-def test_registers(tmp_path: Path) -> None:
+def test_registers() -> None:
     """A block of 1024 threads fits on a multiprocessor; nothing is spilled."""
     for kernel in KERNELS:
         for arch in ARCHES:
-            made = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
-            assert made.registers <= 64 and made.spilled == 0, (kernel, made)
+            made = built(kernel, arch)
+            assert made.registers <= 64 and made.stack_bytes == 0, (kernel, made.registers)

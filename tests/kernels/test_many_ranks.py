@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import re
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from test_ptx import assert_no_spills, count, needs_assembler
+from built import assert_in_registers, built, count
 
-from cute_kernels import jit
 from cute_kernels.heap import MOST_RANKS, Problem
 from cute_kernels.latency import combine as latency_combine
 from cute_kernels.latency import dispatch as latency_dispatch
 from cute_kernels.latency.sizes import block_bytes, most_tokens
-from cute_kernels.launch import Kernel
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.gather import Gather
 from cute_kernels.throughput.publish import Publish
@@ -38,29 +33,6 @@ CASES = [
     # ranks, arch; all kernels of 4 ranks are looked at in test_ptx.py, for sm_100a too
     (2, "sm_90a"), (32, "sm_90a"), (72, "sm_90a"), (72, "sm_103a"),
 ]  # fmt: skip
-
-
-class Built(NamedTuple):
-    ptx: str
-    shared_bytes: int  # that a launch asks for
-
-
-@functools.cache
-def built(kernel: Kernel, arch: str) -> Built:
-    compiled = jit.compile_kernel(kernel, arch, keep_ptx=True)
-    return Built(compiled.__ptx__, launched_with(str(compiled.ir_module)))
-
-
-def launched_with(host_code: str) -> int:
-    """Bytes of shared memory in the launch configuration (`cudaLaunchConfig_t`: grid, block, bytes, stream, ...) that
-    the compiled function fills: the constant that it stores into the third field."""
-    config = re.escape("!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>")
-    field = rf"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, {config}"
-    stores = list(re.finditer(rf"{field}\n\s*llvm\.store (%\w+), \1 : i64", host_code))
-    assert len(stores) == 1, "one launch"
-    # Names of values are those of a function: the last one before it is meant.
-    values = re.findall(rf"{stores[0][2]} = llvm\.mlir\.constant\((\d+) : i64\)", host_code[: stores[0].start()])
-    return int(values[-1])
 
 
 def problem(world_size: int) -> Problem:
@@ -89,20 +61,12 @@ def test_kernels_fit(world_size: int, arch: str) -> None:
     for kernel in kernels(problem(world_size))[: 2 if arch == "sm_103a" else None]:
         made = built(kernel, arch)
         assert f".target {arch}" in made.ptx
-        assert ".local" not in made.ptx, f"{kernel} uses local memory"
+        assert_in_registers(kernel, arch)
         # All of a block's shared memory is what the launch asks for.
         assert count(made.ptx, ".shared") == 0 and made.ptx.count(".shared .align") <= 1
         assert made.shared_bytes > 0 or "__dynamic_shmem__" not in made.ptx
         most = TWO_BLOCKS if isinstance(kernel, LATENCY) else NEEDED_SHARED_BYTES
         assert made.shared_bytes <= most, kernel
-
-
-@needs_assembler
-@pytest.mark.drawn
-@pytest.mark.parametrize("world_size", [ranks for ranks, arch in CASES if arch == "sm_90a"])
-def test_no_spills(world_size: int, tmp_path: Path) -> None:
-    for kernel in kernels(problem(world_size)):
-        assert_no_spills(built(kernel, "sm_90a").ptx, "sm_90a", tmp_path)
 
 
 @pytest.mark.parametrize("world_size", [2, MOST_RANKS])

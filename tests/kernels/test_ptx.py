@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import re
-import shutil
-import subprocess
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from cute_kernels import jit
+from built import ARCHS, assert_in_registers, compiled_ptx, count
+
 from cute_kernels.heap import Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.publish import Publish
@@ -24,7 +20,6 @@ from cute_kernels.throughput.pull_scaled import PullScaled
 from ep_ops.backends.cute import kernels_of
 from ep_ops.config import default_experts
 
-ARCHS = ("sm_90a", "sm_100a")
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
 UNEVEN = Problem(2, (3, 5), 4, 8200, "fp32", 100)  # rows of several pieces, the last one short
 ALONE = Problem(1, (8,), 32, 128, "fp16", 16)
@@ -33,26 +28,6 @@ WIDEST = Problem(8, (128,) * 8, 8, 7168, "bf16", 8192)
 LONGEST = "red.relaxed.gpu.global.max.u64"
 BULK_IN = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 BULK_OUT = "cp.async.bulk.global.shared::cta.bulk_group"
-
-
-@functools.cache
-def compiled_kernel(kernel: Any, arch: str) -> Any:
-    """With its PTX and its cubin."""
-    return jit.compile_kernel(kernel, arch, keep_ptx=True)
-
-
-def compiled_ptx(kernel, arch: str) -> str:
-    ptx = compiled_kernel(kernel, arch).__ptx__
-    assert not unused_acquires(ptx), "ptx.ld_acquire_sys says what comes of it"
-    return ptx
-
-
-def unused_acquires(ptx: str) -> list[str]:
-    """Loads of a kernel that acquire, and whose result nothing reads."""
-    body = ptx[ptx.index(".visible .entry") :]
-    body = body[: body.index("\n}\n")]
-    named = collections.Counter(re.findall(r"%\w+", body))
-    return [load for load, to in re.findall(r"(ld\.acquire\S+ (%\w+), .*)", body) if named[to] == 1]
 
 
 def flags_without_barrier(ptx: str) -> list[str]:
@@ -68,42 +43,6 @@ def flags_without_barrier(ptx: str) -> list[str]:
     return found
 
 
-def count(ptx: str, instruction: str) -> int:
-    return len(re.findall(rf"^\s*(?:@!?%p\d+ )?{re.escape(instruction)}", ptx, re.MULTILINE))
-
-
-needs_assembler = pytest.mark.skipif(
-    shutil.which("ptxas") is None, reason="needs ptxas of the CUDA toolkit: the PTX alone does not tell of spills"
-)
-
-
-class Assembled(NamedTuple):
-    """The assembler's own account of what it made."""
-
-    registers: int
-    spilled: int  # bytes of spill stores
-
-
-def assembled(ptx: str, arch: str, tmp_path: Path) -> Assembled:
-    assembler = shutil.which("ptxas")
-    assert assembler is not None, "mark the test with needs_assembler"
-    source = tmp_path / "kernel.ptx"
-    source.write_text(ptx)
-    done = subprocess.run(
-        [assembler, f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    spilled = re.search(r"(\d+) bytes spill stores", done.stderr)
-    assert registers and spilled, done.stderr
-    return Assembled(int(registers[1]), int(spilled[1]))
-
-
-def assert_no_spills(ptx: str, arch: str, tmp_path: Path) -> None:
-    """It may keep a few words of branch bookkeeping."""
-    assert assembled(ptx, arch, tmp_path).spilled <= 32
-
-
 def of_each_kind(problem: Problem) -> list[Any]:
     """One kernel."""
     return list({type(kernel): kernel for kernel in kernels_of(problem)}.values())
@@ -115,26 +54,17 @@ def test_every_kernel(kind: type, arch: str) -> None:
     for kernel in (kernel for kernel in kernels_of(LARGE) if type(kernel) is kind):
         ptx = compiled_ptx(kernel, arch)
         assert f".target {arch}" in ptx
-        assert ".local" not in ptx, f"{kernel} uses local memory"
         assert count(ptx, "elect.sync") == 0, "lanes are elected by hand"
+        assert_in_registers(kernel, arch)
 
 
 @pytest.mark.drawn
+@pytest.mark.parametrize("kind", dict.fromkeys(map(type, kernels_of(LARGE))))
 @pytest.mark.parametrize("problem", [ALONE, UNEVEN, WIDEST], ids=["alone", "uneven", "widest"])
-def test_other_problems(problem: Problem) -> None:
+def test_other_problems(problem: Problem, kind: type) -> None:
     for kernel in of_each_kind(problem):
-        assert ".local" not in compiled_ptx(kernel, "sm_90a"), f"{kernel} uses local memory"
-
-
-@needs_assembler
-@pytest.mark.parametrize(
-    ("problem", "arch"),
-    [(LARGE, "sm_90a"), (LARGE, "sm_100a"), (ALONE, "sm_90a"), (UNEVEN, "sm_90a"), (WIDEST, "sm_90a")],
-    ids=["large", "large sm_100a", "alone", "uneven", "widest"],
-)
-def test_no_spills(problem: Problem, arch: str, tmp_path: Path) -> None:
-    for kernel in kernels_of(problem) if problem == LARGE else of_each_kind(problem):
-        assert_no_spills(compiled_ptx(kernel, arch), arch, tmp_path)
+        if type(kernel) is kind:
+            assert_in_registers(kernel, "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

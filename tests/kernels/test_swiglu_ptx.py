@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from test_ptx import assembled, compiled_ptx, count, needs_assembler
+from built import built, compiled_ptx, count
 
 from cute_kernels.jit import object_name
 from cute_kernels.local.swiglu import SwiGLU
@@ -55,12 +54,11 @@ def test_quantized(kernel: SwiGLU, arch: str) -> None:
     assert ("div.rn.f32" in ptx) == (kernel.delivery.form.kind == "fp32")
 
 
-@needs_assembler
-def test_registers(tmp_path: Path) -> None:
+def test_registers() -> None:
     """Four blocks fit on a multiprocessor; nothing is spilled."""
     for kernel, arch in compiled([*PLAIN, *QUANTISED, SwiGLU(2048, "fp32", True)]):
-        made = assembled(compiled_ptx(kernel, arch), arch, tmp_path)
-        assert made.registers <= 64 and made.spilled == 0, (kernel, made)
+        made = built(kernel, arch)
+        assert made.registers <= 64 and made.stack_bytes == 0, (kernel, made.registers)
 
 
 def test_each_has_a_file_of_its_own() -> None:

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from batches import Batches, depth_of, problem_of
+from built import ARCHS, compiled_ptx, count
 from courier import Adversary, Courier, Gate
-from test_ptx import ARCHS, compiled_ptx, count
 
 from cute_kernels.heap import Problem
 from cute_kernels.internode import wire
