@@ -59,11 +59,11 @@ demo: $(NEEDS)
 	$(PYTHON) -m ep_ops demo $(ARGS)
 
 # Two runs, because tests/gpu changes torch's settings for its whole process. (Exit code 5: ARGS selects none of its
-# tests.) The second run tests four files at a time (on two cores some processes always wait), longest files first
-# (tests/conftest.py).
+# tests.) The second run tests three files at a time, longest files first (tests/conftest.py). Some tests wait, so two
+# cores are busy; each further process takes 20 s of CPU time to import everything.
 test: $(NEEDS)
 	$(PYTHON) -m pytest tests/gpu $(ARGS) || [ $$? -eq 5 ]
-	$(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Every rank runs pytest over the same files in lockstep. Ranks share GPUs if there are fewer (tests/gpu/sharing.py).
 RANKS ?= 1 2 4 8 16

@@ -41,16 +41,22 @@ DEMO = [
 ]
 
 
-def run(command: list[str], timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, cwd=ROOT)
+def run(command: list[str], timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT | environment, cwd=ROOT
+    )
 
 
-def test_demo_trains_compiled_on_two_ranks() -> None:
-    done = run([*DEMO, "--steps", "12"], timeout=280)  # two compilers beside other tests
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.drawn)])
+def test_demo_trains_compiled_on_two_ranks(compiler: str, tmp_path: Path) -> None:
+    """Without a C++ compiler the graph is traced and differentiated, and that takes a third of the time."""
+    environment = {"PATH": str(tmp_path), "CXX": ""} if compiler == "aot_eager" else {}
+    done = run([*DEMO, "--steps", "12"], timeout=280, **environment)  # two compilers beside other tests
     assert done.returncode == 0, done.stderr
     assert "2 rank(s), 16 experts" in done.stdout
+    assert ("no C++ compiler was found" in done.stdout) == (compiler == "aot_eager")
     assert "self-check: loss and all gradients equal the dense model's" in done.stdout
-    assert "backend reference, torch.float32, compiled as one graph" in done.stdout
+    assert f"backend reference, torch.float32, compiled as one graph ({compiler})" in done.stdout
     first, last = map(float, re.search(r"^loss +([\d.]+) -> ([\d.]+) nats", done.stdout, re.M).groups())
     assert last < 0.8 * first
 
@@ -281,15 +287,6 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--device is cuda, but torch sees no GPU" in capsys.readouterr().err
 
 
-def test_compile_without_the_kernels_toolchain() -> None:
-    """In a process that has not imported it yet."""
-    script = "import sys; sys.modules['cutlass'] = None; from ep_ops.commands import cli; sys.exit(cli.main())"
-    sizes = "--ranks 1 --num-experts 8 --hidden-size 64 --top-k 2 --max-tokens-per-rank 8 --arch sm_90a"
-    done = run([sys.executable, "-c", script, "compile", *sizes.split()])
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "ep-ops compile needs cutlass: pip install 'ep_ops[cu13]'" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
@@ -305,7 +302,7 @@ def test_benchmarks_refuse_before_they_start(
     assert stop.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_takes_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     class Throughput:
         @staticmethod
         def main(argv: list[str]) -> int:
@@ -313,9 +310,6 @@ def test_bench_is_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(sys.modules, "ep_ops.bench.throughput", Throughput)  # type: ignore[arg-type]
     assert cli.main(["bench", "throughput", "--tokens", "8", "x"]) == 3
-    loaded = "[name for name in sys.modules if 'bench' in name.split('.')]"
-    script = f"import sys, ep_ops.commands.cli, ep_ops.nn; print({loaded})"
-    assert run([sys.executable, "-c", script]).stdout.strip() == "[]"
 
 
 OF_THE_README = "\nassert x.grad.isfinite().all() and x.grad.any() and y.shape == x.shape\n"

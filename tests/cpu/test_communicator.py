@@ -471,12 +471,19 @@ def run_python(code: str) -> None:
 
 
 def test_import_needs_nothing_and_exit_is_silent() -> None:
+    """Importing registers the operators and loads no kernels, no Inductor and no benchmarks; commands name what they
+    lack."""
     run_python(
         """
         import sys
         sys.modules["cutlass"] = None  # importing it fails
-        import ep_ops, torch
-        assert "ep_ops.nn" not in sys.modules and not torch.distributed.is_initialized()
+        import torch
+        before = set(sys.modules)
+        import ep_ops
+        torch.ops.ep.dispatch.default
+        heavy = {"torch._inductor.lowering", "torch._dynamo", "cute_kernels", "ep_ops.nn"}
+        assert not (set(sys.modules) - before) & heavy, (set(sys.modules) - before) & heavy
+        assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
         assert ep_ops.nn.MoELayer and ep_ops.__version__ == "0.1.0"
         assert {"Communicator", "Route", "Dispatched", "memory_plan"} <= set(ep_ops.__all__)
         try:
@@ -485,6 +492,14 @@ def test_import_needs_nothing_and_exit_is_silent() -> None:
             assert "nothing" in str(error)
         comm = ep_ops.Communicator(num_experts=2, hidden_size=8, top_k=1, max_tokens_per_rank=1, device="cpu")
         comm.dispatch(torch.zeros(1, 8).bfloat16(), torch.zeros(1, 1, dtype=torch.int32))
+        from ep_ops.commands import cli
+        assert not [name for name in sys.modules if "bench" in name.split(".")]
+        import contextlib, io
+        said = io.StringIO()
+        sizes = "--ranks 1 --num-experts 8 --hidden-size 64 --top-k 2 --max-tokens-per-rank 8 --arch sm_90a"
+        with contextlib.redirect_stderr(said):
+            assert cli.main(["compile", *sizes.split()]) == 2
+        assert "ep-ops compile needs cutlass: pip install 'ep_ops[cu13]'" in said.getvalue()
         # neither destroyed nor dropped: the interpreter ends with it
         """
     )

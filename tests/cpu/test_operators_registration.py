@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +112,10 @@ def lenient():
         yield comm
 
 
-@pytest.mark.parametrize(("name", "variant"), CALLS)
-@pytest.mark.parametrize("tokens", [5, 0])
+@pytest.mark.parametrize(("name", "variant", "tokens"), [
+    *((*call, 5) for call in CALLS),
+    *(pytest.param(*call, 0, marks=pytest.mark.drawn if call[1] else ()) for call in CALLS),
+])  # fmt: skip
 def test_opcheck(lenient, name, variant, tokens):
     opcheck(OPS[name].overload, arguments(lenient, name, variant, tokens))
 
@@ -198,14 +198,3 @@ def test_unknown_communicator_is_an_error():
     x, topk_idx, weights = toy.inputs(2)
     with pytest.raises(RuntimeError, match="'nobody'"):
         torch.ops.ep.dispatch(x, weights, topk_idx, 44, 4, 0, 16, 4, 1, "nobody")
-
-
-def test_import_is_light():
-    """No Inductor, no kernels, no process group: importing registers the operators and does nothing else."""
-    code = (
-        "import sys, torch; before = set(sys.modules); import ep_ops;"
-        "torch.ops.ep.dispatch.default; assert not torch.distributed.is_initialized();"
-        "heavy = {'torch._inductor.lowering', 'torch._dynamo', 'cutlass', 'cute_kernels'};"
-        "new = (set(sys.modules) - before) & heavy; assert not new, new; assert not torch.cuda.is_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ep_ops.__path__[0] + "/..")

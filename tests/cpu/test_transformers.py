@@ -149,7 +149,7 @@ COMPILED = ["qwen3_moe", "gpt_oss"]  # one graph; graphs around a router, and ex
     ("registered", "grouped_mm", [kind for kind in [*MODELS, *MORE] if kind != "llama4_text"]),
     ("same batch", "grouped_mm", list(MODELS)),
     ("compiled", "grouped_mm", COMPILED),
-    ("registered and compiled", "grouped_mm", COMPILED),
+    pytest.param("registered and compiled", "grouped_mm", COMPILED, marks=pytest.mark.drawn),
 ])  # fmt: skip
 def test_spread_experts(how: str, implementation: str, kinds: list[str]) -> None:
     for found in run_ranks(2, spread_all, how, implementation, kinds):

@@ -82,6 +82,7 @@ def test_doctor(installed: Path, foreign: Path) -> None:
     assert f"({installed / 'ep_ops'})" in said and "could not tell" not in said
 
 
+@pytest.mark.drawn  # test_bench starts a process in the same way
 def test_demo(installed: Path, foreign: Path) -> None:
     """In a process that the command starts."""
     said = run(

@@ -77,6 +77,7 @@ def test_run_on_two_cpu_processes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"| {latency_report.NAMES['pair_padded']} |" in capsys.readouterr().out
 
 
+@pytest.mark.drawn
 def test_one_rank_under_torchrun_measures_what_was_asked_for() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     done = bench("--device", "cpu", *SMALL, "--only", "pair,pair_nccl,dispatch,combine", launcher=launcher)
