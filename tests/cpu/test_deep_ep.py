@@ -373,19 +373,16 @@ def test_the_bound_on_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_install() -> None:
     """In a process of its own, as clients import it; and not where DeepEP is."""
     code = (
-        "import importlib.util, sys, ep_ops.integrations.deep_ep as ours; ours.install(); ours.install();"
+        "import importlib.util, sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep');"
+        "import ep_ops.integrations.deep_ep as ours\n"
+        "try:\n    ours.install()\n"
+        "except RuntimeError as error:\n    assert 'imported or installed already' in str(error)\n"
+        "else:\n    raise AssertionError\n"
+        "del sys.modules['deep_ep']; ours.install(); ours.install()\n"
         "import deep_ep; from deep_ep import Buffer, Config, topk_idx_t;"
         "from deep_ep.utils import EventHandle, EventOverlap; from deep_ep.buffer import Buffer as again;"
         "assert EventOverlap is ours.EventOverlap and again is Buffer;"
         "assert deep_ep is ours and Buffer is ours.Buffer and importlib.util.find_spec('deep_ep') is not None;"
         "assert hasattr(deep_ep, 'ElasticBuffer') and not hasattr(deep_ep, 'HybridEPBuffer')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    code = (
-        "import sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep');"
-        "import ep_ops.integrations.deep_ep as ours\n"
-        "try:\n    ours.install()\n"
-        "except RuntimeError as error:\n    assert 'imported or installed already' in str(error)\n"
-        "else:\n    raise AssertionError"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

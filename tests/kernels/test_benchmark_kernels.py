@@ -23,6 +23,7 @@ from ep_ops.bench.presets import FORMATS, MEASURABLE, OPERATORS, PRESETS, Case
 from ep_ops.bench.session import Session
 from ep_ops.bench.timing import CHAIN, Timer, leaves
 from ep_ops.bench.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
+from ep_ops.commands import cli
 
 ROOT = Path(ep_ops.__file__).parent.parent
 CPU = torch.device("cpu")
@@ -140,10 +141,9 @@ def test_presets_are_made_of_known_measurements(preset: str) -> None:
     assert made.cases and all(set(case.measure) <= set(MEASURABLE) for case in made.cases)
 
 
-def test_dry_run_prints_the_plan() -> None:
-    done = ep_ops_bench("--preset", "quick", "--dry-run", "--ranks", "4")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "throughput", "--preset", "quick", "--dry-run", "--ranks", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "4 ranks"
     assert lines[1].startswith("link: push and pull of rows of 14336 bytes with 16, 24, ")
     assert "T=4096 H=7168 E=256 K=8 balanced bf16" in lines[2] and "(159.2 MB over NVLink on average)" in lines[2]
