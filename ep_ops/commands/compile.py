@@ -106,13 +106,7 @@ def compile_all(wanted: Sequence[Any], arch: str) -> None:
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), mp_context=context) as pool:
-        list(pool.map(_compile, wanted, [arch] * len(wanted)))
-
-
-def _compile(kernel: Any, arch: str) -> None:
-    from cute_kernels import jit
-
-    jit.prepare(kernel, arch)
+        list(pool.map(jit.prepare, wanted, [arch] * len(wanted)))  # processes that do not import torch
 
 
 def arch_here() -> str | None:
