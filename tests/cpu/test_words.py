@@ -29,7 +29,6 @@ RULED_OUT = {
 """Pattern -> what to write instead."""
 
 STRINGS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))  # the second since Python 3.12
-CODE_IN_TEXT = r"``[^`]*``|`[^`\n]*`"
 
 
 def files() -> list[Path]:
@@ -42,15 +41,19 @@ def prose(path: Path) -> str:
     """Text for readers: a page without its code, or the comments and texts (strings with a space) of a module."""
     text = path.read_text()
     if path.suffix == ".md":
-        return re.sub(rf"```.*?```|{CODE_IN_TEXT}|\]\([^)]*\)", "", text, flags=re.S)
+        return re.sub(r"\]\([^)]*\)", "", without_code(re.sub(r"```.*?```", "", text, flags=re.S)))
     found = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            found.append(token.string.lstrip("# "))
+            found.append(without_code(token.string.lstrip("# ")))
         elif token.type in STRINGS and " " in token.string:
             body = token.string.lstrip("rbfRBF").strip("\"'")
-            found.append(re.sub(r"\{[^{}]*\}", "", body) if token.string[0] in "fF" else body)
-    return re.sub(CODE_IN_TEXT, "", "\n".join(found))
+            found.append(without_code(re.sub(r"\{[^{}]*\}", "", body) if token.string[0] in "fF" else body))
+    return "\n".join(found)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"``[^`]*``|`[^`]*`", "", text)
 
 
 def wrong_words(text: str) -> list[str]:
