@@ -90,7 +90,9 @@ class MoECommunicator:
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64, device="cpu")
         if config.statistics:
             bytes_of = row_bytes(comm.hidden_size, comm.dtype.itemsize)
-            self._counts = Counts(comm.num_local_experts, comm.world_size, bytes_of, comm.device)
+            self._counts = Counts(
+                comm.num_local_experts, comm.world_size, bytes_of, comm.device, bytes_of[config.combine_format]
+            )
 
     def sibling(self, placement: Sequence[int] | None = None) -> MoECommunicator:
         """Return a MoECommunicator for another layer, which uses the same communicator and memory. Collective.
@@ -166,7 +168,7 @@ class MoECommunicator:
         """
         if not isinstance(handle, DispatchHandle):
             self._reject_handle("combine", "handle", handle)
-        out = self.comm.combine(expert_output, handle.route, handle.weights)
+        out = self.comm.combine(expert_output, handle.route, handle.weights, format=self.config.combine_format)
         self._returned(handle)
         return out
 
@@ -203,7 +205,8 @@ class MoECommunicator:
             return Request(lambda: done)
         if not isinstance(handle, DispatchHandle):
             self._reject_handle("combine_start", "handle", handle, flight)
-        started = self.comm.combine_start(expert_output, handle.route, handle.weights, flight=flight)
+        format = self.config.combine_format
+        started = self.comm.combine_start(expert_output, handle.route, handle.weights, format=format, flight=flight)
         return Request(lambda: self._combine_wait(started, handle))
 
     @ranged("ep_ops.moe.dispatch_wait")
@@ -380,10 +383,11 @@ class MoECommunicator:
     # ------------------------------------------------------------------ lifetime
 
     def warmup(self) -> None:
-        """Compile and load every kernel, including those of the configured format. Collective. Call it before capturing
-        a CUDA graph."""
+        """Compile and load every kernel, including those of the configured formats. Collective. Call it before
+        capturing a CUDA graph."""
         format, scales_as, _ = self._quant
-        self.comm.warmup([(format, scales_as)] if format else [])
+        asked = (format, scales_as), (self.config.combine_format, "")
+        self.comm.warmup([pair for pair in dict.fromkeys(asked) if pair[0]])
 
     def check_errors(self) -> None:
         """Call :meth:`ep_ops.Communicator.check_errors`."""

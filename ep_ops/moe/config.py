@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ep_ops.config import Config, is_int
-from ep_ops.formats import format_of, layout_of
+from ep_ops.formats import COMBINE_FORMATS, format_of, layout_of
 from ep_ops.records import ROW_LAYOUTS
 
 from .placement import problem_of
@@ -50,6 +50,7 @@ class MoECommunicatorConfig(Config):
             slots of each local expert (at least 1); rows that do not fit are dropped and counted. "exact": as many rows
             as arrive, for which each dispatch synchronizes with the device (not with "padded").
         quant: quantization of dispatches that do not pass their own.
+        combine_format: format in which combines send their sums (``Communicator.combine``); empty: the rows' dtype.
         overlap: True: the ``_async`` methods start split operations, which run concurrently with the current stream
             (see ``Communicator.dispatch_start``). False: they run the whole operation.
         statistics: count rows, drops and bytes on the device for :meth:`MoECommunicator.stats`. Adds a few small tensor
@@ -62,6 +63,7 @@ class MoECommunicatorConfig(Config):
     layout: str = "grouped"
     capacity: int | str | None = None
     quant: Quant = Quant()
+    combine_format: str = ""
     overlap: bool = False
     statistics: bool = False
 
@@ -90,6 +92,9 @@ class MoECommunicatorConfig(Config):
             return f"latency_max_tokens is {self.latency_max_tokens!r}; mode {self.mode!r} has no bound; allowed: None"
         if self.placement is not None and (wrong := problem_of(self.placement, self.num_experts)):
             return wrong
+        if self.combine_format not in ("", *COMBINE_FORMATS):
+            allowed = ", ".join(map(repr, ("", *COMBINE_FORMATS)))
+            return f"combine_format is {self.combine_format!r}; allowed: {allowed}"
         return self._quant_problem() or (self._latency_problem() if self.mode == "latency" else None)
 
     def _quant_problem(self) -> str | None:

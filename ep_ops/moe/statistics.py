@@ -65,11 +65,13 @@ class Counts:
     row, and bytes are computed when they are read.
     """
 
-    def __init__(self, num_local_experts: int, world_size: int, sizes: dict[str, int], device: torch.device) -> None:
-        """``sizes``: bytes of a row as it is sent, by format."""
+    def __init__(
+        self, num_local_experts: int, world_size: int, sizes: dict[str, int], device: torch.device, returned: int
+    ) -> None:
+        """``sizes``: bytes of a row as it is sent, by format. ``returned``: bytes of a sum that a combine sends."""
         self._sizes = sorted(set(sizes.values()))
         self._lines = {format: self._sizes.index(size) for format, size in sizes.items()}
-        self._own = sizes[""]
+        self._sum_bytes = returned
         # A line: dispatches, rows kept, rows dropped, and `Route.sources`.
         self._widths = (1, num_local_experts, num_local_experts, world_size + 1)
         with torch.inference_mode(False):  # else nothing else could add to them
@@ -109,7 +111,7 @@ class Counts:
     def bytes(self) -> Tensor:
         """Return bytes received from and returned to each rank, [2, W]. Synchronizes the host."""
         received = torch.tensor(self._sizes, device="cpu") @ self._read()[3]
-        return torch.stack((received, self._own * self._returned.cpu())).diff()
+        return torch.stack((received, self._sum_bytes * self._returned.cpu())).diff()
 
     def _read(self) -> tuple[Tensor, ...]:
         return self._sums.cpu().split(self._widths, 1)

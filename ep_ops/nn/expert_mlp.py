@@ -42,7 +42,7 @@ class Computed(NamedTuple):
 def expert_mlp(
     comm: Communicator, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w_in: Tensor, w_out: Tensor, *,
     capacity: int | None = None, exact: bool = False, max_tokens: int | None = None, format: str = "",
-    gemms: Gemms = TORCH,
+    combine_format: str = "", gemms: Gemms = TORCH,
 ) -> Computed:  # fmt: skip
     """Send tokens to their SwiGLU experts and return the weighted sums of the experts' outputs. Collective.
 
@@ -56,7 +56,7 @@ def expert_mlp(
         w_in: gate and up matrices of this rank's experts, [El, H, 2F], in the communicator's dtype.
         w_out: down matrices of this rank's experts, [El, F, H], in the communicator's dtype.
         capacity, exact, max_tokens: as for :meth:`ep_ops.Communicator.dispatch`.
-        format: as for :class:`ep_ops.nn.Experts`.
+        format, combine_format: as for :class:`ep_ops.nn.Experts`.
         gemms: the grouped GEMMs, the same on all ranks: PyTorch's, or ``ep_ops.integrations.quack.GEMMS``.
 
     Returns:
@@ -73,7 +73,7 @@ def expert_mlp(
             x, topk_idx, topk_weights, capacity=capacity, exact=exact, max_tokens=max_tokens, format=format, zeros=zeros
         )
     y, weights = expert_rows(received, w_in, w_out, gemms, SentTokens(comm, x, topk_weights) if late else None)
-    return Computed(comm.combine(y, received.route, weights), received.dropped)
+    return Computed(comm.combine(y, received.route, weights, format=combine_format), received.dropped)
 
 
 def is_late(gemms: Gemms, format: str, sent: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
+from ep_ops.formats import COMBINE_FORMATS
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.grouped import TORCH, Gemms
 from ep_ops.nn.scaled import ROW
@@ -41,6 +42,8 @@ class Experts(nn.Module):
             a format to send fewer bytes, or ``e4m3/row/fp32`` for a first GEMM in e4m3
             (:func:`ep_ops.nn.scaled_grouped_mm`; the communicator's dtype must be bfloat16). Gradients are not
             quantized.
+        combine_format: format in which sums return to the owners of their tokens: empty for the communicator's dtype,
+            or one that :meth:`ep_ops.Communicator.combine` takes.
         dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
         seed: seed of the initial weights, which do not depend on the number of ranks.
 
@@ -56,19 +59,22 @@ class Experts(nn.Module):
 
     def __init__(
         self, comm: Communicator, intermediate_size: int, *, capacity: int | None = None, dynamic: bool = False,
-        format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
+        format: str = "", combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         if format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
         if format == ROW and comm.dtype != torch.bfloat16:
             raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
+        if combine_format not in ("", *COMBINE_FORMATS):
+            allowed = ", ".join(map(repr, ("", *COMBINE_FORMATS)))
+            raise ValueError(f"combine_format is {combine_format!r}; allowed: {allowed}")
         check_size("intermediate_size", intermediate_size, 1)
         if dynamic and capacity is not None:
             raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")
         check_split(comm, "Experts")
         self.comm, self.capacity, self.dynamic = comm, capacity, dynamic
-        self.format, self.seed = format, seed
+        self.format, self.combine_format, self.seed = format, combine_format, seed
         held, hidden, device = comm.num_local_experts, comm.hidden_size, default_device(comm)
         made = functools.partial(torch.empty, dtype=comm.dtype if dtype is None else dtype, device=device)
         self.w_in = nn.Parameter(self.from_local(made(held, hidden, 2 * intermediate_size)))
@@ -123,7 +129,8 @@ class Experts(nn.Module):
         added = None if shared is None else shared(x)
         done = expert_mlp(
             self.comm, x, topk_idx, topk_weights, self.local_weight("w_in"), self.local_weight("w_out"),
-            capacity=self.capacity, exact=self.dynamic, max_tokens=max_tokens, format=self.format, gemms=self.gemms,
+            capacity=self.capacity, exact=self.dynamic, max_tokens=max_tokens, format=self.format,
+            combine_format=self.combine_format, gemms=self.gemms,
         )  # fmt: skip
         self._count(done.dropped)
         if added is not None:
@@ -163,7 +170,7 @@ class Experts(nn.Module):
         w_in, w_out = self.local_weight("w_in"), self.local_weight("w_out")
         sent = SentTokens(self.comm, x, topk_weights, flight) if late else None
         y, weights = expert_rows(received, w_in, w_out, self.gemms, sent)
-        combine = self.comm.combine_start(y, received.route, weights, flight=flight)
+        combine = self.comm.combine_start(y, received.route, weights, format=self.combine_format, flight=flight)
         try:
             yield None
         except BaseException:

@@ -42,7 +42,7 @@ class MoELayer(nn.Module):
 
     Args:
         comm: determines the number of experts, top_k, hidden size H, dtype, and which experts this rank holds.
-        intermediate_size, capacity, dynamic, format, dtype, seed: as for :class:`ep_ops.nn.Experts`.
+        intermediate_size, capacity, dynamic, format, combine_format, dtype, seed: as for :class:`ep_ops.nn.Experts`.
         router: a module that returns (topk_idx, topk_weights, logits) for x, as described by :class:`ep_ops.nn.Routed`.
             None: ``Router(E, H, top_k)``, a softmax router.
         shared_intermediate_size: width of one more expert that processes every token on its own rank; 0 for none. It
@@ -56,7 +56,7 @@ class MoELayer(nn.Module):
     def __init__(
         self, comm: Communicator, intermediate_size: int, *, router: nn.Module | None = None,
         capacity: int | None = None, dynamic: bool = False, shared_intermediate_size: int = 0, format: str = "",
-        dtype: torch.dtype | None = None, seed: int = 0,
+        combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         if not isinstance(comm, Communicator):
             raise TypeError(f"comm is {comm!r}; expected an ep_ops.Communicator, which has the numbers and sizes")
@@ -67,8 +67,9 @@ class MoELayer(nn.Module):
             router = Router(comm.num_experts, comm.hidden_size, comm.top_k, seed=seed, device=device)
         self.router = router
         self.experts = Experts(
-            comm, intermediate_size, capacity=capacity, dynamic=dynamic, format=format, dtype=dtype, seed=seed
-        )
+            comm, intermediate_size, capacity=capacity, dynamic=dynamic, format=format, combine_format=combine_format,
+            dtype=dtype, seed=seed,
+        )  # fmt: skip
         dtype = comm.dtype if dtype is None else dtype
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, dtype, device, seed)
 
