@@ -122,6 +122,15 @@ def ld_shared(ptr: Any) -> Int32:
     return _get(Int32, "ld.shared.b32 {$w0}, [{$r0}];", Int32(ptr.toint()))
 
 
+def ld_shared_u8(ptr: Any) -> Int32:
+    return _get(Int32, "ld.shared.u8 {$w0}, [{$r0}];", Int32(ptr.toint()))
+
+
+def ld_shared_pair(ptr: Any) -> tuple[Uint32, Uint32]:
+    """Two words at a multiple of 8 bytes."""
+    return _get([Uint32, Uint32], "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", Int32(ptr.toint()))
+
+
 def ld_shared_v4(ptr: Any) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     return _get([Uint32] * 4, "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", Int32(ptr.toint()))
 
@@ -259,7 +268,7 @@ def encode(values: Sequence[Float32], by: Float32) -> Uint32:
     )
 
 
-def decode(word: Uint32) -> list[Float32]:
+def decode(word: Int32 | Uint32) -> list[Float32]:
     """The numbers of four e4m3 codes."""
     return list(
         _get(

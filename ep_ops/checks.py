@@ -256,8 +256,6 @@ def _combine_format(comm: Member, format: str) -> None:
     if format not in COMBINE_FORMATS:
         allowed = ", ".join(map(repr, COMBINE_FORMATS))
         raise ValueError(f"format is {format!r}; allowed for a combine: '' (sums travel as they are), {allowed}")
-    if comm.config.backend == "cute":
-        raise ValueError(f"format is {format!r}; allowed for a combine on backend 'cute': '' (sums travel as they are)")
     _divides(comm, "format", format_of(format))
 
 

@@ -38,10 +38,12 @@ def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
     return (max_tokens + each - 1) // each
 
 
-def offset_of_batch(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32) -> Int64:
-    """Offset of a batch in a section of rows that has slots. Its rows follow each other, as long as they travel."""
+def offset_of_batch(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32, room: int = 0) -> Int64:
+    """Offset of a batch in a section of rows that has slots. Its rows follow each other, as long as they travel.
+    `room`: bytes of a row, if not those of a row of the dtype."""
     p = ranks.heap.problem
-    return ranks.at(Int64(0), name) + Int64((slot - 1) * ranks.heap.batches + batch) * (p.batch_tokens * p.row_bytes)
+    each = p.batch_tokens * (room or p.row_bytes)
+    return ranks.at(Int64(0), name) + Int64((slot - 1) * ranks.heap.batches + batch) * each
 
 
 def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32, each: int) -> Int64:
@@ -88,16 +90,16 @@ def send_rows(
 @cute.jit
 def put_batch(
     ranks: sync.Ranks, threads: cutlass.Constexpr[int], words: cutlass.Constexpr[str], slot: Int32, batch: Int32,
-    what: Any,
+    what: Any, room: cutlass.Constexpr[int] = 0,
 ) -> None:  # fmt: skip
     """By the block that has put a batch together: one put. `words`: the section of its word. `what`: of which tokens
-    it has rows, its offset, and the bytes of a row."""
+    it has rows, its offset, and the bytes of a row. `room`: see `offset_of_batch`."""
     p = ranks.heap.problem
     mask, here, row_bytes = what
     to, target = slot_there(ranks, slot), on_rail(ranks, slot)
     word = word_at(ranks, words, to, batch, ranks.heap.batches)
     if mask != 0:
-        there = offset_of_batch(ranks, "rows_in", to, batch)
+        there = offset_of_batch(ranks, "rows_in", to, batch, room)
         nbytes = Int32(arch.popc(mask)) * row_bytes
         p.wire.put_signal_by_block(ranks, threads, target, there, here, nbytes, word, word_of(ranks, mask))
     elif thread_id() == 0:
@@ -116,17 +118,18 @@ def vector_of(row_bytes: cutlass.Constexpr[int], mask: Int32, number: Int32) -> 
 
 
 @cute.jit
-def copy_rows(ranks: sync.Ranks, threads: cutlass.Constexpr[int], mask: Int32, to: Int64, source: Int64) -> None:
-    """By a whole block: the rows of the tokens of `mask`, without gaps."""
-    p = ranks.heap.problem
-    total = Int32(arch.popc(mask)) * (p.row_bytes // 16)
+def copy_rows(
+    threads: cutlass.Constexpr[int], mask: Int32, to: Int64, source: Int64, row_bytes: cutlass.Constexpr[int]
+) -> None:
+    """By a whole block: the rows of the tokens of `mask`, of so many bytes, without gaps."""
+    total = Int32(arch.popc(mask)) * (row_bytes // 16)
     for first in cutlass.range(thread_id(), total, VECTORS * threads):
         # Behind the end the last vector is copied once more.
         numbers = [cutlass.min(first + i * threads, total - 1) for i in range(VECTORS)]
         words = []
         for i in range_constexpr(VECTORS):
-            token, at = vector_of(p.row_bytes, mask, numbers[i])
-            words.append(ptx.ld_v4(source + Int64(token) * p.row_bytes + at))
+            token, at = vector_of(row_bytes, mask, numbers[i])
+            words.append(ptx.ld_v4(source + Int64(token) * row_bytes + at))
         for i in range_constexpr(VECTORS):
             ptx.st_v4(to + Int64(numbers[i]) * 16, words[i])
 

@@ -20,6 +20,8 @@ from ..domains import index_of, on_rail, position_of, rank_at, slot_of, slot_the
 from ..experts import holder_of
 from ..heap import Problem
 from ..ids import warp_id
+from ..throughput.quantized_sums import SumSlices
+from .pushed_in_format import add_pushed_in_format
 from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
 
 VECTORS = 2
@@ -43,9 +45,9 @@ def number_there(problem: Problem, slot: Int32 | int, number: Int32) -> Int32:
     return number * Int32(slot == 0)
 
 
-def offset_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32) -> Int64:
-    """Offset of a copy's sum from that of the first one."""
-    return Int64((slot * problem.most_copies + number) * problem.max_tokens + token) * problem.row_bytes
+def offset_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32, row_bytes: int) -> Int64:
+    """Offset of a copy's sum, of so many bytes, from that of the first one."""
+    return Int64((slot * problem.most_copies + number) * problem.max_tokens + token) * row_bytes
 
 
 @cute.jit
@@ -101,14 +103,17 @@ def offset_of_id(ranks: sync.Ranks, token: Int32 | int, k: Int32) -> Int64:
 @cute.jit
 def pass_sums(
     ranks: sync.Ranks, threads: cutlass.Constexpr[int], rows: cutlass.Constexpr[bool], scalars: cutlass.Constexpr[bool],
-    ids: cutlass.Constexpr[bool], max_tokens: Int32, first: Int32, step: Int32,
+    ids: cutlass.Constexpr[bool], wire: cutlass.Constexpr[SumSlices | None], max_tokens: Int32,
+    share: tuple[Int32, Int32],
 ) -> None:  # fmt: skip
-    """By a block of a stager, `first` of `step`: its batches of what owners of other domains ask for. `rows`: sums of
-    rows; `scalars`: those of the (token, k) in the batch; `ids`: which lie by rank."""
+    """By a block of a stager: its batches of what owners of other domains ask for. `rows`: sums of rows; `scalars`:
+    those of the (token, k) in the batch; `ids`: which lie by rank. `wire`: sums travel in a format. `share`: the index
+    of the block among those that pass sums on, and how many these are."""
     p = ranks.heap.problem
+    row_bytes = wire.row_bytes if wire else p.row_bytes
     warp = Int32(warp_id())
     others = p.num_domains - 1
-    item = Int32(first)
+    item, step = Int32(share[0]), share[1]
     while item < batches_of(ranks, max_tokens) * others and ranks.mark >= 0:
         batch = item // others
         slot = item - batch * others + 1
@@ -129,19 +134,22 @@ def pass_sums(
                         pick_scalars(ranks, slot, batch)
                     put_scalars(ranks, owner, slot, batch)
             if const_expr(rows):
-                here = offset_of_batch(ranks, "rows_out", slot, batch)
-                if const_expr(p.domain_ranks > 1):
+                token = batch * p.batch_tokens
+                here = offset_of_batch(ranks, "rows_out", slot, batch, row_bytes)
+                if const_expr(p.domain_ranks > 1 and wire is not None):
+                    add_pushed_in_format(wire, ranks, threads, slot, token, wanted, mask, ranks.own + here)
+                elif const_expr(p.domain_ranks > 1):
                     add_pushed(ranks, threads, slot, batch, wanted, mask)
                 else:
                     # Sums of single copies need no adding, and if no token is left out they lie without gaps.
-                    pushed = ranks.at(Int64(0), "rows") + offset_of_copy(p, slot, Int32(0), batch * p.batch_tokens)
+                    pushed = ranks.at(Int64(0), "rows") + offset_of_copy(p, slot, Int32(0), token, row_bytes)
                     if mask & (mask + 1) == 0:
                         here = pushed
                     else:
-                        copy_rows(ranks, threads, mask, ranks.own + here, ranks.own + pushed)
+                        copy_rows(threads, mask, ranks.own + here, ranks.own + pushed, row_bytes)
                 # The batch is whole before it is put.
                 arch.sync_threads()
-                put_batch(ranks, threads, "sum", slot, batch, (mask, here, p.row_bytes))
+                put_batch(ranks, threads, "sum", slot, batch, (mask, here, row_bytes), row_bytes)
         item += step
 
 

@@ -27,6 +27,7 @@ from ..copies import below, copies_of, set_of
 from ..domains import is_near
 from ..experts import holder_of
 from ..ids import block_ids, warp_id
+from ..rows import Width
 from .bundled import first_of, number_sums
 from .combine_sender import BATCH, CombineSender, LatencyCombineArgs, report_bad_row
 from .far import Order, await_far, end, have_put, order_of
@@ -44,6 +45,7 @@ from .packets import (
 )
 from .reach import Peers
 from .sizes import PACKET_BYTES, PAYLOAD_BYTES
+from .sum_packets import numbers_in, quantize_again, scale_in, store_sums
 
 COPIES = 4
 """How many copies of a token a warp waits for together: what registers hold."""
@@ -140,7 +142,7 @@ class LatencyCombine(CombineSender):
             last = cutlass.max(last, row)
             if row >= args.num_rows:
                 row = Int32(-1)
-            own = seal(self.sum_rows(args, row, packet, lane, batch), lane, Int64(0))
+            own = seal(self.words_of(args, row, packet, lane, batch), lane, Int64(0))
 
             now = by_mark(ranks)
             address = now.at(now.own, "lines") + packet * PACKET_BYTES + lane * 16
@@ -162,9 +164,13 @@ class LatencyCombine(CombineSender):
                     left = left >> COPIES
             if item + share.step >= args.tokens * count:
                 self.end_waits(share.warp)
-            packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
-            offset = packet * PAYLOAD_BYTES + lane_offset(lane)
-            store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
+            if const_expr(self.format != ""):
+                row_of_token = args.out + Int64(token) * p.row_bytes
+                store_sums(Width(p.hidden_size, p.dtype), acc, packet, lane, row_of_token)
+            else:
+                packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
+                offset = packet * PAYLOAD_BYTES + lane_offset(lane)
+                store_payload(packed, lane, args.out + Int64(token) * p.row_bytes, offset, p.row_bytes)
             item += share.step
         self.trigger_dependents(share.warp)
         # Reported behind the loop, in which registers are scarce.
@@ -241,8 +247,11 @@ class LatencyCombine(CombineSender):
                 self.add(acc, self.unpacked(words, u))
 
     def unpacked(self, words: Any, u: int) -> list[Float32]:
-        """The numbers of a lane's 16 bytes of packet u."""
-        return ptx.unpack([words[4 * u + i] for i in range(4)], self.problem.dtype)
+        """By the whole warp: what a lane adds of its 16 bytes of packet u."""
+        mine = [words[4 * u + i] for i in range(4)]
+        if self.format:
+            return numbers_in(mine, scale_in(mine, Int32(arch.lane_idx())))
+        return ptx.unpack(mine, self.problem.dtype)
 
     def add(self, acc: Any, values: Any) -> None:
         for i in range(self.values):
@@ -273,7 +282,8 @@ class LatencyCombine(CombineSender):
         """`add_copies` over several domains: the words of copies from other ones are awaited first."""
         own, acc = sums
         count = self.await_far_copies(ranks, order, token)
-        together = min(COPIES, self.problem.most_copies)
+        # A lane holds 16 numbers of a sum in a format, and 16 of its domain's sum: few registers are left for packets.
+        together = min(COPIES // 2 if self.format else COPIES, self.problem.most_copies)
         words = cute.make_rmem_tensor((4 * together,), Uint32)
         part = cute.make_rmem_tensor((self.values,), Float32)
         for i in range_constexpr(self.values):
@@ -323,14 +333,17 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def close_domain(self, order: Order, copy: Int32, part: Any, acc: Any) -> None:
-        """Behind the last copy of a domain: adds the domain's sum `part`, rounded unless it is the owner's own domain,
-        to `acc`, and clears it."""
+        """Behind the last copy of a domain: adds the domain's sum `part`, rounded (with a format: quantized) unless it
+        is the owner's own domain, to `acc`, and clears it."""
         dtype = self.problem.dtype
         if (order.last >> copy) & 1 != 0:
             if (order.rounded >> copy) & 1 != 0:
-                rounded = ptx.unpack(ptx.pack([part[i] for i in range(self.values)], dtype), dtype)
-                for i in range_constexpr(self.values):
-                    part[i] = rounded[i]
+                if const_expr(self.format == ""):
+                    rounded = ptx.unpack(ptx.pack([part[i] for i in range(self.values)], dtype), dtype)
+                    for i in range_constexpr(self.values):
+                        part[i] = rounded[i]
+                elif const_expr(self.problem.domain_ranks > 1):  # else it is one sum, which is quantized already
+                    quantize_again(part)
             for i in range_constexpr(self.values):
                 acc[i] = ptx.add_rn(acc[i], part[i])
                 part[i] = Float32(0.0)

@@ -18,6 +18,7 @@ from .. import ptx, sync
 from ..arrivals import Copy, guarded, lists
 from ..copies import pop_lowest
 from ..domains import is_near
+from ..formats import Form
 from ..launch import Kernel, RankArgs
 from .bundled import bundle_of, bundles
 from .far import FarTarget, put_packets
@@ -26,6 +27,7 @@ from .packets import WarpShare, Words, lane_vector, seal, st_line
 from .reach import Peers, heap_of
 from .sizes import PACKET_BYTES, PAYLOAD_VECTORS, packets
 from .split import SplitOperation
+from .sum_packets import NUMBERS, packets_of, sum_words
 
 BATCH = 4
 """How many rows a warp loads together; half as many of this rank's own where there are more copies than `COPIES`: one
@@ -51,7 +53,7 @@ class LatencyCombineArgs(NamedTuple):
 @dataclass(frozen=True)
 class CombineSender(SplitOperation, Kernel):
     """A combine, as far as it sends. `weighted`: rows times their routing weight. `tokens`, `send`, `receive`: see
-    split.py."""
+    split.py. `format`: what sums travel as (sum_packets.py); empty: as rows of the dtype."""
 
     NAME, Args = "ep_latency_combine", LatencyCombineArgs
 
@@ -59,10 +61,15 @@ class CombineSender(SplitOperation, Kernel):
     weighted: bool
     send: bool = True
     receive: bool = True
+    format: str = ""
+
+    @property
+    def form(self) -> Form:
+        return Form(self.format, self.problem.hidden_size)
 
     @property
     def row_packets(self) -> int:
-        return packets(self.problem.row_bytes)
+        return packets_of(self.form) if self.format else packets(self.problem.row_bytes)
 
     @property
     def row_stride(self) -> int:
@@ -71,8 +78,15 @@ class CombineSender(SplitOperation, Kernel):
 
     @property
     def values(self) -> int:
-        """Numbers in 16 bytes."""
-        return 16 // self.problem.itemsize
+        """Numbers of a lane: those in 16 bytes."""
+        return NUMBERS if self.format else 16 // self.problem.itemsize
+
+    def words_of(self, args: LatencyCombineArgs, row: Int32, packet: Int32, lane: Int32, batch: int) -> Words:
+        """The sum over k ascending of the rows that the lanes hold, as it travels, in a lane's payload vector."""
+        if self.format:
+            batch = max(1, batch // self.problem.itemsize)  # as many bytes as without a format
+            return sum_words(self.form, self.problem.dtype, self.weighted, args, row, packet, lane, batch)
+        return self.sum_rows(args, row, packet, lane, batch)
 
     @cute.jit
     def push(self, ranks: sync.Ranks, args: LatencyCombineArgs, peers: Peers, share: WarpShare) -> None:
@@ -86,7 +100,7 @@ class CombineSender(SplitOperation, Kernel):
         def send(owner: Int32, line: Int32, item: Int32, row: Int32) -> None:
             now = sync.again(ranks)
             packet = item % count
-            words = self.sum_rows(args, row, packet, lane, BATCH)
+            words = self.words_of(args, row, packet, lane, BATCH)
             at = Int64(line) * self.row_stride + packet * PACKET_BYTES + lane * 16
             st_line(now.at(heap_of(peers, owner), "lines") + at, seal(words, lane, now.mark))
 
@@ -98,7 +112,7 @@ class CombineSender(SplitOperation, Kernel):
 
         def send(owner: Int32, line: Int32, item: Int32, row: Int32) -> None:
             def words_of(packet: Int32) -> Words:
-                return self.sum_rows(args, row, packet, share.lane, BATCH)
+                return self.words_of(args, row, packet, share.lane, BATCH)
 
             at = Int64(owner * self.tokens + line % self.tokens) * self.row_stride
             to = FarTarget(owner, line, self.row_stride)
@@ -182,7 +196,7 @@ class CombineSender(SplitOperation, Kernel):
         last[0] = cutlass.max(last[0], row)
         if row >= args.num_rows:
             row = Int32(-1)
-        return self.sum_rows(args, row, packet - i * self.row_packets, lane, BATCH)
+        return self.words_of(args, row, packet - i * self.row_packets, lane, BATCH)
 
     @cute.jit
     def sum_rows(

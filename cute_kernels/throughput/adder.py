@@ -18,12 +18,13 @@ from ..carried import Carried
 from ..internode.sums import CLOSES, FAR, OPENS
 from .outbox import Outbox, close, post
 from .pipeline import Items, run
+from .quantized_sums import SumSlices, numbers_at, scale_at, store_slice
 from .ring import Ring, Slices
 
-FIRST, LAST, END, APART, BEGINS, JOINS = 1, 2, 4, 8, 16, 32
+FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
 """Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item. Of a sum over several
 NVLink domains: the slice belongs to this rank's own, whose rows are added up apart; it begins that sum; behind it that
-sum joins the others."""
+sum joins the others. Of a sum of rows in a format: the slice is of a row of the dtype."""
 
 
 class Notes(Carried):
@@ -79,7 +80,7 @@ class Adding:
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
     bit 32 of the mask says so; it is row `code` from `RowBases.extra`. Rows that are FAR (internode/sums.py),
     where there may be such, are counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
-    separately.
+    separately. `wire`: the sums travel in a format; a warp `encodes` its sums, or adds up rows that are encoded.
     """
 
     slices: Slices
@@ -89,6 +90,17 @@ class Adding:
     fetch: Callable[..., Any]
     extra: bool = False
     tree: bool = False
+    wire: SumSlices | None = None
+    encodes: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        return self.wire is not None and not self.encodes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a slice of a sum in the memory that it is stored in."""
+        return self.wire.slice_bytes if self.wire is not None and self.encodes else self.slices.slice_bytes
 
     def nothing(self) -> SumJob:
         none: Any = Int64(0) if self.extra else Int32(0)
@@ -138,7 +150,14 @@ class Adding:
         if const_expr(state.rows.far is not None):
             number = number & (CLOSES - 1)
         source = base + Int64(number) * shape.row_bytes
-        if const_expr(self.extra):
+        if const_expr(self.extra and self.decodes):
+            offset, length = piece * shape.piece_bytes, Int32(shape.bytes_of(piece))
+            if k == 32:
+                mark = mark | PLAIN
+                source = state.rows.extra + Int64(code) * self.slices.row_bytes
+                offset = piece * self.slices.slice_bytes
+                length = cutlass.min(self.slices.row_bytes - offset, self.slices.slice_bytes)
+        elif const_expr(self.extra):
             if k == 32:
                 source = state.rows.extra + Int64(code) * shape.row_bytes
         note = state.warp * shape.stages + stage
@@ -149,8 +168,11 @@ class Adding:
         if arch.lane_idx() == 0:
             (notes.marks + note).store(mark)
             (notes.codes + note).store(code)
-            (notes.targets + note).store(target + piece * shape.piece_bytes)
-            ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
+            (notes.targets + note).store(target + piece * self.stored_bytes)
+            if const_expr(self.extra and self.decodes):
+                ring.load(stage, source + offset, length)
+            else:
+                ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
         return SumJob(held, left, piece, row, weight, target, code)
 
     @cute.jit
@@ -166,20 +188,19 @@ class Adding:
         if mark & FIRST != 0:
             for i in range_constexpr(slices.values):
                 acc[i] = Float32(0.0)
-        words = []
-        for u in range_constexpr(slices.vectors):
-            words.extend(ptx.ld_shared_v4(at + u * 512))
-        values = ptx.unpack(words, slices.dtype)
-        if const_expr(self.weighted):
-            factor = (notes.weights + note).load()
-            for i in range_constexpr(slices.values):
-                acc[i] = ptx.add_rn(acc[i], ptx.mul_rn(values[i], factor))
-        elif const_expr(self.tree):
-            add_apart(slices.values, mark, acc, part, values)
+        if const_expr(self.decodes and self.extra):
+            if mark & PLAIN != 0:
+                self.add(at, mark, acc, part, notes.weights + note)
+            else:
+                self.add_encoded(ring.buffer + stage * shape.stride, mark, acc, part)
+        elif const_expr(self.decodes):
+            self.add_encoded(ring.buffer + stage * shape.stride, mark, acc, part)
         else:
-            for i in range_constexpr(slices.values):
-                acc[i] = ptx.add_rn(acc[i], values[i])
-        if mark & LAST != 0:
+            self.add(at, mark, acc, part, notes.weights + note)
+        if const_expr(self.wire is not None and self.encodes):
+            if mark & LAST != 0:
+                store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)
+        elif mark & LAST != 0:
             to = (notes.targets + note).load() + lane * 16
             sums = ptx.pack([acc[i] for i in range(slices.values)], slices.dtype)
             behind = slices.end_of(mark & END != 0)
@@ -190,6 +211,41 @@ class Adding:
             if mark & END != 0:
                 post(outbox, warp, count[0], (notes.codes + note).load())
                 count[0] += 1
+
+    @cute.jit
+    def add(self, at: Any, mark: Int32, acc: Any, part: Any, weight: Any) -> None:
+        """Add what a lane has of a stage's slice, from `at` on, times the factor at `weight` if rows are weighted."""
+        slices = self.slices
+        words = []
+        for u in range_constexpr(slices.vectors):
+            words.extend(ptx.ld_shared_v4(at + u * 512))
+        values = ptx.unpack(words, slices.dtype)
+        if const_expr(self.weighted):
+            factor = weight.load()
+            for i in range_constexpr(slices.values):
+                acc[i] = ptx.add_rn(acc[i], ptx.mul_rn(values[i], factor))
+        elif const_expr(self.tree):
+            add_apart(slices.values, mark, acc, part, values)
+        else:
+            for i in range_constexpr(slices.values):
+                acc[i] = ptx.add_rn(acc[i], values[i])
+
+    @cute.jit
+    def add_encoded(self, stage: Any, mark: Int32, acc: Any, part: Any) -> None:
+        """Add what a lane has of a stage's slice of a row in the format: codes times their scales."""
+        wire: Any = self.wire
+        vectors = self.slices.vectors
+        if const_expr(self.tree):
+            values = []
+            for u in range_constexpr(vectors):
+                values.extend(numbers_at(wire, stage, u, scale_at(wire, stage, u)))
+            add_apart(self.slices.values, mark, acc, part, values)
+        else:
+            n = wire.numbers
+            for u in range_constexpr(vectors):
+                values = numbers_at(wire, stage, u, scale_at(wire, stage, u))
+                for i in range_constexpr(n):
+                    acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])
 
 
 @cute.jit

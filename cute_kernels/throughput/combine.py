@@ -8,6 +8,9 @@ ends.
 
 The flags of a pushing block are set by a warp of their own (outbox.py), so that no row waits for a fence.
 
+Sums may travel in a format (quantized_sums.py): pushers quantize sums instead of rounding them, rows of staging hold
+codes and scales, and owners add up codes times scales.
+
 Where there are several NVLink domains (internode/sums.py) copies of a token of another one are pushed to its owner's
 stager. Of the blocks that do not push the first *pass on*: they ask for sums of this rank's tokens, and then put those
 that they are asked for. Asking waits for nobody, and passing on for nothing but what was pushed and asked. So sums are
@@ -26,6 +29,7 @@ from .. import operation, ptx, sync
 from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
 from ..copies import copies_of
 from ..domains import index_of, slot_of, stager_of
+from ..formats import Form
 from ..heap import SEND, Heap
 from ..ids import block_ids, thread_id, warp_id
 from ..internode.sums import ask, await_sums, in_two_parts, number_there, offset_of_copy_scalars, pass_sums
@@ -35,6 +39,7 @@ from .adder import Adding, Notes, RowBases, add_items
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
 from .placing import offset_of_weight
+from .quantized_sums import SumSlices
 from .ring import Ring, RingShape, SlicedKernel, Slices, init_ring_barriers
 from .surplus import BlockBudget, Parts, count_parts, takes_part
 
@@ -72,7 +77,8 @@ class Combine(SlicedKernel):
 
     Scalars carry the gradients of the routing weights in the backward of dispatch. `residual`: a row for each of this
     rank's tokens is added to its sum. `token_major`: each row has `top_k` scalars, all of which go to the owner of its
-    token; of each (token, k) the owner takes that of the rank which holds the expert.
+    token; of each (token, k) the owner takes that of the rank which holds the expert. `format`: what sums travel as
+    (quantized_sums.py); empty: as rows of the dtype.
     """
 
     NAME, Args, WARPS = "ep_combine", CombineArgs, 15
@@ -82,16 +88,36 @@ class Combine(SlicedKernel):
     scalars: bool
     residual: bool = False
     token_major: bool = False
+    format: str = ""
+
+    @property
+    def slices(self) -> Slices:
+        """Slices of the rows that pushers add up. With a format, pushers and owners cut rows alike."""
+        return self.sum_slices if self.format else super().slices
 
     @property
     def sum_slices(self) -> Slices:
         """Slices of the rows that owners add."""
         if in_two_parts(self.problem):
             return Slices(self.problem.row_bytes, self.problem.dtype, HALF_SLICE)
-        return self.slices
+        return super().slices
+
+    @property
+    def in_format(self) -> SumSlices | None:
+        """How sums travel in the format; None without one."""
+        if not self.format:
+            return None
+        return SumSlices(self.sum_slices, Form(self.format, self.problem.hidden_size))
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a sum in staging."""
+        return self.in_format.row_bytes if self.in_format else self.problem.row_bytes
 
     @property
     def sum_ring(self) -> RingShape:
+        if self.in_format:
+            return self.in_format.ring(self.WARPS, self.residual)
         return RingShape.slices(self.sum_slices, self.WARPS)
 
     @property
@@ -156,9 +182,8 @@ class Combine(SlicedKernel):
             pushing = (ranks, walk, args, last)
             if const_expr(self.rows):
                 ring = Ring(self.ring, buffers, barriers, warp)
-                adding = Adding(self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push)
                 items = deal_out(ranks.own, item, step, total, bid < dealt)
-                add_items(ring, notes, warp, adding, items, pushing, RowBases(args.y), outbox)
+                add_items(ring, notes, warp, self.adding(True), items, pushing, RowBases(args.y), outbox)
             else:
                 count = Int32(0)
                 while item < total:
@@ -177,15 +202,25 @@ class Combine(SlicedKernel):
             if const_expr(self.rows):
                 ring = Ring(self.sum_ring, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
-                adding = Adding(self.sum_slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual,
-                                in_two_parts(p))  # fmt: skip
                 items = Items(item, item + step, step, args.tokens)
                 far = ranks.at(ranks.own, "rows_in") if p.num_domains > 1 else None
-                add_items(ring, notes, warp, adding, items, summing, RowBases(staging, args.residual, far))
+                add_items(ring, notes, warp, self.adding(False), items, summing, RowBases(staging, args.residual, far))
             else:
                 while item < args.tokens:
                     self.fetch_sum(summing, item, self.peek_sum(summing, item))
                     item += step
+
+    def adding(self, pushing: bool) -> Adding:
+        """How a warp adds up rows that it pushes, or sums that have arrived."""
+        if pushing:
+            return Adding(
+                self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push,
+                wire=self.in_format, encodes=True,
+            )  # fmt: skip
+        return Adding(
+            self.sum_slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual,
+            in_two_parts(self.problem), self.in_format,
+        )  # fmt: skip
 
     @cute.jit
     def pass_on(self, ranks: sync.Ranks, block: Int32, blocks: Int32, args: CombineArgs) -> None:
@@ -194,7 +229,7 @@ class Combine(SlicedKernel):
         first = Int32(warp_id()) * blocks + block
         ids = self.token_major
         ask(ranks, ids, args.topk_idx, args.send_rows, args.tokens, args.max_tokens, first, blocks * warps)
-        pass_sums(ranks, 32 * warps, self.rows, self.scalars, ids, args.max_tokens, block, blocks)
+        pass_sums(ranks, 32 * warps, self.rows, self.scalars, ids, self.in_format, args.max_tokens, (block, blocks))
 
     @cute.jit
     def scout_push(self, context: Any, item: Int32) -> Copy:
@@ -226,7 +261,7 @@ class Combine(SlicedKernel):
         stager, slot = stager_of(ranks, owner), slot_of(ranks, owner)
         heap = ranks.peer(stager)
         at = (slot * p.most_copies + number_there(p, slot, number)) * p.max_tokens + token
-        target = ranks.at(heap, "rows") + Int64(at) * p.row_bytes
+        target = ranks.at(heap, "rows") + Int64(at) * self.sum_bytes
         last[0] = cutlass.max(last[0], row)
         row = cutlass.min(row, args.num_rows - 1)
         weight = Float32(1.0)

@@ -157,7 +157,7 @@ class Publish(Kernel):
         p = self.problem
         first = batch * p.batch_tokens
         if const_expr(self.format == ""):
-            copy_rows(ranks, THREADS, mask, to, args.x + Int64(first) * p.row_bytes)
+            copy_rows(THREADS, mask, to, args.x + Int64(first) * p.row_bytes, p.row_bytes)
         else:
             form = Form(self.format, p.hidden_size)
             for token in cutlass.range(warp_id(), p.batch_tokens, THREADS // 32):

@@ -41,6 +41,8 @@ class RingShape:
     warps: int
     stages: int
     piece_bytes: int
+    room: int = 0
+    """Bytes of a stage if it is larger than a piece, else 0."""
 
     @property
     def pieces(self) -> int:
@@ -51,6 +53,14 @@ class RingShape:
         """One register slice of a row a stage. Lanes behind a short row's end still read: a stage has room for them."""
         stages = min(8, (SHARED_BYTES - RANK_BYTES) // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
         return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
+
+    @staticmethod
+    def pieces_of(row_bytes: int, warps: int, piece_bytes: int, room: int) -> "RingShape":
+        """One piece of a row for each stage, which has `room` bytes, at least those of a piece. Shared memory is left
+        for the notes of a ring of the most stages."""
+        stride, most = -(-room // 128) * 128, 8
+        budget = (SHARED_BYTES - RANK_BYTES) // warps - most * SLICE_BOOKKEEPING
+        return RingShape(row_bytes, warps, min(most, budget // stride), piece_bytes, room)
 
     @staticmethod
     def of(row_bytes: int, ring_bytes: int, most: int = MAX_PIECE) -> "RingShape":
@@ -72,7 +82,7 @@ class RingShape:
     @property
     def stride(self) -> int:
         """Distance of two pieces in shared memory: bulk copies want 128-byte lines."""
-        return -(-self.piece_bytes // 128) * 128
+        return -(-max(self.piece_bytes, self.room) // 128) * 128
 
 
 class Ring(Carried):

@@ -23,6 +23,7 @@ from . import (
     machine,
     rounds,
     sum_rows,
+    sums,
     swiglu,
     throughput,
 )
@@ -147,6 +148,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     **lists.CHECKS,
     **given.CHECKS,
     **sum_rows.CHECKS,
+    **sums.CHECKS,
     **swiglu.CHECKS,
 }  # fmt: skip
 

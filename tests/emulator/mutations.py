@@ -44,6 +44,14 @@ LANES = "{}arch.sync_warp()\n"
 FAR, DISPATCH, COMBINE = "latency/far.py", "latency/dispatch.py", "latency/combine.py"
 PUBLISH, STAGED = "throughput/publish.py", "throughput/staged.py"
 PLACE = "latency/place_tokens.py"
+STORED = """            if mark & LAST != 0:
+                store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)
+"""
+POSTED = """            if mark & END != 0:
+                post(outbox, warp, count[0], (notes.codes + note).load())
+                count[0] += 1
+"""
+QUANTIZED, PACKETS = "throughput/quantized_sums.py", "latency/sum_packets.py"
 
 MUTATIONS = {
     "hello": Mutation(
@@ -160,6 +168,34 @@ MUTATIONS = {
         "given_few", "latency/combine_sender.py",
         "                if row >= args.num_rows:\n                    row = Int32(-1)\n                send(",
         "                send(",
+    ),
+    "sums, amax of half a block": Mutation(
+        "sums_bf16", QUANTIZED, "of_group(amax, wire.form.block // n)", "of_group(amax, wire.form.block // n // 2)"
+    ),
+    "sums, rounded before they are quantized": Mutation(
+        "sums_bf16", QUANTIZED, "        sums = [acc[n * u + i] for i in range(n)]\n",
+        "        sums = ptx.unpack(ptx.pack([acc[n * u + i] for i in range(n)], wire.plain.dtype), wire.plain.dtype)\n",
+    ),
+    "sums, codes behind the end of a row": Mutation("sums", QUANTIZED, "if number < end:", "if number >= 0:"),
+    "sums, posted before they are stored": Mutation(
+        "sums", "throughput/adder.py", STORED, POSTED + STORED + "            mark = mark & ~END\n",
+    ),
+    "sums, a residual that is decoded": Mutation(
+        "sums", "throughput/adder.py", "                mark = mark | PLAIN\n", ""
+    ),
+    "sums, a domain's one not quantized again": Mutation(
+        "sums_few_across", COMBINE, "elif const_expr(self.problem.domain_ranks > 1):", "elif const_expr(False):"
+    ),
+    "sums, those of the own domain quantized again": Mutation(
+        "sums_few_across", COMBINE, "        if (order.rounded >> copy) & 1 != 0:\n", "        if order.copies > 0:\n"
+    ),
+    "sums, a pushed one left out": Mutation(
+        "sums_across_pairs", "internode/pushed_in_format.py", "            add_slice(wire, at, last, acc)\n",
+        "            if copies == 0:\n                add_slice(wire, at, last, acc)\n",
+    ),
+    "few, amax of half a block": Mutation("sums_few", PACKETS, "form.block // NUMBERS)", "form.block // NUMBERS // 2)"),
+    "few, numbers behind the end of a row": Mutation(
+        "sums_few", PACKETS, " and offset < width.hidden_size:", ":"
     ),
     "few, rows behind the last, of own tokens": Mutation(
         "given_few", COMBINE, "            if row >= args.num_rows:\n                row = Int32(-1)\n            own",

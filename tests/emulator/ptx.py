@@ -203,6 +203,20 @@ def ld_shared(ptr: Any) -> Int32:
     return Int32(int.from_bytes(bytes(ptr.view[at : at + 4]), "little", signed=True))
 
 
+def ld_shared_pair(ptr: Any) -> tuple[Uint32, Uint32]:
+    at = ptr.at(0, 8)  # of bytes
+    assert at % 8 == 0, f"ld.shared.v2 at {at}"
+    return ld_shared_word(ptr, at), ld_shared_word(ptr, at + 4)
+
+
+def ld_shared_word(ptr: Any, at: int) -> Uint32:
+    return Uint32(int.from_bytes(bytes(ptr.view[at : at + 4]), "little"))
+
+
+def ld_shared_u8(ptr: Any) -> Int32:
+    return Int32(ptr[0])
+
+
 look_then_wait = mbarrier_wait
 
 

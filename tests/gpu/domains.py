@@ -19,6 +19,7 @@ from torch import Tensor
 import ep_ops
 from ep_ops import backends
 from ep_ops.backends.cute.sizing import round_tokens
+from ep_ops.formats import COMBINE_FORMATS
 from ep_ops.symmetric import nvshmem
 
 HIDDEN, TOP_K, TOKENS = 1032, 3, 200
@@ -111,11 +112,17 @@ def refuse(comm: ep_ops.Communicator) -> None:
 
 
 def send(comm: ep_ops.Communicator, x: Tensor, idx: Tensor, weights: Tensor, format: str, layout: str) -> None:
-    """Rows in a format, expert-grouped and token-major, along a new route and along the same."""
+    """Rows in a format, expert-grouped and token-major, along a new route and along the same, and sums in it, if they
+    can travel so."""
     sent = comm.dispatch(x, idx, weights, format=format, scales_as=layout)
     comm.dispatch_planned(x, sent.route, weights, format=format, scales_as=layout)
     tokens = comm.dispatch(x, idx, weights, format=format, scales_as=layout, layout="token_major")
     comm.dispatch_planned(x, tokens.route, weights, format=format, scales_as=layout)
+    if format in COMBINE_FORMATS:
+        comm.combine(sent.x, sent.route, sent.weights, residual=x, format=format)
+        comm.combine(sent.x, sent.route, format=format)
+        comm.combine_wait(comm.combine_start(sent.x, sent.route, sent.weights, format=format))
+        comm.combine(tokens.x, tokens.route, format=format)
 
 
 @contextlib.contextmanager

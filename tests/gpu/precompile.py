@@ -1,6 +1,6 @@
 """Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
-of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_domains*.py alone, `domains4`
-(which no other argument compiles).
+of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_combine_format.py alone,
+`sums2`, of test_domains*.py alone, `domains4` (which no other argument compiles).
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -109,6 +109,7 @@ def kernels(world_size: int, seed: int) -> list[Any]:
         *test_sums.kernels(),
         *test_lists.kernels(),
         *of_tokens(world_size, seed),
+        *of_sums(world_size, seed),
         *of_many(world_size, seed),
     ]
 
@@ -120,6 +121,16 @@ def of_tokens(world_size: int, seed: int) -> list[Any]:
     want = Wanted(world_size)
     for config, formats in test_token_major.wanted(world_size):
         want.add(config, test_token_major.FEW, formats=formats)
+    return list(want.kernels)
+
+
+def of_sums(world_size: int, seed: int) -> list[Any]:
+    """What test_combine_format launches on so many ranks."""
+    import test_combine_format
+
+    want = Wanted(world_size)
+    for config, how in test_combine_format.wanted(world_size):
+        want.add(config, test_combine_format.TOKENS, formats=[how])
     return list(want.kernels)
 
 
@@ -176,7 +187,7 @@ def main() -> None:
 
     major, minor = torch.cuda.get_device_capability()
     seed = int(os.environ["EP_OPS_TEST_SEED"])
-    parts = {"": kernels, "many": of_many, "tokens": of_tokens, "domains": of_domains}
+    parts = {"": kernels, "many": of_many, "tokens": of_tokens, "sums": of_sums, "domains": of_domains}
     asked = [(parts[text.rstrip(string.digits)], int(text.lstrip(string.ascii_lowercase))) for text in sys.argv[1:]]
     wanted = list(dict.fromkeys(kernel for of, world_size in asked for kernel in of(world_size, seed)))
     context = multiprocessing.get_context("spawn")

@@ -40,11 +40,13 @@ KERNELS: dict[str, Any] = {
     "publish token-major": PublishTokens(LARGE, True, True, True, False),
     "pull": Pull(LARGE, True, False, True),
     "combine": Combine(LARGE, True, True, False),
+    "combine, sums in a format": Combine(LARGE, True, True, False, format="e4m3/32/mx"),
     "combine backward": PullScaled(LARGE, False),
     "gather": Gather(LARGE),
     "latency dispatch": LatencyDispatch(LARGE, 256, True),
     "latency dispatch token-major": LatencyDispatch(LARGE, 256, True, token_major=True),
     "latency combine": LatencyCombine(LARGE, 256, True),
+    "latency combine, sums in a format": LatencyCombine(LARGE, 256, True, format="e4m3/32/mx"),
 }
 
 

@@ -142,14 +142,14 @@ def test_who_takes_token_major_dispatches(few: bool) -> None:
 def test_a_rank_alone_wastes_no_block(path, recorder) -> None:
     if recorder.problem.world_size > 1:
         pytest.skip("not alone")
-    assert path._dispatch_deal(8, True, True) == path._combine_deal(8, True, True) == (0, 0, SMS)
+    assert path._dispatch_deal(8, True, True) == path._combine_deal(8, 4, True, True) == (0, 0, SMS)
 
 
 def test_puts_find_a_block_each(path, recorder) -> None:
     """As far as there are so many; blocks that send need not receive, too, unless all do."""
     far = recorder.problem.world_size - recorder.problem.domain_ranks
     for tokens in (1, 8, 20, 40, 256):
-        deals = (path._dispatch_deal(tokens, True, True), path._combine_deal(tokens, True, True))
+        deals = (path._dispatch_deal(tokens, True, True), path._combine_deal(tokens, 4, True, True))
         for puts, (senders, first, blocks) in zip((far + far * tokens, far * tokens), deals, strict=True):
             assert blocks == SMS and senders >= min(puts, SMS) * (far > 0)
             assert first == senders or (senders, first) == (SMS, 0)
@@ -160,7 +160,7 @@ def test_all_blocks_push_sums_that_halves_would_push_in_turns(path, recorder) ->
     problem = recorder.problem
     if problem.world_size == 1 or problem.world_size > problem.domain_ranks:
         pytest.skip("for one domain of several ranks")
-    each = min(problem.top_k, problem.world_size - 1) * packets(problem.row_bytes)
-    fit = SMS // 2 * WARPS // each
-    assert path._combine_deal(fit, True, True) == (SMS // 2, SMS // 2, SMS)
-    assert path._combine_deal(fit + 1, True, True) == (SMS, 0, SMS)
+    for row_packets in (1, packets(problem.row_bytes)):
+        fit = SMS // 2 * WARPS // (min(problem.top_k, problem.world_size - 1) * row_packets)
+        assert path._combine_deal(fit, row_packets, True, True) == (SMS // 2, SMS // 2, SMS)
+        assert path._combine_deal(fit + 1, row_packets, True, True) == (SMS, 0, SMS)

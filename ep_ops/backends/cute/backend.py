@@ -164,9 +164,14 @@ class CuteBackend:
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
         self._begin()
-        if residual is None and route.max_tokens <= self._latency_tokens:
-            return self.latency.combine(y, recv_weights, route)
-        return self.throughput.combine(y, recv_weights, route, residual)
+        if residual is None and self._sums_latency(route, format):
+            return self.latency.combine(y, recv_weights, route, format)
+        return self.throughput.combine(y, recv_weights, route, residual, format)
+
+    def _sums_latency(self, route: Route, format: str) -> bool:
+        """Whether the latency kernels take a combine."""
+        few = route.max_tokens <= self._latency_tokens
+        return few and (not format or latency.takes_sums(self._problem, format.removeprefix("wire:")))
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         self._begin()
@@ -216,9 +221,9 @@ class CuteBackend:
     def combine_start(
         self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
     ) -> Tensor:
-        args, given = (y, recv_weights, route), (y, recv_weights, *route.tensors)
-        if route.max_tokens > self._latency_tokens:
-            self._start(flight, "combine", given, lambda: self._beside.combine(*args, None))
+        args, given = (y, recv_weights, route, format), (y, recv_weights, *route.tensors)
+        if not self._sums_latency(route, format):
+            self._start(flight, "combine", given, lambda: self._beside.combine(*args[:3], None, format))
         else:
             beside, here = self._latency_beside, self.latency
             receive = lambda: beside.combine(*args, send=False), lambda: here.combine(*args, send=False)

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from cute_kernels import marks
+from cute_kernels.formats import Form
 from cute_kernels.heap import Problem
 from cute_kernels.latency.combine import LatencyCombine
 from cute_kernels.latency.dispatch import LatencyDispatch
-from cute_kernels.latency.sizes import WARPS, packets
+from cute_kernels.latency.sizes import WARPS
 
 from ...formats import OF_TOKENS
 from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Route, Sizes
@@ -44,8 +45,15 @@ def kernels_of(problem: Problem, tokens: int) -> list[Any]:
     return found
 
 
+def takes_sums(problem: Problem, format: str) -> bool:
+    """Whether latency kernels take combines whose sums travel in a format (empty: as rows of the dtype). A domain's sum
+    that would cross to another one is quantized again at its owner, a packet at a time, and packets divide blocks of
+    128 numbers."""
+    return problem.domain_ranks in (1, problem.world_size) or Form(format, problem.hidden_size).block <= 32
+
+
 def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any]:
-    """Those that dispatches in a format launch, whether or not x is quantized already."""
+    """Those that dispatches and combines in a format launch, whether or not x is quantized already."""
     given = (False, True) if how.layout else (False,)
     found: list[Any] = []
     for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
@@ -54,6 +62,9 @@ def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any
         found += [
             LatencyDispatch(problem, tokens, weights, send, receive, how.format, layout, g, t) for t in token_major
         ]
+    if how.sums and takes_sums(problem, how.format):
+        both = itertools.product((False, True), PARTS)
+        found += [LatencyCombine(problem, tokens, weights, *parts, how.format) for weights, parts in both]
     return found
 
 
@@ -67,11 +78,11 @@ class LatencyPath:
         self.tokens = tokens
         self._kernel, self._outputs, self._course = launcher.get, outputs, launcher.course
         self._multiprocessors = launcher.multiprocessors
-        problem = launcher.problem
+        self._problem = problem = launcher.problem
         self._alone = problem.world_size == 1
         self._far = problem.world_size - problem.domain_ranks
         self._far_rows = min(problem.top_k, self._far)  # of a token
-        self._near_packets = min(problem.top_k, problem.domain_ranks - 1) * packets(problem.row_bytes)  # of its sums
+        self._near_copies = min(problem.top_k, problem.domain_ranks - 1)  # of a token, at most
         self._plans = Plans()
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
@@ -94,13 +105,14 @@ class LatencyPath:
             return sms, 0, sms
         return senders, senders if send else 0, sms
 
-    def _combine_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
-        """Half push and half receive, where no warp has more than a packet to push; else all do both."""
+    def _combine_deal(self, max_tokens: int, row_packets: int, send: bool, receive: bool) -> Deal:
+        """Half push and half receive, where no warp has more than a packet to push; else all do both. `row_packets`:
+        packets of a sum."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms // 2
         if not receive:  # the other multiprocessors are left to concurrent kernels
             return senders, 0, max(senders, 1)
-        if max_tokens * self._near_packets > senders * WARPS and not self._alone:
+        if max_tokens * self._near_copies * row_packets > senders * WARPS and not self._alone:
             senders = sms
         return self.deal or self._with_puts(senders, self._far * max_tokens, send)
 
@@ -156,20 +168,29 @@ class LatencyPath:
             zeros=int(how.zeros), senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, *, send: bool = True) -> Tensor:
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "", *, send: bool = True
+    ) -> Tensor:
         """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        self._launch_combine((send, True), y, recv_weights, route, out)
+        self._launch_combine((send, True), y, recv_weights, route, format, out)
         return out
 
-    def send_combine(self, y: Tensor, recv_weights: Tensor | None, route: Route) -> None:
+    def send_combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "") -> None:
         """The first part of a combine; the other is one that does not `send`."""
-        self._launch_combine((True, False), y, recv_weights, route, None)
+        self._launch_combine((True, False), y, recv_weights, route, format, None)
 
     def _launch_combine(
-        self, part: tuple[bool, bool], y: Tensor, recv_weights: Tensor | None, route: Route, out: Tensor | None
+        self,
+        part: tuple[bool, bool],
+        y: Tensor,
+        recv_weights: Tensor | None,
+        route: Route,
+        format: str,
+        out: Tensor | None,
     ) -> None:
-        key = part, recv_weights is not None, route.max_tokens, route.num_rows, self.deal
+        travels = format.removeprefix("wire:")
+        key = part, recv_weights is not None, route.max_tokens, route.num_rows, travels, self.deal
         launch = self._plans.get(key) or self._plans.add(key, self._plan_combine(*key[:-1]))
         with self._course:
             launch(
@@ -177,10 +198,14 @@ class LatencyPath:
                 arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0],
             )  # fmt: skip
 
-    def _plan_combine(self, part: tuple[bool, bool], weighted: bool, max_tokens: int, num_rows: int) -> Launch:
+    def _plan_combine(
+        self, part: tuple[bool, bool], weighted: bool, max_tokens: int, num_rows: int, travels: str
+    ) -> Launch:
         """What launches combines that differ in nothing but tensors."""
-        senders, first_receiver, blocks = self._combine_deal(max_tokens, *part)
+        row_packets = LatencyCombine(self._problem, self.tokens, weighted, format=travels).row_packets
+        senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
         return functools.partial(
-            self._kernel(LatencyCombine, self.tokens, weighted, *part), marks.pack("combine", max_tokens, latency=True),
+            self._kernel(LatencyCombine, self.tokens, weighted, *part, travels),
+            marks.pack("combine", max_tokens, latency=True, format=travels),
             max_tokens=max_tokens, num_rows=num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ...formats import format_of, layout_of
+from ...formats import COMBINE_FORMATS, format_of, layout_of
 from ...records import Delivery
 
 
@@ -21,6 +21,11 @@ class RowFormat(NamedTuple):
     def latency(self) -> bool:
         """Whether the latency kernels take it: the scale of a whole row is known too late for its first packet."""
         return "row" not in self.format
+
+    @property
+    def sums(self) -> bool:
+        """Whether sums of a combine may travel so, too."""
+        return not self.layout and f"wire:{self.format}" in COMBINE_FORMATS
 
 
 AS_GIVEN = RowFormat()

@@ -47,6 +47,9 @@ ADD = 146e9
 bytes of it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows.
 (With fewer SMs than fill the link; rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB. That is up to 4 % less than was
 measured on 4 ranks, 6 to 9 % on 2, 15 % where the memory is busy: 36 and more pushing.)"""
+ENCODE, DECODE = 0.9, 1.5
+"""What it takes a combine whose sums travel in a format to quantize one, and to add one up at its owner, as a part of
+what it takes to add a row up. Estimates by the number of instructions; not measured."""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 SCALE_SLICE = 90e-9
@@ -74,7 +77,8 @@ ranks it has not been measured)."""
 @dataclass(frozen=True)
 class TokenTraffic:
     """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
-    them. `across`: there are several NVLink domains."""
+    them. `across`: there are several NVLink domains. `sum_bytes`: of a sum of a combine, where these travel in a
+    format; else 0."""
 
     ranks: int
     reached: float
@@ -83,6 +87,7 @@ class TokenTraffic:
     row_bytes: int
     slices: int
     across: bool = False
+    sum_bytes: int = 0
 
     @staticmethod
     def of(
@@ -106,6 +111,10 @@ class TokenTraffic:
         each = max(self.reached, -(-rows // max(1, tokens)))
         return self if each >= self.rows else _of_rows(self, each)
 
+    def in_format(self, sum_bytes: int) -> TokenTraffic:
+        """Return the traffic of a combine whose sums have this many bytes on the wire; 0: those of a row."""
+        return _of_sums(self, sum_bytes) if sum_bytes else self
+
     def dispatch_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and store all rows."""
         moved = self.reached + self.rows
@@ -115,10 +124,12 @@ class TokenTraffic:
         return self._enough(max(PULL_HEADROOM * moved / COPY_SM / seconds, asking), sms)
 
     def combine_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums."""
+        """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums. Sums in a
+        format may take three quarters of it: they are made and read in half of the time, by more instructions."""
         if self.across:
             return sms - ACROSS_LEFT
-        return self._enough(self._pushing + self._summing, sms)
+        most = sms * 3 // 4 if self.sum_bytes and self.crossing else 0
+        return self._enough(self._pushing + self._summing, sms, most)
 
     def gather_sms(self, sms: int) -> int:
         """For a GPU of `sms`: they fetch a row for each rank reached, and write its sums."""
@@ -146,21 +157,24 @@ class TokenTraffic:
     @functools.cached_property
     def _pushing(self) -> float:
         """SMs that it takes to add and send a combine's rows."""
-        return PUSH_HEADROOM * self._adding(self.ranks, self.rows + SEND * self.reached)
+        sending = SEND + ENCODE if self.sum_bytes else SEND
+        return PUSH_HEADROOM * self._adding(self.ranks, self.rows + sending * self.reached)
 
     @functools.cached_property
     def _summing(self) -> float:
         """SMs that it takes to sum what arrives."""
-        return SUM_HEADROOM * self._adding(1, self.reached + 1)
+        return SUM_HEADROOM * self._adding(1, (DECODE if self.sum_bytes else 1) * self.reached + 1)
 
     def _adding(self, items: int, rows: float) -> float:
         """SMs that, while a combine lasts, look at so many items and add so many rows for each token."""
-        seconds = self.row_bytes * max(self.crossing / PUSH, (self.rows + 2 * self.reached + 1) / MEMORY)
+        sums = self.sum_bytes / self.row_bytes if self.sum_bytes else 1.0
+        moved = self.rows + 2 * sums * self.reached + 1
+        seconds = self.row_bytes * max(self.crossing * sums / PUSH, moved / MEMORY)
         return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
 
-    def _enough(self, needed: float, sms: int) -> int:
-        """Whole pairs, as GPUs are built of them."""
-        return min(2 * math.ceil(needed / 2), sms // 2 if self.crossing else sms)
+    def _enough(self, needed: float, sms: int, most: int = 0) -> int:
+        """Whole pairs, as GPUs are built of them. `most`: instead of half of the GPU, where there is a link."""
+        return min(2 * math.ceil(needed / 2), most or (sms // 2 if self.crossing else sms))
 
     def expected(self, tokens: int, of_copy: float = 1.0) -> int:
         """Load of an average rank whose ranks have so many tokens: one for each row, `of_copy` for each copy."""
@@ -170,6 +184,11 @@ class TokenTraffic:
 @functools.lru_cache(maxsize=64)
 def _of_rows(traffic: TokenTraffic, rows: float) -> TokenTraffic:
     return dataclasses.replace(traffic, rows=rows)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_sums(traffic: TokenTraffic, sum_bytes: int) -> TokenTraffic:
+    return dataclasses.replace(traffic, sum_bytes=sum_bytes)
 
 
 def default_budget(
@@ -219,9 +238,14 @@ class OperationSms:
         return min(most, traffic.dispatch_sms(self._sms)) if self.budget.modelled[0] else most
 
     def combine(self, traffic: TokenTraffic) -> int:
-        """SMs that push and sum rows of that traffic."""
+        """SMs that push and sum rows of that traffic. Sums in a format may take as many as a rank with more rows,
+        unless a budget was set."""
         most = self.budget.combine
-        return min(most, traffic.combine_sms(self._sms)) if self.budget.modelled[1] else most
+        if not self.budget.modelled[1]:
+            return most
+        if traffic.sum_bytes:
+            most = max(most, self.beyond[1])
+        return min(most, traffic.combine_sms(self._sms))
 
     def pulling(self, traffic: TokenTraffic, in_format: bool) -> int:
         """SMs that fetch rows. Rows in a format are short and come with scales to store: unless a budget was set they

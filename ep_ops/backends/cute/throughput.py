@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -56,7 +57,7 @@ def kernels_of(problem: Problem) -> list[Any]:
 
 
 def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
-    """Those that dispatches in a format launch, whether or not x is quantized already."""
+    """Those that dispatches and combines in a format launch, whether or not x is quantized already."""
     alone = problem.world_size == 1
     parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
     given = (False, True) if how.layout else (False,)
@@ -69,7 +70,18 @@ def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
     if how.layout in ("", *OF_TOKENS):
         tokens = [(True, False), (True, True), (False, True)]  # along a known route without weights there is no need
         found += [PublishTokens(problem, route, True, w, False, how.format, g) for route, w in tokens for g in given]
+    if how.sums:
+        options = itertools.product((False, True), repeat=2)
+        found += [
+            Combine(problem, True, weighted, False, residual, False, how.format) for weighted, residual in options
+        ]
     return found
+
+
+@functools.cache
+def _sum_bytes(problem: Problem, format: str) -> int:
+    """Return the bytes of a sum in staging in a format; 0 without one."""
+    return Combine(problem, True, False, False, False, False, format).sum_bytes if format else 0
 
 
 def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
@@ -265,9 +277,12 @@ class ThroughputPath:
                 )  # fmt: skip
             zeros = 0  # padding is that of all rounds
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None) -> Tensor:
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None, format: str = ""
+    ) -> Tensor:
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        of = route.num_rows, route.max_tokens, out.shape[0], recv_weights is not None, residual is not None
+        travels = format.removeprefix("wire:")
+        of = route.num_rows, route.max_tokens, out.shape[0], recv_weights is not None, residual is not None, travels
         key = *of, self.sms.budget.asked
         launches = self._plans.get(key) or self._plans.add(key, self._plan_combine(*of))
         for (here, part), launch in zip(self._parts(route), launches, strict=True):
@@ -278,10 +293,19 @@ class ThroughputPath:
                 )  # fmt: skip
         return out
 
-    def _plan_combine(self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool) -> list[Launch]:
+    def combine_sms(self, format: str, token_major: bool) -> int:
+        """SMs of a combine whose sums travel in a format; `token_major`: of such rows."""
+        traffic = self.sms.average.copies if token_major else self.sms.average
+        return self.sms.combine(traffic.in_format(_sum_bytes(self._problem, format.removeprefix("wire:"))))
+
+    def _plan_combine(
+        self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool, travels: str
+    ) -> list[Launch]:
         """What launches each round of combines that differ in nothing but tensors."""
-        traffic, each = self.sms.traffic_of(num_rows, tokens), self._problem.max_tokens
-        launch = functools.partial(self._kernel(Combine, True, weighted, False, residual), marks.pack("combine", most))
+        each = self._problem.max_tokens
+        traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, travels))
+        terms = marks.pack("combine", most, format=travels)
+        launch = functools.partial(self._kernel(Combine, True, weighted, False, residual, False, travels), terms)
         rounds: list[Launch] = []
         for first in range(0, max(most, 1), each):
             max_tokens = min(each, most - first)

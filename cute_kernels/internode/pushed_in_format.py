@@ -1,0 +1,63 @@
+"""Sums that cross NVLink domains in a format: a stager decodes the sums that were pushed to it, adds them up and
+quantizes the result (throughput/quantized_sums.py)."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx, sync
+from ..copies import lowest, pop_lowest
+from ..ids import warp_id
+from ..quantize import exact_scale
+from ..throughput.quantized_sums import SCALED, SumSlices, store_slice
+
+
+@cute.jit
+def add_pushed_in_format(
+    wire: cutlass.Constexpr[SumSlices], ranks: sync.Ranks, threads: cutlass.Constexpr[int], slot: Int32,
+    first_token: Int32, wanted: Int32, mask: Int32, to: Int64,
+) -> None:  # fmt: skip
+    """By a whole block: `sums.add_pushed` of the batch that begins with `first_token`; its sums go to the address `to`.
+    A warp takes a slice of a sum."""
+    p = ranks.heap.problem
+    slices = wire.plain.slices
+    acc = cute.make_rmem_tensor((wire.plain.values,), Float32)
+    rows = ranks.at(ranks.own, "rows") + Int64(slot * p.most_copies * p.max_tokens + first_token) * wire.row_bytes
+    for item in cutlass.range(Int32(warp_id()), Int32(arch.popc(mask)) * slices, threads // 32):
+        row = item // slices
+        piece = item - row * slices
+        left = Int32(mask)
+        for _ in cutlass.range(row):
+            left = left & (left - 1)
+        token = lowest(left)
+        copies = arch.shuffle_sync(wanted, token)
+        last = Int32(piece == slices - 1)
+        for i in range_constexpr(wire.plain.values):
+            acc[i] = Float32(0.0)
+        while copies != 0:
+            copy, copies = pop_lowest(copies)
+            at = rows + Int64(copy * p.max_tokens + token) * wire.row_bytes + piece * wire.slice_bytes
+            add_slice(wire, at, last, acc)
+        store_slice(wire, acc, to + Int64(row) * wire.row_bytes + piece * wire.slice_bytes, last)
+
+
+@cute.jit
+def add_slice(wire: cutlass.Constexpr[SumSlices], at: Int64, last: Int32, acc: Any) -> None:
+    """By a whole warp: add the slice at an address. Lanes behind the end of a row add its last numbers."""
+    n, vectors = wire.numbers, wire.plain.vectors
+    lane = arch.lane_idx()
+    end = wire.end_of(last)
+    words, scales = [], []
+    for u in range_constexpr(vectors):
+        number = cutlass.min(u * 32 * n + lane * n, end - n)
+        scales.append(ptx.ld_u8(at + number // SCALED))
+        codes = at + wire.scale_bytes + number
+        words.append([ptx.ld_i32(codes)] if n == 4 else ptx.ld_pair(codes))
+    for u in range_constexpr(vectors):
+        scale = exact_scale("mx", scales[u])
+        values = [ptx.mul_rn(value, scale) for word in words[u] for value in ptx.decode(word)]
+        for i in range_constexpr(n):
+            acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])

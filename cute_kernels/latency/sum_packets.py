@@ -1,0 +1,154 @@
+"""Packets of sums that travel in a format. A packet has 30 payload vectors: 28 carry 16 codes each, the next one
+carries a byte of scale for each 32 of these codes, and the last one is zero.
+
+The lane that quantizes a vector holds its 16 numbers in registers. A block of 128 numbers can lie in two packets, which
+both sum and quantize the whole block. A receiving lane has a payload vector, or half of one (packets.py).
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx
+from ..formats import Form
+from ..quantize import exact_scale, largest, of_group, scale_of
+from ..rows import Width
+from .packets import Words, lane_offset, lane_vector, marks
+from .quantized import CODES, SCALES, SCALES_LANE, VECTORS, first_vector
+
+NUMBERS = 16
+"""Numbers of a sum that a lane quantizes: those of one payload vector."""
+
+
+def packets_of(form: Form) -> int:
+    """Return the number of packets of a sum."""
+    return -(-form.hidden_size // CODES)
+
+
+@cute.jit
+def add_rows(
+    width: cutlass.Constexpr[Width], weighted: cutlass.Constexpr[bool], args: Any, row: Int32, vector: Int32,
+    batch: cutlass.Constexpr[int], acc: Any,
+) -> None:  # fmt: skip
+    """By the whole warp: adds vector `vector` (of 16 numbers) of the rows that the lanes hold, over k ascending."""
+    parts = width.itemsize  # 16 bytes each
+    weight = Float32(1.0)
+    if const_expr(weighted):
+        if row >= 0:
+            weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+    for i in range_constexpr(NUMBERS):
+        acc[i] = Float32(0.0)
+    words = cute.make_rmem_tensor((4 * parts * batch,), Uint32)
+    left = arch.vote_ballot_sync(row >= 0)
+    while left != 0:
+        loading = left
+        for b in range_constexpr(batch):
+            if loading != 0:
+                k = arch.popc((loading & -loading) - 1)
+                loading = loading & (loading - 1)
+                at = args.y + Int64(arch.shuffle_sync(row, k)) * width.row_bytes + vector * (16 * parts)
+                for part in range_constexpr(parts):
+                    got = ptx.ld_v4(at + 16 * part)
+                    for i in range_constexpr(4):
+                        words[4 * (parts * b + part) + i] = got[i]
+        for b in range_constexpr(batch):
+            if left != 0:
+                k = arch.popc((left & -left) - 1)
+                left = left & (left - 1)
+                values = ptx.unpack([words[4 * parts * b + i] for i in range(4 * parts)], width.dtype)
+                if const_expr(weighted):
+                    w = arch.shuffle_sync(weight, k)
+                    values = [ptx.mul_rn(value, w) for value in values]
+                for i in range_constexpr(NUMBERS):
+                    acc[i] = ptx.add_rn(acc[i], values[i])
+
+
+@cute.jit
+def sum_words(
+    form: cutlass.Constexpr[Form], dtype: cutlass.Constexpr[str], weighted: cutlass.Constexpr[bool], args: Any,
+    row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int],
+) -> Words:  # fmt: skip
+    """By the whole warp: a lane's payload vector of the packet of a sum of the rows that the lanes hold."""
+    first = first_vector(form, packet)
+    last = form.hidden_size // NUMBERS - 1
+    acc = cute.make_rmem_tensor((NUMBERS,), Float32)
+    add_rows(Width(form.hidden_size, dtype), weighted, args, row, cutlass.min(first + lane, last), batch, acc)
+    sums = [acc[i] for i in range(NUMBERS)]
+    amax = of_group(largest(ptx.pack(sums, "fp32"), 0, NUMBERS, "fp32"), form.block // NUMBERS)
+    stored, inverse = scale_of(form.kind, amax)
+    codes = [ptx.encode(sums[i : i + 4], inverse) for i in range(0, NUMBERS, 4)]
+    if const_expr(form.kind != "mx"):
+        stored = arch.shuffle_sync(stored >> 23, (packet * VECTORS - first + lane) & 31)
+    # Two neighboring lanes have the byte of 32 numbers. Bytes of lanes behind the row's end are never read.
+    stored = stored << (8 * ((lane >> 1) & 3))
+    stored = stored | arch.shuffle_sync_bfly(stored, 2)
+    stored = stored | arch.shuffle_sync_bfly(stored, 4)
+    mine = lane_vector(lane)
+    words = cute.make_rmem_tensor((4,), Uint32)
+    for i in range_constexpr(4):
+        words[i] = arch.shuffle_sync(codes[i], (packet * VECTORS - first + mine) & 31)
+        scales = arch.shuffle_sync(stored, 8 * i)
+        if mine == SCALES:
+            words[i] = Uint32(scales)
+        elif mine > SCALES:
+            words[i] = Uint32(0)
+    return words[0], words[1], words[2], words[3]
+
+
+@cute.jit
+def scale_in(words: Any, lane: Int32) -> Float32:
+    """By the whole warp: return the scale of the codes in a lane's words of a received packet."""
+    block = lane_vector(lane) >> 1
+    found = Int32(0)
+    for i in range_constexpr(4):
+        word = Int32(arch.shuffle_sync(words[i], SCALES_LANE))
+        if block >> 2 == i:
+            found = word
+    return exact_scale("mx", (found >> (8 * (block & 3))) & 0xFF)
+
+
+def numbers_in(words: Any, scale: Float32) -> list[Float32]:
+    """Return the numbers of the codes in a lane's words. A lane with a mark has 8; the others are undefined."""
+    return [ptx.mul_rn(value, scale) for word in words for value in ptx.decode(word)]
+
+
+@cute.jit
+def store_sums(width: cutlass.Constexpr[Width], acc: Any, packet: Int32, lane: Int32, out: Int64) -> None:
+    """Round the numbers that a lane has of a packet, and store them in the token's row at `out`."""
+    offset = packet * CODES + lane_offset(lane)
+    if lane_offset(lane) < CODES and offset < width.hidden_size:
+        at = out + offset * width.itemsize
+        packed = ptx.pack([acc[i] for i in range(NUMBERS)], width.dtype)
+        for i in range_constexpr(0, len(packed), 4):
+            # Lanes with a mark have half as many codes.
+            if 8 * i < 4 * len(packed) or not marks(lane):
+                ptx.st_v4(at + 4 * i, packed[i : i + 4])
+
+
+@cute.jit
+def quantize_again(part: Any) -> None:
+    """By the whole warp: replace the sums in a packet's lanes by their quantized values. Blocks have 32 numbers, all in
+    one packet. Blocks of 128 numbers, which can lie in two packets, are not supported."""
+    lane = arch.lane_idx()
+    vector = lane_vector(lane)
+    sums = [part[i] for i in range(NUMBERS)]
+    most = largest(ptx.pack(sums[:8], "fp32"), 0, 8, "fp32")
+    others = largest(ptx.pack(sums[8:], "fp32"), 0, 8, "fp32")
+    # Lanes that mark have half a vector: the other half is 8 lanes away.
+    half = arch.shuffle_sync_bfly(most, 8)
+    if marks(lane):
+        others = half
+    most = cutlass.max(most, others)
+    # The other vector of the block, and a lane that has it.
+    other = vector ^ 1
+    place = other % 15
+    most = cutlass.max(most, arch.shuffle_sync(most, other // 15 * 16 + place + Int32(place >= 7)))
+    stored, inverse = scale_of("mx", most)
+    scale = exact_scale("mx", stored)
+    for i in range_constexpr(0, NUMBERS, 4):
+        values = ptx.decode(ptx.encode(sums[i : i + 4], inverse))
+        for j in range_constexpr(4):
+            part[i + j] = ptx.mul_rn(values[j], scale)

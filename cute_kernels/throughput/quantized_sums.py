@@ -1,0 +1,119 @@
+"""Sums of a combine that travel in a format: their layout in staging, and how lanes store and read them.
+
+A row is stored slice by slice, as the lanes of a warp hold its numbers (`ring.Slices`). A slice consists of its scales,
+one byte for each 32 numbers, padded to a multiple of 32 bytes, and then its codes, one byte each. Scales come first, so
+that codes begin at the same offset in whole slices and in the short last slice of a row. One bulk copy fetches both.
+
+A block of 128 numbers stores its scale four times, so that all formats have the same layout.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute import arch
+
+from .. import ptx
+from ..formats import Form
+from ..quantize import exact_scale, largest, numbers_of, of_group, scale_of, store_codes
+from .ring import RingShape, Slices
+
+SCALED = 32
+"""Numbers for each byte of scale."""
+ALIGNMENT = 32
+"""The scales of a slice are padded to a multiple of this many bytes, so that codes begin at a sector of memory."""
+
+
+@dataclass(frozen=True)
+class SumSlices:
+    """Rows of sums in a format, cut into slices as `plain` cuts rows of the dtype."""
+
+    plain: Slices
+    form: Form
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a lane has of a vector: those in 16 bytes of a row of the dtype."""
+        return numbers_of(self.plain.dtype)
+
+    @property
+    def codes(self) -> int:
+        """Number of codes in a whole slice."""
+        return 32 * self.plain.values
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a slice's scales with their padding."""
+        return -(-self.codes // SCALED // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of a whole slice."""
+        return self.scale_bytes + self.codes
+
+    @property
+    def row_bytes(self) -> int:
+        return self.plain.slices * self.scale_bytes + self.form.hidden_size
+
+    @property
+    def short(self) -> int:
+        """Numbers of the last slice if it is shorter than the others, else 0."""
+        return self.form.hidden_size % self.codes
+
+    def end_of(self, last: Int32) -> Int32:
+        """Return how many numbers a slice has. `last` is not 0 for the last slice of a row."""
+        missing = self.codes - self.short if self.short else 0
+        return self.codes - Int32(last != 0) * missing
+
+    def ring(self, warps: int, plain_too: bool) -> RingShape:
+        """Return the ring for slices of such rows. `plain_too`: a stage can also hold a slice of a row of the dtype."""
+        room = max(self.slice_bytes, self.plain.slice_bytes if plain_too else 0)
+        return RingShape.pieces_of(self.row_bytes, warps, self.slice_bytes, room)
+
+
+@cute.jit
+def store_slice(wire: cutlass.Constexpr[SumSlices], acc: Any, to: Int64, last: Int32) -> None:
+    """By a whole warp: quantize the slice of a sum in the lanes' registers, and store it at `to`. `last` is not 0 for
+    the last slice of the row. Lanes behind the end of a row hold undefined whole blocks: their codes are not stored,
+    their scales are padding."""
+    n, vectors = wire.numbers, wire.plain.vectors
+    lane = arch.lane_idx()
+    end = wire.end_of(last)
+    # `same` neighboring lanes share a byte of scale, and `among` lanes a word of four bytes. Lane u of these keeps the
+    # word of vector u.
+    same, among = SCALED // n, 4 * SCALED // n
+    words = Int32(0)
+    for u in range_constexpr(vectors):
+        sums = [acc[n * u + i] for i in range(n)]
+        amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")
+        stored, inverse = scale_of(wire.form.kind, of_group(amax, wire.form.block // n))
+        if const_expr(wire.form.kind != "mx"):
+            stored = stored >> 23
+        codes = [ptx.encode(sums[i : i + 4], inverse) for i in range(0, n, 4)]
+        number = u * 32 * n + lane * n
+        word = stored << (8 * ((lane // same) & 3))
+        if number < end:
+            store_codes(to + wire.scale_bytes + u * 32 * n, lane, codes)
+        word = word | arch.shuffle_sync_bfly(word, same)
+        word = word | arch.shuffle_sync_bfly(word, 2 * same)
+        if lane % among == u:
+            words = word
+    at = lane % among * (32 // among) + lane // among
+    if lane % among < vectors:
+        ptx.st_i32(to + at * 4, words)
+
+
+@cute.jit
+def scale_at(wire: cutlass.Constexpr[SumSlices], stage: Any, u: cutlass.Constexpr[int]) -> Float32:
+    """Return the scale of a lane's numbers of vector `u` of the slice in a stage."""
+    return exact_scale("mx", ptx.ld_shared_u8(stage + u * wire.numbers + arch.lane_idx() * wire.numbers // SCALED))
+
+
+def numbers_at(wire: SumSlices, stage: Any, u: int, scale: Float32) -> list[Float32]:
+    """Return a lane's numbers of vector `u` of the slice in a stage: codes times their scale."""
+    n = wire.numbers
+    at = stage + wire.scale_bytes + u * 32 * n + arch.lane_idx() * n
+    codes = [ptx.ld_shared(at)] if n == 4 else ptx.ld_shared_pair(at)
+    return [ptx.mul_rn(value, scale) for word in codes for value in ptx.decode(word)]

@@ -1,0 +1,178 @@
+"""Combines whose sums travel in a format, without a GPU: what is launched, how many blocks take part, how rows lie in
+staging, and the instructions that the kernels compile to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from launches import PROBLEM, Recorder, across, allocate_on_cpu, throughput
+from test_ptx import assembled, compiled_ptx, count, needs_assembler
+
+from cute_kernels import marks
+from cute_kernels.heap import SHARED_BYTES, Heap, Problem
+from cute_kernels.internode.wire import Nvlink
+from cute_kernels.latency.combine import LatencyCombine
+from cute_kernels.latency.sizes import LatencyHeap
+from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.ring import Slices
+from ep_ops.backends.budget import Budget
+from ep_ops.backends.cute import latency
+from ep_ops.backends.cute import throughput as many
+from ep_ops.backends.cute.backend import CuteBackend
+from ep_ops.backends.cute.outputs import Outputs
+from ep_ops.backends.cute.row_format import RowFormat
+from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic
+from ep_ops.formats import COMBINE_FORMATS
+from ep_ops.records import Route
+
+MX, WIRE = "e4m3/32/mx", "wire:e4m3/32/mx"
+LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)
+PAIRS = Problem(4, (8,) * 4, 4, 7168, "bf16", 512, ((0, 1), (2, 3)), Nvlink())
+THREE = Problem(6, (8,) * 6, 4, 7168, "fp32", 512, ((0, 1), (2, 3), (4, 5)), Nvlink())
+SMS = 132
+
+
+def route_of(max_tokens: int) -> Route:
+    idx, rows = torch.zeros(7, 4, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    return Route(idx, idx, rows, rows, rows, 1, 48, max_tokens)
+
+
+def test_throughput_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weighted or not, with a residual or without: those that `warmup` compiles; marks carry the format."""
+    path, recorder = throughput(Budget(20, 30), monkeypatch)
+    y, x = torch.zeros(48, 64, dtype=torch.bfloat16), torch.zeros(7, 64, dtype=torch.bfloat16)
+    for weights in (None, torch.zeros(48)):
+        for residual in (None, x):
+            assert path.combine(y, weights, route_of(100), residual, WIRE).shape == x.shape
+    launched = {kernel for kernel, _, _ in recorder.launched}
+    wanted = many.kernels_of_format(PROBLEM, RowFormat(MX))
+    assert launched == {kernel for kernel in wanted if isinstance(kernel, Combine)} and len(launched) == 4
+    assert {marks.unpack(terms)[1].format for _, terms, _ in recorder.launched} == {MX}
+    assert not any(isinstance(kernel, Combine) for kernel in many.kernels_of_format(PROBLEM, RowFormat(MX, "rows")))
+
+
+@pytest.mark.parametrize("two_domains", [False, True])
+def test_latency_launches(two_domains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in two parts. Of the packets of a row there are fewer, hence more tokens for which half of the blocks
+    send."""
+    allocate_on_cpu(monkeypatch)
+    problem = PAIRS if two_domains else Problem(4, (8,) * 4, 4, 7168, "bf16", 512)
+    recorder: Any = Recorder(problem, SMS)
+    path = latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 64)
+    y = torch.zeros(48, 7168, dtype=torch.bfloat16)
+    for weights in (None, torch.zeros(48)):
+        assert path.combine(y, weights, route_of(8), WIRE).shape == (7, 7168)
+        path.send_combine(y, weights, route_of(8), WIRE)
+        path.combine(y, weights, route_of(8), WIRE, send=False)
+    launched = {kernel for kernel, _, _ in recorder.launched}
+    wanted = latency.kernels_of_format(problem, 64, RowFormat(MX))
+    assert launched == {kernel for kernel in wanted if isinstance(kernel, LatencyCombine)} and len(launched) == 6
+    assert {marks.unpack(terms)[1].format for _, terms, _ in recorder.launched} == {MX}
+    if not two_domains:
+        senders = []
+        for format in ("", WIRE):
+            path.combine(y, None, route_of(12), format)
+            senders.append(recorder.launched[-1][2]["senders"])
+        assert senders == [SMS, SMS // 2]  # 12 tokens x 3 ranks x 30 or 16 packets, 16 warps each of 66 blocks
+
+
+def test_who_takes_combines() -> None:
+    """Latency kernels up to the bound of tokens, unless there is a residual."""
+    made, took = object.__new__(CuteBackend), []
+    made._begin = lambda: None  # type: ignore[method-assign]
+    made._latency_tokens, made._problem = 16, PROBLEM
+    made.latency = SimpleNamespace(combine=lambda *given: took.append(("latency", *given[3:])))  # type: ignore
+    made.throughput = SimpleNamespace(combine=lambda *given: took.append(("throughput", *given[4:])))  # type: ignore
+    y = torch.zeros(48, 64)
+    made.combine(y, None, route_of(16), None, WIRE)
+    made.combine(y, None, route_of(17), None, WIRE)
+    made.combine(y, None, route_of(16), y, WIRE)
+    assert took == [("latency", WIRE), ("throughput", WIRE), ("throughput", WIRE)]
+    pairs = across(Nvlink())
+    assert latency.takes_sums(pairs, MX) and not latency.takes_sums(pairs, "e4m3/128/pow2")
+    assert latency.takes_sums(PROBLEM, "e4m3/128/pow2")
+
+
+@pytest.mark.parametrize("hidden", [32, 64, 128, 1056, 2048, 4096, 7168, 7296, 16384])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("problem", [LARGE, PAIRS, THREE], ids=["one", "two", "three"])
+def test_room_for_sums(problem: Problem, dtype: str, hidden: int) -> None:
+    """Rows of sums have room in staging that is made for rows of the dtype; bulk copies find whole 16 bytes."""
+    of = dataclasses.replace(problem, hidden_size=hidden, dtype=dtype)
+    kernel = Combine(of, True, False, False, True, False, MX)
+    wire = kernel.in_format
+    assert wire is not None and wire.plain.slices * wire.scale_bytes + hidden == kernel.sum_bytes <= of.row_bytes
+    assert kernel.sum_bytes % 16 == 0 and wire.slice_bytes % 16 == 0 and wire.codes // 32 <= wire.scale_bytes
+    ring = kernel.sum_ring
+    assert ring.stages >= 2 and ring.pieces == wire.plain.slices and ring.stride >= ring.piece_bytes
+    assert ring.warps * ring.stages * ring.stride < SHARED_BYTES
+    few = LatencyCombine(of, 64, False, format=MX)
+    assert few.row_packets <= LatencyCombine(of, 64, False).row_packets
+    assert Heap(of).nbytes <= LatencyHeap(of, 64).nbytes
+
+
+@needs_assembler
+def test_throughput_kernel(tmp_path: Path) -> None:
+    """Pushers encode and owners decode; no sum is rounded to bf16 but the last one; flags are as without a format. One
+    block a multiprocessor: 128 registers a thread."""
+    ptx = compiled_ptx(Combine(LARGE, True, True, False, False, False, MX), "sm_90a")
+    slices = Slices(LARGE.row_bytes, "bf16")
+    for conversion in ("cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.f32"):
+        assert ptx.count(conversion) == 4 * slices.vectors, conversion
+    assert "fma.rn.f32" not in ptx and "div.rn.f32" not in ptx and ".local" not in ptx
+    plain = compiled_ptx(Combine(LARGE, True, True, False), "sm_90a")
+    for instruction in ("st.release.sys", "ld.acquire.sys", "cp.async.bulk.shared", "fence.proxy.async"):
+        assert count(ptx, instruction) == count(plain, instruction), instruction
+    made = assembled(ptx, "sm_90a", tmp_path)
+    assert made.registers <= 128 and made.spilled == 0, made
+
+
+@needs_assembler
+@pytest.mark.drawn
+@pytest.mark.parametrize("problem", [LARGE, PAIRS, THREE], ids=["one", "two", "three"])
+def test_registers_with_a_residual(problem: Problem, tmp_path: Path) -> None:
+    """Rows of the dtype and rows in the format are added by the same loop; of three domains in two parts."""
+    ptx = compiled_ptx(Combine(problem, True, True, False, True, False, MX), "sm_90a")
+    made = assembled(ptx, "sm_90a", tmp_path)
+    assert made.registers <= 128 and made.spilled <= 64, made
+
+
+@needs_assembler
+@pytest.mark.parametrize(
+    ("problem", "spilled"), [(LARGE, 0), pytest.param(PAIRS, 288, marks=pytest.mark.drawn)], ids=["one", "two"]
+)
+def test_latency_kernel(problem: Problem, spilled: int, tmp_path: Path) -> None:
+    """Two blocks fit on a multiprocessor; a packet leaves by one store, as of rows of the dtype. Across domains spills
+    are 192 bytes without a format."""
+    ptx = compiled_ptx(LatencyCombine(problem, 256, True, format=MX), "sm_90a")
+    made = assembled(ptx, "sm_90a", tmp_path)
+    assert made.registers <= 64 and made.spilled <= spilled, made
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx and "fma.rn.f32" not in ptx
+    plain = compiled_ptx(LatencyCombine(problem, 256, True), "sm_90a")
+    for instruction in ("st.volatile.global.v4.b32", "griddepcontrol.launch_dependents", "fence.acq_rel"):
+        assert count(ptx, instruction) == count(plain, instruction), instruction
+
+
+def test_blocks() -> None:
+    """A sum in a format takes half of the time on the link, which more blocks must fill, most of them by encoding. A
+    budget that was set stays a limit."""
+    traffic = TokenTraffic.of(LARGE.experts_per_rank, LARGE.top_k, LARGE.row_bytes, 4)
+    kernel = Combine(LARGE, True, False, False, False, False, MX)
+    quantized = traffic.in_format(kernel.sum_bytes)
+    assert kernel.sum_bytes == 4 * 64 + 7168 and traffic.in_format(0) is traffic
+    plain, more = traffic.combine_sms(SMS), quantized.combine_sms(SMS)
+    assert plain < more <= SMS * 3 // 4
+    assert more - quantized.pushers(more) > plain - traffic.pushers(plain) < quantized.pushers(more)
+    assert COMBINE_FORMATS[0] == WIRE
+    limits = ((Budget(20, 30), 30), (Budget(20, plain, beyond=(66, 99), modelled=(True, True)), more))
+    for budget, want in limits:
+        pushing = OperationSms(LARGE, budget, traffic, SMS).pushing(quantized, 64, True)
+        assert pushing["dealt"] == want and pushing["pushers"] == quantized.pushers(want)
