@@ -2,6 +2,7 @@
 
 benchmarks/training.py --steps 300 --out training.json --plot training.svg        # all GPUs, or two CPU processes
 benchmarks/training.py --device cpu --hidden 128 --sequences 8 --steps 200
+benchmarks/training.py --only wire:e4m3/32/mx --combine-format wire:e4m3/32/mx    # quantized both ways
 
 The model and the language are those of `ep-ops demo`, except that a tenth of the words to be predicted are random, so
 that the loss stays above 0 as that of a natural language does. All runs begin with the same weights and use the same
@@ -24,6 +25,7 @@ from ep_ops.bench.figures import pyplot
 from ep_ops.bench.options import a_file, add_options, names_of, positive, read
 from ep_ops.bench.ranks import Run, on_every_rank
 from ep_ops.commands.demo import LENGTH, VOCABULARY, Language, Model, gradients
+from ep_ops.formats import COMBINE_FORMATS
 from ep_ops.nn import MoELayer
 
 FORMATS = ("", "e4m3/row/fp32", "wire:e4m3/128/pow2", "wire:e4m3/32/mx")
@@ -46,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--sequences", type=positive, help=f"of {LENGTH} tokens, a rank (default: 64; on CPUs 8)")
     options.add_argument("--only", type=names_of(FORMATS[1:]), default=FORMATS[1:], metavar="NAME,NAME",
                          help=" ".join(FORMATS[1:]))  # fmt: skip
+    sums = "of sums that come back, in every run but bfloat16's: " + " ".join(COMBINE_FORMATS)
+    options.add_argument("--combine-format", choices=COMBINE_FORMATS, default="", metavar="NAME", help=sums)
     options.add_argument("--plot", type=a_file, metavar="FILE", help="draw the curves (SVG)")
     add_options(options)
     return options
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:
-    sizes = {name: getattr(args, name) for name in ("steps", "hidden", "sequences")}
+    sizes = {name: getattr(args, name) for name in ("steps", "hidden", "sequences", "combine_format")}
     run = Run(device, args, benchmark="training", dtype="bf16", **sizes, results=[])
     with Communicator(
         num_experts=EXPERTS * run.world_size, hidden_size=args.hidden, top_k=TOP_K, device=device, backend=args.backend,
@@ -75,7 +79,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
     ) as comm:  # fmt: skip
         run.found["machine"]["backend"] = comm.backend.name
         asked = ("", *args.only)
-        comm.warmup([(name, "") for name in asked if name])
+        comm.warmup([(name, "") for name in dict.fromkeys((*asked, args.combine_format)) if name])
         run.steps = args.steps * len(asked)
         for name in asked:
             run.found["results"].append(train(run, comm, name))
@@ -95,7 +99,8 @@ def train(run: Run, comm: Communicator, name: str) -> dict[str, Any]:
     """One run: losses of all ranks together, a step each, in nats a token."""
     args, device = run.args, comm.device
     torch.manual_seed(0)  # the same on every rank
-    model = Model(args.hidden, MoELayer(comm, args.hidden, format=name), torch.bfloat16).to(device)
+    moe = MoELayer(comm, args.hidden, format=name, combine_format=args.combine_format if name else "")
+    model = Model(args.hidden, moe, torch.bfloat16).to(device)
     experts = list(model.moe.experts.parameters())  # type: ignore[union-attr]
     shared = [p for name, p in model.named_parameters() if not name.startswith("moe.experts.")]
     error = output_error(run, comm, model)

@@ -34,6 +34,8 @@ from .workloads import Workload, measure_traffic
 
 TIMEOUT = 20.0  # seconds that a rank waits for another
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SUMS = "wire:e4m3/32/mx"
+"""What sums of `combine_fp8` travel as."""
 FP8 = ("e4m3/128/pow2", "columns")
 """What rows of `pair_fp8` arrive as, and how their scales lie."""
 WARM = "pair_fp8_warm"
@@ -91,6 +93,7 @@ class Latency(Run):
         with self.communicator(None) as fast, self.communicator(0) as slow:
             self.note(fast)
             formats = [FP8] if self.wants("pair_fp8", WARM) else []
+            formats += [(SUMS, "")] if self.wants("combine_fp8") else []
             self.compile(formats, fast, slow)
             fast.warmup(formats)
             slow.warmup()
@@ -160,6 +163,8 @@ class Latency(Run):
                 start, wait = self.split(getattr(steps, f"{op}_split"), steps.workload.tokens)
                 self.add(f"{op}_start", start)
                 self.add(f"{op}_wait", wait)
+        if self.wants("combine_fp8") and steps.workload.hidden % 32 == 0:
+            self.add("combine_fp8", self.graph(functools.partial(steps.combine, format=SUMS), many))
         if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1:
             same = self.same_bytes(steps)
             self.add("dispatch_nccl", self.graph(same.dispatch, few))

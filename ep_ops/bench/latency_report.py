@@ -23,6 +23,7 @@ NAMES = {
     "dispatch_wait": "dispatch_wait, all having arrived",
     "dispatch_nccl": "all_to_all_single of dispatch's bytes",
     "combine": "combine",
+    "combine_fp8": "combine, sums in FP8",
     "combine_start": "combine_start, can be hidden",
     "combine_wait": "combine_wait, all having arrived",
     "host": "host time of an eager call",

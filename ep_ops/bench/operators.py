@@ -14,9 +14,9 @@ from ep_ops import Communicator, Dispatched, Route, arrivals, formats
 from ep_ops.formats.quantize import powers
 
 from .baselines import eager_combine, eager_dispatch
-from .presets import FORMATS
+from .presets import FORMATS, SUMS
 from .timing import leaves
-from .workloads import Traffic, Workload, draw_route, goes_to, measure_traffic
+from .workloads import Traffic, Workload, draw_route, goes_to, holders, measure_traffic
 
 SETS = 4
 MAX_ERROR = 0.02
@@ -122,6 +122,10 @@ class Calls:
     def combine_token_major(self, i: int) -> Tensor:
         return self.comm.combine(self.token_rows, self._set(i).tokens_route)
 
+    def combine_token_major_fp8(self, i: int) -> Tensor:
+        format = SUMS["combine_token_major_fp8"]
+        return self.comm.combine(self.token_rows, self._set(i).tokens_route, format=format)
+
     def combine_gathered(self, i: int) -> Tensor:
         """Combine rows in symmetric memory. The communicator must have `symmetric_rows`."""
         assert self.near_rows is not None
@@ -130,6 +134,10 @@ class Calls:
     def combine(self, i: int) -> Tensor:
         s = self._set(i)
         return self.comm.combine(s.y, s.route, s.recv_weights)
+
+    def combine_fp8(self, i: int) -> Tensor:
+        s = self._set(i)
+        return self.comm.combine(s.y, s.route, s.recv_weights, format=SUMS["combine_fp8"])
 
     def combine_unweighted(self, i: int) -> Tensor:
         s = self._set(i)
@@ -232,6 +240,12 @@ class Calls:
             gathered = comm.combine_gathered(self.near_rows.copy_(by_token.x), by_token.route)
             found["combine_gathered"] = gathered, s.x * reached
             self.near_rows.copy_(self.token_rows)
+        if self.workload.hidden % formats.format_of(SUMS["combine_fp8"]).multiple == 0:
+            out = comm.combine(got.x, got.route, got.weights, format=SUMS["combine_fp8"])
+            found["combine_fp8"] = out, self._sums(s, s.topk_weights, SUMS["combine_fp8"])
+            format = SUMS["combine_token_major_fp8"]
+            out = comm.combine(by_token.x, by_token.route, format=format)
+            found["combine_token_major_fp8"] = out, self._sums(s, None, format)
         for op in FORMATS:
             form, sent = formats.format_of(FORMATS[op][0]), self._formatted(op, 0)
             if sent.scales is None or self.workload.hidden % form.multiple:
@@ -245,6 +259,16 @@ class Calls:
             exact = formats.dequantize(*formats.quantize(s.x, form), form, s.x.dtype)
             found[op] = comm.combine(rows, sent.route, sent.weights), exact * weight_sum
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
+
+    def _sums(self, s: Inputs, weights: Tensor | None, format: str) -> Tensor:
+        """What comes back of x, dispatched with weights or token-major, if each rank's sum is quantized."""
+        form, total = formats.format_of(format), torch.zeros_like(s.x, dtype=torch.float32)
+        for rank in range(self.comm.world_size):
+            here = holders(s.topk_idx, self.workload.experts, self.comm.world_size) == rank
+            factor = here.any(1) if weights is None else (weights * here).sum(1)
+            sums = s.x.float() * factor[:, None]
+            total += formats.dequantize(*formats.quantize(sums, form), form, torch.float32)
+        return total
 
     def same(self, i: int, one: Any, other: Any) -> bool:
         """Whether two results of a call with set `i` are equal, bit by bit, where they are defined: of what has the

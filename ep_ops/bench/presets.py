@@ -17,11 +17,13 @@ FORMATS = {
     "dispatch_fp8_packed_planned": ("e4m3/128/pow2", "packed"),
 }
 """Dispatches that quantize: what rows arrive as, and how their scales lie."""
+SUMS = {"combine_fp8": "wire:e4m3/32/mx", "combine_token_major_fp8": "wire:e4m3/32/mx"}
+"""Combines that quantize what they send, and in which format."""
 TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
 """Operators on token-major rows: one for each copy of a token."""
 GATHERED = "combine_gathered"
 """Combine of token-major rows that lie in symmetric memory."""
-OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR, GATHERED)
+OPERATORS = (*FORWARD, "combine_residual", *BACKWARD, *FORMATS, *TOKEN_MAJOR, *SUMS, GATHERED)
 """Operators that are measured. All are weighted but `combine_unweighted` and combines of token-major rows."""
 
 BASELINES = ("nccl", "eager")

@@ -23,6 +23,8 @@ NAMES = {
     "combine_unweighted": "combine, unweighted",
     "combine_residual": "combine, weighted, with a residual",
     "combine_token_major": "combine, token-major",
+    "combine_fp8": "combine, weighted, sums in FP8",
+    "combine_token_major_fp8": "combine, token-major, sums in FP8",
     "combine_gathered": "combine, token-major, gathered",
     "combine_pushed": "combine of a row per rank, pushed",  # in older files
     "dispatch_backward": "dispatch, backward",

@@ -18,7 +18,7 @@ from ep_ops import Communicator
 
 from .baselines import SameBytes
 from .operators import MAX_ERROR, Calls
-from .presets import FORMATS, GATHERED, OPERATORS, TOKEN_MAJOR, Case, Preset
+from .presets import FORMATS, GATHERED, OPERATORS, SUMS, TOKEN_MAJOR, Case, Preset
 from .ranks import Run, domains_of
 from .report import complete
 from .timing import CHAIN, Timing
@@ -183,7 +183,8 @@ class Session(Run):
             **domains_of(self.args),
         )
         self.note(comm)
-        formats = [FORMATS[op] for op in FORMATS if any(op in case.measure for case in cases)]
+        asked = FORMATS | {op: (format, "") for op, format in SUMS.items()}
+        formats = [how for op, how in asked.items() if any(op in case.measure for case in cases)]
         self.compile(formats, comm)
         comm.warmup(formats)
         return comm
@@ -214,6 +215,9 @@ def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[
 
 def traveling_bytes(op: str, workload: Workload) -> int:
     """Return the size in bytes of a row that is sent."""
+    if op in SUMS:
+        form = Form(SUMS[op].removeprefix("wire:"), workload.hidden)
+        return workload.hidden + form.scales
     return Form(FORMATS[op][0], workload.hidden).staged_bytes if op in FORMATS else workload.row_bytes
 
 
@@ -224,8 +228,10 @@ def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
         return None, None
     if op in FORMATS:
         return max(now.dispatch, min(now.beyond[0], now.most_dispatch)), now.combine
+    backend: Any = comm.backend
+    if op in SUMS:
+        return now.dispatch, backend.throughput.combine_sms(SUMS[op], "token_major" in op)
     if op in TOKEN_MAJOR:
-        backend: Any = comm.backend
         return backend.throughput.sms.token_major
     own = {"combine_gathered": now.gather, "combine_backward": now.scaled}
     return now.dispatch, own.get(op, now.combine)

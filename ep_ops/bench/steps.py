@@ -62,8 +62,9 @@ class Steps:
     def dispatch(self, i: int) -> Any:
         return self.comm.dispatch(*self.given(i), **self.sizes)
 
-    def combine(self, i: int) -> Tensor:
-        return self._combine(self.dispatched(i), i)
+    def combine(self, i: int, format: str = "") -> Tensor:
+        """`format`: what sums travel as."""
+        return self._combine(self.dispatched(i), i, format)
 
     def pair(self, i: int) -> Tensor:
         d = self.dispatch(i)
@@ -72,8 +73,8 @@ class Steps:
         out = self.outs[i % self.count] = self._combine(d, i)
         return out
 
-    def _combine(self, d: Any, i: int) -> Tensor:
-        return self.comm.combine(self._outputs(d, i), d.route, None if self.token_major else d.weights)
+    def _combine(self, d: Any, i: int, format: str = "") -> Tensor:
+        return self.comm.combine(self._outputs(d, i), d.route, None if self.token_major else d.weights, format=format)
 
     def _outputs(self, d: Any, i: int) -> Tensor:
         """Return the outputs of experts: the received rows, dequantized (once for each step)."""

@@ -85,10 +85,15 @@ class Traffic:
         return [[0 if s == d else n for d, n in enumerate(row)] for s, row in enumerate(self.rows)]
 
 
+def holders(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
+    """int64 [T, K]: the rank that holds each expert; -1 for no expert."""
+    first = torch.tensor([0, *default_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
+    return torch.bucketize(topk_idx.long(), first, right=True) - 1
+
+
 def goes_to(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
     """bool [W, T]: which tokens of `topk_idx` go to each rank."""
-    first = torch.tensor([0, *default_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
-    rank = torch.bucketize(topk_idx.long(), first, right=True) - 1  # -1 (no expert) stays below every rank
+    rank = holders(topk_idx, experts, world_size)
     return torch.stack([(rank == r).any(1) for r in range(world_size)])
 
 

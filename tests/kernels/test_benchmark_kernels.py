@@ -19,7 +19,7 @@ from benchmarks import report as recorded
 from ep_ops import Communicator, arrivals
 from ep_ops.bench import ranks, report, workloads
 from ep_ops.bench.operators import Calls
-from ep_ops.bench.presets import FORMATS, MEASURABLE, OPERATORS, PRESETS, Case
+from ep_ops.bench.presets import FORMATS, MEASURABLE, OPERATORS, PRESETS, SUMS, Case
 from ep_ops.bench.session import Session
 from ep_ops.bench.timing import CHAIN, Timer, leaves
 from ep_ops.bench.workloads import Workload, draw_route, expected_traffic, rows_by_expert, rows_by_rank, traffic_of
@@ -172,7 +172,7 @@ def test_tiny_run_on_two_cpu_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", [*OPERATORS, "pair_forward", "pair_forward_backward"])
 def test_what_a_replay_leaves_is_compared_with_an_eager_call(op: str) -> None:
     """In it: everything that is defined, nothing that was given."""
-    hidden = 128 if op in FORMATS else 16
+    hidden = 128 if op in FORMATS or op in SUMS else 16
     workload = Workload(tokens=24, hidden=hidden, experts=8, top_k=2, dtype="fp32")
     shape = dict(
         num_experts=8, hidden_size=hidden, top_k=2, max_tokens_per_rank=24, dtype=torch.float32, symmetric_rows=26
