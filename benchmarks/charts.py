@@ -30,7 +30,7 @@ Chart = dict[str, Any]
 
 
 def with_mscclpp() -> Chart:
-    """ep_ops and mscclpp on two H100s."""
+    """Return the chart of ep_ops and mscclpp on two H100s."""
     run = json.loads((RESULTS / "compare-2-h100.json").read_text())
     names = ("ep_ops", "mscclpp")
     return {
@@ -42,7 +42,7 @@ def with_mscclpp() -> Chart:
 
 
 def with_torch() -> Chart:
-    """ep_ops, NCCL and eager PyTorch on four H200s."""
+    """Return the chart of ep_ops, NCCL and eager PyTorch on four H200s."""
     large = json.loads((RESULTS / "throughput-4.json").read_text())["results"]
     small = json.loads((RESULTS / "latency-4.json").read_text())["results"]
     centre = {"tokens": 4096, "hidden": 7168, "top_k": 8, "routing": "balanced", "given_sms": None}

@@ -31,7 +31,7 @@ def drawn(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def arrived(sums: Tensor, format: str) -> Tensor:
-    """What arrives of sums [rows, H] of fp32."""
+    """Return what arrives of sums, fp32 [rows, H]."""
     if not format:
         return sums.bfloat16().float()
     form = format_of(format)

@@ -63,7 +63,8 @@ operations = {
 
 
 def timed(call, pause):
-    """Mean ms of a call, slowest rank; as many calls on every rank. Without GPUs it runs the calls and returns 0."""
+    """Return the mean ms of a call on the slowest rank; all ranks make the same number of calls. Without GPUs, make the
+    calls and return 0."""
     if not gpu:
         call()
         return 0.0
@@ -85,7 +86,7 @@ def timed(call, pause):
 
 
 def ways(run, start, wait):
-    """The GEMM ``run`` and a split operation, alone and together."""
+    """Return functions that run the GEMM ``run`` and a split operation, alone and together."""
 
     def at_once():
         ticket = start()

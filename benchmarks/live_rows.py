@@ -27,7 +27,8 @@ OURS = "live rows"
 
 
 def made(options: argparse.Namespace, device: torch.device) -> tuple[Route, Tensor, Tensor]:
-    """A route of `live` rows, spread evenly over experts, with room for `times` as many; x and a gradient."""
+    """Return a route of `live` rows, spread evenly over experts, in a buffer of `times` as many rows; x and a
+    gradient."""
     rows = options.live * options.times
     each = options.live // options.experts
     counts = torch.full((options.experts,), each, dtype=torch.int32, device=device)
@@ -41,7 +42,7 @@ def made(options: argparse.Namespace, device: torch.device) -> tuple[Route, Tens
 
 
 def ways(route: Route, x: Tensor, grad: Tensor) -> dict[str, dict[str, Callable[[int], Any]]]:
-    """What is timed -> who does it -> call."""
+    """Return what is timed -> implementation -> call."""
     own = x.detach().requires_grad_()
     exact = formats.format_of(FORMAT)
 

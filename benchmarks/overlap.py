@@ -44,10 +44,8 @@ class Kernel(NamedTuple):
 
 
 def timeline(run: Callable[[], Any]) -> list[Kernel]:
-    """The kernels of `run` on this GPU, by start; time counts from the first one of communication: it begins with that.
-
-    What runs in front takes the place of kernels that the profiler may lose at its beginning.
-    """
+    """Return the kernels of `run` on this GPU by start time, relative to the first communication kernel, with which
+    `run` begins. Other kernels run before it, because the profiler may lose the first ones."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -66,7 +64,7 @@ def timeline(run: Callable[[], Any]) -> list[Kernel]:
 
 
 def routing(text: str) -> str:
-    """How experts are drawn."""
+    """Parse how experts are drawn."""
     part = text.removeprefix("hot ")
     try:
         known = text in ROUTINGS or (part != text and 0 <= float(part) <= 1)
@@ -78,7 +76,7 @@ def routing(text: str) -> str:
 
 
 def picture(run: dict[str, Any], path: Path) -> Path:
-    """Both timelines of a run as an SVG file."""
+    """Draw both timelines of a run as an SVG file, and return its path."""
     plt = pyplot()
     lines = [name for name, kernels in run["timelines"].items() if kernels]
     figure, axes = plt.subplots(len(lines), 1, figsize=(10, 1 + 1.4 * len(lines)), sharex=True, squeeze=False)
@@ -146,7 +144,7 @@ class Layer:
     # ------------------------------------------------------------------ parts
 
     def gemms(self, i: int = 0) -> list[Tensor]:
-        """The experts alone, of rows that are there."""
+        """Run only the experts, on rows that have been dispatched."""
         return [self.experts(b.rows.x, b.rows.route) for b in self.batches]
 
     def gemms_train(self, i: int = 0) -> None:
@@ -210,7 +208,7 @@ class Layer:
         return self.comm.combine_wait(started), beside
 
     def train(self, run: Callable[[], list[Tensor]]) -> Callable[[int], None]:
-        """Forward and backward; gradients of weights accumulate."""
+        """Run forward and backward; gradients of weights accumulate."""
 
         def step(i: int = 0) -> None:
             torch.autograd.backward(run(), [b.grad_out for b in self.batches])
@@ -218,15 +216,15 @@ class Layer:
         return step
 
     def gradients(self, asked: bool) -> None:
-        """Whether x and routing weights ask for theirs."""
+        """Set whether x and routing weights require gradients."""
         for b in self.batches:
             b.x.requires_grad_(asked)
             b.topk_weights.requires_grad_(asked)
             b.x.grad = b.topk_weights.grad = None
 
     def errors(self) -> dict[str, float]:
-        """How far results lie from those of one after the other: the worst row's relative error. In training that is of
-        the gradients of x."""
+        """Return the difference of results from those in sequence: the largest relative error of a row. In training,
+        that of the gradients of x."""
         with torch.no_grad():
             expected, got = self.serial(), self.in_turns()
             rows, _ = self.shared_in_dispatch()
@@ -320,7 +318,7 @@ class Session(Run):
         self.save()
 
     def figures(self) -> None:
-        """What is asked of overlapping, from medians."""
+        """Return the figures about overlap, computed from medians."""
         took = {result["what"]: result["us"] for result in self.found["results"]}
 
         def hidden(operation: str) -> float:

@@ -32,7 +32,7 @@ SWEPT = ("dispatch", "dispatch_planned", "combine", "combine_unweighted", "combi
 
 
 def summary(run: dict[str, Any]) -> dict[str, Any]:
-    """The run with nothing but each operator's first result on the workload that sweeps start from."""
+    """Return the run with only the first result of each operator on the workload that sweeps start from."""
     swept = [result for result in run["results"] if result["op"] in SWEPT]
     centre = centre_of(swept) | {"routing": "balanced", "given_sms": None} if swept else {}
     firsts: dict[str, Result] = {}
@@ -43,7 +43,7 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def centre_of(results: Sequence[Result]) -> dict[str, Any]:
-    """The workload that sweeps start from: hidden size, top-k and tokens that occur most often."""
+    """Return the workload that sweeps start from: the most frequent hidden size, top-k and number of tokens."""
     values = {key: [result[key] for result in results] for key in ("hidden", "top_k", "tokens")}
     return {key: max(set(seen), key=seen.count) for key, seen in values.items()}
 
@@ -133,7 +133,7 @@ def plot(run: dict[str, Any], stem: Path) -> list[Path]:
 
 
 def over_tokens(axis: Any, tokens: Sequence[int]) -> None:
-    """Both axes logarithmic, the sizes that were measured named below."""
+    """Make both axes logarithmic, and label the measured sizes."""
     axis.set(xscale="log", yscale="log", xlabel="tokens a rank")
     axis.set_xticks(tokens)
     axis.xaxis.set_major_formatter("{x:.0f}")
@@ -160,7 +160,7 @@ def _over_tokens(by_routing: dict[str, Any]) -> Any:
 
 
 def _over_sms(run: dict[str, Any], budgets: dict[str, Any]) -> Any:
-    """Speeds by number of multiprocessors, as parts of the link's, and those of bare copies."""
+    """Plot speeds over numbers of multiprocessors, relative to the link, with those of bare copies."""
     figure, axis = pyplot().subplots(figsize=(7, 4.4))
     for op, points in budgets.items():
         ys = [r["ratio"] for _, r in points]
@@ -178,7 +178,7 @@ def _over_sms(run: dict[str, Any], budgets: dict[str, Any]) -> Any:
 
 
 def _over_shapes(found: list[tuple[str, Any]]) -> Any:
-    """Speeds by size of rows and by top-k, as parts of the link's."""
+    """Plot speeds over row sizes and top-k, relative to the link."""
     figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.2), sharey=True, squeeze=False)
     for axis, (label, lines) in zip(axes[0], found, strict=True):
         for op, points in lines.items():
@@ -233,7 +233,7 @@ def sweep(run: dict[str, Any], axis: str, routing: str) -> dict[str, list[tuple[
 
 
 def sweep_lines(run: dict[str, Any]) -> Iterator[str]:
-    """Each sweep of each operator: µs in steady state, and the ratio to the link."""
+    """Yield a line for each sweep of each operator: µs in steady state, and the ratio to the link."""
     for axis, label in AXES.items():
         for routing in ROUTINGS:
             for op, points in sweep(run, axis, routing).items():
@@ -242,7 +242,8 @@ def sweep_lines(run: dict[str, Any]) -> Iterator[str]:
 
 
 def ratio_plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Ratio to the link over tokens; each run has its number of ranks. A level line: time in proportion to bytes."""
+    """Plot the ratio to the link over tokens for runs with different numbers of ranks. A horizontal line means that
+    time is proportional to bytes."""
     plt = pyplot()
     shape = (len(ROUTINGS), len(runs))
     figure, axes = plt.subplots(*shape, figsize=(5.5 * shape[1], 4 * shape[0]), sharex=True, sharey=True, squeeze=False)

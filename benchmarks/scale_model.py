@@ -49,7 +49,7 @@ PAIRS_ON_2 = {1: 8.68, 8: 9.24, 32: 11.16, 64: 15.19, 128: 23.01}
 
 
 def gb200(h200: Gpu) -> Gpu:
-    """For comparison with figures of GB200; its constants are the H200's."""
+    """Return a GPU for the comparison with figures of GB200. Its constants are those of the H200."""
     return dataclasses.replace(
         h200,
         name="GB200",
@@ -84,7 +84,8 @@ def _both(
     few: str = "",
     gpu: str = "H200",
 ) -> list[Published]:
-    """A dispatch and a combine; numbers of a dispatch are as the layout says (1 byte: fp8), of a combine bf16."""
+    """Return published figures of a dispatch and a combine. The dispatch uses the layout's dtype (1 byte: fp8), the
+    combine bf16."""
     bf16 = dataclasses.replace(layout, itemsize=2)
     of = ((layout, "dispatch", values[0]), (bf16, "combine", values[1]))
     return [Published(who, made, wire, few + kind, value, unit, gpu) for made, kind, value in of]
@@ -124,13 +125,13 @@ to be even over all experts, also where it was limited to groups, and the dtype 
 
 
 def best(run: dict[str, Any], direction: str) -> float:
-    """Bytes a second of bare bulk copies."""
+    """Return the bytes per second of bare bulk copies."""
     return max(entry["gbs"] for entry in run["link"] if entry["direction"] == direction) * 1e9
 
 
 def measured_gpu(many: dict[str, Any], few: dict[str, Any]) -> Gpu:
-    """From a run of each benchmark. The constant of an operation on many tokens is the median, over the sizes from 512
-    tokens on, of what it takes beyond its bytes; that of one on few tokens, what it takes at the smallest size."""
+    """Return the GPU of a run of each benchmark. The constant of a throughput operation is the median, over sizes from
+    512 tokens on, of its time beyond its bytes; that of a latency operation is its time at the smallest size."""
     bare = Gpu("", best(many, "pull"), best(many, "push"), MEMORY, few["flag"]["us"] / 2, {}, "")
     constants = {}
     for op in MANY:
@@ -164,8 +165,8 @@ def layout_of(run: dict[str, Any], tokens: int) -> Layout:
 
 
 def of_recorded(gpu: Gpu, result: dict[str, Any], ranks: int) -> float:
-    """µs for the bytes of a recorded result, without the constant: those of the busiest rank, to which rows come from
-    all ranks alike."""
+    """Return the µs for the bytes of a recorded result, without the constant: those of the busiest rank, which receives
+    equally many rows from each rank."""
     near, row = result["nvlink_bytes"], result["row_bytes"]
     copies = near / row * ranks / (ranks - 1)
     reached = min(copies, result["tokens"] * min(ranks, result["top_k"]))
@@ -178,8 +179,8 @@ def recorded_us(gpu: Gpu, result: dict[str, Any], ranks: int) -> float:
 
 
 def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each recorded result of an operation that the model has, with the backend's own budgets, and what the model says:
-    of many tokens with the rows that were counted. `used`: its constant is from there."""
+    """Return each recorded result of an operation of the model with default budgets, and the model's prediction;
+    throughput operations use the recorded rows. `used`: the constant comes from this result."""
     found = []
     for run in many_runs:
         for result in run["results"]:
@@ -206,7 +207,7 @@ def measured_errors(gpu: Gpu, many_runs: Sequence[dict[str, Any]], few: dict[str
 
 
 def beside(gpu: Gpu, entry: Published, limit: int) -> dict[str, Any]:
-    """A published figure, and the model's in the same unit."""
+    """Return a published figure, and the model's in the same unit."""
     on = gb200(gpu) if entry.gpu == "GB200" else gpu
     layout = entry.layout
     few = entry.kind.startswith("few ")

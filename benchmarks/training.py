@@ -96,7 +96,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 
 
 def train(run: Run, comm: Communicator, name: str) -> dict[str, Any]:
-    """One run: losses of all ranks together, a step each, in nats a token."""
+    """Train one model; return the losses of all ranks together for each step, in nats per token."""
     args, device = run.args, comm.device
     torch.manual_seed(0)  # the same on every rank
     moe = MoELayer(comm, args.hidden, format=name, combine_format=args.combine_format if name else "")
@@ -121,7 +121,7 @@ def train(run: Run, comm: Communicator, name: str) -> dict[str, Any]:
 
 
 def batch(language: Language) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the language's next batch, a part of the targets random."""
+    """Return inputs and targets of the language's next batch. A part of the targets is random."""
     inputs, targets = language.batch()
     words = torch.randint(VOCABULARY, targets.shape, generator=language.draws)
     noisy = torch.rand(targets.shape, generator=language.draws) < NOISE

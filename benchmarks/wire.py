@@ -180,12 +180,12 @@ class Wired:
         return jit.get(kernel, arch_of(self.device), lambda: False, nvshmem.register if kernel.linked else None)
 
     def part(self, name: str) -> torch.Tensor:
-        """A section of this rank's heap, in the bank that these kernels use."""
+        """Return a section of this rank's heap, in the bank that these kernels use."""
         at = self.heap.offset[name] + self.heap.distance[name]
         return self.memory.local[at : at + self.heap.size[name]]
 
     def put(self, kernel: Puts, blocks: int) -> Any:
-        """A call for the timer."""
+        """Return a call of the kernel for the timer."""
         run, x = self.function(kernel), self.x.data_ptr()
         return lambda i: run(*self.ranks, x, self.next, self.count, blocks, stream(self.device))
 
@@ -203,7 +203,7 @@ class Wired:
         return call
 
     def verify(self, kernel: Puts, blocks: int) -> None:
-        """Fresh random batches arrive, and their words; RuntimeError on a rank where they do not."""
+        """Check that random batches and their words arrive. Raises RuntimeError on a rank where they do not."""
         draw = torch.Generator(self.device).manual_seed(self.rank)
         shape, names = self.x.shape, ("incoming", "words")
         self.x.copy_(torch.randint(0, 256, shape, generator=draw, device=self.device, dtype=torch.uint8))

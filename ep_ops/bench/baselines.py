@@ -43,10 +43,9 @@ class Sent:
 
 
 def eager_dispatch(x: Tensor, topk_idx: Tensor, experts: int, world_size: int) -> tuple[Tensor, Sent]:
-    """Rows grouped by local expert, one for each (token, expert): sort, exchange counts, exchange rows, group.
-
-    `experts` is a multiple of `world_size`; no expert id is -1. Waits for the device once, to learn the counts.
-    """
+    """Send tokens with eager PyTorch: sort, exchange counts, exchange rows, group. Returns rows grouped by local
+    expert, one for each (token, expert). `experts` is a multiple of `world_size`; no expert id is -1. Synchronizes the
+    host once, for the counts."""
     flat = topk_idx.flatten()
     order = flat.argsort(stable=True)
     sorted_rows = x[order // topk_idx.shape[1]]
@@ -63,7 +62,7 @@ def eager_dispatch(x: Tensor, topk_idx: Tensor, experts: int, world_size: int) -
 
 
 def eager_combine(y: Tensor, topk_weights: Tensor, sent: Sent) -> Tensor:
-    """The reverse, and the weighted sum over each token's rows."""
+    """Return the rows of `eager_dispatch` and compute the weighted sum of each token's rows."""
     ungrouped = torch.empty_like(y)
     ungrouped[sent.grouping] = y
     returned = y.new_empty(sent.order.numel(), y.shape[1])

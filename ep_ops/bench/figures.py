@@ -16,19 +16,19 @@ def machine_line(run: dict[str, Any]) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines for a terminal; the first row is the heading."""
+    """Return the lines of a table for a terminal. The first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown; the first row is the heading."""
+    """Return the lines of a table in Markdown. The first row is the heading."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return [lines[0], "|" + " --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:]]
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, set up to write SVG files; ImportError where it is not installed."""
+    """Return matplotlib.pyplot, configured to write SVG files. ImportError if it is not installed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,7 +39,7 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, run: dict[str, Any], dtype: str, stem: Path, name: str) -> Path:
-    """As `stem`-`name`.svg, the machine as its heading."""
+    """Save a figure as `stem`-`name`.svg with the machine as its title."""
     figure.suptitle(f"{run['world_size']} x {run['machine']['device']}, {dtype}")
     figure.tight_layout()
     path = stem.with_name(f"{stem.name}-{name}.svg")

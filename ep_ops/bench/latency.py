@@ -113,7 +113,7 @@ class Latency(Run):
         self.say("done")
 
     def communicator(self, latency_max_tokens: int | None) -> Communicator:
-        """None: which kernels run is the library's choice; 0: those for many tokens."""
+        """Create a communicator. None: the default choice of kernels; 0: throughput kernels only."""
         args = self.args
         return Communicator(
             num_experts=args.experts,
@@ -130,7 +130,7 @@ class Latency(Run):
     # ------------------------------------------------------------------ what is measured
 
     def size(self, fast: Communicator, slow: Communicator, workload: Workload) -> None:
-        """Everything of one number of tokens."""
+        """Run all measurements of one number of tokens."""
         self.grouped(Steps(fast, workload, self.args.pairs))
         mean = fast.world_size * workload.tokens * fast.top_k / fast.num_experts  # rows of an expert
         fp8 = dict(zip(("format", "scales_as"), FP8, strict=True))
@@ -148,7 +148,7 @@ class Latency(Run):
                 self.pair(op, Steps(comm, workload, 1 if op == WARM else self.args.pairs, **layout), replays)
 
     def grouped(self, steps: Steps) -> None:
-        """Rows grouped by expert, in as few of them as there can be, and what that is compared with."""
+        """Time rows grouped by expert in the smallest buffer, and the alternatives that these are compared with."""
         many, few = self.args.replays, self.few
         if self.wants("pair"):
             self.pair("pair", steps, many)
@@ -196,13 +196,13 @@ class Latency(Run):
         return together.less(wait.mean), wait
 
     def same_bytes(self, steps: Steps) -> SameBytes:
-        """As the first step's."""
+        """Return a transfer of the bytes of the first step by NCCL."""
         _, topk_idx, _ = steps.given(0)
         traffic = measure_traffic(topk_idx, steps.workload.experts, self.world_size)
         return SameBytes(steps.workload, traffic, self.rank, self.device)
 
     def host(self, steps: Steps) -> list[dict[str, Any]]:
-        """Host time of an eager dispatch and of an eager combine."""
+        """Measure the host time of an eager dispatch and of an eager combine."""
         calls = {"dispatch": steps.dispatch, "combine": steps.combine}
         return [{"op": op, **self.timer.host(call, self.few).record()} for op, call in calls.items()]
 

@@ -32,7 +32,7 @@ NAMES = {
 
 
 def lines_of(run: dict[str, Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
-    """(what, deal of blocks if it was given) -> tokens -> result, in the order of NAMES."""
+    """Return the results by (name, block roles if given) and number of tokens, in the order of NAMES."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for result in sorted(run["results"], key=lambda result: list(NAMES).index(result["op"])):
         deal = ",".join(map(str, result["deal"] or ()))
@@ -41,7 +41,7 @@ def lines_of(run: dict[str, Any]) -> dict[tuple[str, str], dict[int, dict[str, A
 
 
 def rows_of(run: dict[str, Any]) -> list[list[str]]:
-    """Heading, then a row for each measurement: mean (99th percentile) at each number of tokens."""
+    """Return the heading, and a row for each measurement: mean (99th percentile) for each number of tokens."""
     lines = lines_of(run)
     sizes = sorted({tokens for points in lines.values() for tokens in points})
     rows = [["µs, mean (p99), at T =", *map(str, sizes)]]
@@ -53,7 +53,7 @@ def rows_of(run: dict[str, Any]) -> list[list[str]]:
 
 
 def remarks(run: dict[str, Any]) -> list[str]:
-    """What does not depend on the number of tokens."""
+    """Return lines about results that do not depend on the number of tokens."""
     return [f"host time of an eager {entry['op']}: {entry['us']:.1f} µs" for entry in run["host"]]
 
 
@@ -65,5 +65,5 @@ def setting(run: dict[str, Any]) -> str:
 
 
 def table(run: dict[str, Any]) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     return "\n".join([machine_line(run), setting(run), *text_table(rows_of(run)), *remarks(run)])

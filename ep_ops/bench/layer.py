@@ -120,7 +120,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
 
 
 def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
-    """Weights of this rank's experts, drawn on the device."""
+    """Return random weights of this rank's experts, drawn on the device."""
     draw = torch.Generator(device=comm.device).manual_seed(comm.rank)
     shapes = (comm.num_local_experts, comm.hidden_size, 2 * width), (comm.num_local_experts, width, comm.hidden_size)
     first, second = (
@@ -131,7 +131,8 @@ def made(comm: Communicator, width: int) -> tuple[Tensor, Tensor]:
 
 
 def capacity_of(run: Run, comm: Communicator, way: str) -> int | None:
-    """Rows; None for exactly as many as there are. Of token-major rows as many as take that many places."""
+    """Return the number of rows of the receive buffer, or None for the exact size. Token-major rows: as many as provide
+    that many places."""
     if way in ("token_major", "quack"):
         return int(run.args.times * run.args.tokens) if run.args.times else None
     mean = run.args.tokens * run.args.top_k * comm.num_local_experts * run.world_size // comm.num_experts
@@ -148,7 +149,7 @@ def capacity_of(run: Run, comm: Communicator, way: str) -> int | None:
 
 
 def time(run: Run, comm: Communicator, way: str, weights: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """Forward alone and with backward: ms."""
+    """Return the times of forward, and of forward and backward, in ms."""
     capacity = capacity_of(run, comm, way)
     layer = MoELayer(comm, 1)
     layer.experts = experts = KINDS.get(way, Experts)(

@@ -31,7 +31,8 @@ BARRIER_SECONDS = 20.0
 
 
 def digest(path: str) -> str:
-    """Part of the configuration of a file's kernels: one compiled from another version of it is not taken for it."""
+    """Return a digest of a file. It is part of the configuration of its kernels, so that kernels compiled from another
+    version are not reused."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 
@@ -88,7 +89,7 @@ class LinkCopy(Launched):
 
     @cute.jit
     def move(self, ring, peers, rank, local, rows):
-        """One lane's share: every blocks × warps-th piece. Peers take turns, so that all links are busy."""
+        """Move the share of one lane: every (blocks × warps)-th piece. Peers alternate, so that all links are busy."""
         shape, others = self.ring, self.world_size - 1
         tid, _, _ = arch.thread_idx()
         bid, _, _ = arch.block_idx()
@@ -119,7 +120,7 @@ class LinkCopy(Launched):
         arch.cp_async_bulk_wait_group(0)
 
     def ends(self, peers, rank, local, rows, item):
-        """Where piece `item` lies in the peer's symmetric memory and in local memory, and its length."""
+        """Return the addresses of piece `item` in the peer's symmetric memory and in local memory, and its length."""
         shape = self.ring
         piece = item % shape.pieces
         row = item // shape.pieces // (self.world_size - 1)
@@ -220,7 +221,7 @@ class Link:
         return timer.whole(lambda i: self._launch(push, blocks), iterations)
 
     def verify(self) -> None:
-        """Fresh random rows arrive where they should; RuntimeError on a rank where they do not."""
+        """Check that random rows arrive at their destinations. Raises RuntimeError on a rank where they do not."""
         for push in (True, False):
             source, target = (self.local, self.buffer.local) if push else (self.buffer.local, self.local)
             self._fill(source)
@@ -249,7 +250,7 @@ class Link:
             part.copy_(self._random(self.rank, peer))
 
     def _random(self, source: int, destination: int) -> torch.Tensor:
-        """What `source` holds for `destination`; every rank can draw it."""
+        """Return the rows of `source` for `destination`; every rank can compute them."""
         draw = torch.Generator(self.device).manual_seed(source * self.world_size + destination)
         nbytes = self.rows * self.row_bytes
         return torch.randint(0, 256, (nbytes,), generator=draw, dtype=torch.uint8, device=self.device)

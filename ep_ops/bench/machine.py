@@ -12,7 +12,7 @@ from ep_ops.commands.doctor import driver, installed
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware; names no host."""
+    """Return versions and hardware, without the name of the host."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "device": platform.machine() + " CPU",

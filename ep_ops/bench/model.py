@@ -96,7 +96,7 @@ def model(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> Found:
 
 
 def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list[dict[str, Any]]:
-    """One domain, and several with each wire, of 8 and of 72 ranks."""
+    """Return predictions for one domain, and for several domains of 8 and of 72 ranks with each wire."""
     cases: list[tuple[Wire | None, int, tuple[int, ...]]] = [(None, 72, ONE_DOMAIN)]
     cases += [(wire, size, ranks) for wire in WIRES for size, ranks in DOMAIN_SIZES.items()]
     found = []
@@ -124,8 +124,7 @@ def predictions(gpu: Gpu, many_tokens: int, few_tokens: int, limit: int) -> list
 
 
 def sms(layout: Layout) -> list[int] | None:
-    """Default budgets of a dispatch and a combine on 132 multiprocessors. None with several domains, for which there
-    are no kernels."""
+    """Return the default budgets of a dispatch and a combine on 132 multiprocessors, or None for several domains."""
     if layout.domains > 1:
         return None
     held, slices = layout.experts // layout.ranks, -(-layout.row_bytes // 4096)

@@ -98,7 +98,7 @@ class Layout:
         return max(packet_bytes(self.row_bytes + 16 * -(-self.top_k // 4)), 512 * -(-self.top_k // 4))
 
     def few_route_bytes(self, tokens: int) -> int:
-        """The ids of so many tokens, in packets."""
+        """Return the bytes of packets that contain the ids of so many tokens."""
         return packet_bytes(16 + 2 * tokens * self.top_k)
 
     @property
@@ -127,7 +127,7 @@ SECTIONS = {
 
 
 def staging(layout: Layout) -> dict[str, int]:
-    """Bytes by purpose, both banks, as the kernels lay them out."""
+    """Return the bytes of both banks by purpose, as the kernels lay them out."""
     heap = Heap(layout.problem)
     sizes = dict(heap.size)
     one = {purpose: sum(sizes.pop(name, 0) for name in names) for purpose, names in SECTIONS.items()}
@@ -138,15 +138,13 @@ def staging(layout: Layout) -> dict[str, int]:
 
 
 def many_bytes(layout: Layout) -> int:
-    """Bytes for many tokens, both banks."""
+    """Return the bytes of both banks for the throughput kernels."""
     return sum(size for purpose, size in staging(layout).items() if purpose != "few tokens")
 
 
 def in_rounds(layout: Layout, limit: int) -> Layout:
-    """The same in as few rounds (a power of two of them) as keep what many tokens take within `limit` bytes.
-
-    Raises ValueError where rounds of one token would not.
-    """
+    """Return the layout with the fewest rounds (a power of two) that keep the throughput kernels' memory within `limit`
+    bytes. Raises ValueError if rounds of one token need more."""
     tokens = layout.tokens
     while True:
         found = dataclasses.replace(layout, round_tokens=tokens)
@@ -185,7 +183,7 @@ class ModelTraffic:
 
 
 def missed(layout: Layout, experts: float) -> float:
-    """Probability that a token has none of so many experts."""
+    """Return the probability that a token names none of so many experts."""
     chosen = min(layout.top_k, layout.experts)
     return math.comb(layout.experts - round(experts), chosen) / math.comb(layout.experts, chosen)
 
@@ -233,7 +231,8 @@ class Bytes:
 
 
 def dispatch_bytes(layout: Layout) -> Bytes:
-    """Many tokens, a fresh route, with weights. Every batch is put, of no rows a word."""
+    """Return the bytes of a throughput dispatch with a new route and weights. Every batch is put; an empty one is a
+    word."""
     t = expected(layout)
     others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
     share = t.expanded / layout.ranks  # entries for one rank
@@ -251,8 +250,8 @@ def dispatch_bytes(layout: Layout) -> Bytes:
 
 
 def combine_bytes(layout: Layout) -> Bytes:
-    """Many tokens. What is asked goes out, sums come back: as much in each direction. Where nothing is asked of a batch
-    no sums are put."""
+    """Return the bytes of a throughput combine: requests in one direction and sums in the other. Batches without
+    requests have no sums."""
     t = expected(layout)
     others, near, far = layout.domains - 1, layout.domain_ranks - 1, layout.ranks - layout.domain_ranks
     asked = others * layout.rounds * layout.batches
@@ -268,7 +267,7 @@ def combine_bytes(layout: Layout) -> Bytes:
 
 
 def bundled_puts(layout: Layout, rows: int) -> float:
-    """Few tokens: puts of rows for one rank of another domain, up to so many rows in each."""
+    """Return the number of puts of the latency kernels with up to `rows` rows for a rank of another domain in each."""
     tokens, reaches = layout.tokens, 1 - missed(layout, layout.experts // layout.ranks)
     return sum(
         math.comb(tokens, count) * reaches**count * (1 - reaches) ** (tokens - count) * -(-count // rows)
@@ -277,7 +276,8 @@ def bundled_puts(layout: Layout, rows: int) -> float:
 
 
 def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
-    """Few tokens: marked lines within the domain, outside the same packets, a route or up to so many rows a put."""
+    """Return the bytes of the latency kernels: marked lines within the domain; the same packets to other domains, with
+    one put for a route or for up to `rows` rows."""
     t = expected(layout)
     near_row = layout.row_bytes + (0 if combine else 4 * layout.top_k)
     near = t.few_near * near_row * LINE / PAYLOAD
@@ -330,13 +330,14 @@ class Wire:
 
 
 def of_rows(gpu: Gpu, op: str, near: float, passing: float) -> float:
-    """µs for bytes over NVLink and through the memory."""
+    """Return the µs for bytes over NVLink and through memory."""
     link = gpu.pull if op != "combine" else gpu.push
     return 1e6 * max(near / link, passing / gpu.memory)
 
 
 def passing_rows(op: str, copies: float, reached: float, expanded: float, tokens: float) -> float:
-    """Rows that a rank reads and writes in its memory: `copies` come to it, `reached` of its tokens go out."""
+    """Return the rows that a rank reads and writes in its memory: it receives `copies`, and `reached` copies of its
+    tokens are sent."""
     if op == "combine":
         return expanded + copies + reached + tokens
     if op == "combine_gathered":
@@ -345,7 +346,7 @@ def passing_rows(op: str, copies: float, reached: float, expanded: float, tokens
 
 
 def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
-    """µs of a dispatch or a combine of many tokens."""
+    """Return the µs of a throughput dispatch or combine."""
     t = expected(layout)
     moved = combine_bytes(layout) if op == "combine" else dispatch_bytes(layout)
     crossing = 3 * t.crossing  # packed, or added up and written; read by the wire; written where it arrives
@@ -359,7 +360,7 @@ def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
 
 
 def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) -> float:
-    """µs of a dispatch or a combine of few tokens."""
+    """Return the µs of a latency dispatch or combine."""
     moved = few_bytes(layout, combine, 1 if wire is None else wire.rows)
     near = 1e6 * moved.near / gpu.push
     constant = gpu.constants.get("few combine" if combine else "few dispatch", 0.0)
@@ -369,7 +370,7 @@ def few_us(gpu: Gpu, layout: Layout, combine: bool, wire: Wire | None = None) ->
 
 
 def bundling_us(layout: Layout, wire: Wire) -> float:
-    """µs before the first of several rows for a rank can be put: a block puts them together."""
+    """Return the µs before the first of several rows for a rank can be put, because a block assembles them."""
     rows = min(wire.rows, expected(layout).few_far / (layout.ranks - layout.domain_ranks))
     return 0.0 if wire.rows == 1 else 1e6 * rows * layout.few_row_bytes / BUNDLING
 
@@ -379,8 +380,8 @@ def far_us(wire: Wire, moved: Bytes) -> float:
 
 
 def sizes(ranks: Sequence[int], domain_ranks: int, tokens: int) -> list[Layout]:
-    """Layouts of so many ranks, in domains of so many, or in one where there are fewer; experts as many as 256 or more
-    that are a multiple of the ranks, top-8, hidden 7168, bf16."""
+    """Return layouts of `ranks` ranks in domains of `domain_ranks`, or in one domain if there are fewer. The number of
+    experts is the smallest multiple of the ranks of at least 256; top-8, hidden size 7168, bf16."""
     found = []
     for count in ranks:
         domains = max(1, count // domain_ranks)

@@ -77,7 +77,8 @@ class Calls:
     # ------------------------------------------------------------------ operators
 
     def dispatch(self, i: int) -> tuple[Tensor | None, ...]:
-        """All but the expert ids that it was given. Padding is cleared, as where gradients are on."""
+        """Dispatch, and return the tensors except the given expert ids. Padding is zeroed, as with gradients
+        enabled."""
         s, tokens = self._set(i), self.workload.tokens
         got = self.comm.dispatch(s.x, s.topk_idx, s.topk_weights, capacity=self.capacity, max_tokens=tokens, zeros=True)
         return got.x, got.weights, *got.route.tensors[1:], got.dropped
@@ -88,11 +89,11 @@ class Calls:
         return got.x, got.weights
 
     def call(self, op: str) -> Callable[[int], Any]:
-        """The method that is timed as `op`."""
+        """Return the method that is timed as `op`."""
         return functools.partial(self._in_format, op) if op in FORMATS else getattr(self, op)
 
     def _in_format(self, op: str, i: int) -> tuple[Tensor | None, ...]:
-        """From x as it is: the cast is part of it."""
+        """Dispatch unquantized x in a format; the cast is part of the call."""
         got = self._formatted(op, i)
         new = () if op.endswith("planned") else (*got.route.tensors[1:], got.dropped)
         return got.x.view(torch.uint8), got.scales, got.weights, *new
@@ -187,7 +188,7 @@ class Calls:
     # ------------------------------------------------------------------ torch.distributed alone
 
     def eager(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
-        """The same dispatch and combine as sorting, all_to_all_single and indexing."""
+        """Return dispatch and combine by sorting, all_to_all_single and indexing."""
         experts, world_size = self.workload.experts, self.comm.world_size
         sets = []
         for s in self.sets:
@@ -261,7 +262,8 @@ class Calls:
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 
     def _sums(self, s: Inputs, weights: Tensor | None, format: str) -> Tensor:
-        """What comes back of x, dispatched with weights or token-major, if each rank's sum is quantized."""
+        """Return the expected result of x dispatched with weights or token-major, if the sum of each rank is
+        quantized."""
         form, total = formats.format_of(format), torch.zeros_like(s.x, dtype=torch.float32)
         for rank in range(self.comm.world_size):
             here = holders(s.topk_idx, self.workload.experts, self.comm.world_size) == rank
@@ -271,9 +273,9 @@ class Calls:
         return total
 
     def same(self, i: int, one: Any, other: Any) -> bool:
-        """Whether two results of a call with set `i` are equal, bit by bit, where they are defined: of what has the
-        receive buffer's size, the rows of the experts' segments; of token-major rows, and of the lists of arrivals, up
-        to their last copy."""
+        """Return whether two results of a call with inputs `i` have the same bits where they are defined: for
+        receive buffers, the rows of the segments; for token-major rows and lists of arrivals, everything up to
+        the last copy."""
         s, world_size = self._set(i), self.comm.world_size
         rows = int(s.route.offs[-1]) if s.route.offs.numel() else 0
         lists = [(arrivals.size(room, world_size),) for room in (self.capacity, self.room)]
@@ -294,7 +296,7 @@ class Calls:
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """The largest over rows; not a number counts as infinite."""
+    """Return the largest relative error of a row. NaN counts as infinite."""
     distance = (out.float() - expected.float()).norm(dim=1)
     worst = float((distance / expected.float().norm(dim=1)).max()) if out.numel() else 0.0
     return worst if worst == worst else float("inf")

@@ -11,7 +11,7 @@ import torch
 
 
 def positive(text: str) -> int:
-    """For options that count something."""
+    """Parse a positive int."""
     try:
         number = int(text)
     except ValueError:
@@ -22,12 +22,12 @@ def positive(text: str) -> int:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """For options that take several, separated by commas."""
+    """Parse positive ints, separated by commas."""
     return tuple(positive(part) for part in text.split(","))
 
 
 def a_file(text: str) -> Path:
-    """For a file to be written: said before hours of measurement, not after."""
+    """Parse the path of a file to be written, and check it before measuring for hours."""
     path = Path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def a_file(text: str) -> Path:
 
 
 def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """For options that take some of `known`, separated by commas."""
+    """Return a parser of some of the names `known`, separated by commas."""
 
     def names(text: str) -> tuple[str, ...]:
         given = tuple(text.split(","))
@@ -50,8 +50,8 @@ def names_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What every benchmark takes."""
-    options.add_argument("--out", type=a_file, metavar="FILE", help="write everything as JSON, anew after each result")
+    """Add the options that all benchmarks have."""
+    options.add_argument("--out", type=a_file, metavar="FILE", help="write all results as JSON, after each result")
     options.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any"
     )
@@ -90,7 +90,7 @@ def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def add_domain_options(options: argparse.ArgumentParser) -> None:
-    """For benchmarks of operators as they are across NVLink domains."""
+    """Add the options of benchmarks that can run across NVLink domains."""
     options.add_argument(
         "--domain-size",
         type=positive,

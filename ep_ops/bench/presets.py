@@ -68,7 +68,7 @@ class Preset:
     link_sms: tuple[int, ...]
 
     def groups(self) -> list[list[Case]]:
-        """Cases that follow each other and share a communicator."""
+        """Yield successive cases that share a communicator."""
         return [list(cases) for _, cases in itertools.groupby(self.cases, key=lambda case: case.communicator)]
 
     @property
@@ -84,24 +84,24 @@ class Preset:
         return Preset(tuple(cases), self.link_sms)
 
     def without(self, names: set[str]) -> Preset:
-        """Leaves out what is named, and cases in which nothing is left."""
+        """Return the preset without the named measurements, and without cases that have none left."""
         kept = [dataclasses.replace(c, measure=tuple(m for m in c.measure if m not in names)) for c in self.cases]
         link = () if "link" in names else self.link_sms
         return Preset(tuple(case for case in kept if case.measure), link)
 
 
 def quick() -> Preset:
-    """Workload A with the default budgets, compared with the link, NCCL and eager PyTorch."""
+    """Return workload A with the default budgets, compared with the link, NCCL and eager PyTorch."""
     return Preset((Case(WORKLOAD_A, MEASURABLE),), (16, 24, 32, 64, 132))
 
 
 def over_sms(sms: tuple[int, ...] = SMS) -> Preset:
-    """Workload A with each budget for both directions."""
+    """Return workload A with each budget for both directions."""
     return Preset(tuple(Case(WORKLOAD_A, (*FORWARD, GATHERED, *TOKEN_MAJOR), n, n) for n in sms), sms)
 
 
 def over_sizes() -> Preset:
-    """Tokens, hidden size, top-k and routing, each varied from workload A, with the default budgets."""
+    """Return variations of workload A in tokens, hidden size, top-k and routing, with the default budgets."""
     a = WORKLOAD_A
     operators = ("dispatch", "dispatch_planned", "combine", *BACKWARD, GATHERED)
 
@@ -119,21 +119,22 @@ def over_sizes() -> Preset:
 
 
 def skew() -> Preset:
-    """Workload A with one hot rank: on 4 ranks 1.6, 2.5 and 3.8 times the mean rows come to it, on 2 ranks 1.2, 1.5 and
-    1.9."""
+    """Return workload A with one hot rank, which receives 1.6, 2.5 and 3.8 times the mean rows on 4 ranks, and 1.2, 1.5
+    and 1.9 times on 2 ranks."""
     routings = ("balanced", "hot 0.2", "hot 0.5", "hot 0.93")
     operators = ("dispatch", "dispatch_planned", "combine", *BACKWARD)
     return Preset(tuple(Case(dataclasses.replace(WORKLOAD_A, routing=r), operators) for r in routings), (24, 64, 132))
 
 
 def tiny() -> Preset:
-    """For trying out the benchmark itself, on CPUs too."""
+    """Return small sizes that try out the benchmark itself, also on CPUs."""
     skewed = dataclasses.replace(TINY, tokens=32, routing="skewed")
     return Preset((Case(TINY, MEASURABLE), Case(skewed, OPERATORS)), (2, 8))
 
 
 def full() -> Preset:
-    """All of quick, sms and sizes: what is recorded. What is compiled by torch takes longest and comes last."""
+    """Return all cases of quick, sms and sizes, which are recorded. Cases that torch compiles take longest and come
+    last."""
     parts = (quick().without({"pair"}), over_sms(), over_sizes(), quick().without({*MEASURABLE} - {"pair"}))
     return Preset(tuple(case for part in parts for case in part.cases), SMS)
 

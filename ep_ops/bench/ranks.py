@@ -25,7 +25,7 @@ Measure = Callable[[torch.device, argparse.Namespace], None]
 
 
 def domains_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What a communicator is to be made with."""
+    """Return the domain options of a communicator."""
     return {"domain_size": args.domain_size, "staging_bytes": args.staging_bytes}
 
 
@@ -86,14 +86,14 @@ class Run:
         }  # fmt: skip
 
     def worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Over ranks."""
+        """Return the largest errors of all ranks."""
         worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return dict(zip(errors, worst.tolist(), strict=True))
 
     def note(self, comm: Communicator) -> None:
-        """What the file says of a communicator."""
+        """Record what the file says about a communicator."""
         self.found["machine"]["backend"] = comm.backend.name
         if self.args.domain_size is not None or len(comm.config.domains) > 1:
             self.found |= domains_of(self.args) | {"wire": comm.config.wire}
@@ -132,7 +132,7 @@ class Run:
 
 
 def bar(done: int, steps: int) -> str:
-    """How far a run has come, as it stands in each of its lines; nothing where the number of steps is not known."""
+    """Return the progress of a run for a line of output, or "" if the number of steps is unknown."""
     if not steps:
         return ""
     full = BAR * done // steps
@@ -140,7 +140,7 @@ def bar(done: int, steps: int) -> str:
 
 
 def write(run: dict[str, Any], path: Path) -> None:
-    """As JSON, one line for each measurement."""
+    """Write a run as JSON, one line for each measurement."""
     parts = []
     for key, value in rounded(run).items():
         text = json.dumps(value, ensure_ascii=False)
@@ -152,7 +152,7 @@ def write(run: dict[str, Any], path: Path) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Five digits of each number: far more than is measured."""
+    """Round every number to five digits, which is more than is measured."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

@@ -47,12 +47,12 @@ BUDGETS = {
 
 
 def best_link(run: dict[str, Any]) -> float | None:
-    """GB/s of the fastest push or pull at any number of SMs and any row size; None if it was not measured."""
+    """Return the GB/s of the fastest push or pull at any number of SMs and row size, or None if not measured."""
     return max((entry["gbs"] for entry in run["link"]), default=None)
 
 
 def taken(result: Result) -> float:
-    """µs of a call: in a graph, else back to back, else by itself, as far as that was measured."""
+    """Return the µs of a call in a graph if measured, else back to back, else of a single call."""
     us: float = next(result[key] for key in ("graph_us", "steady_us", "us") if key in result)
     return us
 
@@ -71,7 +71,7 @@ def complete(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def cells(result: Result) -> list[str]:
-    """In the order of COLUMNS."""
+    """Return the cells of a result in the order of COLUMNS."""
     op: str = result["op"]
     budget = result[BUDGETS[op]] if op in BUDGETS else None
     wrong = "" if result.get("correct", True) else " WRONG"
@@ -89,7 +89,7 @@ def cells(result: Result) -> list[str]:
 
 
 def link_lines(run: dict[str, Any]) -> list[str]:
-    """One line for each direction and row size: GB/s at each number of SMs."""
+    """Return one line for each direction and row size: GB/s at each number of SMs."""
     by_kind: dict[tuple[str, int], list[str]] = {}
     for entry in run["link"]:
         by_kind.setdefault((entry["direction"], entry["row_bytes"]), []).append(f"{entry['gbs']:.0f} ({entry['sms']})")
@@ -100,6 +100,6 @@ def link_lines(run: dict[str, Any]) -> list[str]:
 
 
 def table(run: dict[str, Any]) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     rows = [list(COLUMNS), *map(cells, run["results"])]
     return "\n".join([machine_line(run), *link_lines(run), *text_table(rows)])

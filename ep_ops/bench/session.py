@@ -34,7 +34,7 @@ class Session(Run):
         super().__init__(device, args, preset=args.preset, iterations=args.iterations, link=[], results=[])
 
     def run(self, preset: Preset) -> None:
-        """Everything of a preset. The file is written anew after each result."""
+        """Run a preset. The file is written after each result."""
         self.say(f"{self.world_size} ranks on {self.found['machine']['device']}")
         if self.on_link and preset.link_sms:
             for row_bytes in preset.row_bytes:
@@ -53,7 +53,7 @@ class Session(Run):
     # ------------------------------------------------------------------ what is measured
 
     def link(self, row_bytes: int, sms: tuple[int, ...]) -> None:
-        """Speed of bare pushes and pulls of as many bytes as workload A moves on 4 ranks."""
+        """Measure the speed of bare pushes and pulls of as many bytes as workload A moves on 4 ranks."""
         from .link import Link
 
         self.say(f"link, rows of {row_bytes} bytes")
@@ -76,7 +76,7 @@ class Session(Run):
         self.save()
 
     def workload(self, comm: Communicator, workload: Workload, cases: list[Case]) -> None:
-        """Cases that differ in budgets only: on the same inputs."""
+        """Run cases that differ only in budgets, on the same inputs."""
         calls = Calls(comm, workload)
         with torch.no_grad():
             self.errors = self.worst(calls.errors())
@@ -165,7 +165,7 @@ class Session(Run):
     # ------------------------------------------------------------------ around it
 
     def communicator(self, cases: list[Case]) -> Communicator:
-        """For cases that differ in tokens, routing and budgets only."""
+        """Create the communicator of cases that differ only in tokens, routing and budgets."""
         workload, tokens = cases[0].workload, max(case.workload.tokens for case in cases)
         most_copies = self.world_size * tokens + 2  # and the rows that `Calls.room` adds
         comm = Communicator(
@@ -190,7 +190,7 @@ class Session(Run):
         return comm
 
     def out_of_time(self) -> bool:
-        """As rank 0 sees it."""
+        """Return whether time is over, as rank 0 sees it."""
         if self.args.seconds is None:
             return False
         over = torch.tensor(int(time.perf_counter() - self.began > self.args.seconds), device=self.device)
@@ -206,7 +206,7 @@ class Session(Run):
 
 
 def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[None]:
-    """What a case asks for, as far as the GPU has it."""
+    """Return the budget of a case, limited to what the GPU has."""
     most = comm.backend.budget
     dispatch = case.dispatch_sms and min(case.dispatch_sms, most.most_dispatch)
     combine = case.combine_sms and min(case.combine_sms, most.most_combine)
@@ -222,7 +222,7 @@ def traveling_bytes(op: str, workload: Workload) -> int:
 
 
 def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
-    """Multiprocessors that dispatches and combines take now; the reference backend knows none."""
+    """Return the multiprocessors that dispatches and combines use; the reference backend has no budgets."""
     now = comm.backend.budget
     if comm.backend.name == "reference":
         return None, None

@@ -50,11 +50,11 @@ class Steps:
         """Result of the latest pair of each step: where a captured pair stores its result."""
 
     def given(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, expert ids and weights."""
+        """Return rows, expert ids and weights."""
         return self.inputs[i % self.count]
 
     def dispatched(self, i: int) -> Any:
-        """What combine alone needs."""
+        """Return what a combine alone needs."""
         if not self._dispatched:
             self._dispatched = [self.dispatch(i) for i in range(self.count)]
         return self._dispatched[i % self.count]
@@ -63,7 +63,7 @@ class Steps:
         return self.comm.dispatch(*self.given(i), **self.sizes)
 
     def combine(self, i: int, format: str = "") -> Tensor:
-        """`format`: what sums travel as."""
+        """Combine the outputs of experts. `format`: format in which sums are sent."""
         return self._combine(self.dispatched(i), i, format)
 
     def pair(self, i: int) -> Tensor:
@@ -89,7 +89,7 @@ class Steps:
     # ------------------------------------------------------------------ split operations
 
     def dispatch_split(self, i: int, between: Callable[[], None] = lambda: None) -> Any:
-        """`between` runs after the start and before the wait."""
+        """Dispatch by a start and a wait, and run `between` in between."""
         started = self.comm.dispatch_start(*self.given(i), **self.sizes)
         between()
         return self.comm.dispatch_wait(started)
@@ -103,9 +103,9 @@ class Steps:
     # ------------------------------------------------------------------ is it right?
 
     def error(self, run: Callable[[], None]) -> float:
-        """What `run` leaves in `outs`, which is poisoned before: every expert being the identity, a token comes back as
-        itself times the sum of its weights, token-major times the number of ranks that it goes to. The worst row's
-        relative error; not a number counts as infinite."""
+        """Return the error of the results that `run` writes to `outs`, which is filled with NaN before. Every expert is
+        the identity, so a token returns multiplied by the sum of its weights, or token-major by the number of ranks
+        that it is sent to. The result is the largest relative error of a row; NaN counts as infinite."""
         for out in (*self.outs, *self._codes):
             if out is not None:
                 out.view(torch.uint8).fill_(0x7F if out.dtype == torch.float8_e4m3fn else 0xFF)  # not a number
@@ -125,7 +125,8 @@ class Steps:
         return worst
 
     def _same_codes(self, i: int) -> bool:
-        """Whether the latest pair brought the codes that the step's first dispatch did, in rows that hold a token."""
+        """Return whether the latest pair received the same codes as the step's first dispatch, in rows that hold a
+        token."""
         codes, first = self._codes[i], self.dispatched(i)
         held = first.route.recv_from >= 0
         return codes is not None and torch.equal(codes.view(torch.uint8)[held], first.x.view(torch.uint8)[held])

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_text(preset: Preset, world_size: int) -> str:
-    """What a preset measures, with the bytes that cross NVLink on the busiest rank when routing is balanced."""
+    """Return what a preset measures, with the bytes that cross NVLink on the busiest rank with balanced routing."""
     lines = [f"{world_size} ranks"]
     if preset.link_sms:
         rows = ", ".join(map(str, preset.row_bytes))

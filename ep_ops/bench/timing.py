@@ -44,7 +44,7 @@ class Timing:
         return statistics.median(self.calls)
 
     def over(self, other: Timing) -> float:
-        """How many times as long as another that was timed by turns with it: the median over rounds."""
+        """Return the ratio to another timing that was measured in alternation: the median over rounds."""
         return statistics.median(a / b for a, b in zip(self.calls, other.calls, strict=True))
 
     def record(self) -> dict[str, float]:
@@ -59,7 +59,7 @@ class Timing:
         return sorted(self.calls)[int(0.99 * len(self.calls))]
 
     def spread(self) -> dict[str, float]:
-        """Mean and tail, where :meth:`record` has the median."""
+        """Return mean and tail, where :meth:`record` returns the median."""
         return self.record() | {"us": self.mean, "us_median": self.median, "us_p99": self.p99}
 
     def each(self, count: int) -> Timing:
@@ -67,7 +67,7 @@ class Timing:
         return Timing(tuple(us / count for us in self.calls))
 
     def less(self, us: float) -> Timing:
-        """Without what takes `us` in every call."""
+        """Return the timing without an overhead of `us` in every call."""
         return Timing(tuple(call - us for call in self.calls))
 
 
@@ -86,7 +86,7 @@ class Timer:
             self.sink = torch.empty((), dtype=torch.float32, device=device)
 
     def whole(self, call: Callable[[int], Any], iterations: int) -> Timing:
-        """Each call by itself, from a barrier to its end on the device."""
+        """Time single calls, each from a barrier to its end on the device."""
         warmup = self._warm(call, iterations)
         marks = [(self._mark(), self._mark()) for _ in range(iterations)]
         for i, (start, end) in enumerate(marks):
@@ -137,11 +137,8 @@ class Timer:
         return self._rows(row, calls, iterations)
 
     def graph(self, call: Callable[[int], Any], iterations: int) -> tuple[Timing, Any]:
-        """Replays of a CUDA graph of 10 calls: µs of each call, one figure for each replay.
-
-        And what `call(9)`, the last of them, returned (nothing that it was given): as one more replay writes it into
-        memory that was cleared.
-        """
+        """Time replays of a CUDA graph of 10 calls: µs of each call, one figure for each replay. Also return the result
+        of `call(9)`, the last of them (except its inputs), which a further replay writes to memory that was cleared."""
         self._warm(call, iterations)
         last: list[Any] = [None]
 
@@ -159,7 +156,8 @@ class Timer:
         return timing, last[0]
 
     def captured(self, call: Callable[[int], Any], count: int) -> Callable[[int], None]:
-        """A replay of a CUDA graph of `count` calls, whatever its argument; on a CPU, these calls."""
+        """Return a function that replays a CUDA graph of `count` calls, whatever its argument; on a CPU it makes these
+        calls."""
 
         def all_calls(i: int) -> None:
             for j in range(count):
@@ -220,7 +218,7 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
     def _warm(self, call: Callable[[int], Any], iterations: int) -> int:
-        """Number of calls that it took."""
+        """Warm up, and return the number of calls needed."""
         if self.cuda:
             torch.cuda._sleep(SPIN_UP_CYCLES)
         warmup = min(WARMUP, iterations)
@@ -246,7 +244,7 @@ class Timer:
 
 
 def leaves(results: Any) -> list[Tensor]:
-    """The tensors of nested tuples."""
+    """Yield the tensors of nested tuples."""
     return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
 
 
@@ -257,5 +255,5 @@ class HostMark:
         self.at = time.perf_counter()
 
     def elapsed_time(self, end: HostMark) -> float:
-        """ms"""
+        """Return the elapsed time in ms."""
         return 1e3 * (end.at - self.at)

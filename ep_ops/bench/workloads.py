@@ -42,11 +42,9 @@ class Workload:
 
 
 def draw_route(workload: Workload, rank: int, seed: int, device: torch.device, world_size: int = 1) -> Tensor:
-    """int32 [T, K] distinct experts of each token of `rank`; the same for the same arguments.
-
-    Balanced: every set of K experts is as likely as any other. Skewed: experts are drawn without replacement with
-    probabilities 1 / (1 + i) ** 0.8, i being an expert's place in a random order that all ranks share.
-    """
+    """Return distinct experts of each token of `rank`, int32 [T, K], equal for equal arguments. Balanced: every set of
+    K experts is equally likely. Skewed: experts are drawn without replacement with probabilities 1 / (1 + i) ** 0.8,
+    where i is an expert's position in a random order that all ranks share."""
     draw = torch.Generator(device).manual_seed(seed * 1009 + rank)
     shape = (workload.tokens, workload.experts)
     noise = torch.rand(shape, generator=draw, device=device).clamp_min_(1e-12)
@@ -86,29 +84,29 @@ class Traffic:
 
 
 def holders(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
-    """int64 [T, K]: the rank that holds each expert; -1 for no expert."""
+    """Return the rank that holds each expert, int64 [T, K]; -1 for no expert."""
     first = torch.tensor([0, *default_experts(experts, world_size)], device=topk_idx.device).cumsum(0)
     return torch.bucketize(topk_idx.long(), first, right=True) - 1
 
 
 def goes_to(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
-    """bool [W, T]: which tokens of `topk_idx` go to each rank."""
+    """Return which tokens of `topk_idx` are sent to each rank, bool [W, T]."""
     rank = holders(topk_idx, experts, world_size)
     return torch.stack([(rank == r).any(1) for r in range(world_size)])
 
 
 def rows_by_rank(topk_idx: Tensor, experts: int, world_size: int) -> Tensor:
-    """int64 [W]: tokens of `topk_idx` that go to each rank, duplicates removed."""
+    """Return the number of tokens of `topk_idx` that are sent to each rank, int64 [W], without duplicates."""
     return goes_to(topk_idx, experts, world_size).sum(1)
 
 
 def rows_by_expert(topk_idx: Tensor, experts: int) -> Tensor:
-    """int64 [E]: rows of each expert."""
+    """Return the number of rows of each expert, int64 [E]."""
     return torch.bincount(topk_idx[topk_idx >= 0].flatten().long(), minlength=experts)
 
 
 def traffic_of(by_rank: Tensor, by_expert: Tensor) -> Traffic:
-    """From `rows_by_rank` of every rank [W, W] and `rows_by_expert` summed over ranks [E]."""
+    """Return the traffic, given `rows_by_rank` of every rank [W, W] and `rows_by_expert` summed over ranks [E]."""
     held = default_experts(by_expert.numel(), by_rank.shape[0])
     padded = ((by_expert + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cpu().split(held)
     return Traffic(
@@ -119,7 +117,7 @@ def traffic_of(by_rank: Tensor, by_expert: Tensor) -> Traffic:
 
 
 def measure_traffic(topk_idx: Tensor, experts: int, world_size: int) -> Traffic:
-    """What the routes of all ranks move. Collective."""
+    """Return the traffic of the routes of all ranks. Collective."""
     by_rank = rows_by_rank(topk_idx, experts, world_size)
     by_expert = rows_by_expert(topk_idx, experts)
     if world_size == 1:
@@ -131,7 +129,7 @@ def measure_traffic(topk_idx: Tensor, experts: int, world_size: int) -> Traffic:
 
 
 def expected_traffic(workload: Workload, world_size: int) -> Traffic:
-    """What balanced routing moves on average; for plans and estimates, without drawing anything."""
+    """Return the average traffic of balanced routing, for plans and estimates, without drawing anything."""
     held = default_experts(workload.experts, world_size)
     rows = []
     for here in held:
