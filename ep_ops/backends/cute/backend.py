@@ -1,4 +1,4 @@
-"""The cute backend: checks and limits of a communicator, and which kernels take which calls."""
+"""The cute backend: checks and limits of a communicator, and the choice of kernels for each call."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from .throughput import ThroughputPath, kernels_of, route_of
 __all__ = ["CuteBackend", "all_kernels", "kernels_of"]
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
-"""The capacity that a dispatch into exactly as many rows as come publishes; alignments (up to 1024) fit below 2**31."""
+"""Capacity that an exact dispatch publishes. Aligned rows (up to 1024) still fit below 2**31."""
 
 _kept: list[Any] = []
 """Memory of communicators that have failed: a peer may still write there."""
 
 
 def all_kernels(config: Config, formats: Formats = ()) -> list[Any]:
-    """Everything that such a communicator may launch, with rows in these formats."""
+    """Return all kernels that such a communicator may launch, with rows in these formats."""
     problem = problem_of(config)
     tokens = token_bound(config, problem)
     found = [*kernels_of(problem), *(latency.kernels_of(problem, tokens) if tokens else [])]
@@ -74,7 +74,7 @@ class CuteBackend:
 
     name = "cute"
     _late = False
-    """Whether a call runs whose results nobody gets (`_run_late`)."""
+    """Whether the results of the current call are discarded (`_run_late`)."""
 
     def __init__(self, member: Member) -> None:
         self._config = config = member.config
@@ -125,7 +125,7 @@ class CuteBackend:
         return path.dispatch(x, topk_weights, topk_idx, sizes, delivery)
 
     def _has_latency(self, sizes: Sizes, delivery: Delivery) -> bool:
-        """Whether the latency kernels take a dispatch."""
+        """Return whether the latency kernels run a dispatch."""
         return sizes.max_tokens <= self._latency_tokens and row_format(delivery).latency
 
     def dispatch_dynamic(
@@ -139,7 +139,7 @@ class CuteBackend:
         return DispatchTensors(*received, *placed)
 
     def _plan_exactly(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
-        """A plan of the rows that are received. Waits for the device."""
+        """Return a plan of exactly the rows that are received. Synchronizes the host."""
         ranks, tokens, alignment = self._problem.world_size, sizes.max_tokens, sizes.alignment
         if sizes.layout == TOKEN_MAJOR:
             most = most_token_rows(ranks, tokens, self._local_experts)
@@ -169,7 +169,7 @@ class CuteBackend:
         return self.throughput.combine(y, recv_weights, route, residual, format)
 
     def _sums_latency(self, route: Route, format: str) -> bool:
-        """Whether the latency kernels take a combine."""
+        """Return whether the latency kernels run a combine."""
         few = route.max_tokens <= self._latency_tokens
         return few and (not format or latency.takes_sums(self._problem, format.removeprefix("wire:")))
 
@@ -479,7 +479,7 @@ class CuteBackend:
         return self._failures.unsaid()
 
     def destroy(self, keep: bool) -> None:
-        """Memory is kept until the process ends."""
+        """Free the communicator. With ``keep``, memory is kept until the process ends."""
         self._failures.unwatch()
         if keep or self.has_failed():
             _kept.append((self.memory, self._rows, self._failures.report))
@@ -493,7 +493,7 @@ class CuteBackend:
 
 
 def raise_alarm(launcher: Launcher, why: str) -> None:
-    """Launch what tells the other ranks that this one has given up; `why`, where no kernel has reported it."""
+    """Launch the kernel that notifies the other ranks that this one gives up; `why` if no kernel has reported it."""
     text = None
     if why:
         text = torch.frombuffer(bytearray(pack_reason(why)), dtype=torch.uint8).to(launcher.device)

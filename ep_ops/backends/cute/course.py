@@ -1,4 +1,4 @@
-"""How far the call of an operator has come: what an exception in it means for the other ranks follows from that."""
+"""Progress of an operator's call, which determines what an exception in it means for the other ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Course:
 
     def __init__(self) -> None:
         self.counts = False
-        """Whether the call takes part in what the peers do: nothing was found that forbids it."""
+        """Whether the call takes part in the operation of its peers: all checks have passed."""
         self.agreed = False
-        """Whether what it raises now is raised on all ranks, or concerns an operation that has ended on all."""
+        """Whether an exception is raised on all ranks, or concerns an operation that has ended on all ranks."""
         self.open = False
         """Whether an operation may have been launched in part."""
         self.ended = 0
-        """How many operations were launched whole."""
+        """Number of operations that have been launched completely."""
 
     def begin(self) -> None:
         """Note that the call is about to launch."""

@@ -246,5 +246,5 @@ class Failures:
         return alarm, begun
 
     def _read(self, first: int, nbytes: int) -> bytes:
-        """Bytes of this rank's memory."""
+        """Read bytes of this rank's memory."""
         return self._memory.read(self._rank, first, nbytes)

@@ -1,4 +1,4 @@
-"""The latency kernels' side of the cute backend: which calls they take, and how their blocks are dealt out."""
+"""Operators on the latency kernels: which calls they support, and the roles of their blocks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .outputs import Outputs
 from .row_format import RowFormat, row_format
 
 SMALL_BATCH_TOKENS = 16
-"""A dispatch of fewer tokens has more blocks that send: a packet a block is then worth more than blocks that only
-receive."""
+"""A dispatch of fewer tokens uses more sending blocks: one packet for each block is faster than more receiving blocks.
+"""
 
 NOTHING: Any = DispatchTensors(*[None] * len(DispatchTensors._fields))  # type: ignore[arg-type]
 """The outputs of a kernel that only sends."""
 
 PARTS = ((True, True), (True, False), (False, True))
-"""What a kernel does, send and receive: a whole operation, a start, a wait."""
+"""Whether a kernel sends and receives: a whole operation, a start, a wait."""
 
 Deal = tuple[int, int, int]
-"""How a kernel's blocks are dealt out: blocks that send, first block that receives, number of blocks."""
+"""Roles of a kernel's blocks: number that send, first that receives, number of blocks."""
 
 
 def kernels_of(problem: Problem, tokens: int) -> list[Any]:
-    """Every latency kernel that the operators of such a communicator launch."""
+    """Return every latency kernel that the operators of such a communicator launch."""
     found: list[Any] = []
     for weights, parts in itertools.product((False, True), PARTS):
         found += [LatencyDispatch(problem, tokens, weights, *parts), LatencyCombine(problem, tokens, weights, *parts)]
@@ -46,14 +46,14 @@ def kernels_of(problem: Problem, tokens: int) -> list[Any]:
 
 
 def takes_sums(problem: Problem, format: str) -> bool:
-    """Whether latency kernels take combines whose sums travel in a format (empty: as rows of the dtype). A domain's sum
-    that would cross to another one is quantized again at its owner, a packet at a time, and packets divide blocks of
-    128 numbers."""
+    """Return whether latency kernels run combines whose sums are sent in a format (empty: the rows' dtype). A domain's
+    sum for another domain is quantized again at its owner, one packet at a time, and packets divide blocks of 128
+    numbers."""
     return problem.domain_ranks in (1, problem.world_size) or Form(format, problem.hidden_size).block <= 32
 
 
 def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any]:
-    """Those that dispatches and combines in a format launch, whether or not x is quantized already."""
+    """Return the kernels of dispatches and combines in a format, for quantized and unquantized x."""
     given = (False, True) if how.layout else (False,)
     found: list[Any] = []
     for weights, (send, receive), g in itertools.product((False, True), PARTS, given):
@@ -87,8 +87,8 @@ class LatencyPath:
         self.deal: Deal | None = None  # instead of the choice below; benchmarks set it
 
     def _dispatch_deal(self, max_tokens: int, send: bool, receive: bool) -> Deal:
-        """Few tokens: a packet a block. Many: the link is busy whoever sends, and receivers store a row several
-        times."""
+        """Choose the roles of a dispatch's blocks. Few tokens: one packet for each block. Many: any number of senders
+        saturates the link, and receivers store a row several times."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms * 3 // 10 if max_tokens < SMALL_BATCH_TOKENS else sms * 2 // 11
         if not receive:  # the other multiprocessors are left to concurrent kernels
@@ -96,8 +96,8 @@ class LatencyPath:
         return self.deal or self._with_puts(senders, self._far + self._far_rows * max_tokens, send)
 
     def _with_puts(self, senders: int, puts: int, send: bool) -> Deal:
-        """A block makes one put to another NVLink domain after the other, each of which it waits for: as many blocks
-        send as there are puts. Where that were more than half of all, all do, before they receive."""
+        """Add blocks for puts to other NVLink domains. A block makes one put after the other and waits for each, so as
+        many blocks send as there are puts. If that is more than half of all blocks, all send before they receive."""
         sms = self._multiprocessors
         if self._far:
             senders = max(senders, puts)
@@ -106,8 +106,8 @@ class LatencyPath:
         return senders, senders if send else 0, sms
 
     def _combine_deal(self, max_tokens: int, row_packets: int, send: bool, receive: bool) -> Deal:
-        """Half push and half receive, where no warp has more than a packet to push; else all do both. `row_packets`:
-        packets of a sum."""
+        """Choose the roles of a combine's blocks: half push and half receive if no warp pushes more than one packet;
+        otherwise all do both. `row_packets`: packets of a sum."""
         sms = self._multiprocessors
         senders = 0 if self._alone else sms // 2
         if not receive:  # the other multiprocessors are left to concurrent kernels
@@ -120,7 +120,8 @@ class LatencyPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery,
         *, send: bool = True,
     ) -> DispatchTensors:  # fmt: skip
-        """ep::dispatch. Complete when the kernel ends: every row that any rank routed here has been seen."""
+        """Run ep::dispatch. It is complete when the kernel ends, because the kernel has seen every row that any rank
+        sends here."""
         token_major = sizes.layout == TOKEN_MAJOR
         received = self._outputs.received(
             x, topk_weights is not None, sizes.capacity, row_format(delivery), sizes.slots, token_major
@@ -133,7 +134,7 @@ class LatencyPath:
     def send_dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> None:
-        """The first part of a dispatch; the other is one that does not `send`."""
+        """Run the first part of a dispatch. The second part is a dispatch that does not `send`."""
         self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
 
     def _launch_dispatch(
@@ -156,7 +157,7 @@ class LatencyPath:
             )  # fmt: skip
 
     def _plan_dispatch(self, part: tuple[bool, bool], weighted: bool, sizes: Sizes, how: RowFormat) -> Launch:
-        """What launches dispatches that differ in nothing but tensors."""
+        """Return the launch of dispatches that differ only in tensors."""
         token_major, max_tokens = sizes.layout == TOKEN_MAJOR, sizes.max_tokens
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
         # Where rows only leave it is all the same how they arrive.
@@ -171,13 +172,14 @@ class LatencyPath:
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "", *, send: bool = True
     ) -> Tensor:
-        """ep::combine. Complete when the kernel ends: every sum that the route expects has been seen."""
+        """Run ep::combine. It is complete when the kernel ends, because the kernel has seen every sum that the route
+        expects."""
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
         self._launch_combine((send, True), y, recv_weights, route, format, out)
         return out
 
     def send_combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "") -> None:
-        """The first part of a combine; the other is one that does not `send`."""
+        """Run the first part of a combine. The second part is a combine that does not `send`."""
         self._launch_combine((True, False), y, recv_weights, route, format, None)
 
     def _launch_combine(
@@ -201,7 +203,7 @@ class LatencyPath:
     def _plan_combine(
         self, part: tuple[bool, bool], weighted: bool, max_tokens: int, num_rows: int, travels: str
     ) -> Launch:
-        """What launches combines that differ in nothing but tensors."""
+        """Return the launch of combines that differ only in tensors."""
         row_packets = LatencyCombine(self._problem, self.tokens, weighted, format=travels).row_packets
         senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
         return functools.partial(

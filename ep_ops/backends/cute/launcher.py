@@ -1,4 +1,4 @@
-"""Compiles kernels and launches them: the one place that knows what they are handed besides their tensors."""
+"""Compilation and launch of kernels. Only this module knows what kernels get in addition to their tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .course import Course
 MOST_PLANS = 1024
 
 Launch = Callable[..., None]
-"""What launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) go by name: tensors, None or
-left out where there is none; numbers as they are, all of them."""
+"""Launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) are passed by name: tensors, None
+or left out if there is none; all numbers."""
 
 
 class Plans(dict[Any, Any]):
-    """What was found out once about operations of the same sizes, by these; as many as :data:`MOST_PLANS`."""
+    """Values computed once for operations of the same sizes, by these sizes; at most :data:`MOST_PLANS`."""
 
     def add(self, key: Any, plan: Any) -> Any:
         if len(self) >= MOST_PLANS:
@@ -40,8 +40,9 @@ class Launcher:
         self, problem: Problem, heap: SymmetricBuffer, multiprocessors: int, rest: tuple[int, int, int],
         stream: Callable[[int], int] | None = None, course: Course | None = None,
     ) -> None:  # fmt: skip
-        """`heap`: this rank's; `rest`: this rank, the address of the report, the deadline of waits in ns. `stream`:
-        device index -> the stream to launch on; None: the current one. `course`: of the communicator's calls."""
+        """Create the launcher of a rank. `heap`: its address; `rest`: rank, address of the report, deadline of waits in
+        ns. `stream`: function from device index to the stream; None: the current stream. `course`: progress of the
+        communicator's calls."""
         self.course = course or Course()
         self.problem, self.device = problem, heap.local.device
         device = self.device
@@ -57,7 +58,7 @@ class Launcher:
         self._stream = stream or torch._C._cuda_getCurrentRawStream
 
     def get(self, kernel: type[Kernel], *variant: Any) -> Launch:
-        """How to launch `kernel(problem, *variant)`, which is compiled when it is first asked for."""
+        """Return the launch of `kernel(problem, *variant)`, which is compiled at its first use."""
         found = self._launches.get((kernel, variant))
         if found is None:
             function = self._compiled(kernel(self.problem, *variant))
@@ -66,12 +67,12 @@ class Launcher:
         return found
 
     def compile(self, kernels: Iterable[Kernel]) -> None:
-        """Compiles and loads them, so that `get` does not."""
+        """Compile and load kernels, so that `get` does not have to."""
         for kernel in kernels:
             self._compiled(kernel)
 
     def clear(self) -> None:
-        """Forgets what was loaded."""
+        """Forget loaded kernels."""
         self._launches.clear()
 
     def _compiled(self, kernel: Kernel) -> Callable[..., None]:
@@ -83,11 +84,9 @@ class Launcher:
 
 @functools.cache
 def _template(args: type[Any]) -> Callable[..., Launch]:
-    """(compiled function, values of `RankArgs` before the terms, device index, its stream) -> how to launch it.
-
-    Written as text, as namedtuple does it: a call by keyword that Python itself checks costs less than half of what a
-    loop over names does, and launching is most of the host time of an operator.
-    """
+    """Return a function that creates launches from (compiled function, values of `RankArgs` before the terms, device
+    index, its stream). It is generated as text, as namedtuple does, because a call by keyword that Python checks costs
+    less than half of a loop over names, and launching is most of the host time of an operator."""
     tensors, numbers = names(args)
     parameters = ", ".join([*(f"{name}=None" for name in tensors), *numbers])
     given = ", ".join([*(f"0 if {name} is None else {name}.data_ptr()" for name in tensors), *numbers])

@@ -1,5 +1,5 @@
-"""Launches kernels of rows that need no communicator: a device and its compiled functions. Tensors are contiguous;
-everything runs on the current stream of their device."""
+"""Launches of kernels on rows that need no communicator: a device and its compiled functions. Tensors are contiguous,
+and everything runs on the current stream of their device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ BLOCKS = 4
 
 
 def takes(x: Tensor, hidden: int) -> bool:
-    """Whether kernels take rows of x with `hidden` numbers: of a dtype that they know, whole vectors of 16 bytes."""
+    """Return whether kernels accept rows of x with `hidden` numbers: of a supported dtype, in whole vectors of 16
+    bytes."""
     return x.dtype in DTYPES and hidden * x.element_size() % 16 == 0
 
 
@@ -45,7 +46,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> N
 
 
 def expert_lists(local_idx: Tensor, experts: int, alignment: int, made: tuple[Tensor, ...]) -> None:
-    """`made`: rows, flat, places, offs, counts, dropped."""
+    """Fill the lists of experts. `made`: rows, flat, places, offs, counts, dropped."""
     entries, length = local_idx.numel(), made[0].shape[0]
     blocks = _blocks_for(max(entries, length), local_idx.device)
     numbers = entries, local_idx.shape[1], length, alignment
@@ -55,7 +56,8 @@ def expert_lists(local_idx: Tensor, experts: int, alignment: int, made: tuple[Te
 def places_route(
     given: list[Tensor], made: tuple[Tensor, Tensor], num_places: int, ranks: int, rank: int, each: int
 ) -> None:
-    """`given`: topk_idx, send_rows, arrivals, places; `made`: the arrivals and send_rows of places."""
+    """Fill the route of places. `given`: topk_idx, send_rows, arrivals, places; `made`: the arrivals and send_rows of
+    places."""
     topk_idx, _, _, places = given
     blocks = _blocks_for(max(topk_idx.numel(), places.numel()), places.device)
     numbers = places.shape[0], num_places, topk_idx.shape[0], topk_idx.shape[1], ranks, rank, each
@@ -63,7 +65,7 @@ def places_route(
 
 
 def _blocks_for(entries: int, device: torch.device) -> int:
-    """Blocks of which each has two steps of a warp to go through, as far as there are multiprocessors."""
+    """Return the number of blocks that each run two steps of a warp, limited by the multiprocessors."""
     return max(1, min(-(-entries // 64), _multiprocessors(device.index)))
 
 

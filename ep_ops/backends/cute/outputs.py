@@ -24,10 +24,9 @@ _new = tuple.__new__  # makes records in a third of the time
 
 
 def allocator(device: torch.device) -> New:
-    """How to allocate on a CUDA device: as compiled graphs do, which takes half the host time of torch.empty.
-
-    That way knows the current device alone, and does not fill memory where deterministic algorithms are asked for.
-    """
+    """Return an allocator for a CUDA device. It allocates as compiled graphs do, which takes half the host time of
+    torch.empty, but it only supports the current device, and does not fill memory if deterministic algorithms are
+    enabled."""
     if torch._C._cuda_getDevice() == device.index and not torch._C._get_deterministic_algorithms():
         return _empty_strided_cuda
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -59,7 +58,7 @@ class Outputs:
         self, x: Tensor, weighted: bool, num_rows: int, how: RowFormat = AS_GIVEN, slots: int = 0,
         token_major: bool = False,
     ) -> Received:  # fmt: skip
-        """Rows that arrive of x, or of gradients like x; their scales and their weights."""
+        """Allocate received rows of x, or of gradients like x, with their scales and weights."""
         new, hidden = allocator(self._device), x.shape[1]
         dtype = x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
         rows = new((num_rows, hidden), (hidden, 1), dtype)
@@ -79,10 +78,10 @@ class Outputs:
         return new(tuple(shape), tuple(strides), dtype)
 
     def tokens(self, y: Tensor, tokens: int) -> Tensor:
-        """[tokens, H] for what rows `y` come home as."""
+        """Allocate [tokens, H] for the sums of rows `y`."""
         hidden = y.shape[1]
         return allocator(self._device)((tokens, hidden), (hidden, 1), y.dtype)
 
     def scalars(self, shape: tuple[int, ...]) -> Tensor:
-        """float32 for weights, or for gradients of weights."""
+        """Allocate float32 for weights or their gradients."""
         return torch.empty(shape, dtype=torch.float32, device=self._device)

@@ -22,7 +22,7 @@ DEFAULT_TOKENS = 256
 
 
 def problem_with(config: Config) -> str | None:
-    """What of these values, right in themselves, the kernels do not take; None if they take all."""
+    """Return which of these values, although valid, the kernels do not support, or None."""
     if config.dtype == torch.float64:
         return "dtype torch.float64 is supported by backend 'reference' only"
     if config.world_size > MOST_RANKS_ACROSS:
@@ -48,12 +48,12 @@ def problem_with(config: Config) -> str | None:
 
 
 def across(config: Config) -> bool:
-    """Whether there are several NVLink domains."""
+    """Return whether there are several NVLink domains."""
     return len(config.domains) > 1
 
 
 def problem_of(config: Config) -> Problem:
-    """What the kernels of such a communicator are compiled for."""
+    """Return the compile-time parameters of such a communicator's kernels."""
     sizes = sizes_of(config)
     if not across(config):
         return sizes
@@ -69,22 +69,22 @@ def problem_of(config: Config) -> Problem:
 
 
 def rows_of_a_put(config: Config) -> int:
-    """The most rows of few tokens for one rank of another domain."""
+    """Return the largest number of rows that a put of the latency kernels to another domain contains."""
     from cute_kernels.internode.wire import BUNDLE
 
     return BUNDLE if config.bundle == "1" else 1
 
 
 def sizes_of(config: Config) -> Problem:
-    """As `problem_of`, without the wire between NVLink domains."""
+    """Return `problem_of` without the wire between NVLink domains."""
     tokens = config.max_tokens_per_rank if config.staging_bytes is None else round_tokens(config)
     return _in_rounds_of(config, tokens or least_round(config))
 
 
 @functools.cache
 def round_tokens(config: Config) -> int | None:
-    """The most tokens of a round, in as few rounds as keep the symmetric memory within `staging_bytes`. None: so many
-    rounds are not allowed."""
+    """Return the largest number of tokens of a round, for the fewest rounds that keep symmetric memory within
+    `staging_bytes`. None if that takes too many rounds."""
     for rounds in range(1, MOST_ROUNDS + 1):
         tokens = -(-config.max_tokens_per_rank // rounds)
         if _heap_of(config, _in_rounds_of(config, tokens)).nbytes <= (config.staging_bytes or 0):
@@ -93,7 +93,7 @@ def round_tokens(config: Config) -> int | None:
 
 
 def least_round(config: Config) -> int:
-    """The fewest tokens of a round."""
+    """Return the smallest number of tokens of a round."""
     return -(-config.max_tokens_per_rank // MOST_ROUNDS)
 
 
@@ -111,13 +111,13 @@ def _in_rounds_of(config: Config, tokens: int) -> Problem:
 
 
 def token_bound(config: Config, problem: Problem) -> int:
-    """The largest `max_tokens` of a call that runs on the latency kernels; the same on every rank, 0: none."""
+    """Return the largest `max_tokens` of a call on the latency kernels, equal on all ranks; 0 if there is none."""
     asked = DEFAULT_TOKENS if config.latency_max_tokens is None else config.latency_max_tokens
     return min(asked, most_tokens(problem))
 
 
 def heap_of(config: Config) -> Heap:
-    """The symmetric memory of a rank."""
+    """Return the layout of a rank's symmetric memory."""
     return _heap_of(config, sizes_of(config))
 
 
@@ -127,7 +127,7 @@ def _heap_of(config: Config, problem: Problem) -> Heap:
 
 
 def memory_plan(config: Config) -> dict[str, int]:
-    """Bytes that each rank's backend holds, by purpose."""
+    """Return the bytes that each rank's backend allocates, by purpose."""
     sizes = heap_of(config).sizes()
     if config.symmetric_rows:
         sizes["rows to be gathered"] = rows_bytes(config)

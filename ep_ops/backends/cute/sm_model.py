@@ -116,7 +116,8 @@ class TokenTraffic:
         return _of_sums(self, sum_bytes) if sum_bytes else self
 
     def dispatch_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they fetch a row for each rank reached, and store all rows."""
+        """Return the SMs of a dispatch on a GPU with `sms`: they fetch one row for each rank reached, and store all
+        rows."""
         moved = self.reached + self.rows
         staged = 2 if self.crossing else 0  # read and written, by the other SMs
         seconds = max(self.crossing / PULL, (moved + staged) / MEMORY)
@@ -124,30 +125,31 @@ class TokenTraffic:
         return self._enough(max(PULL_HEADROOM * moved / COPY_SM / seconds, asking), sms)
 
     def combine_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they read expert rows and push sums, read what was pushed and write its sums. Sums in a
-        format may take three quarters of it: they are made and read in half of the time, by more instructions."""
+        """Return the SMs of a combine on a GPU with `sms`: they read expert rows and push sums, and read pushed sums
+        and write results. Sums in a format may use three quarters of the GPU: they are made and read in half of the
+        time, by more instructions."""
         if self.across:
             return sms - ACROSS_LEFT
         most = sms * 3 // 4 if self.sum_bytes and self.crossing else 0
         return self._enough(self._pushing + self._summing, sms, most)
 
     def gather_sms(self, sms: int) -> int:
-        """For a GPU of `sms`: they fetch a row for each rank reached, and write its sums."""
+        """Return the SMs of a gather on a GPU with `sms`: they fetch one row for each rank reached, and write sums."""
         moved = self.reached + 1
         seconds = max(self.crossing / PULL, moved / MEMORY)
         return self._enough(PULL_HEADROOM * moved / GATHER_SM / seconds, sms)
 
     def scaled_sms(self, sms: int) -> int:
-        """For a GPU of `sms`, in the backward of a weighted combine: they fetch a row for each rank reached, read one
-        for each expert and write one for each."""
+        """Return the SMs of the backward of a weighted combine on a GPU with `sms`: they fetch one row for each rank
+        reached, and read and write one for each expert."""
         moved = 2 * (self.reached + self.rows) + (2 if self.crossing else 0)
         seconds = self.row_bytes * max(self.crossing / PULL, moved / MEMORY)
         busy = (self.rows + self.reached / 2) * self.slices * SCALE_SLICE
         return self._enough(SCALE_HEADROOM * busy / seconds, sms)
 
     def pushers(self, blocks: int) -> int:
-        """How many of a combine's blocks (at least 2) push; the others sum. Of blocks beyond those that it takes a
-        quarter push, in case that this GPU's link is faster than the model's, or more crosses it."""
+        """Return how many of a combine's blocks (at least 2) push; the others sum. A quarter of the blocks beyond those
+        needed push, in case the GPU's link is faster than the model's, or more data crosses it."""
         if self.across:
             return max(1, min(blocks - 1, round(blocks * ACROSS_PUSHING)))
         enough, beyond = math.ceil(self._pushing), blocks - math.ceil(self._pushing + self._summing)
@@ -166,14 +168,14 @@ class TokenTraffic:
         return SUM_HEADROOM * self._adding(1, (DECODE if self.sum_bytes else 1) * self.reached + 1)
 
     def _adding(self, items: int, rows: float) -> float:
-        """SMs that, while a combine lasts, look at so many items and add so many rows for each token."""
+        """Return the SMs that process so many items, and add so many rows for each token, during a combine."""
         sums = self.sum_bytes / self.row_bytes if self.sum_bytes else 1.0
         moved = self.rows + 2 * sums * self.reached + 1
         seconds = self.row_bytes * max(self.crossing * sums / PUSH, moved / MEMORY)
         return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
 
     def _enough(self, needed: float, sms: int, most: int = 0) -> int:
-        """Whole pairs, as GPUs are built of them. `most`: instead of half of the GPU, where there is a link."""
+        """Round up to whole TPCs (2 SMs). `most`: the limit, in place of half of the GPU, if there is a link."""
         return min(2 * math.ceil(needed / 2), most or (sms // 2 if self.crossing else sms))
 
     def expected(self, tokens: int, of_copy: float = 1.0) -> int:
@@ -194,8 +196,8 @@ def _of_sums(traffic: TokenTraffic, sum_bytes: int) -> TokenTraffic:
 def default_budget(
     traffic: TokenTraffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None
 ) -> Budget:
-    """What is asked for, as far as the GPU has it; else what the model says, and more on a rank with more rows: half of
-    the GPU for a dispatch, with which the memory is busy, three quarters where rows are added up."""
+    """Return the default budget: the given values, limited to the GPU; otherwise those of the model. A rank with more
+    rows gets more: half of the GPU for a dispatch, which saturates memory, and three quarters where rows are added."""
     alone = traffic.ranks == 1
     beyond = (0 if alone or dispatch else sms // 2, 0 if alone or combine else sms * 3 // 4)
     return Budget(
@@ -222,8 +224,8 @@ class OperationSms:
         return (0, 0) if self._aside else self.budget.beyond
 
     def traffic_of(self, rows: int, tokens: int, token_major: bool = False) -> TokenTraffic:
-        """What an average rank moves. A combine does not know that its rows are token-major, but a buffer of such rows
-        has room for no more than one from each token of each rank."""
+        """Return the traffic of an average rank. A combine does not know whether its rows are token-major, but a buffer
+        of token-major rows has room for at most one row of each token of each rank."""
         return self.average.copies if token_major else self.average.within(rows, tokens)
 
     @property
@@ -233,13 +235,13 @@ class OperationSms:
         return self.dispatch(copies), self.combine(copies)
 
     def dispatch(self, traffic: TokenTraffic) -> int:
-        """SMs that fetch rows of that traffic."""
+        """Return the SMs that fetch the rows of that traffic."""
         most = self.budget.dispatch
         return min(most, traffic.dispatch_sms(self._sms)) if self.budget.modelled[0] else most
 
     def combine(self, traffic: TokenTraffic) -> int:
-        """SMs that push and sum rows of that traffic. Sums in a format may take as many as a rank with more rows,
-        unless a budget was set."""
+        """Return the SMs that push and sum the rows of that traffic. Sums in a format may use as many as a rank with
+        more rows, unless a budget was set."""
         most = self.budget.combine
         if not self.budget.modelled[1]:
             return most
@@ -248,8 +250,8 @@ class OperationSms:
         return min(most, traffic.combine_sms(self._sms))
 
     def pulling(self, traffic: TokenTraffic, in_format: bool) -> int:
-        """SMs that fetch rows. Rows in a format are short and come with scales to store: unless a budget was set they
-        get as many SMs as a rank with more rows."""
+        """Return the SMs that fetch rows. Rows in a format are short and have scales to store, so they use as many as a
+        rank with more rows, unless a budget was set."""
         more = min(self.beyond[0], self.budget.most_dispatch) if in_format else 0
         return max(self.dispatch(traffic), more)
 
@@ -295,8 +297,8 @@ def most_pulling(problem: Problem, sms: int) -> int:
 
 
 def needed(problem: Problem) -> int:
-    """The fewest multiprocessors: for the blocks that wait for others, for those that stage and send and for one that
-    pulls."""
+    """Return the smallest number of multiprocessors: for the blocks that wait for others, those that stage and send,
+    and one that pulls."""
     return problem.tiles + row_blocks(problem) + 1 + MARGIN
 
 
@@ -307,7 +309,7 @@ def row_blocks(problem: Problem) -> int:
 
 
 def too_small(problem: Problem, found: int) -> str | None:
-    """What is to be said of a GPU, or a part of one, that has fewer than are needed."""
+    """Return the error text for a GPU, or a part of one, with too few multiprocessors."""
     least = needed(problem)
     if found >= least:
         return None

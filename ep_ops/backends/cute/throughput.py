@@ -31,7 +31,7 @@ from .streams import Side
 
 
 def kernels_of(problem: Problem) -> list[Any]:
-    """Every throughput kernel that the operators of such a communicator launch."""
+    """Return every throughput kernel that the operators of such a communicator launch."""
     alone = problem.world_size == 1
     rows_too = not alone  # a single rank reads its own rows where they are
     publish = [(True, rows_too, weights, False) for weights in (False, True)]
@@ -57,7 +57,7 @@ def kernels_of(problem: Problem) -> list[Any]:
 
 
 def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
-    """Those that dispatches and combines in a format launch, whether or not x is quantized already."""
+    """Return the kernels of dispatches and combines in a format, for quantized and unquantized x."""
     alone = problem.world_size == 1
     parts: list[tuple[bool, bool]] = [(False, False), (True, False), *([] if alone else [(True, True)])]
     given = (False, True) if how.layout else (False,)
@@ -85,7 +85,7 @@ def _sum_bytes(problem: Problem, format: str) -> int:
 
 
 def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
-    """The route of a plan."""
+    """Return the route of a plan."""
     along = topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts
     return Route(*along, sizes.alignment, sizes.capacity, sizes.max_tokens, None, sizes.slots, sizes.layout)
 
@@ -120,7 +120,7 @@ class ThroughputPath:
         self.sms = OperationSms(launcher.problem, budget, traffic, launcher.multiprocessors, side is not None)
 
     def plan(self, topk_idx: Tensor, sizes: Sizes, num_rows: int | None = None) -> Placed:
-        """With room for `num_rows` in the lists, if that is not the capacity."""
+        """Run a plan whose lists have room for `num_rows` rows, or for the capacity if None."""
         num_rows, token_major = sizes.capacity if num_rows is None else num_rows, sizes.layout == TOKEN_MAJOR
         placed = self._outputs.placed(topk_idx, num_rows, token_major)
         terms = marks.pack("plan", sizes.max_tokens, rows=False, token_major=token_major)
@@ -144,12 +144,12 @@ class ThroughputPath:
             )  # fmt: skip
 
     def rounds(self, max_tokens: int) -> int:
-        """In how many the rows of so many tokens go."""
+        """Return the number of rounds for so many tokens."""
         return max(1, -(-max_tokens // self._problem.max_tokens))
 
     def _parts(self, route: Route) -> Iterator[tuple[slice, Route]]:
-        """Each round: which of this rank's tokens it moves, and the route of these of all ranks. Their rows have the
-        places that they have in the whole."""
+        """Yield for each round which tokens of this rank it moves, and the part of the route for the tokens of all
+        ranks. Rows keep their places of the whole route."""
         each, most = self._problem.max_tokens, route.max_tokens
         if most <= each:
             yield _ALL, route
@@ -167,7 +167,7 @@ class ThroughputPath:
             )
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Where torch does something between kernels."""
+        """Return a context in which torch runs operations between kernels."""
         return contextlib.nullcontext() if self._side is None else self._side.entered()
 
     def dispatch(
@@ -199,7 +199,7 @@ class ThroughputPath:
         return _new(DispatchTensors, (*received, *placed))
 
     def _plan_dispatch(self, sizes: Sizes, how: RowFormat, weighted: bool, tokens: int) -> tuple[Launch, list[Launch]]:
-        """What publishes and what pulls in dispatches that differ in nothing but tensors."""
+        """Return the launches of publish and pull for dispatches that differ only in tensors."""
         capacity, alignment, slots, max_tokens, layout = sizes
         token_major = layout == TOKEN_MAJOR
         traffic = self.sms.traffic_of(capacity, tokens, token_major)
@@ -225,7 +225,7 @@ class ThroughputPath:
         return publish, pulls
 
     def _stages(self, how: RowFormat) -> bool:
-        """Whether x is staged: a single rank reads its own rows where they are, unless they travel in a format."""
+        """Return whether x is staged. A single rank reads its own rows in place, unless they are sent in a format."""
         return self._problem.world_size > 1 or bool(how.format)
 
     def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
@@ -294,14 +294,14 @@ class ThroughputPath:
         return out
 
     def combine_sms(self, format: str, token_major: bool) -> int:
-        """SMs of a combine whose sums travel in a format; `token_major`: of such rows."""
+        """Return the SMs of a combine whose sums are sent in a format; `token_major`: with such rows."""
         traffic = self.sms.average.copies if token_major else self.sms.average
         return self.sms.combine(traffic.in_format(_sum_bytes(self._problem, format.removeprefix("wire:"))))
 
     def _plan_combine(
         self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool, travels: str
     ) -> list[Launch]:
-        """What launches each round of combines that differ in nothing but tensors."""
+        """Return the launch of each round of combines that differ only in tensors."""
         each = self._problem.max_tokens
         traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, travels))
         terms = marks.pack("combine", most, format=travels)
@@ -315,7 +315,7 @@ class ThroughputPath:
         return rounds
 
     def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
-        """`bases`: a table of the address of row 0 at each rank, of `num_rows` each."""
+        """Run a gathered combine. `bases`: a table of the address of row 0 at each rank, which has `num_rows` rows."""
         tokens = route.topk_idx.shape[0]
         out = self._outputs.tokens(y, tokens)
         launch, blocks = self._kernel(Gather), self.sms.budget.gather
