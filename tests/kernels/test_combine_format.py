@@ -4,7 +4,6 @@ staging, and the instructions that the kernels compile to."""
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+from built import built, compiled_ptx, count
 from launches import PROBLEM, Recorder, across, allocate_on_cpu, throughput
-from test_ptx import assembled, compiled_ptx, count, needs_assembler
 
 from cute_kernels import marks
 from cute_kernels.heap import SHARED_BYTES, Heap, Problem
@@ -119,11 +118,11 @@ def test_room_for_sums(problem: Problem, dtype: str, hidden: int) -> None:
     assert Heap(of).nbytes <= LatencyHeap(of, 64).nbytes
 
 
-@needs_assembler
-def test_throughput_kernel(tmp_path: Path) -> None:
+def test_throughput_kernel() -> None:
     """Pushers encode and owners decode; no sum is rounded to bf16 but the last one; flags are as without a format. One
     block a multiprocessor: 128 registers a thread."""
-    ptx = compiled_ptx(Combine(LARGE, True, True, False, False, False, MX), "sm_90a")
+    kernel = Combine(LARGE, True, True, False, False, False, MX)
+    ptx = compiled_ptx(kernel, "sm_90a")
     slices = Slices(LARGE.row_bytes, "bf16")
     for conversion in ("cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2", "cvt.rn.bf16x2.f32"):
         assert ptx.count(conversion) == 4 * slices.vectors, conversion
@@ -131,30 +130,27 @@ def test_throughput_kernel(tmp_path: Path) -> None:
     plain = compiled_ptx(Combine(LARGE, True, True, False), "sm_90a")
     for instruction in ("st.release.sys", "ld.acquire.sys", "cp.async.bulk.shared", "fence.proxy.async"):
         assert count(ptx, instruction) == count(plain, instruction), instruction
-    made = assembled(ptx, "sm_90a", tmp_path)
-    assert made.registers <= 128 and made.spilled == 0, made
+    made = built(kernel, "sm_90a")
+    assert made.registers <= 128 and made.stack_bytes == 0, (made.registers, made.stack_bytes)
 
 
-@needs_assembler
 @pytest.mark.drawn
 @pytest.mark.parametrize("problem", [LARGE, PAIRS, THREE], ids=["one", "two", "three"])
-def test_registers_with_a_residual(problem: Problem, tmp_path: Path) -> None:
+def test_registers_with_a_residual(problem: Problem) -> None:
     """Rows of the dtype and rows in the format are added by the same loop; of three domains in two parts."""
-    ptx = compiled_ptx(Combine(problem, True, True, False, True, False, MX), "sm_90a")
-    made = assembled(ptx, "sm_90a", tmp_path)
-    assert made.registers <= 128 and made.spilled <= 64, made
+    made = built(Combine(problem, True, True, False, True, False, MX), "sm_90a")
+    assert made.registers <= 128 and made.stack_bytes <= 64, (made.registers, made.stack_bytes)
 
 
-@needs_assembler
 @pytest.mark.parametrize(
-    ("problem", "spilled"), [(LARGE, 0), pytest.param(PAIRS, 288, marks=pytest.mark.drawn)], ids=["one", "two"]
+    ("problem", "stack"), [(LARGE, 0), pytest.param(PAIRS, 144, marks=pytest.mark.drawn)], ids=["one", "two"]
 )
-def test_latency_kernel(problem: Problem, spilled: int, tmp_path: Path) -> None:
+def test_latency_kernel(problem: Problem, stack: int) -> None:
     """Two blocks fit on a multiprocessor; a packet leaves by one store, as of rows of the dtype. Across domains spills
     are 192 bytes without a format."""
-    ptx = compiled_ptx(LatencyCombine(problem, 256, True, format=MX), "sm_90a")
-    made = assembled(ptx, "sm_90a", tmp_path)
-    assert made.registers <= 64 and made.spilled <= spilled, made
+    kernel = LatencyCombine(problem, 256, True, format=MX)
+    ptx, made = compiled_ptx(kernel, "sm_90a"), built(kernel, "sm_90a")
+    assert made.registers <= 64 and made.stack_bytes <= stack, (made.registers, made.stack_bytes)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx and "fma.rn.f32" not in ptx
     plain = compiled_ptx(LatencyCombine(problem, 256, True), "sm_90a")
     for instruction in ("st.volatile.global.v4.b32", "griddepcontrol.launch_dependents", "fence.acq_rel"):
