@@ -134,15 +134,15 @@ def row_of(walk: Walk, copy: Copy) -> tuple[Int32, Int32]:
 
 @cute.jit
 def token_of(problem: cutlass.Constexpr[Problem], copy: Copy, max_tokens: Int32) -> tuple[Int32, Int32]:
-    """Which of its source's tokens a copy is of, and the copy's number."""
+    """Return the index of a copy's token at its source, and the copy's number."""
     token = Int32(Uint32(copy.home) // problem.most_copies)
     return token - copy.source * max_tokens, copy.home - token * problem.most_copies
 
 
 @cute.jit
 def given_row(ranks: Ranks, row: Int32, num_rows: Int32) -> Int32:
-    """A row of a route that an operator was given: -1, and reported, if it lies behind the `num_rows` that there are.
-    Kernels that place the route themselves need no such look."""
+    """Return a row of a given route, or -1, after reporting it, if it exceeds `num_rows`. Kernels that place the route
+    themselves need no such check."""
     if row >= num_rows:
         refuse(ranks, BAD_ROW, row, num_rows)
         row = Int32(-1)

@@ -22,7 +22,7 @@ lanes and searched word by word."""
 
 
 def words_of(problem: Problem) -> int:
-    """Words of a set of ranks."""
+    """Return the number of words of a set of ranks."""
     return -(-problem.world_size // 32)
 
 
@@ -43,7 +43,7 @@ def set_of(problem: cutlass.Constexpr[Problem], rank: Int32, member: Boolean) ->
 
 @cute.jit
 def below(ranks: RankSet, rank: Int32) -> Int32:
-    """How many of the set are lower than `rank`."""
+    """Return how many ranks of the set are lower than `rank`."""
     count = Int32(0)
     for i in range_constexpr(len(ranks)):
         mask = (Int32(1) << (rank & 31)) - 1
@@ -57,17 +57,17 @@ def below(ranks: RankSet, rank: Int32) -> Int32:
 
 
 def lowest(word: Any) -> Int32:
-    """The number of a word's lowest bit that is set."""
+    """Return the index of a word's lowest set bit."""
     return Int32(arch.popc((word & -word) - 1))
 
 
 def pop_lowest(word: Any) -> tuple[Int32, Any]:
-    """The number of a word's lowest bit that is set, and the word without it."""
+    """Return the index of a word's lowest set bit, and the word without it."""
     return lowest(word), word & (word - 1)
 
 
 def low_bits(count: int) -> Uint32:
-    """The lowest `count` bits, at most 32."""
+    """Return a mask of the lowest `count` bits, at most 32."""
     return Uint32((1 << count) - 1)
 
 

@@ -109,7 +109,7 @@ class Delivery:
 
     @cute.jit
     def staged_unit(self, words: Any, i: Int32) -> Int32:
-        """The i-th unit of scales as they are staged, in shared memory from `words` (bytes) on."""
+        """Return the i-th unit of staged scales, which begin at `words` (bytes) in shared memory."""
         form = self.form
         value = Int32(0)
         if const_expr(self.unit == 1):

@@ -19,7 +19,7 @@ INDEX_BITS = 32
 
 
 def position_words(domains: Sequence[Sequence[int]]) -> list[int]:
-    """What stands behind the addresses, for the ranks of each domain."""
+    """Return the words that follow the addresses, for the ranks of each domain."""
     positions = [0] * sum(map(len, domains))
     for domain, members in enumerate(domains):
         for index, rank in enumerate(members):
@@ -28,20 +28,20 @@ def position_words(domains: Sequence[Sequence[int]]) -> list[int]:
 
 
 def position_of(ranks: Any, rank: Int32) -> tuple[Int32, Int32]:
-    """A rank's domain and its index there."""
+    """Return a rank's domain and its index there."""
     word = ptx.ld_constant(ranks.peers + Int64(ranks.world_size + rank) * 8)
     return Int32(word >> INDEX_BITS), Int32(word & ((1 << INDEX_BITS) - 1))
 
 
 def rank_at(ranks: Any, domain: Int32, index: Int32 | int) -> Int32:
-    """The rank at this position."""
+    """Return the rank at this position."""
     number = domain * ranks.heap.problem.domain_ranks + index
     return Int32(ptx.ld_constant(ranks.peers + Int64(2 * ranks.world_size + number) * 8))
 
 
 @cute.jit
 def index_of(ranks: Any, rank: Int32) -> Int32:
-    """A rank's index in its domain."""
+    """Return a rank's index in its domain."""
     index = Int32(rank)
     if const_expr(ranks.heap.problem.num_domains > 1):
         _, index = position_of(ranks, rank)
@@ -50,7 +50,7 @@ def index_of(ranks: Any, rank: Int32) -> Int32:
 
 @cute.jit
 def near_rank(ranks: Any, index: Int32) -> Int32:
-    """The rank of this one's domain with an index."""
+    """Return the rank of this domain with that index."""
     rank = Int32(index)
     if const_expr(ranks.heap.problem.num_domains > 1):
         domain, _ = position_of(ranks, ranks.rank)
@@ -60,7 +60,7 @@ def near_rank(ranks: Any, index: Int32) -> Int32:
 
 @cute.jit
 def is_near(ranks: Any, rank: Int32) -> Boolean:
-    """Whether a rank is in this one's domain, which maps its memory."""
+    """Return whether a rank is in this domain, which maps its memory."""
     near = Boolean(True)
     if const_expr(ranks.heap.problem.num_domains > 1 and ranks.heap.problem.domain_ranks == 1):
         near = rank == ranks.rank
@@ -73,19 +73,19 @@ def is_near(ranks: Any, rank: Int32) -> Boolean:
 
 @cute.jit
 def neighbor(ranks: Any, step: Int32) -> Int32:
-    """The rank so many steps further in this one's domain, around."""
+    """Return the rank `step` places further in this domain, cyclically."""
     return near_rank(ranks, (index_of(ranks, ranks.rank) + step) % ranks.heap.problem.domain_ranks)
 
 
 @cute.jit
 def stager_of(ranks: Any, rank: Int32) -> Int32:
-    """The rank that stands for another one in this domain: that one itself, if it is in it."""
+    """Return the stager of a rank in this domain: the rank itself, if it is in this domain."""
     return near_rank(ranks, index_of(ranks, rank))
 
 
 @cute.jit
 def slot_of(ranks: Any, rank: Int32) -> Int32:
-    """The slot of a rank's domain here, and at all ranks of this domain."""
+    """Return the slot of a rank's domain at all ranks of this domain."""
     slot = Int32(0)
     if const_expr(ranks.heap.problem.num_domains > 1):
         theirs, _ = position_of(ranks, rank)
@@ -98,7 +98,7 @@ def slot_of(ranks: Any, rank: Int32) -> Int32:
 
 @cute.jit
 def on_rail(ranks: Any, slot: Int32) -> Int32:
-    """The rank of this one's rail whose domain has that slot here."""
+    """Return the rank on this rank's rail whose domain has that slot here."""
     domain, index = position_of(ranks, ranks.rank)
     domain += slot
     if domain >= ranks.heap.problem.num_domains:
@@ -107,5 +107,5 @@ def on_rail(ranks: Any, slot: Int32) -> Int32:
 
 
 def slot_there(ranks: Any, slot: Int32 | int) -> Int32:
-    """The slot that this rank's domain has at ranks of the domain whose slot here that is."""
+    """Return the slot of this rank's domain at ranks of the domain that has `slot` here."""
     return ranks.heap.problem.num_domains - slot

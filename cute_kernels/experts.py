@@ -8,8 +8,8 @@ from .heap import Problem
 
 
 def spread(problem: Problem) -> tuple[int, int]:
-    """How many experts every rank holds, and how many ranks, the first ones, hold one more; twice 0 if that is not how
-    they are spread."""
+    """Return the number of experts of every rank, and how many of the first ranks have one more; two zeros if experts
+    are distributed otherwise."""
     each, more = divmod(problem.num_experts, problem.world_size)
     even = tuple(each + (rank < more) for rank in range(problem.world_size))
     return (each, more) if problem.experts_per_rank == even else (0, 0)
@@ -33,13 +33,13 @@ def first_expert(problem: cutlass.Constexpr[Problem], rank: Int32) -> Int32:
 
 @cute.jit
 def local_experts(problem: cutlass.Constexpr[Problem], rank: Int32) -> tuple[Int32, Int32]:
-    """First expert of a rank, and the one behind its last."""
+    """Return the first expert of a rank, and the one after its last."""
     return first_expert(problem, rank), first_expert(problem, rank + 1)
 
 
 @cute.jit
 def holder_of(problem: cutlass.Constexpr[Problem], expert: Int32) -> Int32:
-    """The rank that holds an expert; some rank for ids that no expert has."""
+    """Return the rank that holds an expert; any rank for ids of no expert."""
     holder = Int32(0)
     each, more = spread(problem)
     if const_expr(each + more > 0):

@@ -236,7 +236,7 @@ PURPOSES = {
 
 
 def _padded(nbytes: int) -> int:
-    """With the guard behind it, up to where the next buffer may begin."""
+    """Return the size including the guard, rounded up to where the next buffer may begin."""
     return (nbytes + GUARD_BYTES + 255) // 256 * 256
 
 
@@ -319,7 +319,8 @@ class Heap:
         }
 
     def take(self, **sizes: int) -> None:
-        """Lays buffers of so many bytes out: one bank of all of them, then the other, so that all have one distance."""
+        """Lay out buffers of these sizes: one bank of all of them, then the other, so that all have the same
+        distance."""
         end = self.nbytes
         for name, size in sizes.items():
             self.offset[name], self.size[name] = end, size
@@ -333,7 +334,7 @@ class Heap:
         self.nbytes = end + distance
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by purpose, of both banks."""
+        """Return the bytes of both banks by purpose."""
         found = {"flags": STATE_BYTES}
         for name, size in self.size.items():
             purpose = PURPOSES.get(name, "flags")

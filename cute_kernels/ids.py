@@ -5,18 +5,18 @@ from cutlass.cute import arch
 
 
 def thread_id() -> Int32:
-    """The thread's index in its block."""
+    """Return the thread's index in its block."""
     tid, _, _ = arch.thread_idx()
     return tid
 
 
 def warp_id() -> Int32:
-    """The index of the thread's warp in its block, known to be the same in the whole warp."""
+    """Return the index of the thread's warp in its block, uniform in the warp."""
     return arch.make_warp_uniform(thread_id() // 32)
 
 
 def block_ids() -> tuple[Int32, Int32]:
-    """The block's index in the grid, and the number of blocks."""
+    """Return the block's index in the grid, and the number of blocks."""
     bid, _, _ = arch.block_idx()
     blocks, _, _ = arch.grid_dim()
     return bid, blocks

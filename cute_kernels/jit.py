@@ -59,12 +59,10 @@ def compile_kernel(kernel: Any, arch: str, *, keep_ptx: bool = False) -> Any:
 def get(
     kernel: Any, arch: str, capturing: Callable[[], bool], register: Callable[[int], None] | None = None
 ) -> Callable:
-    """The compiled function of `kernel`: from memory, from disk, or compiled now.
-
-    Kernels are frozen dataclasses, so equal configurations share one compilation. Raises CompileDuringCapture where
-    `capturing()` says that a graph is being captured: compile (`Communicator.warmup()`) before. `register`: what a
-    kernel that is linked with a device library needs (linked.py).
-    """
+    """Return the compiled function of `kernel`: from memory, from disk, or compiled now. Kernels are frozen
+    dataclasses, so equal configurations share one compilation. Raises CompileDuringCapture if `capturing()` is true:
+    compile before the capture (`Communicator.warmup()`). `register`: needed for a kernel that is linked with a device
+    library (linked.py)."""
     key = (kernel, arch)
     found = _loaded.get(key)
     if found is not None:
@@ -88,7 +86,7 @@ def prepare(kernel: Any, arch: str) -> None:
 
 
 def prepared(kernel: Any, arch: str) -> bool:
-    """Whether it is there."""
+    """Return whether the compiled kernel is on disk."""
     folder = _private_dir()
     return folder is not None and _is_whole(folder / f"{object_name(kernel, arch)}.o")
 
@@ -97,13 +95,15 @@ def prepared(kernel: Any, arch: str) -> bool:
 
 
 def cache_dir() -> Path | None:
-    """Folder of compiled kernels: EP_OPS_CACHE_DIR, by default ~/.cache/ep_ops; None when that variable is empty."""
+    """Return the folder of compiled kernels: EP_OPS_CACHE_DIR, by default ~/.cache/ep_ops; None if the variable is
+    empty."""
     folder = os.environ.get("EP_OPS_CACHE_DIR", os.path.join(os.path.expanduser("~"), ".cache", "ep_ops"))
     return Path(folder) if folder else None
 
 
 def refusal(folder: Path) -> str | None:
-    """Why nothing is loaded from `folder`: what lies there will run, so it must be this user's alone. None: it is."""
+    """Return why nothing is loaded from `folder`, or None. Its files are executed, so it must belong to this user
+    alone."""
     try:
         facts = folder.stat()
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def refusal(folder: Path) -> str | None:
 
 
 def _private_dir() -> Path | None:
-    """`cache_dir()`, made if it is not there; None, with a warning, if it cannot be used."""
+    """Return `cache_dir()`, created if necessary; None, with a warning, if it cannot be used."""
     folder = cache_dir()
     if folder is None:
         return None
@@ -149,7 +149,8 @@ def _warn(text: str) -> None:
 
 
 def object_name(kernel: Any, arch: str) -> str:
-    """Name of the file, and of the function in it: everything that the machine code depends on has a part in it."""
+    """Return the name of the file and of its function, which contains a digest of everything that the machine code
+    depends on."""
     kind = type(kernel)
     library = library_of(kernel)
     linked = digest_of(library) if library else ""
@@ -183,7 +184,7 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """Digest of all device code."""
+    """Return a digest of all device code."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -194,7 +195,7 @@ def _sources() -> str:
 
 
 def _load_or_compile(kernel: Any, arch: str, load: Callable[[Path], Any]) -> Any:
-    """What `load` makes of the file."""
+    """Return the result of `load` for the file, which is compiled if necessary."""
     name = object_name(kernel, arch)
     folder = _private_dir()
     if folder is not None:
@@ -233,7 +234,7 @@ def _compile_to(path: Path, kernel: Any, arch: str) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether `path` ends with the digest of what stands before it. (Loaders of ELF take no notice of those bytes.)"""
+    """Return whether `path` ends with the digest of its contents. (ELF loaders ignore these bytes.)"""
     try:
         held = path.read_bytes()
     except OSError:
@@ -243,7 +244,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _load(kernel: Any, register: Callable[[int], None] | None, path: Path) -> Callable:
-    """The function in the file, which is not needed afterwards."""
+    """Load the function in the file, which is not needed afterwards."""
     library = library_of(kernel)
     with _loading:
         module = load_module(str(path), enable_tvm_ffi=not library)
@@ -260,11 +261,9 @@ def _load(kernel: Any, register: Callable[[int], None] | None, path: Path) -> Ca
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Holds the lock of the file `path`, which the system releases if the process dies.
-
-    Goes on without it after LOCK_SECONDS, and where the file system has no locks: a kernel is then compiled twice,
-    which costs time and nothing else, since files are replaced whole.
-    """
+    """Hold the lock of the file `path`, which the system releases if the process dies. Continue without it after
+    LOCK_SECONDS, or if the file system has no locks: a kernel is then compiled twice, which only costs time, because
+    files are replaced atomically."""
     try:
         file = open(path, "wb")
     except OSError:

@@ -51,12 +51,13 @@ class Launched:
         raise NotImplementedError
 
     def signature(self) -> tuple[Any, ...]:
-        """Example values of what the compiled function takes."""
+        """Return example values of the arguments of the compiled function."""
         return (*_examples(self.Args), make_fake_stream())
 
     @cute.jit
     def __call__(self, *values: Any) -> None:
-        """`values`: the arguments one after the other, those of `RankArgs` first if there are any, and the stream."""
+        """Launch the kernel. `values`: the arguments in order, those of `RankArgs` first if there are any, and the
+        stream."""
         stream: cuda.CUstream = values[-1]
         args = gather(self.Args, values[:-1])
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True)
@@ -82,14 +83,14 @@ class Kernel(Launched):
 
 
 def names(args: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Fields of a kernel's arguments behind `ranks`: those that are addresses of tensors, and the others."""
+    """Return the fields of a kernel's arguments after `ranks`: those that are addresses of tensors, and the others."""
     kinds = args.__annotations__
     addresses = tuple(name for name in args._fields if kinds[name] is Int64)
     return addresses, tuple(name for name in args._fields[1:] if name not in addresses)
 
 
 def gather(args: type[Any], values: Sequence[Any]) -> Any:
-    """The named tuple of values that came one after the other."""
+    """Return the named tuple of consecutive values."""
     if RankArgs not in args.__annotations__.values():
         return args(*values)
     first = len(RankArgs._fields)

@@ -49,7 +49,7 @@ def with_number(mark: Any, number: Any) -> Any:
 
 
 def epoch_in(mark: int) -> int:
-    """The epoch of a mark, also of one whose rank has given up. (For the host.)"""
+    """Return the epoch of a mark, even if its rank has given up. (For the host.)"""
     return (mark & (1 << GIVEN_UP) - 1) >> SHIFT
 
 

@@ -13,12 +13,12 @@ from cutlass.experimental import primitives as prims
 
 
 def _run(text: str, *given: Any) -> None:
-    """An instruction without a result; `given` are {$r0}, {$r1}, ..."""
+    """Run an instruction without a result; `given` are {$r0}, {$r1}, ..."""
     arch.inline_ptx(text, read_only_args=[*given])
 
 
 def _get(kinds: Any, text: str, *given: Any) -> Any:
-    """An instruction with results {$w0}, ...; `kinds`: the type of the result, or a list of types."""
+    """Run an instruction with results {$w0}, ...; `kinds`: the type of the result, or a list of types."""
     return arch.inline_ptx(
         text, write_only_types=kinds if isinstance(kinds, list) else [kinds], read_only_args=[*given]
     )
@@ -37,32 +37,32 @@ def ld_u8(addr: Int64) -> Int32:
 
 
 def ld_u64(addr: Int64) -> Int64:
-    """A load that is not served from L1: for words that earlier kernels or other SMs write."""
+    """Load a word that earlier kernels or other SMs write; not served from L1."""
     return _get(Int64, "ld.relaxed.gpu.global.b64 {$w0}, [{$r0}];", addr)
 
 
 def ld_relaxed_sys(addr: Int64) -> Int64:
-    """A word that peers write, which orders nothing."""
+    """Load a word that peers write (relaxed, system scope); it orders nothing."""
     return _get(Int64, "ld.relaxed.sys.global.b64 {$w0}, [{$r0}];", addr)
 
 
 def ld_u64_pair(addr: Int64) -> tuple[Int64, Int64]:
-    """`ld_u64` of two words at a multiple of 16 bytes."""
+    """Load two words at a multiple of 16 bytes, as `ld_u64` does."""
     return _get([Int64, Int64], "ld.relaxed.gpu.global.v2.b64 {{$w0}, {$w1}}, [{$r0}];", addr)
 
 
 def ld_pair(addr: Int64) -> tuple[Int32, Int32]:
-    """Two ints at a multiple of 8 bytes."""
+    """Load two ints at a multiple of 8 bytes."""
     return _get([Int32, Int32], "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", addr)
 
 
 def ld_constant(addr: Int64) -> Int64:
-    """A word that nobody writes while the kernel runs."""
+    """Load a word that nothing writes while the kernel runs."""
     return _get(Int64, "ld.global.nc.b64 {$w0}, [{$r0}];", addr)
 
 
 def ld_v4(addr: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """16 bytes, read once: they do not displace what L1 holds."""
+    """Load 16 bytes that are read once, without displacing lines in L1."""
     return _get([Uint32] * 4, "ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", addr)
 
 
@@ -79,7 +79,7 @@ def st_u8(addr: Int64, value: Int32) -> None:
 
 
 def st_pair(addr: Int64, first: Int32, second: Int32) -> None:
-    """Two ints at a multiple of 8 bytes."""
+    """Store two ints at a multiple of 8 bytes."""
     _run("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", addr, first, second)
 
 
@@ -88,7 +88,7 @@ def st_u64(addr: Int64, value: Int64) -> None:
 
 
 def st_v4(addr: Int64, words: Sequence[Any]) -> None:
-    """16 bytes, not read again here."""
+    """Store 16 bytes that are not read again here."""
     _run("st.global.L1::no_allocate.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", addr, *words)
 
 
@@ -127,7 +127,7 @@ def ld_shared_u8(ptr: Any) -> Int32:
 
 
 def ld_shared_pair(ptr: Any) -> tuple[Uint32, Uint32]:
-    """Two words at a multiple of 8 bytes."""
+    """Load two words of shared memory at a multiple of 8 bytes."""
     return _get([Uint32, Uint32], "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", Int32(ptr.toint()))
 
 
@@ -163,7 +163,7 @@ def atom_claim(addr: Int64, value: Int64 | int = 1) -> Int64:
 
 
 def red_max(addr: Int64, value: Int64) -> None:
-    """The larger one of a word and a value, without an answer to wait for."""
+    """Replace a word by the maximum of it and a value, without waiting for a result."""
     _run("red.relaxed.gpu.global.max.u64 [{$r0}], {$r1};", addr, value)
 
 
@@ -173,13 +173,14 @@ def atom_fail_by_peer(addr: Int64) -> None:
 
 
 def barrier_count(value: Int32) -> Int32:
-    """A barrier of the whole block: the number of its threads whose value is not 0."""
+    """Run a barrier of the whole block; return the number of its threads whose value is not 0."""
     text = "{ .reg .pred p; setp.ne.b32 p, {$r0}, 0; barrier.cta.red.popc.aligned.u32 {$w0}, 0, p; }"
     return _get(Int32, text, value)
 
 
 def mul_rn(a: Float32, b: Float32) -> Float32:
-    """a*b rounded to fp32. The explicit rounding keeps the compiler from fusing it into a following addition."""
+    """Return a*b rounded to fp32. The explicit rounding prevents the compiler from fusing it with a following
+    addition."""
     return _get(Float32, "mul.rn.f32 {$w0}, {$r0}, {$r1};", a, b)
 
 
@@ -192,11 +193,8 @@ def div_rn(a: Float32, b: Float32) -> Float32:
 
 
 def sigmoid(a: Float32) -> Float32:
-    """1 / (1 + exp(-a)), to 5e-7 of it: 0 from a = -88 down, and for NaN.
-
-    exp(z) = 2^t (1 + r ln 2) with t = z log2(e) rounded to fp32, and r what rounding (and a log2(e) of 24 bits) left
-    out.
-    """
+    """Return 1 / (1 + exp(-a)) with a relative error of 5e-7: 0 from a = -88 down, and for NaN. exp(z) = 2^t (1 + r ln
+    2), where t = z log2(e) is rounded to fp32, and r is what rounding (and log2(e) with 24 bits) omits."""
     return _get(
         Float32,
         "{ .reg .f32 z, t, r, e; neg.f32 z, {$r0}; min.f32 z, z, 0f42B00000; max.f32 z, z, 0fC2D00000; "
@@ -226,7 +224,7 @@ _PACK = {
 
 
 def unpack(words: Sequence[Any], dtype: str) -> list[Float32]:
-    """The numbers in 32-bit words, in memory order."""
+    """Return the numbers in 32-bit words, in memory order."""
     if dtype == "fp32":
         return [as_float(word) for word in words]
     return [value for word in words for value in _get([Float32, Float32], _UNPACK[dtype], word)]
@@ -247,8 +245,8 @@ _HALF_TO_BITS = {
 
 
 def largest_of_halves(words: Sequence[Any], dtype: str) -> Int32:
-    """Bits, as fp32, of the largest magnitude of 16-bit numbers, two in a word. Their bits without the sign have the
-    order of the magnitudes, Inf and NaN last."""
+    """Return the bits, as fp32, of the largest magnitude of 16-bit numbers, two in a word. Without the sign, their bits
+    have the order of the magnitudes, with Inf and NaN last."""
     most = None
     for word in words:
         size = _get(Uint32, "and.b32 {$w0}, {$r0}, 0x7fff7fff;", word)
@@ -257,7 +255,8 @@ def largest_of_halves(words: Sequence[Any], dtype: str) -> Int32:
 
 
 def encode(values: Sequence[Float32], by: Float32) -> Uint32:
-    """Four numbers times `by`, each product rounded to fp32 and then to e4m3: at most 448 in magnitude; NaN is 0x7F."""
+    """Return the codes of four numbers times `by`, each product rounded to fp32 and then to e4m3: at most 448 in
+    magnitude; NaN is 0x7F."""
     return _get(
         Uint32,
         "{ .reg .f32 a, b, c, d; .reg .b16 lo, hi; mul.rn.f32 a, {$r0}, {$r4}; mul.rn.f32 b, {$r1}, {$r4}; "
@@ -269,7 +268,7 @@ def encode(values: Sequence[Float32], by: Float32) -> Uint32:
 
 
 def decode(word: Int32 | Uint32) -> list[Float32]:
-    """The numbers of four e4m3 codes."""
+    """Return the numbers of four e4m3 codes."""
     return list(
         _get(
             [Float32] * 4,

@@ -27,7 +27,7 @@ ABOVE = 0x600000
 
 
 def numbers_of(dtype: str) -> int:
-    """How many there are in 16 bytes."""
+    """Return how many numbers 16 bytes contain."""
     return 4 if dtype == "fp32" else 8
 
 
@@ -35,7 +35,7 @@ def numbers_of(dtype: str) -> int:
 def largest(
     words: Any, first: cutlass.Constexpr[int], count: cutlass.Constexpr[int], dtype: cutlass.Constexpr[str]
 ) -> Int32:
-    """Bits of the largest magnitude, as fp32, of the numbers in `count` words from the `first`."""
+    """Return the bits, as fp32, of the largest magnitude of the numbers in `count` words from `first` on."""
     if const_expr(dtype == "fp32"):
         found = Int32(0)
         for i in range_constexpr(count):
@@ -86,7 +86,7 @@ def scale_of(kind: cutlass.Constexpr[str], bits: Int32) -> tuple[Int32, Float32]
 
 
 def encode(words: Sequence[Any], inverse: Float32, dtype: str) -> list[Uint32]:
-    """Codes of the numbers in words, four in each of the results."""
+    """Return the codes of the numbers in words, four in each result."""
     values = ptx.unpack(words, dtype)
     return [ptx.encode(values[i : i + 4], inverse) for i in range(0, len(values), 4)]
 
@@ -99,7 +99,7 @@ def decode(words: Sequence[Any], scale: Float32, dtype: str) -> list[Uint32]:
 
 @cute.jit
 def exact_scale(kind: cutlass.Constexpr[str], stored: Int32) -> Float32:
-    """The number that `scale_of` returned as bits or as an exponent."""
+    """Return the number that `scale_of` returned as bits or as an exponent."""
     if const_expr(kind == "mx"):
         bits = stored << 23
         if stored == 0:
@@ -118,7 +118,7 @@ def store_codes(row: Int64, vector: Int32, codes: Any) -> None:
 
 @cute.jit
 def given_word(form: cutlass.Constexpr[Form], ranks: Ranks, scales: Int64, token: Int32, i: Int32) -> Int32:
-    """The i-th 4 bytes of the scales that came with a token's row."""
+    """Return the i-th 4 bytes of the scales that were passed with a token's row."""
     word = Int32(0)
     if const_expr(form.in_bytes):
         for j in range_constexpr(4):

@@ -14,7 +14,7 @@ TOGETHER = 4
 
 
 def padded(count: Any, alignment: Any) -> Any:
-    """Rows of a segment of `count` rows, a multiple of `alignment`."""
+    """Return the rows of a segment with `count` kept rows, a multiple of `alignment`."""
     return (count + alignment - 1) // alignment * alignment
 
 

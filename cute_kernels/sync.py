@@ -247,7 +247,7 @@ def poll(
 
 
 def is_awaited(ranks: Ranks, seen: Int64, numbered: bool) -> Boolean:
-    """Whether a word that was read does not belong to this operation yet."""
+    """Return whether a word that was read does not belong to this operation yet."""
     return (seen >> SHIFT) != (ranks.mark >> SHIFT) if numbered else seen != ranks.mark
 
 

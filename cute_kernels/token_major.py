@@ -20,8 +20,8 @@ def clear_choices(
     p: cutlass.Constexpr[Problem], threads: cutlass.Constexpr[int], share: tuple[Int32, Any], args: Any, copies: Int32,
     ids: cutlass.Constexpr[bool], weights: cutlass.Constexpr[bool],
 ) -> None:  # fmt: skip
-    """One block: its share of the local ids and weights of rows behind the last copy; it is the `share[0]`-th of so
-    many blocks."""
+    """One block: clear its share of the local ids and weights of rows after the last copy; it is the `share[0]`-th of
+    so many blocks."""
     block, blocks = share
     i = Int64(copies) * p.top_k + (block * threads + thread_id())
     while i < Int64(args.capacity) * p.top_k:

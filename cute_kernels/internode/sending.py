@@ -28,31 +28,32 @@ VECTORS = 4
 
 
 def word_of(ranks: sync.Ranks, number: Any) -> Int64:
-    """A word of this operation that carries a number."""
+    """Return a word of this operation that contains a number."""
     return with_number(ranks.mark, Int64(number))
 
 
 def batches_of(ranks: sync.Ranks, max_tokens: Int32) -> Int32:
-    """How many batches every rank sends each other domain."""
+    """Return the number of batches that every rank sends to each other domain."""
     each = ranks.heap.problem.batch_tokens
     return (max_tokens + each - 1) // each
 
 
 def offset_of_batch(ranks: sync.Ranks, name: str, slot: Int32, batch: Int32, room: int = 0) -> Int64:
-    """Offset of a batch in a section of rows that has slots. Its rows follow each other, as long as they travel.
-    `room`: bytes of a row, if not those of a row of the dtype."""
+    """Return the offset of a batch in a section of rows with slots. Its rows are contiguous, with the size that is
+    sent. `room`: bytes of a row, if not those of a row of the dtype."""
     p = ranks.heap.problem
     each = p.batch_tokens * (room or p.row_bytes)
     return ranks.at(Int64(0), name) + Int64((slot - 1) * ranks.heap.batches + batch) * each
 
 
 def word_at(ranks: sync.Ranks, name: str, slot: Int32, index: Int32, each: int) -> Int64:
-    """Offset of a word that has slots of `each`."""
+    """Return the offset of a word in a section with slots of `each` words."""
     return ranks.at(Int64(0), name) + Int64((slot - 1) * each + index) * 8
 
 
 def row_in(mask: Int32, token: Int32 | int) -> Int32:
-    """Where the row of a token lies in its batch, which holds those of `mask`; `token` counts within the batch."""
+    """Return the index of a token's row in its batch, which contains the rows of `mask`. `token` counts within the
+    batch."""
     return Int32(arch.popc(mask & ((Int32(1) << token) - 1)))
 
 

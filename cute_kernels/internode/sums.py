@@ -33,20 +33,21 @@ row of the owner's own domain; it is the last one."""
 
 
 def in_two_parts(problem: Problem) -> bool:
-    """Whether an owner adds the rows of its own domain up apart. Of two domains, whose sums may be added in any order,
-    it adds the other one's to them."""
+    """Return whether an owner adds the rows of its own domain separately. With two domains, whose sums may be added in
+    any order, it adds the other domain's sum to them."""
     return problem.num_domains > 2
 
 
 def number_there(problem: Problem, slot: Int32 | int, number: Int32) -> Int32:
-    """A copy's number where it is pushed to: in a domain of one rank, which has one copy of a token at most, 0."""
+    """Return a copy's number at the rank that it is pushed to: 0 in a domain of one rank, which has at most one copy of
+    a token."""
     if problem.domain_ranks > 1 or problem.num_domains == 1:
         return number
     return number * Int32(slot == 0)
 
 
 def offset_of_copy(problem: Problem, slot: Int32, number: Int32, token: Int32, row_bytes: int) -> Int64:
-    """Offset of a copy's sum, of so many bytes, from that of the first one."""
+    """Return the offset of a copy's sum of `row_bytes` from that of the first copy."""
     return Int64((slot * problem.most_copies + number) * problem.max_tokens + token) * row_bytes
 
 
@@ -96,7 +97,7 @@ def ask(
 
 
 def offset_of_id(ranks: sync.Ranks, token: Int32 | int, k: Int32) -> Int64:
-    """Among what is asked for a batch; `token` counts within it."""
+    """Return the offset of an id in the request of a batch; `token` counts within the batch."""
     return Int64(ranks.heap.masks_bytes) + Int64(token * ranks.heap.problem.weights_each + k) * 4
 
 
@@ -268,8 +269,8 @@ def add_pushed(
 
 
 def offset_of_copy_scalars(ranks: sync.Ranks, slot: Int32, holder: Int32, token: Int32) -> Int64:
-    """Offset of the `top_k` scalars of a token-major row, which `holder` holds, at the token's owner, or its stager.
-    The space is that of a dispatch's messages, in which there is room for as many of each rank."""
+    """Return the offset of the `top_k` scalars of a token-major row of `holder`, at the token's owner or its stager.
+    They use the space of a dispatch's messages, which has room for as many of each rank."""
     p = ranks.heap.problem
     row = (slot * p.domain_ranks + index_of(ranks, holder)) * p.max_tokens + token
     return ranks.at(Int64(0), "messages") + Int64(row) * (p.weights_each * 4)

@@ -208,8 +208,8 @@ class Nvshmem(Wire):
 
 @cute.jit
 def fence_by_block() -> None:
-    """What reads the source is no thread of this GPU: what all threads of the block have stored comes before the put.
-    One fences for all of them: fences of a multiprocessor wait for each other."""
+    """Order the stores of all threads of the block before a put, whose source is read by no thread of this GPU. One
+    thread fences for all, because fences of a multiprocessor wait for each other."""
     # Every thread's stores come before the one's fence.
     arch.sync_threads()
     if thread_id() == 0:
@@ -220,8 +220,8 @@ def fence_by_block() -> None:
 
 @cute.jit
 def test_by_warp(library: cutlass.Constexpr[str], address: Int64, came: Boolean) -> None:
-    """One lane asks NVSHMEM for a word that it has, for all lanes that have one: where a network writes data and words
-    by different ways, this is what makes the data visible. Each call fences, and lanes would make theirs in turn."""
+    """Let one lane ask NVSHMEM for a word that has arrived, for all lanes that have one. This makes data visible where
+    a network writes data and words by different paths. Each call fences, and the lanes' calls would be serialized."""
     lanes = Int32(arch.vote_ballot_sync(came))
     if arch.lane_idx() == lowest(lanes) and lanes != 0:
         value = Uint64(ptx.ld_relaxed_sys(address))
@@ -270,8 +270,8 @@ def _calls(library: str) -> _Calls:
 
 
 def find_library() -> str | None:
-    """NVSHMEM's device library for GPUs of capability 9.0 and newer, as the wheels nvidia-nvshmem-cu12 and -cu13
-    install it; None if there is none, or if the first one is older than 3.7."""
+    """Return the path of NVSHMEM's device library for GPUs of capability 9.0 and newer, as the wheels
+    nvidia-nvshmem-cu12 and -cu13 install it; None if there is none, or if the first one found is older than 3.7."""
     for folder in map(Path, sys.path):
         path = folder / "nvidia" / "nvshmem" / "lib" / "libnvshmem_device_sm_90.bc"
         if path.is_file():

@@ -26,7 +26,7 @@ from .place import RouteTables, asked_expert
 
 
 def bundles(problem: Problem, tokens: Int32) -> Int32:
-    """The most puts of rows of so many tokens of a rank, to all others."""
+    """Return the largest number of puts of the rows of so many tokens of a rank to all others."""
     return (problem.world_size - 1) * ((tokens + problem.wire.rows - 1) // problem.wire.rows)
 
 
@@ -39,7 +39,7 @@ def bundle_of(ranks: sync.Ranks, item: Int32 | int) -> tuple[Int32, Int32]:
 
 
 def first_of(problem: Problem, number: Int32) -> Int32:
-    """The number of the first row in the put of a row."""
+    """Return the number of the first row in a row's put."""
     return number // problem.wire.rows * problem.wire.rows
 
 
@@ -94,7 +94,7 @@ def number_rows(ranks: sync.Ranks, tables: RouteTables, max_tokens: Int32, warp:
 
 
 def number_of(ranks: sync.Ranks, tables: RouteTables, source: Int32, token: Int32) -> Int32:
-    """As `number_rows` has found it."""
+    """Return the number of a row, as `number_rows` has computed it."""
     return Int32(tables.order[source * ranks.heap.tokens + token])
 
 

@@ -178,7 +178,7 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def named(self, ranks: sync.Ranks, args: LatencyCombineArgs, token: Int32, lane: Int32) -> Named:
-        """Which copies of a token there are, and which of them have rows."""
+        """Return which copies of a token exist, and which of them have rows."""
         p = self.problem
         row, expert = Int32(-1), Int32(-1)
         if lane < p.top_k:
@@ -279,7 +279,8 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def add_tree(self, ranks: sync.Ranks, order: Order, sums: Any, token: Int32, address: Int64) -> None:
-        """`add_copies` over several domains: the words of copies from other ones are awaited first."""
+        """Add copies as `add_copies` does, over several domains: wait for the words of copies of other domains
+        first."""
         own, acc = sums
         count = self.await_far_copies(ranks, order, token)
         # A lane holds 16 numbers of a sum in a format, and 16 of its domain's sum: few registers are left for packets.
@@ -333,8 +334,8 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def close_domain(self, order: Order, copy: Int32, part: Any, acc: Any) -> None:
-        """Behind the last copy of a domain: adds the domain's sum `part`, rounded (with a format: quantized) unless it
-        is the owner's own domain, to `acc`, and clears it."""
+        """After the last copy of a domain: add the domain's sum `part` to `acc`, rounded (with a format: quantized)
+        unless it is the owner's own domain, and clear it."""
         dtype = self.problem.dtype
         if (order.last >> copy) & 1 != 0:
             if (order.rounded >> copy) & 1 != 0:

@@ -82,7 +82,8 @@ class CombineSender(SplitOperation, Kernel):
         return NUMBERS if self.format else 16 // self.problem.itemsize
 
     def words_of(self, args: LatencyCombineArgs, row: Int32, packet: Int32, lane: Int32, batch: int) -> Words:
-        """The sum over k ascending of the rows that the lanes hold, as it travels, in a lane's payload vector."""
+        """Return the sum over ascending k of the rows that the lanes hold, as it is sent, in a lane's payload
+        vector."""
         if self.format:
             batch = max(1, batch // self.problem.itemsize)  # as many bytes as without a format
             return sum_words(self.form, self.problem.dtype, self.weighted, args, row, packet, lane, batch)
@@ -186,7 +187,7 @@ class CombineSender(SplitOperation, Kernel):
 
     @cute.jit
     def bundled_sum(self, args: LatencyCombineArgs, copy: Copy, last: Any, packet: Int32) -> Words:
-        """A lane's payload vector of a packet of several sums: lane i knows the i-th of their copies."""
+        """Return a lane's payload vector of a packet of several sums. Lane i holds the i-th of their copies."""
         lane = arch.lane_idx()
         i = packet // self.row_packets
         begin, rows = arch.shuffle_sync(copy.begin, i), arch.shuffle_sync(copy.rows, i)
@@ -202,7 +203,7 @@ class CombineSender(SplitOperation, Kernel):
     def sum_rows(
         self, args: LatencyCombineArgs, row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int]
     ) -> Words:
-        """The rounded sum over k ascending of the rows that the lanes hold, in a lane's payload vector."""
+        """Return the rounded sum over ascending k of the rows that the lanes hold, in a lane's payload vector."""
         p = self.problem
         weight = Float32(1.0)
         if const_expr(self.weighted):

@@ -215,8 +215,8 @@ class LatencyDispatch(DispatchSender):
     def gather_routes(
         self, ranks: sync.Ranks, tables: RouteTables, args: LatencyDispatchArgs, warp: Int32, lane: Int32
     ) -> None:
-        """The routes of all ranks into shared memory. What does not come in time names no experts. The last block
-        notes for whom it waits."""
+        """Receive the routes of all ranks in shared memory. Routes that do not arrive in time name no experts. The last
+        block logs which ranks it waits for."""
         p = self.problem
         bid, blocks = block_ids()
         count = packets(ROUTE_HEADER_BYTES + 2 * (args.max_tokens * p.top_k))
@@ -248,8 +248,8 @@ class LatencyDispatch(DispatchSender):
 
     @cute.jit
     def clear_padding(self, tables: RouteTables, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """A block's share of the rows between each segment's last row and its padded end: a warp a row, and of swizzled
-        scales a warp an expert."""
+        """Zero a block's share of the rows between each segment's last row and its padded end: one warp for each row,
+        and for swizzled scales one warp for each expert."""
         p = self.problem
         rank, lane = args.ranks.rank, share.lane
         experts = first_expert(p, rank + 1) - first_expert(p, rank)
@@ -359,7 +359,7 @@ class LatencyDispatch(DispatchSender):
     def own_words(
         self, ranks: sync.Ranks, args: LatencyDispatchArgs, token: Int32, packet: Int32, lane: Int32
     ) -> Words:  # fmt: skip
-        """A lane's payload vector of a packet of one of this rank's own rows, without weights."""
+        """Return a lane's payload vector of a packet of one of this rank's own rows, without weights."""
         p = self.problem
         if const_expr(self.format != ""):
             return row_words(self.delivery.form, self.given, False, ranks, args, token, packet, lane)
@@ -396,7 +396,7 @@ class LatencyDispatch(DispatchSender):
                     state = Int32(0)
 
     def waits_of(self, ranks: sync.Ranks, batch: Batch, item: Int32, share: WarpShare) -> tuple[Any, Any]:
-        """How a warp waits for the packets of a batch that begins with `item` (see `packets.await_packets`)."""
+        """Return how a warp waits for the packets of a batch that begins with `item` (see `packets.await_packets`)."""
         staging = ranks.at(ranks.own, "lines")
 
         def address_of(u: int) -> Int64:

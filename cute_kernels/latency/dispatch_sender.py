@@ -101,7 +101,7 @@ class DispatchSender(SplitOperation, Kernel):
 
     @cute.jit
     def put_routes(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """This rank's route, to each rank of another domain by a block."""
+        """Put this rank's route to each rank of another domain, one block for each."""
         p = self.problem
         total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
         stride = ranks.heap.route_packets * PACKET_BYTES
@@ -117,7 +117,8 @@ class DispatchSender(SplitOperation, Kernel):
 
     @cute.jit
     def put_rows(self, ranks: sync.Ranks, args: LatencyDispatchArgs, share: WarpShare) -> None:
-        """Each row once to every rank of another domain that holds one of its experts, a row and rank a block."""
+        """Put each row once to every rank of another domain that holds one of its experts, one block for each (row,
+        rank)."""
         p = self.problem
         far = min(p.top_k, p.world_size - p.domain_ranks)  # the most such ranks of a token
         for item in cutlass.range(share.block, args.tokens * far, share.blocks):
@@ -158,7 +159,8 @@ class DispatchSender(SplitOperation, Kernel):
 
     @cute.jit
     def push_route(self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, share: WarpShare) -> None:
-        """This rank's route, a packet a warp; blocks are counted from the last one, which pushes the fewest rows."""
+        """Push this rank's route, one packet for each warp. Blocks are counted from the last one, which pushes the
+        fewest rows."""
         p = self.problem
         lane = share.lane
         total = packets(ROUTE_HEADER_BYTES + 2 * args.max_tokens * p.top_k)
@@ -178,10 +180,8 @@ class DispatchSender(SplitOperation, Kernel):
 
     @cute.jit
     def push_rows(self, ranks: sync.Ranks, args: LatencyDispatchArgs, peers: Peers, share: WarpShare) -> None:
-        """Each row once to every other rank that holds one of its experts, a packet a warp.
-
-        A warp reads several packets before it sends the first, so that it waits for memory once for all of them.
-        """
+        """Push each row once to every other rank that holds one of its experts, one packet for each warp. A warp reads
+        several packets before it sends the first, so that it waits for memory only once."""
         p = self.problem
         lane, count = share.lane, self.row_packets
         total = args.tokens * count
@@ -235,7 +235,7 @@ class DispatchSender(SplitOperation, Kernel):
     def row_words(
         self, ranks: sync.Ranks, args: LatencyDispatchArgs, token: Int32, packet: Int32, lane: Int32
     ) -> Words:
-        """A lane's payload vector of a row's packet: 16 bytes of the row, or weights behind its end."""
+        """Return a lane's payload vector of a row's packet: 16 bytes of the row, or weights after its end."""
         p = self.problem
         if const_expr(self.format != ""):
             return row_words(self.delivery.form, self.given, self.weights, ranks, args, token, packet, lane)

@@ -32,7 +32,7 @@ class FarTarget(NamedTuple):
 
 @cute.jit
 def store_far(ranks: sync.Ranks, area: cutlass.Constexpr[str], at: Int64, words: Words) -> None:
-    """Part of a packet into the send area. Who has given up leaves it alone, since it may still be read."""
+    """Store a part of a packet in the send area, unless this rank has given up, because the area may still be read."""
     if ranks.mark >= 0:
         st_line(ranks.at(ranks.own, area) + at, words)
 
@@ -95,7 +95,7 @@ def end(ranks: sync.Ranks) -> None:
 
 @cute.jit
 def far_rank(wanted: RankSet, number: Int32) -> Int32:
-    """Member `number` of a set of ranks, counted from 0 in ascending order; -1 if it has not so many."""
+    """Return member `number` of a set of ranks in ascending order, counted from 0; -1 if there are fewer."""
     rank, skipped = Int32(-1), Int32(number)
     for i in range_constexpr(len(wanted)):
         left = wanted[i]

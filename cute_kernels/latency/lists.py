@@ -152,7 +152,7 @@ def begins_source(problem: cutlass.Constexpr[Problem], args: Any, token: Int32, 
 
 @cute.jit
 def own_weights(problem: cutlass.Constexpr[Problem], tables: RouteTables, args: Any, share: WarpShare) -> None:
-    """A block's share of the weights of rows that stay on this rank."""
+    """Store a block's share of the weights of rows that stay on this rank."""
     entries = args.max_tokens * problem.top_k
     for i in cutlass.range(share.block * THREADS + thread_id(), args.tokens * problem.top_k, share.blocks * THREADS):
         row = tables.rows[args.ranks.rank * source_stride(entries) + i]

@@ -87,7 +87,8 @@ def rows_near(problem: cutlass.Constexpr[Problem], args: Any, index: Int32) -> N
 
 
 def rows_of_copies(problem: Problem, copies: int) -> int:
-    """Rows of so many copies of tokens that choose different experts, all equally likely."""
+    """Return the expected number of rows of so many copies, whose tokens choose different experts, all equally
+    likely."""
     experts, k = problem.num_experts, min(problem.top_k, problem.num_experts)
     missed = sum(math.comb(experts - held, k) / math.comb(experts, k) for held in problem.experts_per_rank)
     return round(copies * k / (problem.world_size - missed))
@@ -95,8 +96,9 @@ def rows_of_copies(problem: Problem, copies: int) -> int:
 
 @cute.jit
 def index_of_item(problem: cutlass.Constexpr[Problem], rank: Int32, max_tokens: Int32, number: Int32) -> Int32:
-    """Where the `number`-th copy lies in the list of at most W x max_tokens. Sources have about as many copies each, in
-    their order: numbers take turns among the others, so that all links are busy, and come to this rank's own last."""
+    """Return the position of the `number`-th copy in the list of at most W x max_tokens. Sources have about equally
+    many copies, in their order: consecutive numbers alternate among the other ranks, so that all links are busy, and
+    end with this rank's own copies."""
     others = max(problem.world_size - 1, 1)
     part = (rank + 1 + number % others) % problem.world_size
     index = part * max_tokens + number // others

@@ -46,7 +46,7 @@ class WarpShare(NamedTuple):
 
 
 def ld_line(addr: Int64) -> Words:
-    """16 bytes that a peer may be writing."""
+    """Load 16 bytes that a peer may be writing."""
     return arch.inline_ptx(
         "ld.volatile.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Uint32] * 4,
@@ -55,34 +55,34 @@ def ld_line(addr: Int64) -> Words:
 
 
 def st_line(addr: Int64, words: Sequence[Any]) -> None:
-    """16 bytes of a line; the lanes of a line store together."""
+    """Store 16 bytes of a line; the lanes of a line store together."""
     arch.inline_ptx("st.volatile.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[addr, *words])
 
 
 def st_v2(addr: Int64, words: Sequence[Any]) -> None:
-    """8 bytes."""
+    """Store 8 bytes."""
     arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[addr, words[0], words[1]])
 
 
 def lane_vector(lane: Int32) -> Int32:
-    """Which of a packet's 30 payload vectors a lane carries, wholly or by half."""
+    """Return which of a packet's 30 payload vectors a lane holds, completely or half of it."""
     i = lane & 15
     return (lane >> 4) * 15 + i - (i >> 3) + Int32(i == 7) * 7
 
 
 def lane_offset(lane: Int32) -> Int32:
-    """Where a lane's bytes begin in a packet's payload."""
+    """Return the offset of a lane's bytes in a packet's payload."""
     return lane_vector(lane) * 16 + Int32((lane & 15) == 15) * 8
 
 
 def marks(lane: Int32) -> Boolean:
-    """Whether a lane carries 8 bytes and the mark."""
+    """Return whether a lane holds 8 bytes and the mark."""
     return (lane & 7) == 7
 
 
 @cute.jit
 def seal(words: Sequence[Any], lane: Int32, mark: Int64) -> Words:
-    """From the payload vector of `lane_vector` to what a lane stores; in words 0 and 1 also what it receives."""
+    """Convert the payload vector of `lane_vector` to what a lane stores, and in words 0 and 1 also what it receives."""
     w0, w1, w2, w3 = words[0], words[1], words[2], words[3]
     if (lane & 15) == 15:
         w0 = w2
@@ -198,7 +198,7 @@ def receive_packet(
 
 
 def by_mark(ranks: Ranks) -> Ranks:
-    """`ranks` as the mark says, anew: what was made of the epoch before needs no registers until here."""
+    """Recompute `ranks` from its mark, so that values derived from the epoch need no registers until here."""
     new = copy.copy(ranks)
     new.mark = arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[ranks.mark])
     new.epoch = new.mark >> SHIFT

@@ -29,7 +29,7 @@ ROUTE_WORDS = PAYLOAD_BYTES // 4
 
 
 def source_stride(entries: Int32) -> Int32:
-    """Distance of two sources' entries in `RouteTables.rows`."""
+    """Return the distance of two sources' entries in `RouteTables.rows`."""
     return (entries + 31) // 32 * 32
 
 
@@ -67,7 +67,7 @@ class RouteTables(Carried):
 
 @cute.jit
 def own_route_words(ranks: Ranks, args: Any, packet: Int32, lane: Int32, report: cutlass.Constexpr[bool]) -> Words:
-    """A lane's payload vector of the given packet of this rank's route. `args` are those of the dispatch kernel."""
+    """Return a lane's payload vector of a packet of this rank's route. `args` are those of the dispatch kernel."""
     problem = ranks.heap.problem
     entries = args.tokens * problem.top_k
     vector = packet * PAYLOAD_VECTORS + lane_vector(lane)
@@ -112,7 +112,7 @@ def keep_route(tables: RouteTables, source: Int32, packet: Int32, words: Words, 
 
 
 def share_of_warp(warp: Int32, total: Int32) -> tuple[Int32, Int32]:
-    """Which of `total` consecutive things a warp of the block takes: from the first up to the second."""
+    """Return the range of `total` consecutive items that a warp of the block processes."""
     each = (total + WARPS - 1) // WARPS
     begin = cutlass.min(warp * each, total)
     return begin, cutlass.min(begin + each, total)
@@ -142,7 +142,7 @@ def clear_counts(tables: RouteTables, experts: Int32) -> None:
 
 @cute.jit
 def asked_expert(tables: RouteTables, source: Int32, entry: Int32, entries: Int32, low: Int32, high: Int32) -> Int32:
-    """Expert id minus `low` of an entry; -1 if it is none of low..high-1."""
+    """Return the expert id of an entry minus `low`, or -1 if it is not in low..high-1."""
     expert = Int32(-1)
     if entry < entries:
         word = tables.route[source * tables.route_stride + ROUTE_HEADER_BYTES // 4 + (entry >> 1)]
@@ -255,7 +255,7 @@ def number_chunk(
 
 @cute.jit
 def kept_rows(tables: RouteTables, e: Int32) -> Int32:
-    """How many entries of a placed expert have a row."""
+    """Return how many entries of a placed expert have a row."""
     return cutlass.max(cutlass.min(tables.asked[e], tables.limit[e] - tables.start[e]), 0)
 
 

@@ -37,13 +37,13 @@ def packets_of(form: Form, top_k: int, weights: bool) -> int:
 
 
 def first_vector(form: Form, packet: Int32) -> Int32:
-    """The first vector of 16 codes of the first block that has codes in a packet."""
+    """Return the first vector of 16 codes of the first block that has codes in a packet."""
     each = form.block // 16
     return packet * VECTORS // each * each
 
 
 def blocks_of(form: Form) -> int:
-    """How many of a packet's 16 bytes of scales are used, in scales."""
+    """Return how many scales of a packet's 16 bytes of scales are used."""
     return CODES // 32 if form.in_bytes else 4
 
 
@@ -108,7 +108,7 @@ def row_words(
 
 
 def first_weight(packet: Int32, lane: Int32) -> Int32:
-    """Which of the token's weights a lane's words begin with, in the lanes that carry any; elsewhere a negative one."""
+    """Return the first of the token's weights in a lane's words; a negative value in lanes that hold none."""
     return (lane_offset(lane) - 16 * WEIGHTS) // 4 + packet * 4
 
 
@@ -156,7 +156,7 @@ def store_row(
 
 @cute.jit
 def scale_in(form: cutlass.Constexpr[Form], stored: Any, block: Int32) -> Int32:
-    """The scale of a packet's block, from its 16 bytes of scales; something for blocks that it does not have."""
+    """Return the scale of a packet's block from its 16 bytes of scales; any value for blocks that it does not have."""
     index = block >> 2 if form.in_bytes else block
     found = stored[0]
     for i in range_constexpr(1, 4):

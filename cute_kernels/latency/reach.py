@@ -38,7 +38,7 @@ def heap_of(peers: Peers, rank: Int32) -> Int64:
 
 
 def rotated(word: Int32, by: Int32) -> Int32:
-    """A word rotated to the right by `by` modulo 32 bits."""
+    """Return a word rotated to the right by `by` modulo 32 bits."""
     return arch.inline_ptx(
         "shf.r.wrap.b32 {$w0}, {$r0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[word, by]
     )

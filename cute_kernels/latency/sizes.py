@@ -44,14 +44,14 @@ def route_packets(p: Problem, tokens: int) -> int:
 
 
 def placed(p: Problem) -> int:
-    """For how many each table has room that is not of tokens: for all experts, or, of token-major rows, for all ranks,
-    or twice for the experts of one."""
+    """Return the sizes of tables that do not depend on tokens: all experts; token-major: all ranks, or twice the
+    experts of one rank."""
     return max(p.num_experts, p.world_size, 2 * p.local_experts)
 
 
 def table_ints(p: Problem, tokens: int) -> dict[str, int]:
-    """How long each of a dispatch block's tables is (`place.RouteTables`), in int32. `earlier` counts with 16 bits,
-    which suffice since `rows` would not fit otherwise. `order`, likewise, is there across NVLink domains."""
+    """Return the length of each table of a dispatch block (`place.RouteTables`), in int32. `earlier` counts with 16
+    bits, which suffice because `rows` would not fit otherwise; so does `order`, which exists across NVLink domains."""
     w, e = p.world_size, placed(p)
     return {
         **({"order": -(-w * tokens // 2)} if p.num_domains > 1 else {}),
@@ -66,12 +66,12 @@ def table_ints(p: Problem, tokens: int) -> dict[str, int]:
 
 
 def block_bytes(p: Problem, tokens: int) -> int:
-    """Bytes of shared memory of a dispatch block."""
+    """Return the shared memory of a dispatch block in bytes."""
     return 4 * sum(table_ints(p, tokens).values())
 
 
 def most_tokens(p: Problem) -> int:
-    """The largest token bound that the latency kernels can be compiled for; 0: none."""
+    """Return the largest token bound that the latency kernels can be compiled for, 0 if there is none."""
     if p.num_experts > MOST_EXPERTS:
         return 0
     bounds = range(1, p.max_tokens + 1)

@@ -65,8 +65,9 @@ class SplitOperation:
 
     @cute.jit
     def trigger_dependents(self, warp: Int32) -> None:
-        """Trigger, by each warp of a receiving block behind its last store. The last warp waits for all `end_waits` of
-        the block first; what it stored before is visible to dependents by their own wait for this kernel's end."""
+        """Trigger dependents, by each warp of a receiving block after its last store. The last warp first waits for all
+        `end_waits` of the block; what it stored before is visible to dependents because they wait for this kernel's
+        end."""
         if const_expr(self.triggers):
             if warp == WARPS - 1:
                 arch.barrier(barrier_id=WAITS_DONE, number_of_threads=THREADS)

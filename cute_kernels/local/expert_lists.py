@@ -24,7 +24,7 @@ WARPS = 32
 
 
 def share_of(entries: Int32, blocks: Int32) -> Int32:
-    """Entries of a block: whole steps of a warp, and so whole vectors of 16 bytes."""
+    """Return the number of entries of a block: whole steps of a warp, and therefore whole vectors of 16 bytes."""
     return (entries + blocks * 32 - 1) // (blocks * 32) * 32
 
 
@@ -165,7 +165,7 @@ class ExpertLists(Launched):
 
     @cute.jit
     def expert_of(self, args: ExpertListsArgs, entry: Int32, end: Int32) -> Int32:
-        """-1: it names none."""
+        """Return the expert of an entry, or -1 if it names none."""
         expert = Int32(-1)
         if entry < end:
             expert = ptx.ld_i32(args.local_idx + Int64(entry) * 4)

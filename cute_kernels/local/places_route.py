@@ -118,7 +118,7 @@ class PlacesRoute(Launched):
 
     @cute.jit
     def load(self, args: PlacesRouteArgs, given: Lists, entry: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """The place of an entry, -1 if it has none, and the home of its copy."""
+        """Return the place of an entry, -1 if it has none, and the home of its copy."""
         place, home = Int32(-1), Int32(0)
         if entry < end:
             place = ptx.ld_i32(args.places + Int64(entry) * 4)
@@ -146,7 +146,7 @@ class PlacesRoute(Launched):
 
     @cute.jit
     def holder(self, args: PlacesRouteArgs, entry: Int32) -> Int32:
-        """The rank of an entry's expert, -1 of none."""
+        """Return the rank of an entry's expert, or -1 if there is none."""
         expert = ptx.ld_i32(args.topk_idx + Int64(entry) * 4)
         rank = Int32(-1)
         if expert >= 0:

@@ -106,7 +106,7 @@ class SwiGLU(RowPieces):
 
     @cute.jit
     def operands(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> Any:
-        """A lane's gates, ups and, of backward, gradients; zeros in padding, whose operands may be anything."""
+        """Return a lane's gates, ups and, in backward, gradients; zeros in padding, whose contents are undefined."""
         each = 4 * self.ahead
         words = cute.make_rmem_tensor(((3 if self.backward else 2) * each,), Uint32)
         for i in range_constexpr((3 if self.backward else 2) * each):
@@ -121,7 +121,7 @@ class SwiGLU(RowPieces):
 
     @cute.jit
     def made(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> Any:
-        """silu(gate) * up, in x's dtype."""
+        """Return silu(gate) * up in x's dtype."""
         words = self.operands(args, row, kept, first)
         made = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
         for u in range_constexpr(self.ahead):
@@ -134,7 +134,7 @@ class SwiGLU(RowPieces):
 
     @cute.jit
     def give_back(self, args: SwiGLUArgs, row: Int32, kept: Boolean, first: Int32) -> None:
-        """With s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)), up' = grad gate s."""
+        """Store the gradients, with s = sigmoid(gate): gate' = grad up s (1 + gate (1 - s)), up' = grad gate s."""
         words = self.operands(args, row, kept, first)
         of_gates = cute.make_rmem_tensor((4 * self.ahead,), Uint32)
         of_ups = cute.make_rmem_tensor((4 * self.ahead,), Uint32)

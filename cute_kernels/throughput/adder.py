@@ -250,7 +250,7 @@ class Adding:
 
 @cute.jit
 def add_apart(count: cutlass.Constexpr[int], mark: Int32, acc: Any, part: Any, values: Any) -> None:
-    """Where there are more than two NVLink domains."""
+    """Add values if there are more than two NVLink domains."""
     if mark & BEGINS != 0:
         for i in range_constexpr(count):
             part[i] = Float32(0.0)

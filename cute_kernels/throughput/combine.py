@@ -211,7 +211,7 @@ class Combine(SlicedKernel):
                     item += step
 
     def adding(self, pushing: bool) -> Adding:
-        """How a warp adds up rows that it pushes, or sums that have arrived."""
+        """Return how a warp adds rows that it pushes, or sums that have arrived."""
         if pushing:
             return Adding(
                 self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push,
@@ -233,22 +233,20 @@ class Combine(SlicedKernel):
 
     @cute.jit
     def scout_push(self, context: Any, item: Int32) -> Copy:
-        """A copy here, if the item is one."""
+        """Return the copy of an item, if there is one."""
         ranks, walk = context[:2]
         return copy_of(ranks, walk, item)
 
     @cute.jit
     def peek_push(self, context: Any, copy: Copy) -> tuple[Int32, Int32]:
-        """A lane's row of the copy, -1 for none, and who asked for it."""
+        """Return a lane's row of the copy, -1 for none, and its entry at the owner."""
         return row_of(context[1], copy)
 
     @cute.jit
     def fetch_push(self, context: Any, copy: Copy, peeked: Any) -> tuple[Int32, Int32, Float32, Int64, Int32]:
-        """The rows of a copy (see add_items); its scalars go out at once.
-
-        Instead of a row behind the last one, which is reported, the last one is read: the owner waits for a sum
-        all the same. (Where there is none to read it waits until its deadline.)
-        """
+        """Return the rows of a copy (see add_items), and send its scalars. A row after the last one is reported, and
+        the last row is read in its place, because the owner waits for a sum. (If there are no rows, the owner waits
+        until its deadline.)"""
         ranks, walk, args, last = context
         p = self.problem
         copy = guarded(ranks, args.num_rows, args.max_tokens, copy)
@@ -284,12 +282,12 @@ class Combine(SlicedKernel):
 
     @cute.jit
     def scout_sum(self, context: Any, token: Int32) -> Int32:
-        """Nothing has to be loaded first."""
+        """Return nothing, because nothing has to be loaded first."""
         return token
 
     @cute.jit
     def peek_sum(self, context: Any, token: Int32) -> tuple[Int32, Int32]:
-        """A lane's entry of send_rows and topk_idx of one of this rank's tokens."""
+        """Return a lane's entry of send_rows and topk_idx of one of this rank's tokens."""
         ranks, args = context
         lane = arch.lane_idx()
         row, expert = Int32(-1), Int32(-1)
@@ -301,7 +299,8 @@ class Combine(SlicedKernel):
 
     @cute.jit
     def fetch_sum(self, context: Any, token: Int32, peeked: Any) -> tuple[Any, Int32, Float32, Int64, Int32]:
-        """The staged rows of one of this rank's tokens (see add_items), once they have arrived: lane c has copy c."""
+        """Return the staged rows of one of this rank's tokens (see add_items) after they have arrived: lane c has copy
+        c."""
         ranks, args = context
         p = self.problem
         lane = arch.lane_idx()
@@ -349,7 +348,8 @@ class Combine(SlicedKernel):
 
     @cute.jit
     def address_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:
-        """Where the scalar lies that a rank returns to this one: those of other NVLink domains came over the wire."""
+        """Return the address of the scalar that a rank returns to this one; those of other NVLink domains arrive over
+        the wire."""
         p = self.problem
         among = offset_of_weight(p, token * p.top_k + k)
         at = ranks.at(ranks.own, "scalars") + among

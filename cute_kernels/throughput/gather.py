@@ -109,12 +109,12 @@ class Gather(SlicedKernel):
     # What the warp does in its loop (pipeline.Work).
 
     def scout(self, lists: Any, item: Int32) -> Int32:
-        """Nothing has to be loaded first."""
+        """Return nothing, because nothing has to be loaded first."""
         return item
 
     @cute.jit
     def peek(self, lists: Any, item: Int32) -> tuple[Int32, Int32]:
-        """A lane's entry of topk_idx and send_rows of the item's token, -1 for none."""
+        """Return a lane's entry of topk_idx and send_rows of the item's token, -1 for none."""
         _, args, items = lists
         top_k = self.problem.top_k
         lane = arch.lane_idx()
@@ -235,7 +235,7 @@ class Gather(SlicedKernel):
 
 
 def of_vector(dtype: str, numbers: Any, u: int) -> list[Float32]:
-    """Those of a lane's vector `u` of a slice."""
+    """Return the numbers of a lane's vector `u` of a slice."""
     each = 4 if dtype == "fp32" else 8
     return [numbers[i] for i in range(each * u, each * (u + 1))]
 

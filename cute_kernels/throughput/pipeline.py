@@ -26,19 +26,19 @@ class Work(Protocol):
     """
 
     def scout(self, lists: Any, item: Int32) -> Any:
-        """What has to be loaded first of an item. There may be no such item."""
+        """Return what has to be loaded first for an item, which may not exist."""
 
     def peek(self, lists: Any, scouted: Any) -> Any:
-        """What this leads to, loaded an item later."""
+        """Return what `scouted` refers to, loaded one item later."""
 
     def nothing(self) -> Any:
-        """A job that is done."""
+        """Return a finished job."""
 
     def begin(self, lists: Any, state: Any, item: Int32, scouted: Any, peeked: Any) -> Any:
-        """The job of an item; nothing is left of it if the item is to be skipped."""
+        """Return the job of an item; a finished job if the item is skipped."""
 
     def left(self, job: Any) -> Boolean:
-        """Whether something is left to load."""
+        """Return whether something remains to be loaded."""
 
     def load(self, lists: Any, state: Any, ring: Ring, stage: Int32, job: Any) -> Any:
         """Starts one load, into a stage, and notes what the stage will hold. Returns what is left then."""
@@ -71,7 +71,8 @@ class Ahead(NamedTuple):
 
 @cute.jit
 def deal_out(claims: Int64, item: Int32, step: Int32, total: Int32, dealt: Boolean) -> Items:
-    """`item` and `item + step` for a warp that has items dealt out; one that has none claims its first two as well."""
+    """Assign `item` and `item + step` to a warp with static items. A warp without static items claims its first two as
+    well."""
     upcoming = item + step
     if not dealt:
         item = 2 * step + granted(claim(claims))
@@ -81,7 +82,7 @@ def deal_out(claims: Int64, item: Int32, step: Int32, total: Int32, dealt: Boole
 
 @cute.jit
 def look_ahead(work: cutlass.Constexpr[Work], lists: Any, items: Items) -> Ahead:
-    """At the beginning."""
+    """Load ahead before the first item."""
     scouted = work.scout(lists, items.first)
     peeked = work.peek(lists, scouted)
     following = work.scout(lists, items.second)
@@ -93,7 +94,7 @@ def look_ahead(work: cutlass.Constexpr[Work], lists: Any, items: Items) -> Ahead
 
 @cute.jit
 def look_further(work: cutlass.Constexpr[Work], lists: Any, items: Items, ahead: Ahead) -> Ahead:
-    """When the item is begun."""
+    """Load ahead when an item begins."""
     peeked = work.peek(lists, ahead.following)
     ticket = ahead.ticket
     if const_expr(items.claims is not None):
@@ -148,5 +149,5 @@ def claim(own: Int64) -> Int32:
 
 
 def granted(ticket: Int32) -> Int32:
-    """The answer to a claim, for the whole warp."""
+    """Return the result of a claim to the whole warp."""
     return arch.shuffle_sync(ticket, 0)

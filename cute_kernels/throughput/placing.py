@@ -45,7 +45,7 @@ class PlacingTables(NamedTuple):
 
 
 def new_tables(problem: Problem, smem: Any, table: Any) -> PlacingTables:
-    """`table` is what counting has used."""
+    """Allocate the tables. `table` is the memory that counting has used."""
 
     def ints(n: int) -> Any:
         return smem.allocate_tensor(Int32, cute.make_layout(n))
@@ -88,7 +88,7 @@ def place_tile(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables, args
 
 @cute.jit
 def finish_tile(ranks: Ranks, weighted: cutlass.Constexpr[bool], tile: Int32, tables: PlacingTables, args: Any) -> None:
-    """One block, behind `place_tile`: what no row waits for."""
+    """One block, after `place_tile`: write what no row depends on."""
     p = ranks.heap.problem
     if const_expr(weighted):
         fetch_weights(ranks, tile, tables, args)
@@ -159,7 +159,7 @@ def read_settings(ranks: Ranks, ok: Int32, tile: Int32, tables: PlacingTables) -
 
 @cute.jit
 def finish_segments(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> None:
-    """`mine` and the first of `rows` become rows; tile 0 writes the segments of the experts here."""
+    """Convert `mine` and the first of `rows` to rows; tile 0 writes the segments of the local experts."""
     p = ranks.heap.problem
     first_local, end_local = local_experts(p, ranks.rank)
     for e in cutlass.range(thread_id(), p.num_experts, THREADS):
@@ -227,8 +227,8 @@ def load_entry(problem: cutlass.Constexpr[Problem], tables: PlacingTables, sourc
 
 @cute.jit
 def write_lists(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> None:
-    """The tile's part of the lists, where all rows fit: an entry's index follows from its number. Warps share the
-    entries of a source rank, or take several ranks one after the other."""
+    """Write the tile's part of the lists if all rows fit: an entry's index follows from its number. Warps share the
+    entries of a source rank, or process several ranks one after the other."""
     p = ranks.heap.problem
     out = lists(args.arrivals, args.num_rows)
     parts = max(1, THREADS // 32 // p.world_size)
@@ -256,15 +256,15 @@ def write_copy(
     problem: cutlass.Constexpr[Problem], out: Lists, source: Int32, entry: Entry, at: tuple[Int32, Int32],
     max_tokens: Int32,
 ) -> None:  # fmt: skip
-    """`at`: the index of the copy, and of its first row, in their lists."""
+    """Write a copy. `at`: the indices of the copy, and of its first row, in their lists."""
     token = source * max_tokens + entry.asker // problem.top_k
     ptx.st_pair(out.copies + Int64(at[0]) * 8, at[1], token * problem.most_copies + entry.number)
 
 
 @cute.jit
 def scan_kept(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any, write: cutlass.Constexpr[bool]) -> None:
-    """The same where some rows do not fit: a warp goes through all entries of a source rank in order, and counts those
-    that are kept, and their copies, for `exchange_kept`; or writes them."""
+    """Write the tile's part of the lists if some rows do not fit: a warp processes all entries of a source rank in
+    order, and counts those that are kept, and their copies, for `exchange_kept`; or writes them."""
     p = ranks.heap.problem
     lane = arch.lane_idx()
     out = lists(args.arrivals, args.num_rows)
@@ -305,8 +305,8 @@ def scan_kept(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any, write
 
 @cute.jit
 def exchange_kept(ranks: Ranks, tile: Int32, tables: PlacingTables) -> None:
-    """One block: exchanges with the other blocks of this rank how many entries each keeps. All tile blocks run at once
-    (publish.py), and come here alike, since they know the same counts."""
+    """One block: exchange with the other blocks of this rank how many entries each keeps. All tile blocks are
+    co-resident (publish.py), and all of them call this, because they know the same counts."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     # The block's counts come before the release.
@@ -338,7 +338,7 @@ def exchange_kept(ranks: Ranks, tile: Int32, tables: PlacingTables) -> None:
 
 @cute.jit
 def weights_of(ranks: Ranks, source: Int32) -> Int64:
-    """Where a source rank's weights lie: with it, or with its stager."""
+    """Return the address of a source rank's weights: at that rank, or at its stager."""
     p = ranks.heap.problem
     at = ranks.at(Int64(0), "weights")
     if const_expr(p.num_domains > 1):
@@ -358,7 +358,7 @@ def offset_of_weight(problem: Problem, asker: Int32) -> Int64:
 
 @cute.jit
 def fetch_weights(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -> None:
-    """The weights of the tile's entries that come here, from the ranks that published them."""
+    """Load the weights of the tile's entries that arrive here from the ranks that published them."""
     p = ranks.heap.problem
     first_local, _ = local_experts(p, ranks.rank)
     parts = max(1, THREADS // 32 // p.world_size)
@@ -376,8 +376,8 @@ def fetch_weights(ranks: Ranks, tile: Int32, tables: PlacingTables, args: Any) -
 
 @cute.jit
 def place_weights(ranks: Ranks, ok: Int32, tile: Int32, args: Any) -> None:
-    """One block: this tile's share of the weights along a known route (their owners' route flags are acquired). What
-    cannot be in the lists is left out; the pull kernel, which goes along the same route, reports it."""
+    """One block: load this tile's share of the weights along a known route, after the owners' route flags have been
+    acquired. Invalid entries of the lists are skipped; the pull kernel, which follows the same route, reports them."""
     p = ranks.heap.problem
     given = lists(args.arrivals, args.num_rows)
     entries = args.max_tokens * p.top_k

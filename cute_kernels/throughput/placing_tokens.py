@@ -62,7 +62,7 @@ def place_copies(ranks: Ranks, ok: Int32, tile: Int32, tables: CopyTables, args:
 
 @cute.jit
 def finish_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any, weights: cutlass.Constexpr[bool]) -> None:
-    """One block, a barrier behind `place_copies`: what no row waits for."""
+    """One block, a barrier after `place_copies`: write what no row depends on."""
     p = ranks.heap.problem
     tid, _, _ = arch.thread_idx()
     parts = max(1, THREADS // 32 // p.world_size)
@@ -92,8 +92,8 @@ def finish_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any, weig
 
 @cute.jit
 def place_copy_weights(ranks: Ranks, ok: Int32, tile: Int32, args: Any) -> None:
-    """One block: this tile's share of the weights along a known route (their owners' route flags are acquired). What
-    cannot be in the lists is left out; the pull kernel, which goes along the same route, reports it."""
+    """One block: load this tile's share of the weights along a known route, after the owners' route flags have been
+    acquired. Invalid entries of the lists are skipped; the pull kernel, which follows the same route, reports them."""
     p = ranks.heap.problem
     copies = Int32(0)
     if ok != 0:
@@ -107,7 +107,8 @@ def place_copy_weights(ranks: Ranks, ok: Int32, tile: Int32, args: Any) -> None:
 
 @cute.jit
 def column_of_copies(ranks: Ranks, rank: Int32) -> Int32:
-    """The column of this rank's messages that counts the copies for `rank`; -1 if that rank holds no expert."""
+    """Return the column of this rank's messages that counts the copies for `rank`, or -1 if that rank holds no
+    expert."""
     p = ranks.heap.problem
     column, end = local_experts(p, rank)
     if column == end:
@@ -188,8 +189,8 @@ def number_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> N
 
 @cute.jit
 def write_copies(ranks: Ranks, tile: Int32, tables: CopyTables, args: Any) -> None:
-    """The tile's part of the lists. Warps share the entries of a source rank, or take several ranks one after the
-    other; the entry that opens a copy has its index."""
+    """Write the tile's part of the lists. Warps share the entries of a source rank, or process several ranks one after
+    the other; the first entry of a copy contains its index."""
     p = ranks.heap.problem
     out = lists(args.arrivals, args.num_rows)
     parts = max(1, THREADS // 32 // p.world_size)
@@ -242,8 +243,8 @@ def write_choice(
 
 @cute.jit
 def count_dropped(ranks: Ranks, tables: CopyTables, args: Any) -> None:
-    """The block of tile 0, where copies are dropped: the entries of these, by expert. A warp takes a tile of a source
-    rank."""
+    """By the block of tile 0, if copies are dropped: count their entries by expert. One warp processes a tile of a
+    source rank."""
     p = ranks.heap.problem
     lane = arch.lane_idx()
     first_local, end_local = local_experts(p, ranks.rank)

@@ -139,7 +139,7 @@ class Publish(Kernel):
 
     @cute.jit
     def do_rows_across(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
-        """The same for those of other domains, too."""
+        """Stage rows for ranks of this domain, and send rows to other domains."""
         # Rows in a format are fetched from staging by the rank itself, too.
         alone = self.problem.domain_ranks == 1 and self.format == ""
         senders = blocks if alone else cutlass.max((blocks - 1) * 2 // 3, 1)
@@ -153,7 +153,7 @@ class Publish(Kernel):
 
     @cute.jit
     def fill_batch(self, ranks: sync.Ranks, args: PublishArgs, batch: Int32, mask: Int32, to: Int64) -> None:
-        """See `sending.BatchFiller`."""
+        """Fill a batch (see `sending.BatchFiller`)."""
         p = self.problem
         first = batch * p.batch_tokens
         if const_expr(self.format == ""):
@@ -167,7 +167,7 @@ class Publish(Kernel):
 
     @cute.jit
     def do_tile(self, ranks: sync.Ranks, smem: Any, tile: Int32, args: PublishArgs) -> None:
-        """One block: publishes a tile of this rank's tokens, and places what all ranks publish of theirs."""
+        """One block: publish a tile of this rank's tokens, and place that tile of all ranks."""
         p = self.problem
         tid, _, _ = arch.thread_idx()
         failed = smem.allocate_tensor(Int32, cute.make_layout(1))
@@ -204,7 +204,7 @@ class Publish(Kernel):
 
     @cute.jit
     def is_placed(self, ok: Int32, tables: Any) -> Boolean:
-        """Whether the tile's part of the lists is complete."""
+        """Return whether the tile's part of the lists is complete."""
         return ok != 0 and tables.drops[0] >= 0
 
     def finish(self, ranks: sync.Ranks, tile: Int32, tables: Any, args: PublishArgs) -> None:
@@ -215,7 +215,7 @@ class Publish(Kernel):
 
     @cute.jit
     def publish_weights(self, ranks: sync.Ranks, tile: Int32, args: Any) -> None:
-        """One block: puts what there is of each token of the tile where peers read it."""
+        """One block: store the weights of the tile's tokens where peers read them."""
         p = self.problem
         first, end = tile_of(p, tile, args.max_tokens, args.tokens)
         if const_expr(p.num_domains > 1):

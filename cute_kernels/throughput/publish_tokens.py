@@ -28,7 +28,7 @@ class PublishTokens(Publish):
 
     @cute.jit
     def publish_weight(self, ranks: sync.Ranks, j: Int32, args: Any) -> None:
-        """And the id."""
+        """Store a weight and its id where peers read them."""
         p = self.problem
         token = j // p.top_k
         at = ranks.at(ranks.own, "weights") + offset_of_token(p, token, j - token * p.top_k)

@@ -158,7 +158,7 @@ class Pull(Kernel):
 
     @cute.jit
     def take_part(self, parts: Parts, shared: Any, number: Int32, args: PullArgs) -> None:
-        """A block's share, as the `number`-th of all that take part."""
+        """Do a block's share, as the `number`-th of all blocks that take part."""
         p, shape, ranks = self.problem, self.ring, parts.ranks
         warp = warp_id()
         (buffers, barriers), targets, sources, known, lost = shared
@@ -181,8 +181,8 @@ class Pull(Kernel):
 
     @cute.jit
     def move_rows(self, ranks: sync.Ranks, ring: Ring, shared: Any, who: tuple[Int32, Int32], args: PullArgs) -> None:
-        """One warp's items, two dealt out, others claimed. An item is a piece of the row of a copy. `who`: the warp
-        in its block, and the block among all that take part."""
+        """Process one warp's items: two static ones, then claimed ones. An item is a piece of the row of a copy. `who`:
+        the warp in its block, and the block among all that take part."""
         shape = self.ring
         targets, sources, known = shared
         warp, number = who
@@ -210,7 +210,7 @@ class Pull(Kernel):
 
     @cute.jit
     def peek(self, lists: Any, copy: Copy) -> Int32:
-        """A lane's row of the copy."""
+        """Return a lane's row of the copy."""
         row, _ = row_of(lists[1], copy)
         return row
 
@@ -219,7 +219,8 @@ class Pull(Kernel):
 
     @cute.jit
     def begin(self, lists: Any, state: Any, item: Int32, copy: Copy, row: Int32) -> Fetch:
-        """Once the copy's row is staged. Where it never comes, which is reported, the item is skipped."""
+        """Return the job after the copy's row has been staged. If it never arrives, which is reported, the item is
+        skipped."""
         ranks, _, args = lists
         known, shape = state[0], self.ring
         if const_expr(not self.placed):
@@ -249,8 +250,8 @@ class Pull(Kernel):
 
     @cute.jit
     def use(self, state: Any, ring: Ring, stage: Int32, phase: Int32) -> None:
-        """Each lane that holds a row starts a copy to it. Of rows in a format the whole warp stores the scales, or
-        what the codes stand for, from registers."""
+        """Start a copy to each row that a lane holds. For rows in a format, the whole warp stores the scales, or the
+        numbers of the codes, from registers."""
         shape = self.ring
         _, targets, first, to = state
         ring.wait(stage, phase)
@@ -277,7 +278,7 @@ class Pull(Kernel):
 
     @cute.jit
     def store_scales(self, staged: Any, row: Int32, to: Arrived) -> None:
-        """To each row that a lane holds."""
+        """Store the scales of each row that a lane holds."""
         delivery, lane = self.delivery, arch.lane_idx()
         words = staged + self.problem.hidden_size
         left = arch.vote_ballot_sync(row >= 0)
@@ -290,8 +291,8 @@ class Pull(Kernel):
 
     @cute.jit
     def store_numbers(self, staged: Any, row: Int32, to: Arrived) -> None:
-        """To each row that a lane holds. A lane decodes as many codes at a time as make 16 bytes of numbers, so that
-        neighboring lanes store neighboring bytes."""
+        """Store the numbers of each row that a lane holds. A lane decodes as many codes at a time as give 16 bytes of
+        numbers, so that neighboring lanes store neighboring bytes."""
         p, form = self.problem, self.delivery.form
         each = numbers_of(p.dtype)
         rows = arch.vote_ballot_sync(row >= 0)

@@ -108,7 +108,7 @@ class PullScaled(SlicedKernel):
 
     @cute.jit
     def move(self, ranks: sync.Ranks, ring: Ring, shared: Any, warp: Int32, args: PullScaledArgs) -> None:
-        """One warp's items, two dealt out, the others claimed: an item is a copy."""
+        """Process one warp's items: two static ones, then claimed ones. An item is a copy."""
         notes, sources, known = shared
         bid, blocks = block_ids()
         walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
@@ -126,7 +126,7 @@ class PullScaled(SlicedKernel):
 
     @cute.jit
     def peek(self, lists: Any, copy: Copy) -> Int32:
-        """A lane's row of the copy."""
+        """Return a lane's row of the copy."""
         row, _ = row_of(lists[1], copy)
         return row
 
@@ -135,7 +135,8 @@ class PullScaled(SlicedKernel):
 
     @cute.jit
     def begin(self, lists: Any, state: Any, item: Int32, copy: Copy, row: Int32) -> Products:
-        """Once the token's gradient is staged. Where it never comes, which is reported, the item is skipped."""
+        """Return the job after the token's gradient has been staged. If it never arrives, which is reported, the item
+        is skipped."""
         ranks, _, args = lists
         known = state[0]
         copy = guarded(ranks, args.num_rows, args.max_tokens, copy)

@@ -50,22 +50,23 @@ class RingShape:
 
     @staticmethod
     def slices(shape: "Slices", warps: int) -> "RingShape":
-        """One register slice of a row a stage. Lanes behind a short row's end still read: a stage has room for them."""
+        """Return a ring with one register slice of a row in each stage. Lanes after the end of a short row still read,
+        so a stage has room for them."""
         stages = min(8, (SHARED_BYTES - RANK_BYTES) // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
         return RingShape(shape.row_bytes, warps, stages, shape.slice_bytes)
 
     @staticmethod
     def pieces_of(row_bytes: int, warps: int, piece_bytes: int, room: int) -> "RingShape":
-        """One piece of a row for each stage, which has `room` bytes, at least those of a piece. Shared memory is left
-        for the notes of a ring of the most stages."""
+        """Return a ring with one piece of a row in each stage, which has `room` bytes, at least those of a piece.
+        Shared memory is reserved for the notes of the largest ring."""
         stride, most = -(-room // 128) * 128, 8
         budget = (SHARED_BYTES - RANK_BYTES) // warps - most * SLICE_BOOKKEEPING
         return RingShape(row_bytes, warps, min(most, budget // stride), piece_bytes, room)
 
     @staticmethod
     def of(row_bytes: int, ring_bytes: int, most: int = MAX_PIECE) -> "RingShape":
-        """Whole rows up to `most` bytes, else equal pieces; at most 16 warps, with two stages each at least, where the
-        ring holds two pieces."""
+        """Return a ring with whole rows of up to `most` bytes, else equal pieces; at most 16 warps, with at least two
+        stages each if the ring holds two pieces."""
         pieces = -(-row_bytes // most)
         piece = -(-row_bytes // (16 * pieces)) * 16
         stages = ring_bytes // (-(-piece // 128) * 128 + BOOKKEEPING)
@@ -74,7 +75,7 @@ class RingShape:
         return RingShape(row_bytes, warps, min(8, stages // warps), piece)
 
     def bytes_of(self, piece: Any) -> Any:
-        """Length of a row's piece, whose index may be known at run time only."""
+        """Return the length of a row's piece, whose index may be a run-time value."""
         if self.pieces == 1:
             return self.row_bytes
         return cutlass.min(self.row_bytes - piece * self.piece_bytes, self.piece_bytes)
@@ -101,11 +102,11 @@ class Ring(Carried):
         ptx.bulk_load(self.buffer + stage * self.shape.stride, addr, nbytes, self.barrier + stage)
 
     def wait(self, stage: Int32 | int, phase: Int32) -> None:
-        """Until the stage is full: its bytes are visible to the waiting lanes and to their bulk copies."""
+        """Wait until the stage is full: its bytes are visible to the waiting lanes and to their bulk copies."""
         arch.mbarrier_wait(self.barrier + stage, phase)
 
     def wait_soon(self, stage: Int32 | int, phase: Int32) -> None:
-        """`wait` where the stage is likely to be full, or nearly so: looks once before it lets the warp sleep."""
+        """Wait for a stage that is likely to be full: test it once before the warp may sleep."""
         ptx.look_then_wait(self.barrier + stage, phase)
 
     def store(self, stage: Int32 | int, addr: Int64, nbytes: Any) -> None:
@@ -149,7 +150,7 @@ class Slices:
 
     @cute.jit
     def end_of(self, last: Boolean) -> Int32:
-        """Bytes of a slice, which are fewer in the `last` one of a row that does not fill it."""
+        """Return the bytes of a slice, which are fewer in the `last` one of a row that does not fill it."""
         end = Int32(self.slice_bytes)
         if const_expr(self.row_bytes % self.slice_bytes != 0):
             if last:

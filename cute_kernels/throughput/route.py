@@ -38,13 +38,13 @@ class Counters(NamedTuple):
 
 
 def tile_of(problem: Problem, tile: Int32, max_tokens: Int32, tokens: Int32) -> tuple[Int32, Int32]:
-    """First token of a tile, and the one behind its last."""
+    """Return the first token of a tile, and the one after its last."""
     each = (max_tokens + problem.tiles - 1) // problem.tiles
     return tile * each, cutlass.min((tile + 1) * each, tokens)
 
 
 def address_of_entries(ranks: Ranks, heap: Int64, source: Int32 | int, tile: Int32) -> Int64:
-    """Where the entries of a source rank's tile lie in a rank's heap."""
+    """Return the address of the entries of a source rank's tile in a rank's heap."""
     return address_of_message(ranks, heap, source, tile) + ranks.heap.problem.header_ints * 4
 
 
@@ -60,8 +60,8 @@ def offset_of_message(ranks: Ranks, name: str, rank: Int32 | int, tile: Int32) -
 
 @cute.jit
 def address_of_outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
-    """Where this rank writes a tile's message to another one: there, or, for a rank of another NVLink domain, here,
-    from where it is put on the wire (`put_messages`)."""
+    """Return the address to which this rank writes a tile's message for another rank: at that rank or, for a rank of
+    another NVLink domain, in this rank's own memory, from which it is put on the wire (`put_messages`)."""
     address = Int64(0)
     if const_expr(not ranks.heap.problem.domains):
         address = address_of_message(ranks, ranks.peer(rank), ranks.rank, tile)
@@ -75,7 +75,8 @@ def address_of_outgoing(ranks: Ranks, rank: Int32, tile: Int32) -> Int64:
 
 @cute.jit
 def may_write(ranks: Ranks, rank: Int32) -> Boolean:
-    """A rank that has given up leaves alone what its puts may still read: they would bring it behind a good word."""
+    """Return whether this rank may write there. A rank that has given up does not overwrite what its puts may still
+    read, because a valid word would follow."""
     may = Boolean(True)
     if const_expr(ranks.heap.problem.num_domains > 1):
         may = ranks.mark >= 0 or is_near(ranks, rank)

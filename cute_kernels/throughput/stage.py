@@ -35,7 +35,8 @@ later."""
 
 
 def ring_shape(problem: Problem, shared_bytes: int) -> RingShape:
-    """One piece for each copying warp of a block: a chunk, or part of one, of large rows or with little memory."""
+    """Return a ring with one piece for each copying warp of a block: a chunk, or a part of one for large rows or little
+    memory."""
     chunk = problem.chunk_tokens * problem.row_bytes
     piece = min(chunk, CHUNK_BYTES, max(LEAST_PIECE, (shared_bytes - BARRIER) // 128 * 128))
     warps = max(1, min(MOST_WARPS, shared_bytes // (-(-piece // 128) * 128 + BARRIER)))

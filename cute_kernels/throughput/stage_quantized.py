@@ -26,7 +26,7 @@ TEAM = 8
 
 
 def parts_of(form: Form, given: bool, dtype: str) -> int:
-    """How many parts a row has: what the lanes of a warp load at a time, or the row if it is read twice."""
+    """Return the number of parts of a row: what the lanes of a warp load at a time, or the row if it is read twice."""
     if form.whole_row and not given:
         return 1
     return -(-form.hidden_size // (32 * AHEAD * (16 if given else numbers_of(dtype))))
@@ -90,7 +90,7 @@ def quantize_part(
 
 @cute.jit
 def load(x: Int64, first: Int32, vectors: cutlass.Constexpr[int], words: Any) -> None:
-    """A lane's next vectors of 16 bytes; behind the end of the row the last one again."""
+    """Load a lane's next vectors of 16 bytes; after the end of the row, the last one again."""
     for u in range_constexpr(AHEAD):
         load_one(x, first + u * 32 + arch.lane_idx(), vectors, words, u)
 

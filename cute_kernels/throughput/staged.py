@@ -67,7 +67,7 @@ def new_known(problem: cutlass.Constexpr[Problem], smem: Any, warps: cutlass.Con
 
 
 def chunk_of(ranks: sync.Ranks, source: Int32, token: Int32) -> Int32:
-    """Index of the flag that announces a token's row."""
+    """Return the index of the flag that announces a token's row."""
     return source * ranks.heap.chunks + token // ranks.heap.problem.chunk_tokens
 
 
@@ -106,12 +106,10 @@ def clear_padding(
     ranks: sync.Ranks, segments: Segments, given: cutlass.Constexpr[bool], delivery: cutlass.Constexpr[Delivery],
     to: Arrived, weights: cutlass.Constexpr[bool], blocks: Int32,
 ) -> None:  # fmt: skip
-    """One warp of each of the first `blocks` blocks: zeroes the rows between each segment's last row and its padded
-    end, and what goes with them. `given`: the segments come from the operator's caller; there are no rows behind those
-    that arrive, whatever `offs` and `counts` say.
-
-    By ordinary stores: bulk copies of zeros would queue up before those of rows, and delay them by a third.
-    """
+    """One warp of each of the first `blocks` blocks: zero the rows between each segment's last row and its padded end,
+    with their scales and weights. `given`: the segments come from the operator's caller; there are no rows after those
+    that arrive, whatever `offs` and `counts` say. Uses ordinary stores, because bulk copies of zeros would be queued
+    before those of rows and delay them by a third."""
     problem = ranks.heap.problem
     alignment = segments.alignment
     lane = arch.lane_idx()
