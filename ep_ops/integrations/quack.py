@@ -55,7 +55,7 @@ def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
     return call("quack_mm", x.contiguous(), grad.contiguous(), offs)
 
 
-GEMMS = Gemms(grouped_mm, weights_gradient, late=False)
+GEMMS = Gemms(grouped_mm, weights_gradient, late=True)
 """For :func:`ep_ops.nn.expert_mlp` and the attribute ``gemms`` of :class:`ep_ops.nn.Experts`."""
 
 
