@@ -38,7 +38,7 @@ COMPILED = [("large", "sm_90a"), ("large", "sm_100a"), ("uneven", "sm_90a"), ("a
 def assert_two_blocks_fit(kernel, arch: str) -> None:
     """On a multiprocessor: the next kernel's block waits there for this one's to end. Next to nothing is spilled."""
     made = built(kernel, arch)
-    assert made.registers <= 64 and made.stack_bytes <= 64, (made.registers, made.stack_bytes)
+    assert made.registers <= 64 and made.stack_bytes <= 32, (made.registers, made.stack_bytes)
 
 
 @pytest.mark.parametrize(("name", "arch"), COMPILED)
