@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 LONG = (
-    "test_cli.py", "test_ptx.py", "test_moe_layer.py", "test_formats_ptx.py", "test_across_ptx.py", "test_emulated.py",
-    "test_many_ranks.py", "test_formats_model.py", "test_latency_ptx.py", "test_operators_compile.py",
+    "test_ptx.py", "test_cli.py", "test_emulated.py", "test_transformers.py", "test_formats_model.py",
+    "test_formats_ptx.py", "test_wheel.py", "test_across_ptx.py", "test_operators_compile.py", "test_latency_ptx.py",
 )  # fmt: skip
 
 
