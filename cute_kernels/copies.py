@@ -1,5 +1,5 @@
-"""Which ranks a token reaches, and its copies, as its owner sees them: one for each rank that its ids name, numbered by
-ranks ascending.
+"""The ranks that a token reaches, and its copies as its owner sees them: one for each rank that its ids name, numbered
+in ascending order of ranks.
 
 Sets of ranks are words of 32 bits, one for each 32 ranks, the same in all lanes of a warp.
 """

@@ -1,7 +1,6 @@
-"""What becomes of a row where it arrives: a row like x, codes with scales in the layout of a consumer, or numbers
-again.
+"""How a received row is stored: as x, as codes with scales in the layout of a consumer, or decoded to numbers.
 
-The layouts, and which unit of 4 bytes or of one lies where: docs/formats.md.
+docs/formats.md defines the layouts, and the position of each unit of 4 bytes or 1 byte.
 """
 
 from dataclasses import dataclass

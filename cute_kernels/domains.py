@@ -1,10 +1,10 @@
-"""Where ranks are: in which NVLink domain, and with which index there. Ranks with the same index are a rail.
+"""NVLink domains of ranks, and their indices there. Ranks with the same index form a rail.
 
-Behind the addresses of all ranks' heaps their table holds each rank's domain and index, then the rank that has each
-(domain, index). Where there is one domain nobody reads that.
+After the addresses of all ranks' heaps, their table contains each rank's domain and index, then the rank at each
+(domain, index). With one domain these are not read.
 
-A *stager* stands for a source rank of another domain: it is the rank of this domain on the source's rail. At each rank
-other domains have a *slot*: how many domains further they are, around. Slot 0 is the rank's own domain.
+The *stager* of a source rank of another domain is the rank of this domain on the source's rail. At each rank, other
+domains have a *slot*: their distance in cyclic order. Slot 0 is the rank's own domain.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which rank holds an expert: ranks hold consecutive ones, in the order of ranks."""
+"""The ranks that hold experts: ranks hold consecutive experts, in the order of ranks."""
 
 import cutlass
 import cutlass.cute as cute

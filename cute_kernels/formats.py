@@ -1,7 +1,7 @@
-"""Quantized rows on their way: how many bytes a row's codes and scales take between two ranks.
+"""Quantized rows as they are sent: the bytes of a row's codes and scales.
 
-A format is named as operators name it, without ``wire:``, which says what becomes of rows where they arrive
-(`delivery.py`). What codes and scales are: docs/formats.md.
+A format has the name that operators use, without ``wire:``, which only affects the receiver (`delivery.py`).
+docs/formats.md defines codes and scales.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which thread this is: indices within the block and the grid."""
+"""Indices of the current thread within its block and grid."""
 
 from cutlass import Int32
 from cutlass.cute import arch

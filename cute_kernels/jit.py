@@ -1,8 +1,9 @@
-"""Compiles each kernel once: kept in memory and on disk, never compiled while a CUDA graph is being captured.
+"""Compilation of kernels. Each kernel is compiled once, kept in memory and on disk, and never compiled during the
+capture of a CUDA graph.
 
-On disk a compiled kernel is an object file with the SHA-256 digest of its bytes behind it: a file whose digest is wrong
-is damaged, and its kernel is compiled anew. Nothing is loaded from a folder that other users can write into. One thread
-of one process compiles a kernel, and all others that want it wait for that one.
+On disk a compiled kernel is an object file followed by the SHA-256 digest of its bytes. A file with a wrong digest is
+damaged, and its kernel is compiled again. Nothing is loaded from a folder that other users can write to. One thread of
+one process compiles a kernel, and all others that need it wait.
 """
 
 import contextlib

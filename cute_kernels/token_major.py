@@ -1,4 +1,4 @@
-"""What throughput and latency kernels write of token-major rows alike; what these are: docs/token-major.md."""
+"""Common code of throughput and latency kernels for token-major rows (docs/token-major.md)."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Kernels' way to ranks of other NVLink domains."""
+"""Communication of kernels with ranks of other NVLink domains."""

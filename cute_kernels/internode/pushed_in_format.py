@@ -1,5 +1,5 @@
-"""Sums that cross NVLink domains in a format: a stager decodes the sums that were pushed to it, adds them up and
-quantizes the result (throughput/quantized_sums.py)."""
+"""Sums that cross NVLink domains in a format: a stager decodes the sums that were pushed to it, adds them and quantizes
+the result (throughput/quantized_sums.py)."""
 
 from typing import Any
 

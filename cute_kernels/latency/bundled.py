@@ -1,12 +1,12 @@
-"""Rows of the latency kernels that go together to a rank of another NVLink domain: up to `wire.rows` in one put.
+"""Rows of the latency kernels that are sent together to a rank of another NVLink domain: up to `wire.rows` in one put.
 
-The rows of one rank for another one are numbered, in the order of their tokens. They lie without gaps at [source
+The rows of one rank for another are numbered in the order of their tokens. They are contiguous at [source
 rank][number], and the word of a put is that of its first row, whose number is a multiple of `wire.rows`. Both ends know
-the numbers beforehand: in a dispatch from the source's expert ids, so that rows count that are dropped, too, which the
-source does not know; in a combine from the rows that the route keeps, so that a copy without rows has no sum.
+the numbers in advance: in a dispatch from the source's expert ids, so that dropped rows, which the source does not
+know, are counted as well; in a combine from the rows that the route keeps, so that a copy without rows has no sum.
 
-A block puts together what goes in one put. Nobody waits for another block before a put, and a row for no other row but
-those of its own put.
+One block assembles one put. No block waits for another block before a put, and a row only waits for the other rows of
+its put.
 """
 
 from typing import Any

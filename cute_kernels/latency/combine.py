@@ -1,17 +1,16 @@
-"""Latency combine, one kernel: experts' ranks add up rows and push the sums, owners add up what arrives.
+"""Latency combine: one kernel in which the experts' ranks sum rows and push the sums, and owners sum what arrives.
 
-Blocks before `senders` push: a warp takes a packet of a copy that has rows here (../arrivals.py), adds them in fp32
-over k ascending, rounds and stores it into the owner's staging row [number of the copy][token]. Blocks from
-`first_receiver` on sum: a warp takes a packet of one of this rank's tokens, adds up what lies on this rank itself,
-waits for the packets of the other ranks that hold rows of the token (known from the route) and adds them in fp32 over
-ranks ascending. A block that does both pushes first, and pushing waits for nobody: all waits end, as long as all blocks
-fit on the device at once.
+Block roles. Blocks [0, senders) push: a warp takes a packet of a copy that has rows here (../arrivals.py), sums them in
+fp32 over ascending k, rounds, and stores the result in the owner's staging row [copy number][token]. Blocks
+[first_receiver, grid) sum: a warp takes a packet of one of this rank's tokens, sums the rows on this rank, waits for
+the packets of the other ranks that hold rows of the token (known from the route), and adds them in fp32 over ascending
+ranks. A block with both roles pushes first. Pushing never waits, so every wait ends if all blocks are co-resident.
 
-**Complete when it ends.** The kernel has seen every line that the route says must come. Ranks without rows for this
-one are heard by their hello flag, which the rule of two banks asks for (sync.py).
+Completion. The kernel has seen every line that the route expects before it exits. It waits for the hello flags of ranks
+without rows for this one, as the rule of two banks requires (sync.py).
 
-How blocks push stands in combine_sender.py. Ranks of other NVLink domains get their sums by puts, first of all; owners
-add up in the tree over domains (docs/domains.md).
+combine_sender.py describes pushing. Ranks of other NVLink domains get their sums by puts, before all others; owners sum
+in the order of the tree over domains (docs/domains.md).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""What a latency combine sends (combine.py): each copy's sum, to the owner of its token. Nothing is waited for here.
+"""Sending part of a latency combine (combine.py): the sum of each copy, to the owner of its token. It never waits.
 
-Inside an NVLink domain a warp pushes a packet. Ranks of other domains get their sums by puts, a block a copy (far.py),
-or several copies (bundled.py).
+Within an NVLink domain one warp pushes one packet. Ranks of other domains get their sums by puts, one block for a copy
+(far.py) or for several copies (bundled.py).
 """
 
 from collections.abc import Callable

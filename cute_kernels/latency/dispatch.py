@@ -1,18 +1,18 @@
-"""Latency dispatch, one kernel: every rank pushes its route and its rows, places what comes and stores it.
+"""Latency dispatch: one kernel that exchanges routes, pushes rows, and writes received rows to their final places.
 
-Blocks before `senders` push: the route to every peer, each row once to every rank that holds one of its experts, a
-warp a packet. Blocks from `first_receiver` on receive, two at least: each waits for the routes of all ranks, works out
-where the rows of this rank go, waits for its share of the rows that must come and stores them to all their rows. The
-last block does not take rows: it does the same for all experts and writes segments and `send_rows`. Nor does the one
-before it, which writes the lists of what arrives; if only two receive, the last one does that, too. A block that pushes
-and receives pushes first, and pushing waits for nobody: all waits end, whatever order blocks start in, as long as all
-blocks fit on the device at once.
+Block roles. Blocks [0, senders) push: this rank's route to every peer, then each row once to every rank that holds one
+of its experts, one warp for each packet. Blocks [first_receiver, grid), at least two, receive: each waits for the
+routes of all ranks, computes the destinations of this rank's rows, then waits for its share of the rows and stores
+them. The last block takes no rows: it computes the segments of all experts and `send_rows`. The block before it writes
+the lists of arrivals; if only two blocks receive, the last one does that as well. A block with both roles pushes first.
+Pushing never waits, so every wait ends, in whatever order blocks start, if all blocks are co-resident.
 
-**Complete when it ends.** The routes say which rows come, and the kernel has seen every line of them. The lines of all
-ranks' routes are the sign that all ranks have begun this operation, which the rule of two banks asks for (sync.py).
+Completion. The routes determine which rows arrive, and the kernel has seen every line of them before it exits. The
+lines of all ranks' routes also show that all ranks have begun this operation, as the rule of two banks requires
+(sync.py).
 
-How blocks push stands in dispatch_sender.py. Ranks of other NVLink domains get their packets by puts, first of all;
-there the last block meets all ranks, too.
+dispatch_sender.py describes pushing. Ranks of other NVLink domains get their packets by puts, before all others; the
+last block then also waits for the hello flags of all ranks.
 """
 
 from dataclasses import dataclass

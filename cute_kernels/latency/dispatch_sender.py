@@ -1,8 +1,8 @@
-"""What a latency dispatch sends (dispatch.py): this rank's route to every peer, and each of its rows once to every rank
-that holds one of its experts. Nothing is waited for here.
+"""Sending part of a latency dispatch (dispatch.py): this rank's route to every peer, and each of its rows once to every
+rank that holds one of its experts. It never waits.
 
-Inside an NVLink domain a warp pushes a packet to all that it is for. Ranks of other domains get theirs by puts, one a
-route (far.py), and one a row or several rows (bundled.py), which a block puts together.
+Within an NVLink domain one warp pushes a packet to all its destinations. Ranks of other domains get theirs by puts that
+a block assembles: one for a route (far.py), and one for a row or several rows (bundled.py).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
 """Packets for ranks of other NVLink domains, which only a wire reaches (../internode/wire.py).
 
-They are the same packets as inside a domain. A block puts those of a route, of a row or of several rows (bundled.py)
-together in a send area of its own rank. One put takes them to their targets, and sets the first one's word to the
-operation's mark. A line is no whole on a wire: who reads it has waited for that word, behind which all lines show the
-mark. Words are awaited of all that is put here, of rows that are dropped, too, before the operation ends.
+The packets are the same as within a domain. A block assembles those of a route, of a row or of several rows
+(bundled.py) in a send area of its own rank. One put copies them to the target and sets the word of the first one to the
+operation's mark. A wire does not deliver a line as a unit: a reader first waits for that word, after which all lines
+have the mark. Before the operation ends, the words of everything that is put to this rank are awaited, including those
+of dropped rows.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What arrives at this rank, as operators hand it on (`arrivals` of a route: see ../arrivals.py), by a block that has
-placed the entries of this rank's experts."""
+"""The lists of arrivals of a route (../arrivals.py), written by a block that has placed the entries of this rank's
+experts."""
 
 from typing import Any, NamedTuple
 

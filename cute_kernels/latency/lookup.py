@@ -1,5 +1,5 @@
-"""Which sums a rank sends to which owner: copies of other ranks' tokens that have rows here, looked up in a route's
-lists of what arrives (../arrivals.py). `tokens`: the most of a rank; `args`: those of a combine."""
+"""The sums that a rank sends: copies of other ranks' tokens that have rows here, looked up in the route's lists of
+arrivals (../arrivals.py). `tokens`: the largest number of a rank; `args`: those of a combine."""
 
 import math
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
-"""Packets: how a warp sends 480 bytes so that the receiver needs no flag to know that they are all there.
+"""Packets: units of 480 bytes whose arrival a receiver detects without a flag.
 
-A warp stores a packet with one 16-byte store a lane: four 128-byte lines of eight lanes. The last lane of a line
-carries 8 bytes of payload and the mark of the operation; NVLink and L2 move aligned 128-byte lines as one, so a line
-that shows the mark is complete. Two lines make 15 payload vectors of 16 bytes: lanes 0..6 and 8..14 carry one each,
+A warp stores a packet with one 16-byte store for each lane: four 128-byte lines of eight lanes. The last lane of a line
+carries 8 bytes of payload and the mark of the operation. NVLink and L2 deliver an aligned 128-byte line as a unit, so a
+line with the mark is complete. Two lines contain 15 payload vectors of 16 bytes: lanes 0..6 and 8..14 carry one each,
 lanes 7 and 15 the two halves of the last one.
 """
 

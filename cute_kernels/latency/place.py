@@ -1,8 +1,9 @@
-"""From everybody's expert ids to rows: each block does it for itself, so that no block waits for another.
+"""Placing of rows from the expert ids of all ranks. Each block computes it on its own, so that no block waits for
+another.
 
-The row of an entry is the start of its expert's segment plus the number of earlier entries of that expert, entries
-being ordered by (source rank, token, k). A block that moves rows asks for the experts of its rank, the block that
-writes the route for all experts.
+The row of an entry is the start of its expert's segment plus the number of earlier entries of that expert, in the order
+of (source rank, token, k). A block that moves rows places the experts of its rank; the block that writes the route
+places all experts.
 """
 
 from collections.abc import Callable

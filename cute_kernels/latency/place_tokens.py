@@ -1,8 +1,9 @@
-"""Token-major rows: from everybody's expert ids to a row for each token that names an expert of this rank.
+"""Placing of token-major rows from the expert ids of all ranks: one row for each token that names an expert of this
+rank.
 
-The row of a token is the number of earlier ones, in the order of (source rank, token), that name an expert here. Each
-block that stores rows works that out for itself, a token a lane. What no row waits for is written by two blocks: where
-the rows of this rank's tokens lie at all ranks, and what arrives here.
+The row of a token is the number of earlier tokens, in the order of (source rank, token), that name an expert of this
+rank. Each block that stores rows computes it on its own, one token for each lane. Two blocks write what no row depends
+on: the rows of this rank's tokens at all ranks, and the lists of arrivals.
 """
 
 from typing import Any

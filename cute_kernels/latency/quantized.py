@@ -1,9 +1,9 @@
-"""Packets of rows in a format. Of a packet's 30 payload vectors 28 carry 16 codes each, the next one the scales of all
-blocks that these belong to, the last one four of the token's routing weights.
+"""Packets of rows in a format. A packet has 30 payload vectors: 28 carry 16 codes each, the next one carries the scales
+of all blocks of these codes, and the last one four of the token's routing weights.
 
-A block that reaches into two packets has its scale in both, so that neither is needed to make, or decode, the other.
-All blocks of a packet's 448 codes lie in 32 vectors of 16 codes: each lane finds the largest magnitude of one of them
-and makes its codes, which go to the lanes that carry them by shuffles.
+A block that is split between two packets has its scale in both, so that each packet can be made and decoded on its own.
+All blocks of a packet's 448 codes lie within 32 vectors of 16 codes. Each lane computes the largest magnitude of one
+vector and its codes, which shuffles move to the lanes that send them.
 """
 
 from typing import Any

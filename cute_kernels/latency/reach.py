@@ -1,4 +1,4 @@
-"""Where the heaps of all ranks lie: in registers, since every load in front of a store counts."""
+"""Addresses of all ranks' heaps in registers, because every load before a store costs time."""
 
 import cutlass
 import cutlass.cute as cute

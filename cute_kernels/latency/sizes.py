@@ -1,9 +1,8 @@
-"""Symmetric memory of the latency kernels: marked lines, and nothing else ever; across NVLink domains words, too.
+"""Symmetric memory of the latency kernels: marked lines only; across NVLink domains also words.
 
-What travels is cut into packets: 480 bytes of payload in four 128-byte lines, each of which ends with the 8-byte mark
-of the operation. A line with the current mark is a line that has arrived, because its memory never holds anything
-but lines of this kind, and no two operations have the same mark. Therefore this memory is apart from what the
-throughput kernels stage.
+Data is sent in packets: 480 bytes of payload in four 128-byte lines, each of which ends with the 8-byte mark of the
+operation. A line with the current mark has arrived, because its memory never holds anything except such lines, and no
+two operations have the same mark. This memory is therefore separate from the staging of the throughput kernels.
 """
 
 import bisect

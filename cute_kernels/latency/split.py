@@ -1,4 +1,4 @@
-"""What both latency kernels have in common: each is a whole operation, or one half of a split one."""
+"""Common part of both latency kernels: each is a whole operation, or one half of a split operation."""
 
 from typing import Any, ClassVar
 

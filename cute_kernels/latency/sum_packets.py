@@ -1,4 +1,4 @@
-"""Packets of sums that travel in a format. A packet has 30 payload vectors: 28 carry 16 codes each, the next one
+"""Packets of sums that are sent in a format. A packet has 30 payload vectors: 28 carry 16 codes each, the next one
 carries a byte of scale for each 32 of these codes, and the last one is zero.
 
 The lane that quantizes a vector holds its 16 numbers in registers. A block of 128 numbers can lie in two packets, which

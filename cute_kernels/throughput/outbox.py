@@ -1,4 +1,4 @@
-"""Flags of a block that are due, set by one of its warps: rows do not wait for fences."""
+"""Flags that a block has to set: one of its warps sets them, so that warps that move rows do not wait for fences."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-"""The loop of a warp that moves rows through its ring, the same for all kernels that do: pull, combine and gather.
+"""The loop of a warp that moves rows through its ring, shared by pull, combine and gather.
 
-A warp works through items. Two are dealt out to it; behind these it claims what no other warp has, because SMs are not
-equally fast. Of each item it loads, step by step and two items ahead, what the lists say of it, so that it never waits
-for a list. Rows come by bulk copies that are started ahead over the ends of items, until all stages of the ring are
-under way; then the oldest stage is used. So every latency is paid once.
+A warp processes items. The first two are static; then it claims items that no other warp has, because SMs are not
+equally fast. For each item it loads the entries of the lists step by step, two items ahead, so that it never waits for
+a list. Rows are loaded by bulk copies that are started ahead, across the boundaries of items, until all stages of the
+ring are in flight; then the oldest stage is used. Every latency is therefore paid once.
 """
 
 from typing import Any, NamedTuple, Protocol

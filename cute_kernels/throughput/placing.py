@@ -1,9 +1,9 @@
-"""From all ranks' messages to rows: where this rank's tokens go, and the lists of what arrives here.
+"""Placing of rows from the messages of all ranks: destinations of this rank's tokens, and the lists of arrivals.
 
-The row of an entry follows from prefix sums alone: the start of its expert's segment, plus the rows of that expert from
-lower source ranks, plus those from earlier tiles of its own rank, plus its position within the tile. An index in the
-lists follows likewise from how many entries and copies come before its tile's; so one block places one tile, of all
-ranks, and no block waits for another. Only where rows are dropped do the blocks of a rank exchange how many they keep.
+The row of an entry follows from prefix sums: the start of its expert's segment, plus the rows of that expert from lower
+source ranks, plus those from earlier tiles of its own rank, plus its position within the tile. Its index in the lists
+follows in the same way from the numbers of entries and copies before its tile. One block therefore places one tile of
+all ranks, and no block waits for another. Only if rows are dropped do the blocks of a rank exchange how many they keep.
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
-"""Placing of token-major rows, one for each copy; what they are: docs/token-major.md.
+"""Placing of token-major rows (docs/token-major.md), one for each copy.
 
-A copy's number is its row: copies of lower source ranks come before it, then those of earlier tiles of its own rank,
-then those before it in its tile (route.py). Those that do not fit are the last ones, so that blocks need not exchange
-how many they keep. Local ids and weights are read, for each copy, from what its owner holds of the whole token.
+A copy's number is its row: copies of lower source ranks precede it, then those of earlier tiles of its own rank, then
+earlier ones of its tile (route.py). Copies that do not fit are the last ones, so blocks need not exchange how many they
+keep. Local ids and weights of a copy are loaded from its owner.
 """
 
 from typing import Any, NamedTuple

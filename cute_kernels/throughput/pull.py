@@ -1,15 +1,16 @@
 """Second kernel of a throughput dispatch: fetch each row once from its owner and store it to all its rows.
 
-Each warp owns a ring of row-sized stages in shared memory: a bulk copy brings a row over NVLink, then the lanes that
-hold one of its rows each start a bulk copy out. Nothing passes through registers, duplicates cross the link once.
+Each warp owns a ring of row-sized stages in shared memory. A bulk copy loads a row over NVLink, then each lane that
+holds one of its rows starts a bulk copy to it. Rows never pass through registers, and duplicates cross the link once.
 One more warp of each block clears the padding.
 
-Where a publish kernel goes before, this one is launched while that runs: `placed` flags say when the route is there.
+After a publish kernel, this kernel is launched while that one runs; it waits for `placed` flags before it reads the
+route.
 
-A rank with more rows than others takes more blocks (surplus.py). Where the route is known they belong to the grid.
-Where it is placed meanwhile they are a grid of their own (`joins`), launched when all blocks of the first have seen the
-route, so that none of them waits for it: they share the claims, and the operation ends with the last block of both. Its
-first block takes part in any case, and ends last: what follows on the stream is to wait for both.
+A rank with more rows than others uses more blocks (surplus.py). With a known route they belong to the grid. With a new
+route they form a grid of their own (`joins`), launched when all blocks of the first grid have seen the route, so that
+none of them waits for it. Both grids share the claims, and the operation ends with the last block of both. The first
+block of the second grid always takes part and ends last, so that whatever follows on the stream waits for both.
 """
 
 from dataclasses import dataclass

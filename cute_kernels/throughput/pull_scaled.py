@@ -1,9 +1,9 @@
-"""Second kernel of combine's backward: fetch each token's gradient once, and turn it into those of rows and weights.
+"""Second kernel of combine's backward: fetch each token's gradient once, and compute the gradients of rows and weights.
 
 For a row of the token with weight w and value y, the gradient of the row is w × g and that of its weight dot(g, y),
-where g is the token's gradient. A warp's ring brings a slice of g (over NVLink) and then the same slice of the y of
-each of its rows here (from this rank's memory); products are stored from registers. So g crosses the link once, and is
-never stored by itself.
+where g is the token's gradient. A warp's ring loads a slice of g (over NVLink) and then the same slice of y of each of
+its rows here (from this rank's memory). Products are stored from registers. g therefore crosses the link once and is
+never stored.
 """
 
 from dataclasses import dataclass

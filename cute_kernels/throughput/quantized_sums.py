@@ -1,4 +1,4 @@
-"""Sums of a combine that travel in a format: their layout in staging, and how lanes store and read them.
+"""Sums of a combine that are sent in a format: their layout in staging, and how lanes store and read them.
 
 A row is stored slice by slice, as the lanes of a warp hold its numbers (`ring.Slices`). A slice consists of its scales,
 one byte for each 32 numbers, padded to a multiple of 32 bytes, and then its codes, one byte each. Scales come first, so

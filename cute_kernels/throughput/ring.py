@@ -1,7 +1,7 @@
-"""Moving rows: each warp's ring of stages in shared memory, and how a warp walks over a row in registers.
+"""Rings: each warp's stages in shared memory, and how a warp iterates over a row in registers.
 
-A row is `row_bytes` long, a multiple of 16. The ring moves pieces of rows through shared memory with bulk copies, so
-that no register and no lane is busy while bytes are in flight. Sums go through registers, 16 bytes a lane at a time.
+A row has `row_bytes`, a multiple of 16. The ring moves pieces of rows through shared memory with bulk copies, so that
+no register and no lane is occupied while bytes are in flight. Sums use registers, 16 bytes for each lane at a time.
 """
 
 from dataclasses import dataclass

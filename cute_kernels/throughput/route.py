@@ -1,12 +1,12 @@
-"""Messages about a route: each tile's counts to every rank, each entry to the holder of its expert.
+"""Messages of a route: each tile's counts to every rank, and each entry to the rank of its expert.
 
-An entry is a (token, k) that names an expert. It goes to the rank that holds the expert, into a slot that this source
-rank and this tile have there, behind the tile's entries for that rank that come before it in the order of (token, k).
-Its four ints: its flat index token × K + k; the expert's index at its rank, and, from bit 16, the number of the token's
-copy there; how many entries of the tile name the same expert before it; and, from bit 1, how many of the tile's tokens
-have an entry there before this one's, with bit 0 set in the first entry of a token.
+An entry is a (token, k) that names an expert. It is stored at the rank that holds the expert, in the memory of this
+source rank and tile there, after the tile's earlier entries for that rank in the order of (token, k). Its four ints
+are: its flat index token × K + k; the expert's index at its rank and, from bit 16, the number of the token's copy
+there; how many earlier entries of the tile name the same expert; and, from bit 1, how many earlier tokens of the tile
+have an entry there, with bit 0 set in the first entry of a token.
 
-A tile is a run of consecutive tokens, the same for all ranks of a call; one block does one tile.
+A tile is a range of consecutive tokens, the same for all ranks of a call. One block processes one tile.
 """
 
 from typing import Any, NamedTuple

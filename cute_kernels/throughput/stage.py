@@ -1,10 +1,10 @@
-"""Staging: x is copied to where peers fetch its rows, chunk by chunk, and each chunk is announced to them.
+"""Staging: x is copied to where peers fetch its rows, chunk by chunk, and each chunk is announced to the peers.
 
-Two kinds of block share the work. Staging blocks copy with bulk copies and mark a chunk in this rank's own memory
-(release, device scope). One announcing block looks for these marks and sets the flags at the peers. A release at system
-scope waits for everything that its SM has sent over the link, many microseconds while the link is busy. Blocks that
+There are two kinds of blocks. Staging blocks use bulk copies, and mark a chunk in this rank's own memory (release,
+device scope). One announcing block polls these marks and sets the flags at the peers. A system-scope release waits for
+all of its SM's outstanding stores over the link, which takes many microseconds while the link is busy, so blocks that
 announced their own chunks would spend most of their time in releases. The announcing block fences once for all chunks
-that have been staged since.
+that have been staged since its last fence.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""Staging in a format: x becomes codes and scales on its way to where all ranks, this one too, fetch its rows.
+"""Staging in a format: x is quantized to codes and scales where all ranks, including this one, fetch its rows.
 
-A team of warps does a chunk, part of a row by part of a row: the fewer chunks are begun at a time, the sooner the first
-ones are there to be fetched. A warp reads a part as its lanes can hold it, finds the scales among them, and stores the
-codes, and the scales behind the row's last code. How chunks are marked and announced: stage.py.
+A team of warps stages one chunk, row part by row part: the fewer chunks are in progress, the sooner the first ones can
+be fetched. A warp loads a part into its lanes, computes the scales, and stores the codes, and the scales after the
+row's last code. stage.py describes how chunks are marked and announced.
 """
 
 from typing import Any

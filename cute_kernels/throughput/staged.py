@@ -1,4 +1,4 @@
-"""What kernels share that fetch staged rows: which rows, when they are there, and the padding that goes with them."""
+"""Common code of kernels that fetch staged rows: waiting for rows, and clearing padding."""
 
 from typing import Any, NamedTuple
 

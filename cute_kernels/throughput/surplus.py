@@ -1,8 +1,8 @@
-"""More blocks where a rank has more rows than others.
+"""Surplus blocks, for a rank that has more rows than others.
 
-How many rows a rank moves is known on the device only. So a grid is launched with more blocks than an average rank
-needs, and those that this rank's lists of arrivals give no work to end at once. Who takes part follows from the lists
-alone: all blocks of the grid come to the same number.
+The number of rows of a rank is only known on the device. A grid is therefore launched with more blocks than an average
+rank needs, and those that have no work according to this rank's lists of arrivals exit immediately. Which blocks take
+part follows from the lists alone, so all blocks of the grid compute the same number.
 """
 
 from typing import Any, NamedTuple

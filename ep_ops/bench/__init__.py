@@ -1,1 +1,1 @@
-"""What `ep-ops bench` runs."""
+"""Benchmarks of `ep-ops bench`."""

@@ -1,4 +1,4 @@
-"""What to compare with: torch.distributed alone."""
+"""Baselines: dispatch and combine with torch.distributed alone."""
 
 from __future__ import annotations
 

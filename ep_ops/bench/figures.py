@@ -1,4 +1,4 @@
-"""How tables and plots of every benchmark look."""
+"""Tables and plots of all benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workloads are measured with how many multiprocessors, by name."""
+"""Presets: workloads and numbers of multiprocessors to measure, by name."""
 
 from __future__ import annotations
 

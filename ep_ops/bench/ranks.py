@@ -1,4 +1,4 @@
-"""What benchmarks share: a process for each rank, and in it the timer, what was found, and words by rank 0."""
+"""Common code of benchmarks: a process for each rank, with the timer, results, and output by rank 0."""
 
 from __future__ import annotations
 

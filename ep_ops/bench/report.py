@@ -1,4 +1,4 @@
-"""What a run of the throughput benchmark found, as a table."""
+"""The results of a run of the throughput benchmark as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of the throughput benchmark on all ranks: measures, and gathers what it finds."""
+"""A run of the throughput benchmark on all ranks: it measures and collects results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatch and combine of few tokens, as many steps as a graph holds, each on rows and a route of its own."""
+"""Dispatch and combine at decode sizes: the steps of a graph, each with rows and a route of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: sizes, routes, and how many rows and bytes a route moves."""
+"""Workloads: sizes, routes, and the rows and bytes that a route moves."""
 
 from __future__ import annotations
 
