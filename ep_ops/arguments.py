@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 LARGE = 0.1
 """A receive buffer of the default capacity that takes more than this part of a GPU's memory is warned of."""
 
-_numbers: dict[str, itertools.count[int]] = {}  # by the name of the group
+_numbers: dict[str, itertools.count[int]] = {}  # by name of the group
 
 
 def group_of(group: Any) -> dist.ProcessGroup | None:
@@ -34,8 +34,8 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}; pass that of the ranks"
-                " that share the experts, as mesh.get_group('ep') or mesh['ep']"
+                f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}; pass the dimension of"
+                " the ranks that share the experts, such as mesh['ep']"
             )
         return group.get_group()
     return group
@@ -65,7 +65,7 @@ def device_of(device: torch.device | str | int | None) -> tuple[torch.device, st
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu":
-        device = torch.device("cpu")  # as tensors name it, whatever index was given
+        device = torch.device("cpu")  # without an index, as the device of tensors
     return device, None
 
 

@@ -50,7 +50,7 @@ def views(arrivals: Tensor, num_rows: int) -> Arrivals:
 def recv_from(arrivals: Tensor, num_rows: int) -> Tensor:
     """Return the owner's entry of each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for no token."""
     copies, owned, sources = views(arrivals, num_rows)
-    row = torch.where(_is_owned(copies, sources), owned[:, 0], num_rows).long()  # those that are undefined: behind all
+    row = torch.where(_is_owned(copies, sources), owned[:, 0], num_rows).long()  # undefined entries: after the last row
     return owned.new_full((num_rows + 1,), -1).scatter(0, row, owned[:, 1])[:num_rows]
 
 
@@ -110,8 +110,8 @@ def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: 
     new_copies, new_owned, new_sources = views(out, num_rows)
     most_copies = min(top_k, world_size)
     place = torch.arange(num_rows + 1, device=arrivals.device)
-    last = sources[-1:].long().clamp(0, num_rows)  # how many copies there are
-    count = copies[:, 0].index_select(0, last).long().clamp(0, num_rows)  # how many owned rows
+    last = sources[-1:].long().clamp(0, num_rows)  # number of copies
+    count = copies[:, 0].index_select(0, last).long().clamp(0, num_rows)  # number of owned rows
 
     def within(flat: Tensor, each: int, number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Select the entries of the requested tokens among the first ``number`` of ``flat``.
@@ -130,7 +130,7 @@ def part(arrivals: Tensor, world_size: int, max_tokens: int, top_k: int, first: 
     _pick(new_owned, inside, before, torch.stack([owned[:, 0], askers], 1))
     inside, of_copies, homes = within(copies[:, 1], most_copies, last)
     begins = before[copies[:, 0].long().clamp(0, num_rows)].int()
-    # The pair behind the last copy says how many rows are owned.
+    # The pair after the last copy is the number of owned rows.
     inside, ends = inside[:num_rows], of_copies[num_rows]
     _pick(new_copies[:num_rows], inside, of_copies[: num_rows + 1], torch.stack([begins, homes], 1)[:num_rows])
     new_copies.index_copy_(0, ends[None], torch.stack([before[-1].int(), ends.int()])[None])

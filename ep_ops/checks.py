@@ -31,9 +31,9 @@ from .formats.quantize import refuse_hidden
 from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, TOKEN_MAJOR
 
 _INT32 = torch.int32
-_ROW_BYTES = 16  # rows begin at multiples of this, which bulk copies need
+_ROW_BYTES = 16  # rows begin at multiples of it, as bulk copies require
 WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
-_MOST_HIDDEN = 2**16  # of rows in a format on GPUs: a pulling block's ring holds whole ones
+_MOST_HIDDEN = 2**16  # limit of rows in a format on GPUs: the ring of a pulling block holds whole rows
 _AS_PLANNED = "as many rows as arrivals was planned for"
 _EXACT = ", ".join(repr(layout) for layout in ROW_LAYOUTS if layout != PADDED)
 _FLIGHTS = range(FLIGHTS)
@@ -80,11 +80,13 @@ def combine(m: Member, a: Any) -> None:
     residual = getattr(a, "residual", None)  # split operations take none
     if residual is not None:
         _rows(m, "residual", residual, a.topk_idx.shape[0], "rows as topk_idx has")
-    grad_format = getattr(a, "grad_format", "")  # nor that
+    grad_format = getattr(a, "grad_format", "")  # likewise
     if grad_format:
         if grad_format not in WIRE:
             allowed = ", ".join(map(repr, WIRE))
-            raise ValueError(f"grad_format is {grad_format!r}; allowed: '' (the gradient travels as it is), {allowed}")
+            raise ValueError(
+                f"grad_format is {grad_format!r}; allowed: '' (the gradient is sent unquantized), {allowed}"
+            )
         _divides(m, "grad_format", format_of(grad_format))
     if a.format:
         _combine_format(m, a.format)
@@ -255,7 +257,7 @@ def _combine_format(comm: Member, format: str) -> None:
     """Check the format in which a combine sends its sums."""
     if format not in COMBINE_FORMATS:
         allowed = ", ".join(map(repr, COMBINE_FORMATS))
-        raise ValueError(f"format is {format!r}; allowed for a combine: '' (sums travel as they are), {allowed}")
+        raise ValueError(f"format is {format!r}; allowed for a combine: '' (sums are sent unquantized), {allowed}")
     _divides(comm, "format", format_of(format))
 
 

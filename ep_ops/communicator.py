@@ -91,7 +91,7 @@ class Communicator(Methods):
         self._mesh = mesh_of(group)
         self.group = group_of(group)
         self.device, unusable = device_of(device)
-        self.multiprocessors = multiprocessors(self.device)  # before torch changes contexts
+        self.multiprocessors = multiprocessors(self.device)  # before torch changes the context
         self._exchange = Exchange(self.group, self.device)
         self.rank, self.world_size = self._exchange.rank, self._exchange.world_size
         own = given.on(self.world_size, device_type=self.device.type, name=given.name or next_name(self.group))
@@ -280,7 +280,7 @@ class Communicator(Methods):
             layout_of(format_of(name), scales_as)
         refuse_destroyed(self)
         self.backend.compile(formats)
-        self._exchange.barrier()  # compiling takes ranks unequally long, and kernels wait for each other
+        self._exchange.barrier()  # compile times differ, and kernels wait for each other
         self.backend.warmup()
         self._exchange.barrier()
 
@@ -428,9 +428,9 @@ class Communicator(Methods):
         missing: list[int] = []
         try:
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # our own kernels have ended: their waits have deadlines
+                torch.cuda.synchronize(self.device)  # kernels end by their deadlines
             if meet:
-                if not self._has_failed():  # else somebody may never come
+                if not self._has_failed():  # otherwise some rank may never arrive
                     missing = self._missing()
                 unsaid = self.backend.unsaid()
         finally:
@@ -460,7 +460,7 @@ class Communicator(Methods):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Destroy the communicator. After an exception, do not wait for the other ranks."""
-        self._destroy(meet=kind is None)  # after an error the other ranks may never come
+        self._destroy(meet=kind is None)
 
     def __repr__(self) -> str:
         state = "destroyed" if self.destroyed else self.backend.name

@@ -18,7 +18,7 @@ class Wanted(Protocol):
 
     dtype: torch.dtype  # of rows
     weights_dtype: torch.dtype
-    expert_ids: ExpertIds | None  # where experts are gone
+    expert_ids: ExpertIds | None  # after experts were lost
 
 
 def to_plan(wanted: Wanted, topk_idx: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
@@ -32,7 +32,7 @@ def to_send(
     wanted: Wanted, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...] | None]:
     """Return the tensors for a dispatch and the ``batch`` of its route."""
-    if (  # as operators take them: a decode step has no time to lose
+    if (  # no conversion is needed, which is checked fast for decode steps
         wanted.expert_ids is None
         and getattr(x, "dtype", None) is wanted.dtype
         and getattr(topk_idx, "dtype", None) is torch.int32

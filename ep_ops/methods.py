@@ -48,7 +48,7 @@ class Methods:
     backend: Backend
     expert_ids: ExpertIds | None
     plan_args: tuple[int, int, str]  # arguments of operators that plan: num_local_experts, world_size, name
-    warned_rows: float  # a default capacity of more rows warns
+    warned_rows: float  # a larger default capacity causes a warning
     overflowed: Overflow | None
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
@@ -85,7 +85,7 @@ class Methods:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
         """
         rows, align, slots, tokens, layout = self._sizes("plan", layout, capacity, slots, max_tokens, alignment)
-        if topk_idx is None:  # without a tensor PyTorch does not know which kernel to call
+        if topk_idx is None:  # PyTorch selects the kernel by a tensor
             self._reject("plan", "topk_idx is None; allowed: a tensor", max_tokens=tokens)
         topk_idx, batch = inputs.to_plan(self, topk_idx)
         placed = call("plan", topk_idx, rows, align, slots, tokens, *self.plan_args, layout)
@@ -374,7 +374,7 @@ class Methods:
             capacity = self.num_local_experts * slots
         elif layout == TOKEN_MAJOR:
             capacity = self._default_rows(most_token_rows(self.world_size, tokens, self.num_local_experts), tokens)
-        else:  # an alignment below 1 is for the operator to reject
+        else:  # the operator rejects an alignment below 1
             capacity = self._default_rows(self.capacity(tokens, max(align, 1)), tokens)
         return capacity, align, slots, tokens, layout
 
@@ -409,7 +409,7 @@ class Methods:
             self._reject(operator, no_route(route), flight)
         reason = (
             "weights are given for token-major rows, which have one for each of their experts; allowed: None"
-            " (apply them before, by ep_ops.nn.reduce_rows)"
+            " (apply them with ep_ops.nn.reduce_rows)"
         )
         self._reject(operator, reason, flight, route.max_tokens)
 

@@ -19,7 +19,7 @@ class Overflow:
 
     def __init__(self, num_local_experts: int, first_expert: int, device: torch.device) -> None:
         self._first = first_expert
-        with torch.inference_mode(False):  # else nothing else could add to it
+        with torch.inference_mode(False):  # an inference tensor could not be updated later
             self._rows = torch.zeros(num_local_experts, dtype=torch.int32, device=device)
 
     def add(self, dropped: Tensor) -> None:

@@ -58,7 +58,7 @@ class NoElements(dict[torch.device, Tensor]):
         self._dtype = dtype
 
     def __missing__(self, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # else it could be used nowhere else
+        with torch.inference_mode(False):  # an inference tensor could not be used in autograd
             made = self[device] = torch.empty(0, dtype=self._dtype, device=device)
         return made
 
@@ -228,7 +228,7 @@ class Operation(NamedTuple):
     format: str  # format in which rows were sent; empty: none
     token_major: bool  # its rows are token-major (not known for combines)
     begun: float
-    met: float | None  # when it had seen that all ranks had begun; None: not yet
+    met: float | None  # when it had observed that all ranks had begun; None: not yet
     waits: tuple[float, ...] = ()  # for each rank, the longest wait of a thread for it
     unseen: tuple[int, ...] = ()  # ranks not known to have begun it, for the last two operations
 

@@ -47,7 +47,7 @@ def format_of(name: str) -> Format:
     found = FORMATS.get(name)
     if found is None:
         allowed = ", ".join(map(repr, FORMATS))
-        raise ValueError(f"format is {name!r}; allowed: '' (rows arrive as x is), {allowed}")
+        raise ValueError(f"format is {name!r}; allowed: '' (rows arrive unquantized), {allowed}")
     return found
 
 

@@ -62,8 +62,8 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return grad_y [R, H], and grad_recv_weights [R] ([0] unless y and recv_weights are given)."""
 
-    # Split operations, each in its flight (0 .. FLIGHTS - 1). A ticket is float32 [0]. Waits take the same arguments as
-    # their starts, but those of gradients, which take nothing; they return what the whole operation does.
+    # Split operations, each in a flight 0 .. FLIGHTS - 1. A ticket is float32 [0]. Waits take the arguments of their
+    # starts, except those of gradients, and return the results of the whole operation.
 
     def dispatch_start(
         self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery

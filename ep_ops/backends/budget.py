@@ -53,7 +53,7 @@ class Budget:
     def changed(self, dispatch: int | None, combine: int | None) -> Iterator[None]:
         """Change the budget within a ``with`` block. None keeps a value."""
         if torch.compiler.is_compiling():
-            # A tracer would leave it out: nothing in the graph tells of it. Without fullgraph, eager code does it.
+            # A tracer would ignore the change. Without fullgraph, this block runs eagerly.
             raise RuntimeError(
                 "sm_budget cannot be used inside a compiled function; put the with block around its call"
             )

@@ -65,8 +65,8 @@ class CheckedBackend:
         self._name, self._rank, self._world_size = member.name, member.rank, member.world_size
         self._device = member.device
         self._operations = 0
-        self._unmet = False  # whether the operator that raises has not come to the reference backend's part
-        self._given: dict[int, tuple[str, tuple[Any, ...]]] = {}  # flight -> operator, what its start was given
+        self._unmet = False  # whether the operator has raised before the reference backend ran
+        self._given: dict[int, tuple[str, tuple[Any, ...]]] = {}  # flight -> operator, arguments of its start
         if member.rank == 0:
             warnings.warn(
                 f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} runs on the reference backend,"
@@ -158,7 +158,7 @@ class CheckedBackend:
         kernels nobody waits there."""
         self._operations += 1
         if not _capturing(self._device) and not self._backend.has_failed():
-            with contextlib.suppress(RuntimeError):  # the others do something else, which they find out by themselves
+            with contextlib.suppress(RuntimeError):  # ranks that run another operator raise by themselves
                 self._reference.reject(operator, reason)
 
     def destroy(self, keep: bool) -> None:
@@ -208,7 +208,7 @@ class CheckedBackend:
         return arrivals.recv_from(lists, arrivals.rows_of(lists.numel(), self._world_size)) >= 0
 
     def _text(self, name: str, mine: Tensor, right: Tensor, wrong: Tensor) -> str:
-        flat = wrong.flatten().byte().argmax()  # the first of the largest
+        flat = wrong.flatten().byte().argmax()  # index of the first difference
         index = [int(i) for i in torch.unravel_index(flat, wrong.shape)]
         here, there = (tensor[tuple(index)].item() for tensor in (mine, right))
         return (

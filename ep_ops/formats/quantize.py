@@ -25,8 +25,8 @@ from torch import Tensor
 
 from meta_kernels.formats import ELEMENT, Format, per_row
 
-LARGEST = 448.0  # of e4m3
-FLOOR = 1e-4  # of amax, but in MX
+LARGEST = 448.0  # largest e4m3 number
+FLOOR = 1e-4  # least amax, except in MX
 
 
 def quantize(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
@@ -45,12 +45,12 @@ def quantize(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     refuse_hidden(x.shape[1], form)
     count = per_row(form, x.shape[1])
     blocks = x.float().view(x.shape[0], count, x.shape[1] // count)
-    amax = blocks.abs().amax(2)  # [T, G]; NaN where there is one
+    amax = blocks.abs().amax(2)  # [T, G]; NaN if the block has one
     one = torch.ones((), device=x.device)
     if form.power:
         byte = _exponent(amax if form.block == 32 else amax.clamp(min=FLOOR))
         stored = byte.to(torch.uint8).view(form.scale_dtype) if form.block == 32 else powers(byte)
-        inverse = powers(254 - byte)  # of 1..247; others are replaced
+        inverse = powers(254 - byte)  # valid for 1..247; others are replaced
         if form.block == 32:
             inverse = torch.where(byte == 0, 0.0, inverse)
         inverse = torch.where(byte == 255, torch.nan, inverse)

@@ -14,7 +14,7 @@ class ExpertIds:
     def __init__(self, own: Sequence[int], device: torch.device) -> None:
         """``own``: the communicator's id for each id of the model, or -1."""
         self.own = tuple(own)
-        # Besides, -1 stays -1, and ids above the last one stay too large: whoever takes them says so.
+        # -1 stays -1, and ids above the last one stay too large, which the operator rejects.
         table = [-1, *self.own, sum(i >= 0 for i in own)]
         self._table = torch.tensor(table, dtype=torch.int32, device=device)
 

@@ -76,7 +76,7 @@ def gpu_problem(device: torch.device) -> str | None:
     name = f"GPU {device.index} ({gpu.name}, capability {gpu.major}.{gpu.minor})"
     if gpu.major < NEEDED_CAPABILITY:
         return f"{name} is too old; backend 'cute' needs capability {NEEDED_CAPABILITY}.0 or newer"
-    # Not all that is newer has as much: sm_120 and sm_121 have 99 KiB.
+    # Some newer GPUs have less: sm_120 and sm_121 have 99 KiB.
     shared: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]
     if shared < NEEDED_SHARED_BYTES:
         return f"{name} has {shared} bytes of shared memory a block; backend 'cute' needs {NEEDED_SHARED_BYTES}"
@@ -93,10 +93,10 @@ def multiprocessors(device: torch.device) -> int:
         from cuda.bindings import driver
 
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes the context
+            torch.cuda.synchronize()  # creates the context
             _, context = driver.cuCtxGetCurrent()
             error, resource = driver.cuCtxGetDevResource(context, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
-    except (ImportError, AttributeError):  # a driver or bindings that know of no such contexts
+    except (ImportError, AttributeError):  # driver or bindings without green contexts
         return total
     return min(total, int(resource.sm.smCount)) if int(error) == 0 else total
 
@@ -269,7 +269,7 @@ def _no_fabric_handles(device: int) -> str | None:
     """Return why memory cannot be exported with a fabric handle, as torch's symmetric memory does, or None."""
     try:
         return _export(device)
-    except (ImportError, RuntimeError) as error:  # no bindings, or no driver that they find
+    except (ImportError, RuntimeError) as error:  # no bindings, or no driver
         return str(error)
 
 

@@ -115,7 +115,7 @@ def gather_mm(x: Tensor, w: Tensor, lists: ExpertLists) -> Tensor:
         ValueError: the number of rows or experts differs from that of the lists.
     """
     if x.shape[0] != lists.places.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, of which the lists were made")
+        raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, the rows of the lists")
     if w.shape[0] != lists.offs.shape[0]:
         raise ValueError(f"w has {w.shape[0]} experts; allowed: {lists.offs.shape[0]}, which the lists have")
     return _GatherMM.apply(x, w, lists.rows, lists.places, lists.cu_seqlens)

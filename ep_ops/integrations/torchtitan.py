@@ -112,13 +112,13 @@ class EpOpsTokenDispatcher(BaseEPTokenDispatcher):
         metadata."""
         comm, tokens, capacity = self._comm, x_TD.shape[0], None
         if comm is None:
-            raise RuntimeError("dispatch was called before wire_meshes, which makes the communicator")
+            raise RuntimeError("dispatch was called before wire_meshes, which creates the communicator")
         if self._factor < 1:
             capacity = math.ceil(comm.capacity(tokens) * self._factor / comm.alignment) * comm.alignment
         sent = comm.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, capacity=capacity, max_tokens=tokens, zeros=True)
         if capacity is not None and not recomputing():
             self.dropped.add_(sent.dropped)
-        # Experts add counts up to where each one's rows end: that is `offs`, padding included.
+        # torchtitan's cumulative sums of counts must be `offs`, which includes padding.
         counts = torch.diff(sent.route.offs, prepend=sent.route.offs.new_zeros(1))
         return sent.x, counts, sent
 

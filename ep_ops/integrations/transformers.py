@@ -143,7 +143,7 @@ class EpOps(EPImplementation):
         self._experts, self._capacity, self._options = experts, capacity, options
         self._comm: Communicator | None = None
 
-    @torch.compiler.assume_constant_result  # it is made while torch.compile traces, where that is the first call
+    @torch.compiler.assume_constant_result  # called while torch.compile traces
     def _made(self, hidden_size: int, top_k: int, dtype: torch.dtype, device: torch.device) -> str:
         """Return the name of the communicator for these tokens, which may be created while torch.compile traces."""
         local: Any = self.num_local_experts
@@ -177,8 +177,8 @@ def _through(
     sent = comm.dispatch(hidden_states.contiguous(), top_k_index, top_k_weights, capacity=capacity)
     expert, weights = expert_of_rows(sent.route), sent.weights
     there = (expert >= 0).unsqueeze(1)
-    # Rows that no token owns are undefined. The layer's code skips them by the id num_experts; its eager loop does not
-    # in all models, and computes a row of zeros with weight zero.
+    # Rows that hold no token are undefined. The layer's code skips the id num_experts. Eager loops of some models do
+    # not, and get rows of zeros with weight zero.
     rows = torch.where(there, sent.x, 0)
     if getattr(experts, "weights_first", False):
         assert weights is not None
@@ -189,9 +189,9 @@ def _through(
     with _local_parameters(experts):
         if comm.num_local_experts:
             y = forward(rows, ids, there.to(rows.dtype))
-        else:  # no rows, which not all implementations take; parameters take part, since others wait in backward
+        else:  # not all implementations take no rows; depend on the parameters to take part in backward
             y = rows + sum(parameter.sum() for parameter in experts.parameters()).to(rows.dtype)
-    if torch.is_grad_enabled():  # the gradient of undefined rows is undefined too, and a weight of zero keeps NaN
+    if torch.is_grad_enabled():  # the gradient of undefined rows is undefined, and NaN times zero is NaN
         y = torch.where(there, y, 0)
     return comm.combine(y, sent.route, weights)
 
@@ -268,8 +268,8 @@ def _top_k(experts: Any) -> int:
         return experts.top_k
     sizes = experts.config.get_text_config()
     found = [value for name in _TOP_K if (value := getattr(sizes, name, None)) is not None]
-    told = {number for value in found for number in (value if isinstance(value, list) else [value])}  # of each layer
-    if len(told) != 1:
-        given = f"tells {sorted(told)}" if told else f"has none of {', '.join(_TOP_K)}"
-        raise ValueError(f"top_k is not given, and {type(sizes).__name__} {given}; allowed: an int, if it is given")
-    return told.pop()
+    named = {number for value in found for number in (value if isinstance(value, list) else [value])}  # of each layer
+    if len(named) != 1:
+        given = f"has {sorted(named)}" if named else f"has none of {', '.join(_TOP_K)}"
+        raise ValueError(f"top_k is not given, and {type(sizes).__name__} {given}; pass top_k")
+    return named.pop()

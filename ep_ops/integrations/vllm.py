@@ -48,7 +48,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     expert that did not fit."""
 
     dropped: Tensor
-    reduces: tuple[type, ...]  # what experts may ask finalize for
+    reduces: tuple[type, ...]  # kinds of reduction that finalize supports
 
     def __init__(self, *comms: Communicator, sp_size: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         at, comm = self._at()
         sent = self._sent[at]
         if sent is None:
-            raise RuntimeError("finalize was called without a prepare before it, along whose route rows go back")
+            raise RuntimeError("finalize was called before prepare, which plans the route of the rows")
         if not isinstance(weight_and_reduce_impl, self.reduces):
             raise ValueError(
                 f"weight_and_reduce_impl is {type(weight_and_reduce_impl).__name__}; allowed:"

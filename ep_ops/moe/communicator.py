@@ -52,10 +52,13 @@ class MoECommunicator:
         placement (tuple[int, ...] | None): the current placement, or None.
 
     Raises:
+        TypeError: ``config`` has another type.
         ValueError: an option is not allowed, or placements differ between ranks. Every rank raises it.
     """
 
     def __init__(self, config: MoECommunicatorConfig, *, device: torch.device | str | int | None = None) -> None:
+        if not isinstance(config, MoECommunicatorConfig):
+            raise TypeError(f"config is {config!r}; expected an ep_ops.moe.MoECommunicatorConfig")
         exchange = Exchange(group_of(config.group), device_of(device)[0])
         placements.agree(exchange, config.placement, config.problem_of_layer())
         comm = Communicator(config.group, config.of_communicator(), device=device)
@@ -86,7 +89,7 @@ class MoECommunicator:
         self._splits = config.overlap and not self._exact
         self._usual = self._given(config.quant, None, self._operator)
         self._counts: Counts | None = None
-        # Rows kept and dropped, before a place().
+        # Rows kept and dropped under earlier placements.
         self._past = torch.zeros(2, config.num_experts, dtype=torch.int64, device="cpu")
         if config.statistics:
             bytes_of = row_bytes(comm.hidden_size, comm.dtype.itemsize)
@@ -294,7 +297,7 @@ class MoECommunicator:
         reject(operator, self.comm.backend, ValueError(reason), flight, most)
 
     def _reject_handle(self, operator: str, name: str, handle: Any, flight: int = 0) -> None:
-        reason = f"{name} is a {type(handle).__name__}; allowed: a DispatchHandle, the second of what dispatch returns"
+        reason = f"{name} is a {type(handle).__name__}; allowed: a DispatchHandle, the second result of dispatch"
         self._reject(operator, reason, None, flight)
 
     # ------------------------------------------------------------------ placement
@@ -325,10 +328,10 @@ class MoECommunicator:
     def _agreed(self, placement: Sequence[int]) -> None:
         refuse_destroyed(self.comm)
         if self._map is None:
-            raise ValueError("placement is given, but the configuration has none; allowed: where it has one")
+            raise ValueError("placement is given, but the configuration has none; allowed: only if it has one")
         problem = placements.problem_of(placement, self.config.num_experts)
         if problem is None and len(placement) != self.num_physical_experts:
-            problem = f"placement has {len(placement)} places; allowed: {self.num_physical_experts}, as at first"
+            problem = f"placement has {len(placement)} places; allowed: {self.num_physical_experts}, as configured"
         placements.agree(self._exchange, placement, problem)
 
     @property
@@ -395,7 +398,7 @@ class MoECommunicator:
 
     def destroy(self) -> None:
         """Destroy the communicator, and with it all siblings. Collective."""
-        self._exchange.group = None  # what outlives it keeps the group's threads alive
+        self._exchange.group = None  # references would keep the group's threads alive
         self.comm.destroy()
 
     def __enter__(self) -> MoECommunicator:

@@ -85,9 +85,9 @@ class MoECommunicatorConfig(Config):
         if self.capacity is not None and self.capacity != EXACT and (not is_int(self.capacity) or self.capacity < 0):  # type: ignore[operator]
             return f"capacity is {self.capacity!r}; it must be None, 'exact' or an int of at least 0"
         if self.capacity == EXACT and self.layout == "padded":
-            return "capacity is 'exact'; layout 'padded' has as many slots for each expert; allowed: None or an int"
+            return "capacity is 'exact'; layout 'padded' has a fixed number of slots; allowed: None or an int"
         if self.capacity == 0 and self.layout == "padded":
-            return "capacity is 0; layout 'padded' has a slot for each expert at least; allowed: None or that many"
+            return "capacity is 0; allowed with layout 'padded': None or an int of at least 1"
         if self.latency_max_tokens is not None and self.mode != "auto":
             return f"latency_max_tokens is {self.latency_max_tokens!r}; mode {self.mode!r} has no bound; allowed: None"
         if self.placement is not None and (wrong := problem_of(self.placement, self.num_experts)):
@@ -129,5 +129,5 @@ def text_problem(quant: Quant) -> str | None:
 def latency_problem(quant: Quant) -> str | None:
     """Return why the latency kernels do not support a format, or None."""
     if "row" in quant.format:
-        return f"format is {quant.format!r}; mode 'latency' has no kernels for a scale of the row; allowed: mode 'auto'"
+        return f"format is {quant.format!r}; mode 'latency' has no kernels for one scale a row; allowed: mode 'auto'"
     return None

@@ -229,11 +229,12 @@ def moves(before: Sequence[int], after: Sequence[int], held: Sequence[int]) -> l
     Raises:
         ValueError: the lengths differ, or ``after`` names other experts.
     """
-    if len(before) != sum(held) or len(after) != sum(held) or set(after) - set(before):
+    if len(before) != sum(held) or len(after) != sum(held):
         raise ValueError(
-            f"placements have {len(before)} and {len(after)} places; allowed: {sum(held)} with the same experts, of"
-            f" ranks that hold {tuple(held)}"
+            f"placements have {len(before)} and {len(after)} places; allowed: {sum(held)}, as ranks hold {tuple(held)}"
         )
+    if missing := set(after) - set(before):
+        raise ValueError(f"after has experts {sorted(missing)}; allowed: the experts of before")
     rank_of = [rank for rank, count in enumerate(held) for _ in range(count)]
     found = []
     for place, expert in enumerate(after):

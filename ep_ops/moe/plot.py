@@ -68,7 +68,7 @@ def plot_waits(stats: Stats, path: str | Path) -> Path:
 
 def _refuse_none(stats: Stats) -> None:
     if not stats.operations:
-        raise ValueError("stats has no operations that all ranks have noted; allowed: those of the cute backend")
+        raise ValueError("stats has no operations that all ranks have recorded; allowed: those of the cute backend")
 
 
 def _worst(of_rank: Sequence[float]) -> str:

@@ -74,7 +74,7 @@ class Counts:
         self._sum_bytes = returned
         # A line: dispatches, rows kept, rows dropped, and `Route.sources`.
         self._widths = (1, num_local_experts, num_local_experts, world_size + 1)
-        with torch.inference_mode(False):  # else nothing else could add to them
+        with torch.inference_mode(False):  # inference tensors could not be updated later
             self._one = torch.ones(1, dtype=torch.int32, device=device)
             self._sums = torch.zeros(len(self._sizes), sum(self._widths), dtype=torch.int64, device=device)
             self._returned = torch.zeros(world_size + 1, dtype=torch.int64, device=device)

@@ -48,6 +48,7 @@ class Experts(nn.Module):
         seed: seed of the initial weights, which do not depend on the number of ranks.
 
     Raises:
+        TypeError: ``comm`` is not a communicator.
         ValueError: a size, a format or the split of the experts is not supported.
 
     Attributes:
@@ -61,6 +62,7 @@ class Experts(nn.Module):
         self, comm: Communicator, intermediate_size: int, *, capacity: int | None = None, dynamic: bool = False,
         format: str = "", combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
+        check_comm(comm)
         super().__init__()
         if format not in ("", ROW) and not format.startswith("wire:"):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
@@ -210,6 +212,12 @@ def refuse_plain(module: nn.Module, state: dict[str, Any], prefix: str, *others:
                 " load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state,"
                 " options=StateDictOptions(full_state_dict=True))"
             )
+
+
+def check_comm(comm: Any) -> None:
+    """Raise TypeError unless ``comm`` is a communicator."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"comm is {comm!r}; expected an ep_ops.Communicator")
 
 
 def check_split(comm: Communicator, what: str) -> None:

@@ -33,10 +33,10 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         w = w.to(x.dtype)
     if _takes(x, w.shape[2]) and w.shape[0] > 0:
         return torch._grouped_mm(x, w, offs=offs)
-    if w.shape[0] == 0:  # zeros that hang on x and w all the same: other ranks wait in the backward pass of this one
+    if w.shape[0] == 0:  # zeros that depend on x and w, so that this rank takes part in backward
         return x[:, :0] @ w.sum(0)[:0]
-    # Other dtypes, for tests and the CPU: every expert on all rows, keeping its own. The inner `where` keeps garbage
-    # (0 * nan is nan) out of the gradient of w, the outer one out of what comes back to x.
+    # Other dtypes, for tests and CPUs: apply every expert to all rows and keep its own. The inner `where` keeps NaN of
+    # undefined rows out of the gradient of w, the outer one out of the gradient of x.
     out = x.new_zeros(x.shape[0], w.shape[2])
     for e in range(w.shape[0]):
         mine = _rows_of(e, x, offs)

@@ -44,7 +44,7 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
             " become local ones in a token-major dispatch)"
         )
     expert = torch.where(local_idx < 0, num_local_experts, local_idx).flatten().long()
-    order = expert.argsort(stable=True)  # row * K + k, by expert; those of none last
+    order = expert.argsort(stable=True)  # row * K + k, by expert; -1 last
     expert = expert[order]
     bounds = torch.searchsorted(expert, torch.arange(num_local_experts + 1, device=local_idx.device))
     asked = bounds[1:] - bounds[:-1]
@@ -53,13 +53,13 @@ def _lists(local_idx: Tensor, num_local_experts: int, alignment: int, length: in
     counts = torch.minimum(asked, length - begin)
 
     number = torch.arange(taken, device=local_idx.device) - bounds[expert]
-    last = counts.new_zeros(1)  # of no expert: nothing is kept
+    last = counts.new_zeros(1)  # entry of -1: nothing is kept
     kept = number < torch.cat([counts, last])[expert]
     place = torch.where(kept, torch.cat([begin, last])[expert] + number, -1)
     places = torch.empty_like(order).scatter(0, order, place).view(local_idx.shape)
     flat = order.new_full((length + 1,), taken).scatter(0, torch.where(kept, place, length), order)[:length]
 
-    # Padding has a row of its expert's last place: whatever a GEMM makes of it, it is no other expert's number.
+    # Padding places repeat the row of the expert's last place, so a GEMM reads rows of the same expert only.
     at = torch.arange(length, device=local_idx.device)
     offs = begin + round_up(counts, alignment)
     held = torch.searchsorted(offs, at, right=True)
@@ -96,7 +96,7 @@ def _arrivals(arrivals: Tensor, places: Tensor, num_places: int, ranks: int) -> 
     num_rows, top_k = places.shape
     copies, _, sources = views(arrivals, num_rows)
     held = places.flatten() >= 0
-    behind = held.cumsum(0)  # of places of the copies up to and with each
+    behind = held.cumsum(0)  # number of places up to and including each
     begin = torch.nn.functional.pad(behind, (1, 0))[::top_k][: num_rows + 1]
     home = copies[:, 1].long()
     asker = (home[:num_rows, None] // min(top_k, ranks) * top_k).add(_ks(places)).flatten()

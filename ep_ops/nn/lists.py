@@ -76,7 +76,7 @@ def expert_lists(
             not checked, and the result for an invalid one is undefined.
     """
     if alignment < 1:
-        raise ValueError(f"alignment is {alignment}; allowed: from 1 on")
+        raise ValueError(f"alignment is {alignment}; allowed: an int of at least 1")
     if capacity is not None and (capacity < alignment or capacity % alignment):
         raise ValueError(f"capacity is {capacity}; allowed: positive multiples of alignment {alignment}")
     taken = local_idx.shape[0] * local_idx.shape[1]
@@ -107,7 +107,7 @@ def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
         ValueError: x has another number of rows than the lists.
     """
     if x.shape[0] != lists.places.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, of which the lists were made")
+        raise ValueError(f"x has {x.shape[0]} rows; allowed: {lists.places.shape[0]}, the rows of the lists")
     return _Gather.apply(x, *_along(lists))
 
 
@@ -142,7 +142,7 @@ def _along(lists: ExpertLists) -> tuple[Tensor, Tensor, Tensor]:
     return rows[:, None], lists.flat, lists.places
 
 
-# Each is the other's gradient. The three of int32 are those that `_along` gives.
+# Each is the gradient of the other. rows, flat and places are the results of `_along`.
 
 
 class _Gather(torch.autograd.Function):

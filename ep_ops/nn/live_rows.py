@@ -81,7 +81,7 @@ def swiglu_quantized(
     form, layout = _format(format, scales_as)
     refuse_hidden(gate_and_up.shape[1] // 2, form)
     if gate_and_up.dtype == torch.float64:
-        raise TypeError("gate_and_up is torch.float64; rows that are quantized are bfloat16, float16 or float32")
+        raise TypeError("gate_and_up has dtype torch.float64; allowed for quantization: bfloat16, float16, float32")
     codes, scales = call("swiglu_quantized", *rows, format, layout)
     grid = Grid(codes.shape[0], route.slots, route.offs.shape[0], codes.shape[1])
     return codes, formats.view(scales, layout, grid)
@@ -97,7 +97,7 @@ def _checked(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor, int, int]
     refuse_no_route(route)
     segments = route.segments
     if x.dtype not in _DTYPES:
-        raise TypeError(f"gate_and_up is {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+        raise TypeError(f"gate_and_up has dtype {x.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
     if x.dim() != 2 or x.shape[1] % 2 or x.shape[0] != route.num_rows:
         raise ValueError(
             f"gate_and_up has shape {tuple(x.shape)}; allowed: [{route.num_rows}, 2F], the rows of the route"
@@ -115,7 +115,7 @@ def _format(name: str, scales_as: str) -> tuple[formats.Format, str]:
     return form, layout
 
 
-# The operators. Each takes gates and ups x [R, 2F], and what says which rows there are: offs, counts, alignment, slots.
+# The operators take gates and ups x [R, 2F], and offs, counts, alignment and slots, which determine the rows.
 
 
 class _Rows(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_ops.communicator import Communicator
-from ep_ops.nn.experts import Experts, check_size, default_device, draw_expert
+from ep_ops.nn.experts import Experts, check_comm, check_size, default_device, draw_expert
 from ep_ops.nn.losses import expert_counts
 from ep_ops.nn.routing import Router
 
@@ -58,8 +58,7 @@ class MoELayer(nn.Module):
         capacity: int | None = None, dynamic: bool = False, shared_intermediate_size: int = 0, format: str = "",
         combine_format: str = "", dtype: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        if not isinstance(comm, Communicator):
-            raise TypeError(f"comm is {comm!r}; expected an ep_ops.Communicator, which has the numbers and sizes")
+        check_comm(comm)
         super().__init__()
         self.comm = comm
         device = default_device(comm)

@@ -48,23 +48,23 @@ def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it must be an int of at least 1")
-    # DDP asks by either name, which differ where the model itself is what a layer was wrapped in.
+    # DDP uses both kinds of names, which differ if the model itself is a wrapped layer.
     everyone = {id(p) for p in expert_parameters(model)}
     apart = [name for name, p in model.named_parameters() if id(p) in everyone]
     for prefix, layer in expert_layers(model):
         experts = {id(p) for p in layer.expert_parameters()}  # type: ignore[operator]
         own = {f"{prefix}{name}": p for name, p in layer.named_parameters() if id(p) in experts}
         for name, p in own.items():
-            if p.is_meta:  # whose hook would be lost with it
+            if p.is_meta:  # its hook would be lost
                 raise ValueError(
-                    f"{name} is on the meta device; allowed: parameters that have memory already (to_empty puts others"
-                    " in their place, of which the gradients would not be divided)"
+                    f"{name} is on the meta device; allowed: parameters that have memory already (to_empty replaces"
+                    " parameters, and the gradients of the new ones would not be divided)"
                 )
         apart += own
         apart += [f"{prefix}{name}" for name, _ in layer.named_buffers() if name == "dropped"]
     for p in expert_parameters(model):
         asks = p.requires_grad
-        if p.is_floating_point():  # frozen ones as well, which may be trained later
+        if p.is_floating_point():  # including frozen ones, which may be trained later
             p.requires_grad_().register_hook(lambda grad: grad / ranks)
             p.requires_grad_(asks)
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
@@ -84,7 +84,7 @@ def _raise_for_ddp(wrapper: nn.Module, name: str, model: Any) -> None:
     if taken := [name for name, p in model.named_parameters() if id(p) in experts and name not in ignored]:
         raise ValueError(
             f"DistributedDataParallel would replace the experts of all ranks by those of rank 0: {', '.join(taken)};"
-            " call ep_ops.nn.keep_experts_apart(model, ranks=...) with the model before"
+            " call ep_ops.nn.keep_experts_apart(model, ranks=...) first"
         )
 
 

@@ -69,8 +69,8 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
     num_places, most = lists.rows.shape[0], places_at_most(num_rows * top_k, lists.counts.shape[0], lists.alignment)
     if route.layout != TOKEN_MAJOR or num_rows != route.num_rows:
         raise ValueError(
-            f"route is of {route.num_rows} rows in layout {route.layout!r}; allowed: the route of the token-major"
-            f" dispatch that the lists of {num_rows} rows are made of"
+            f"route has {route.num_rows} rows in layout {route.layout!r}; allowed: the route of the token-major"
+            f" dispatch that the lists of {num_rows} rows belong to"
         )
     if num_places < most:
         raise ValueError(

@@ -36,7 +36,7 @@ class Router(nn.Module):
         device: device of the parameters.
 
     Raises:
-        ValueError: ``scores`` has another value.
+        ValueError: ``scores`` or ``top_k`` is not allowed.
     """
 
     bias: Tensor | None
@@ -48,6 +48,8 @@ class Router(nn.Module):
         super().__init__()
         if scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores is {scores!r}; allowed: 'softmax', 'sigmoid'")
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k is {top_k}; allowed: 1..num_experts {num_experts}")
         self.top_k, self.scores, self.seed = top_k, scores, seed
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device))
         zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if bias else None

@@ -39,7 +39,7 @@ def scaled_grouped_mm(rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> 
     """
     if rows.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or w.dtype != torch.bfloat16:
         raise TypeError(
-            f"rows are {rows.dtype}, scales {scales.dtype}, w {w.dtype}; allowed: float8_e4m3fn, float32, bfloat16"
+            f"rows have {rows.dtype}, scales {scales.dtype}, w {w.dtype}; allowed: float8_e4m3fn, float32, bfloat16"
         )
     if scales.shape != rows.shape[:1] or w.shape[1] != rows.shape[1] or w.shape[1] % 16 or w.shape[2] % 16:
         raise ValueError(

@@ -46,7 +46,7 @@ _PLAIN: dict[str, set[tuple[type, ...]]] = {}
 _POSITIONS: dict[str, tuple[int, ...]] = {}
 """Operator name -> number of tensors that its arguments begin with, and where among its arguments are the rows, the
 tensor that may be None (0: none may), ``topk_idx`` and ``comm``. Only operators whose calls are remembered."""
-_MOST_ACCEPTED = 1024  # calls that a communicator remembers, since the same ones come in every step
+_MOST_ACCEPTED = 1024  # calls that a communicator remembers
 _ALIGNED = 16  # bytes: rows begin at multiples of it
 
 
@@ -76,7 +76,7 @@ def call(name: str, *args: Any) -> Any:
             tensors, others, all_given = args[:count], args[count:], args[optional_at] is not None
             key = name, others, all_given, rows.shape[0], args[ids_at].shape[0]
             known = comm.accepted.get(key)
-    except (KeyError, TypeError, AttributeError):  # not an operator that is remembered, or wrong: that is found below
+    except (KeyError, TypeError, AttributeError):  # not remembered, or invalid, which is detected below
         pass
     if known is not None and known.check(*(tensors if all_given else _given(tensors))):
         if rows.data_ptr() % _ALIGNED == 0:
@@ -179,7 +179,7 @@ def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
                 f"{name} does not support forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad);"
                 " allowed: backward and torch.autograd.grad"
             )
-        if _is_compiling():  # whose own error names the transform
+        if _is_compiling():  # Dynamo's error names the transform
             continue
         if torch._C._functorch.is_gradtrackingtensor(arg) and arg.requires_grad and _is_grad_enabled():
             raise NotImplementedError(
@@ -188,7 +188,7 @@ def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
             )
 
 
-# Looked up once: each dot costs a decode step some of its time.
+# Looked up once, because attribute lookups take a noticeable part of a decode step.
 _living = registry.living
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -208,7 +208,7 @@ def _heeded() -> bool:
         or _function_modes() > 0
         or _transforms() is not None
         or _profiler_enabled()
-        or forward_ad._current_level >= 0  # torch.func.jvp enters a level as well
+        or forward_ad._current_level >= 0  # torch.func.jvp also enters a level
     )
 
 

@@ -37,8 +37,8 @@ def _fake(near: Tensor, num_rows: int, hidden: int, dtype: torch.dtype, comm: st
     return near.new_empty((num_rows, hidden), dtype=dtype)
 
 
-# -> [num_rows, hidden], undefined. `near`: any tensor on the device. Only the lowering here calls it: its result is no
-# fresh memory.
+# Returns [num_rows, hidden], undefined. `near`: any tensor on the device. Only the lowering below may call it, because
+# the result is not newly allocated.
 define(
     "rows_to_gather(Tensor near, SymInt num_rows, SymInt hidden, ScalarType dtype, str comm) -> Tensor",
     _rows_to_gather, _fake, tags=(),

@@ -34,12 +34,12 @@ class Gradient(NamedTuple):
 
 def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> None:
     recv_x, recv_scales, recv_weights, *integers = output
-    route = Placed(*integers) if integers else a  # a dispatch along a known route is given it
+    route = Placed(*integers) if integers else a  # a planned dispatch takes the route as arguments
     ctx.save_for_backward(a.topk_idx, route.send_rows, route.arrivals, route.offs, route.counts)
     ctx.rows_shape, ctx.rows_dtype = recv_x.shape, a.x.dtype
     ctx.weights_shape, ctx.weights_dtype = recv_weights.shape, recv_weights.dtype
     ctx.along = a.alignment, a.max_tokens, a.comm, a.layout
-    ctx.set_materialize_grads(False)  # most outputs are integers: no zeros for those
+    ctx.set_materialize_grads(False)  # most outputs are integers, which need no zeros
     constant = [recv_scales, *integers] if asked.topk_weights else [recv_scales, recv_weights, *integers]
     if a.x.dtype is ELEMENT:
         if asked.x:
@@ -48,7 +48,7 @@ def _save_dispatch(ctx: Any, a: Any, asked: Any, output: tuple[Tensor, ...]) -> 
                 " dispatch quantizes and differentiates, or x.detach()"
             )
         constant.append(recv_x)
-    elif recv_x.dtype is ELEMENT:  # straight through: gradients of quantized rows are rows of x's dtype
+    elif recv_x.dtype is ELEMENT:  # straight-through: gradients of quantized rows have the dtype of x
         free_gradient(ctx, output, recv_x, constant)
     ctx.mark_non_differentiable(*constant)
 
@@ -68,7 +68,7 @@ def _outgoing_grads(ctx: Any, asked: Any, grads: tuple[Tensor | None, ...]) -> t
     grad_x, _scales, grad_weights, *_ = grads
     route = ctx.saved_tensors
     zeros = route[0].new_zeros
-    if asked.x:  # what arrives may have any strides, those of an expanded sum for instance
+    if asked.x:  # gradients may have any strides, such as those of an expanded sum
         dtype = ctx.rows_dtype
         grad_x = zeros(ctx.rows_shape, dtype=dtype) if grad_x is None else grad_x.to(dtype).contiguous()
     if asked.topk_weights:
@@ -186,7 +186,7 @@ def _started(operator: str, given: tuple[Tensor | None, ...], *rest: Any) -> dic
 
 
 def _awaited(operator: str, ctx: Any, ticket: Tensor) -> tuple[Tensor, Tensor]:
-    # Nothing is known of them where the start ran in another graph, which keeps them itself (ordering.py).
+    # Unknown if the start ran in another graph, which keeps them alive itself (ordering.py).
     given = getattr(ticket, _GIVEN, [])
     return call(operator, ticket, given, ctx.dtype, *ctx.sizes, *ctx.of)
 

@@ -29,8 +29,8 @@ def define(
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    # Opaque to Dynamo: called from a function that broke its graph, a backend's Python must not be traced into.
-    # (torch.compiler.disable would do, but imports Dynamo at once; this one does so in the first call.)
+    # Opaque to Dynamo, which must not trace a backend's Python after a graph break.
+    # (torch.compiler.disable would import Dynamo immediately; this function imports it in the first call.)
     opaque = torch._disable_dynamo(run)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, opaque, key)
@@ -40,7 +40,6 @@ def define(
 
 def differentiate(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
     """Register the gradient of an operator. ``save`` (ctx, inputs, output) keeps what ``backward`` needs."""
-    # Opaque to Dynamo, as what the operators run is.
     opaque = torch._disable_dynamo(once(f"ep::{name}", backward))
     torch.library.register_autograd(f"ep::{name}", opaque, setup_context=torch._disable_dynamo(save), lib=LIBRARY)
     run = eager.IMPLEMENTATIONS[name]

@@ -19,9 +19,9 @@ def once(name: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., t
     differentiated."""
 
     def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():  # as ever without create_graph
+        if not torch.is_grad_enabled():  # the usual case, without create_graph
             return backward(ctx, *grads)
-        saved = ctx.saved_tensors  # once: whoever keeps them for checkpointing hands them out once
+        saved = ctx.saved_tensors  # checkpointing returns them only once
         with torch.no_grad():
             results = backward(_Context(ctx, saved), *grads)
         origins = [t for t in (*grads, *saved) if isinstance(t, Tensor) and t.requires_grad]

@@ -34,7 +34,7 @@ import meta_kernels
 
 from . import gathered, partition, table
 
-TRIED = ("2.11", "2.16")  # first torch release that this works with, and the first that it was not tried with
+TRIED = ("2.11", "2.16")  # first supported torch release, and first untested one
 
 OPERATORS = tuple(op.overload for op in table.OPERATORS)
 SPLIT = {op.overload: getattr(torch.ops.ep, op.starts).default for op in table.OPERATORS if op.starts is not None}
@@ -44,8 +44,8 @@ SOURCES = (Path(__file__).parents[1], Path(meta_kernels.__file__).parent)
 """The folders whose Python files decide what is compiled: of ep_ops and of its fakes."""
 
 _CAT = torch.ops.aten.cat.default
-_POSITION = "ep_position"  # in the meta of a graph's node: place in the program
-_BETWEEN = "ep_between"  # likewise: the tickets of the operations between whose start and wait it stands
+_POSITION = "ep_position"  # key in a node's meta: position in the program
+_BETWEEN = "ep_between"  # key in a node's meta: tickets of the split operations in progress
 _installed = False
 _starts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 _sequences: weakref.WeakKeyDictionary[Any, list[tuple[float, str, str]]] = weakref.WeakKeyDictionary()
@@ -63,7 +63,7 @@ def install() -> None:
         _warn(f"this is torch {version}; supported: {TRIED[0]} up to, not including, {TRIED[1]}")
         return
     try:
-        with _disable_current_modes():  # we are in the middle of tracing something
+        with _disable_current_modes():  # called during tracing
             _install()
     except (ImportError, AttributeError, TypeError) as error:
         _warn(str(error))
@@ -153,7 +153,7 @@ def _restore_split(graph: torch.fx.Graph) -> None:
                     kept.add(needed)
                     pending.append(needed)
         if wait in kept:
-            continue  # something that stood between needs the wait now: a pass has rewritten it
+            continue  # a pass has made a node in between depend on the wait
         for node in sorted(kept, key=order.__getitem__):
             wait.prepend(node)
         others = [node for node in order if order[start] < order[node] < order[wait] and node not in kept]
@@ -168,7 +168,7 @@ def _keep_empty(default: Callable[..., Any]) -> Callable[..., Any]:
 
     def cat(tensors: list[Tensor], dim: int = 0) -> Any:
         if any(t.ndim > 1 and guard_or_false(t.shape[dim] == 0) for t in tensors):
-            return NotImplemented  # no decomposition: it stays as it is
+            return NotImplemented  # no decomposition
         return default(tensors, dim)
 
     return cat
@@ -187,7 +187,7 @@ def _in_sequence(op: torch._ops.OpOverload, default: Callable[..., Any]) -> Call
         _place(V.graph, kernel)
         if op in SPLIT.values():
             if not any(user.target in SPLIT for user in V.graph.current_node.users):
-                # Until a wait that is not in this graph.
+                # The wait is not in this graph.
                 V.graph.never_reuse_buffers.update(given.get_name() for given in kernel.inputs)
             _starts.setdefault(V.graph, {})[result.get_name()] = len(V.graph.operations)
         if op in SPLIT:

@@ -24,7 +24,7 @@ def _unchecked(op: Operator) -> Callable[..., Any]:
         try:
             return run(comm.backend, a)
         except BaseException as error:
-            with contextlib.suppress(Exception):  # nothing hides what this rank raises
+            with contextlib.suppress(Exception):  # the error of this rank must not be hidden
                 again = functools.partial(run, comm.backend, a)
                 flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
                 comm.backend.interrupted(name, error, again, flight, max_tokens)
@@ -71,7 +71,7 @@ def _register_gradient(op: Operator) -> None:
     assert gradient is not None
 
     def asked(ctx: Any) -> Any:
-        # While it saves behind the dispatcher, there is one more flag at the end, of an argument of torch's own.
+        # In setup_context behind the dispatcher, torch appends a flag for an argument of its own.
         return record(*ctx.needs_input_grad[: len(record._fields)])
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -85,7 +85,7 @@ def _register_gradient(op: Operator) -> None:
 
 
 for _op in OPERATORS:
-    # What waits for the device cannot be part of a CUDA graph; Inductor then cuts the graph around it.
+    # An operator that synchronizes cannot be captured in a CUDA graph; Inductor splits the graph around it.
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
     _run = _unchecked(_op)
     define(_op.name + _op.schema, _implementation(_op, _run), _fake(_op), _tags, _run)

@@ -22,6 +22,6 @@ def reject(operator: str, backend: Backend, error: Exception, flight: Any = 0, m
         flight, max_tokens: arguments of the operator; 0 if it has none.
     """
     if not _is_compiling():
-        with contextlib.suppress(RuntimeError):  # ranks that run something else find that out by themselves
+        with contextlib.suppress(RuntimeError):  # ranks that run another operator raise by themselves
             backend.reject(operator, str(error), flight, max_tokens)
     raise error

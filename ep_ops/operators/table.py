@@ -103,10 +103,10 @@ _SIZES = "SymInt capacity, int alignment, SymInt slots, SymInt max_tokens"
 _DELIVERY = 'Tensor? scales=None, str format="", str scales_as="", bool zeros=True'
 _COMBINE = f"Tensor y, Tensor? recv_weights, {_ROUTE}, {_ALONG}"
 _FLIGHT = "int flight=0"
-_SUMS = 'str format=""'  # what the sums of a combine travel as
+_SUMS = 'str format=""'  # format in which the sums of a combine are sent
 _GRADIENTS = f"Tensor? grad_recv_x, Tensor? grad_recv_weights, {_ROUTE}, {_ALONG}, {_LAYOUT}"
 _TO_TOKENS = "(Tensor grad_x, Tensor grad_topk_weights)"
-_WAIT = "Tensor ticket, Tensor[] given, ScalarType dtype"  # of a gradient
+_WAIT = "Tensor ticket, Tensor[] given, ScalarType dtype"  # the wait of a gradient
 _COMBINE_GRADIENTS = f"Tensor grad_out, Tensor? y, Tensor? recv_weights, {_ROUTE}, SymInt num_rows, {_ALONG}"
 _TO_ROWS = "(Tensor grad_y, Tensor grad_recv_weights)"
 

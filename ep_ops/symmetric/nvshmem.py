@@ -32,8 +32,8 @@ class Heap:
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members  # global ranks that initialized it, by their numbers in NVSHMEM
         self.numbered = 0  # allocations so far
-        self.blocks: dict[int, int] = {}  # address of each that has not been given back
-        self.freed: set[int] = set()  # those of them that nobody uses here
+        self.blocks: dict[int, int] = {}  # number -> address of each allocation that was not released
+        self.freed: set[int] = set()  # numbers of allocations that this rank has freed
 
 
 _heaps: list[Heap] = []  # at most one
@@ -91,7 +91,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
         address = _bindings().malloc(nbytes)
         lacks = exchange.all_gather(torch.tensor([int(address == 0)], device="cpu")).flatten() > 0
         lacking = lacks.nonzero().flatten().tolist()
-        if lacking:  # what others have got there is theirs to the end: giving it back is collective
+        if lacking:  # other ranks keep their memory, because releasing it is collective
             raise RuntimeError(
                 f"NVSHMEM has no {nbytes} bytes of symmetric memory left on ranks {lacking};"
                 " NVSHMEM_MAX_MEMORY_PER_GPU and NVSHMEM_SYMMETRIC_SIZE set the size of its heap"
@@ -104,7 +104,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         addresses = tuple(_bindings().ptr(address, pe) for pe in range(exchange.world_size))
-    # Nobody writes before everybody has zeroed, and has said so here.
+    # This exchange is also the barrier between zeroing and the first write of a peer.
     unmapped = int(any(addresses[rank] == 0 for rank in near))
     ranks = exchange.all_gather(torch.tensor([unmapped], device="cpu")).flatten().nonzero().flatten().tolist()
     if ranks:

@@ -50,7 +50,7 @@ def registered(store: dist.Store, rank: int, world_size: int) -> Iterator[Any]:
     """Yield the name of a process group that consists of a store. C++ calls the store's methods, so it must stay
     alive."""
     name, group = next(_names), ProcessGroup(store, rank, world_size)
-    _register_process_group(name, group)  # which does not keep it alive
+    _register_process_group(name, group)  # does not keep the group alive
     try:
         yield name
     finally:

@@ -25,16 +25,16 @@ def allocate(nbytes: int, group: Any, device: torch.device) -> SymmetricBuffer:
         memory, error = None, None
         try:
             memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-        except RuntimeError as caught:  # also for want of memory
+        except RuntimeError as caught:  # such as out of memory
             error = caught
-        exchange.raise_together(f"allocating {nbytes} bytes of symmetric memory", error)  # who lacks it meets nobody
+        exchange.raise_together(f"allocating {nbytes} bytes of symmetric memory", error)  # before the rendezvous
         assert memory is not None
         handle = meet(memory, group, gathered[0][1])
         memory.zero_()
         torch.cuda.synchronize(device)
     bases = [int(base) for base in handle.buffer_ptrs]
     offset = memory.data_ptr() - bases[exchange.rank]  # the allocator may place the tensor inside its block
-    exchange.barrier()  # nobody writes before everybody has zeroed
+    exchange.barrier()  # no rank writes before all have zeroed
 
     held = [memory, handle]
     return SymmetricBuffer(memory, tuple(base + offset for base in bases), held.clear)

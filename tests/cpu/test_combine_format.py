@@ -275,7 +275,7 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of all three operators, and by a cute backend."""
     y, idx = torch.ones(32, 256).bfloat16(), torch.zeros(3, TOP_K).int()
-    allowed = "allowed for a combine: '' (sums travel as they are), " + ", ".join(map(repr, COMBINE_FORMATS))
+    allowed = "allowed for a combine: '' (sums are sent unquantized), " + ", ".join(map(repr, COMBINE_FORMATS))
     with communicator() as comm:
         route, _ = comm.plan(idx, capacity=32)
         for name in (MX, "wire:e5m2", "wire:e4m3/128/fp32", "wire:e4m3/row/fp32"):

@@ -311,7 +311,7 @@ def _refusals() -> list[str]:
 
 def test_what_is_refused() -> None:
     texts = [
-        "NotImplementedError: Buffer takes a torch.distributed", "NotImplementedError: enable_shrink is set",
+        "NotImplementedError: group must be a torch.distributed", "NotImplementedError: enable_shrink is set",
         "RuntimeError: destroy was called", "ValueError: num_sms is 5; it must be even", "ValueError: num_experts is 5",
         "ValueError: num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None",
         "ValueError: scales of x have shape (2, 2)", "ValueError: topk_idx or topk_weights are given",
@@ -376,7 +376,7 @@ def test_install() -> None:
         "import importlib.util, sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep');"
         "import ep_ops.integrations.deep_ep as ours\n"
         "try:\n    ours.install()\n"
-        "except RuntimeError as error:\n    assert 'imported or installed already' in str(error)\n"
+        "except RuntimeError as error:\n    assert 'already imported or installed' in str(error)\n"
         "else:\n    raise AssertionError\n"
         "del sys.modules['deep_ep']; ours.install(); ours.install()\n"
         "import deep_ep; from deep_ep import Buffer, Config, topk_idx_t;"

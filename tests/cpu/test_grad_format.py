@@ -110,7 +110,7 @@ def test_refusals() -> None:
         route, _ = comm.plan(idx, capacity=32)
         for name in (POW2, "wire:e5m2", MX):
             with pytest.raises(
-                ValueError, match=rf"grad_format is '{name}'; allowed: '' \(the gradient travels as it is\)"
+                ValueError, match=rf"grad_format is '{name}'; allowed: '' \(the gradient is sent unquantized\)"
             ):
                 comm.combine(y, route, grad_format=name)
     with communicator(dtype=torch.float64) as comm:

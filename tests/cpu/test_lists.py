@@ -93,7 +93,7 @@ def test_what_consumers_take_beside_lists() -> None:
 
 
 @pytest.mark.parametrize(("alignment", "capacity", "text"), [
-    (0, None, "alignment is 0; allowed: from 1 on"), (1, 0, "capacity is 0"), (1, -2, "capacity is -2"),
+    (0, None, "alignment is 0; allowed: an int of at least 1"), (1, 0, "capacity is 0"), (1, -2, "capacity is -2"),
     (4, 6, "capacity is 6; allowed: positive multiples of alignment 4"),
 ])  # fmt: skip
 def test_lists_that_are_refused(alignment: int, capacity: int | None, text: str) -> None:
@@ -214,7 +214,7 @@ def test_quacks_products(alignment: int, monkeypatch: pytest.MonkeyPatch) -> Non
         y = torch.where(nothing, 0, gather_mm(*leaves, lists))
         results.append([y.detach(), *torch.autograd.grad((y * factor).sin().sum(), leaves)])
     torch.testing.assert_close(*results)
-    with pytest.raises(ValueError, match="x has 3 rows; allowed: 4, of which the lists were made"):
+    with pytest.raises(ValueError, match="x has 3 rows; allowed: 4, the rows of the lists"):
         quack.gather_mm(x[:3], w, lists)
     with pytest.raises(ValueError, match="w has 5 experts; allowed: 4, which the lists have"):
         quack.gather_mm(x, torch.randn(5, 8, 6), lists)

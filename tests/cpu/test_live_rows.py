@@ -203,7 +203,7 @@ def test_refusals() -> None:
         swiglu_rows(x[:, 1:], route)
     with pytest.raises(ValueError, match="token-major"):
         swiglu_rows(x, route._replace(layout="token_major"))
-    with pytest.raises(TypeError, match="gate_and_up is torch.int32"):
+    with pytest.raises(TypeError, match="gate_and_up has dtype torch.int32"):
         swiglu_rows(x.int(), route)
     with pytest.raises(ValueError, match="format is 'e4m3/row/fp32'"):
         swiglu_quantized(x, route, "e4m3/row/fp32")

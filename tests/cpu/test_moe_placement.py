@@ -257,9 +257,9 @@ def test_a_straggler_shows(tmp_path: Path) -> None:
     shown = [0, 1 / 40, 28 / 40, 3 / 40, 0, 1, 0, 2 / 40, 0]
     assert [float(c.attrib["fill-opacity"]) for c in cells] == pytest.approx(shown, abs=2e-3)
     none = of_first._replace(operations=(), begun=torch.zeros(3, 0))
-    with pytest.raises(ValueError, match="no operations that all ranks have noted"):
+    with pytest.raises(ValueError, match="no operations that all ranks have recorded"):
         plot_begun(none, tmp_path / "none.svg")
-    with pytest.raises(ValueError, match="no operations that all ranks have noted"):
+    with pytest.raises(ValueError, match="no operations that all ranks have recorded"):
         plot_waits(none, tmp_path / "none.svg")
 
 

@@ -55,7 +55,7 @@ def test_products_and_gradients() -> None:
 
 def test_what_is_refused() -> None:
     codes, scales, w, offs = given()
-    with pytest.raises(TypeError, match="rows are torch.uint8, scales torch.float32"):
+    with pytest.raises(TypeError, match="rows have torch.uint8, scales torch.float32"):
         scaled_grouped_mm(codes.view(torch.uint8), scales, w, offs)
     with pytest.raises(ValueError, match=r"w \(3, 32, 47\); allowed: \[R, M\]"):
         scaled_grouped_mm(codes, scales, w[:, :, 1:], offs)

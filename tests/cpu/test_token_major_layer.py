@@ -159,10 +159,10 @@ def test_refusals() -> None:
         x, idx, weights = toy.inputs(5)
         sent, grouped = comm.dispatch(x, idx, weights, layout="token_major"), comm.dispatch(x, idx)
         lists = expert_lists(sent.local_idx, 4, alignment=4)
-        with pytest.raises(ValueError, match=r"route is of 44 rows in layout 'grouped'; allowed: the route of the"):
+        with pytest.raises(ValueError, match=r"route has 44 rows in layout 'grouped'; allowed: the route of the"):
             places_route(comm, grouped.route, lists)
         with pytest.raises(
-            ValueError, match=r"route is of 16 rows in layout 'token_major'; .* lists of 15 rows are made of"
+            ValueError, match=r"route has 16 rows in layout 'token_major'; .* lists of 15 rows belong to"
         ):
             places_route(comm, sent.route, expert_lists(sent.local_idx[:15], 4))
         with pytest.raises(ValueError, match=r"lists have 40 places, and 16 rows can take 44; allowed: lists without"):
@@ -174,7 +174,7 @@ def _gathers() -> None:
         x, idx, weights = toy.inputs(5)
         sent = comm.dispatch(x, idx, layout="token_major")
         route = places_route(comm, sent.route, expert_lists(sent.local_idx, comm.num_local_experts))
-        with pytest.raises(ValueError, match="the route is that of places, which does not say where rows lie"):
+        with pytest.raises(ValueError, match="the route of places does not contain the rows"):
             comm.combine_gathered(comm.empty_rows(route.num_rows), route)
 
 

@@ -225,7 +225,7 @@ def test_nobody_says_top_k() -> None:
     with pytest.raises(ValueError, match="top_k is not given, and Gemma4TextConfig has none of num_experts_per_tok, "):
         spread_experts(model, max_tokens_per_rank=4)
     model[0].config.moe_topk = [2, 3]  # of each layer
-    with pytest.raises(ValueError, match=r"top_k is not given, and Gemma4TextConfig tells \[2, 3\]; allowed: an int"):
+    with pytest.raises(ValueError, match=r"top_k is not given, and Gemma4TextConfig has \[2, 3\]; pass top_k"):
         spread_experts(model, max_tokens_per_rank=4)
     assert spread_experts(model, max_tokens_per_rank=4, top_k=3) == ["0"]
     (comm,) = ep_ops.registry.living.values()

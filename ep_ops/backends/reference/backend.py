@@ -53,11 +53,11 @@ class ReferenceBackend:
         self.rows = Transfer(self.ranks, self.exchange, member.weights_dtype, float("nan") if member.strict else 0.0)
         self.name_of_communicator, self.strict = member.name, member.strict
         self.rows_dtype, self.hidden_size, self.symmetric_rows = member.dtype, member.hidden_size, member.symmetric_rows
-        self.budget = Budget(1, 2)  # checked, and used by nothing
+        self.budget = Budget(1, 2)  # validated only
         self._meeting = Meeting(self.rows, self._waits, member.name, member.number)
         self._order = split.Order(member.name)
         self._in_start = False  # whether an operation runs as part of its start
-        self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> what its wait is to return
+        self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> result for its wait
 
     def _begin(self) -> None:
         """Begin an operator that is neither start nor wait."""
@@ -154,7 +154,7 @@ class ReferenceBackend:
         if self.strict:
             problem = not_gatherable(y, self._memory if most else None, most, self.name_of_communicator)
         if bool((route.send_rows == UNKNOWN_ROW).any()):
-            problem = "the route is that of places, which does not say where rows lie at other ranks; allowed: combine"
+            problem = "the route of places does not contain the rows at other ranks; allowed: combine"
         self._meeting.along("combine_gathered", {}, route, problem)
         if self.strict and lies_elsewhere(y, self._memory):
             y = self.empty_rows(y.shape[0]).copy_(y)

@@ -22,7 +22,7 @@ def place(ranks: Ranks, everyone: Tensor, rooms: list[list[int]], sizes: Sizes, 
     capacity, alignment, token_major = sizes.capacity, sizes.alignment, sizes.layout == TOKEN_MAJOR
     destination = ranks.named(everyone)
     asks, held = everyone, ranks.experts_per_rank
-    if token_major:  # a rank is what its tokens ask for, once
+    if token_major:  # each token requests a row of each rank once
         asks, held = _first_named(destination, ranks.world_size), (1,) * ranks.world_size
     position, asked = _number_askers(asks, sum(held))
 
@@ -60,7 +60,7 @@ def _number_askers(asks: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Number the (source rank, token, k) that request the same, and count the requests of each of 0 .. ``groups``."""
     none_last = torch.where(asks < 0, groups, asks).flatten()
     asked = torch.bincount(none_last, minlength=groups + 1)
-    order = none_last.argsort(stable=True)  # by what is asked for, then (source rank, token, k)
+    order = none_last.argsort(stable=True)  # by request, then (source rank, token, k)
     before = asked.cumsum(0) - asked
     position = torch.empty_like(none_last)
     position[order] = torch.arange(order.numel(), device=asks.device) - before[none_last[order]]

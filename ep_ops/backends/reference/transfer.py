@@ -19,7 +19,7 @@ class Transfer:
     def __init__(self, ranks: Ranks, exchange: Exchange, weights_dtype: torch.dtype, unused: float) -> None:
         self.ranks, self.exchange = ranks, exchange
         self.weights_dtype = weights_dtype
-        self.unused = unused  # what rows that nobody may read are filled with
+        self.unused = unused  # value of undefined rows
 
     # ------------------------------------------------------------------ a route
 

@@ -203,7 +203,7 @@ def _ended(work: Any, seconds: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it may have ended well since
+        work.wait()  # it may have succeeded in the meantime
     return True
 
 

@@ -56,9 +56,9 @@ def install(max_tokens_per_rank: int | None = None) -> None:
     own = sys.modules[__name__]
     if sys.modules.get("deep_ep") is not own:
         if "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None:
-            raise RuntimeError("deep_ep is imported or installed already; remove it where ep_ops is to stand in for it")
+            raise RuntimeError("deep_ep is already imported or installed; remove it to use ep_ops in its place")
         for name, module in list(sys.modules.items()):
-            if name == __name__ or name.startswith(f"{__name__}."):  # else it would be imported twice
+            if name == __name__ or name.startswith(f"{__name__}."):  # otherwise it would be imported twice
                 sys.modules["deep_ep" + name.removeprefix(__name__)] = module
     given: int | str | None = max_tokens_per_rank
     if given is None:

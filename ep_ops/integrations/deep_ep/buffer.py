@@ -54,10 +54,10 @@ class Buffer(LowLatency):
         explicitly_destroy: bool = False, enable_shrink: bool = False, comm: Any = None, use_fabric: bool = False,
     ) -> None:  # fmt: skip
         if group is None or comm is not None:
-            raise NotImplementedError("Buffer takes a torch.distributed process group; an MPI communicator is none")
+            raise NotImplementedError("group must be a torch.distributed process group; MPI is not supported")
         if enable_shrink:
             raise NotImplementedError(
-                "enable_shrink is set: ranks cannot be masked; Communicator.shrink makes one of those that are left"
+                "enable_shrink is set: ranks cannot be masked; Communicator.shrink continues without them"
             )
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -160,12 +160,12 @@ class Buffer(LowLatency):
 
         if num_tokens_per_expert is None or num_tokens_per_rank is None or is_token_in_rank is None:
             raise ValueError(
-                "num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None; get_dispatch_layout"
+                "num_tokens_per_rank, num_tokens_per_expert or is_token_in_rank is None; call get_dispatch_layout"
             )
         num_experts = num_tokens_per_expert.shape[0]
         refuse_experts(num_experts, self.group_size)
         ids = topk_idx
-        if ids is None:  # whichever expert of a rank stands for it
+        if ids is None:  # any expert of a rank stands for the rank
             first = torch.arange(self.group_size, device=rows.device) * (num_experts // self.group_size)
             ids = torch.where(is_token_in_rank, first, -1)
         if num_worst_tokens:
@@ -216,4 +216,4 @@ class Buffer(LowLatency):
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> Tensor:
         """Raise NotImplementedError: there is no buffer of bytes."""
-        raise NotImplementedError("get_local_buffer_tensor: a communicator's memory is not handed out")
+        raise NotImplementedError("get_local_buffer_tensor is not supported: the memory of communicators is internal")

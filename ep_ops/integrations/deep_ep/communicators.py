@@ -23,7 +23,7 @@ class Communicators:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._made: dict[tuple[Any, ...], Communicator] = {}
-        self._captured: list[Communicator] = []  # by CUDA graphs, which go on using them
+        self._captured: list[Communicator] = []  # in use by CUDA graphs
 
     def of(self, x: Tensor, num_experts: int, top_k: int, max_tokens: int) -> Communicator:
         """Return the communicator for rows like ``x`` [., H] (bfloat16 if quantized) and at least ``max_tokens`` per
@@ -33,7 +33,7 @@ class Communicators:
         found = self._made.get(key)
         if found is None or found.max_tokens_per_rank < max_tokens:
             if found is not None and found not in self._captured:
-                found.destroy()  # routes do not depend on it: those that were planned go on with its successor
+                found.destroy()  # its routes remain valid with its successor
             found = self._made[key] = Communicator(
                 self._group, num_experts=num_experts, hidden_size=x.shape[1], top_k=top_k, dtype=dtype,
                 max_tokens_per_rank=1 << max(max_tokens - 1, 0).bit_length(), alignment=1, device=x.device,
@@ -70,7 +70,7 @@ class Communicators:
             return comm.combine(x.contiguous(), route, residual=bias)
         if several and round_partial:
             assert slots is not None
-            pairs = sum_rows(x.contiguous(), slots)  # rounded; in the place of each pair's first row, the others zero
+            pairs = sum_rows(x.contiguous(), slots)  # rounded sums, in each pair's first row; other rows are zero
             first = torch.where(slots >= 0, slots, x.shape[0]).amin(1).long()
             wide = x.new_zeros(x.shape[0] + 1, x.shape[1], dtype=torch.float32)
             wide = wide.index_copy_(0, first, pairs.float())[:-1]

@@ -60,7 +60,7 @@ class EPHandle:
         number = torch.arange(pairs, device=home.device)
         received = number < route.sources[-1]
         source_token = torch.where(received, home // min(top_k, ranks), -1)
-        first = route.owned[torch.where(received, begin, 0)].long()  # the pair's first row, and who asked for it
+        first = route.owned[torch.where(received, begin, 0)].long()  # the pair's first row, and its entry
         metadata = torch.full((pairs, 2 + top_k), -1, dtype=torch.int32, device=home.device)
         metadata[:, 0] = source_token
         metadata[:, 1] = torch.where(received, source_token // max(tokens, 1) * top_k + first[:, 1] % top_k, -1)
@@ -68,7 +68,7 @@ class EPHandle:
             asker = route.recv_from.long()  # [R] (source * C + token) * K + k, -1 for padding
             ascending = torch.where(received, source_token, ranks * tokens)
             pair = torch.searchsorted(ascending, asker // top_k)
-            place = torch.where(asker >= 0, pair * top_k + asker % top_k, pairs * top_k)  # padding: behind all
+            place = torch.where(asker >= 0, pair * top_k + asker % top_k, pairs * top_k)  # padding: after the last
             rows = torch.arange(asker.numel(), dtype=torch.int32, device=home.device)
             slots = rows.new_full((pairs * top_k + 1,), -1).scatter(0, place, rows)
             metadata[:, 2:] = slots[:-1].view(pairs, top_k)

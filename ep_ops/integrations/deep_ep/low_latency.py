@@ -137,7 +137,7 @@ class LowLatency:
             x = self._combine_rows
         tokens, hidden, num_experts = handle[2:]
         route, top_k = handle.route, topk_idx.shape[1]
-        # Weights come with the combine alone: they go to their rows, with the smallest x there is.
+        # DeepEP passes weights to combine only, so they are dispatched to their rows here, with the smallest x.
         blank = x.new_zeros(topk_weights.shape[0], 4, dtype=torch.float32)
         comm = self.communicators.of(blank, num_experts, top_k, tokens)
         row_weights = comm.dispatch_planned(blank, route, topk_weights.float().contiguous()).weights
@@ -154,7 +154,7 @@ class LowLatency:
 
     def low_latency_update_mask_buffer(self, *_: Any, **__: Any) -> None:
         """Raise NotImplementedError, as the other methods of masks do."""
-        raise NotImplementedError("ranks cannot be masked; Communicator.shrink makes one of those that are left")
+        raise NotImplementedError("ranks cannot be masked; Communicator.shrink continues without them")
 
     low_latency_query_mask_buffer = low_latency_clean_mask_buffer = low_latency_update_mask_buffer
 
