@@ -203,9 +203,9 @@ class Methods:
             weights: weight of each row, float32 [R] (float64 with float64 rows). None: 1. Token-major rows take none;
                 apply their weights with ``ep_ops.nn.reduce_rows``.
             residual: [T, H] or [..., H], added to each token's sum before rounding. Given on all ranks or on none.
-            format: format in which each rank's sums are sent to the owners, the same on all ranks: "wire:e4m3/32/mx".
-                Empty: the communicator's dtype. Gradients do not depend on it. docs/formats.md states the rounding
-                error.
+            format: format in which each rank's sums are sent to the owners, the same on all ranks: "wire:e4m3/32/mx"
+                or "wire:e4m3/128/pow2". Empty: the communicator's dtype. Gradients do not depend on it. docs/formats.md
+                states the rounding error.
             grad_format: format that begins with ``wire:`` in which backward sends the gradient to the rows, the same on
                 all ranks. Empty: unquantized. docs/formats.md states the rounding error.
 

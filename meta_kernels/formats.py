@@ -38,7 +38,7 @@ _QUANTISED = (
 )
 _WIRE = tuple(form._replace(name=f"wire:{form.name}", wire=True) for form in _QUANTISED)
 FORMATS: dict[str, Format] = {form.name: form for form in (*_QUANTISED, *_WIRE)}
-COMBINE_FORMATS = ("wire:e4m3/32/mx",)
+COMBINE_FORMATS = ("wire:e4m3/32/mx", "wire:e4m3/128/pow2")
 """Formats in which the sums of a combine may travel."""
 
 

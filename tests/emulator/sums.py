@@ -17,7 +17,7 @@ from .routes import DEPTH, Shape, drawn, wire_of
 from .threads import Launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MX = "e4m3/32/mx"
+MX, POW2 = "e4m3/32/mx", "e4m3/128/pow2"
 
 
 def noise(draw: random.Random, rows: int, hidden: int, dtype: str) -> Tensor:
@@ -205,6 +205,14 @@ CHECKS = {
     ),
     "sums_across_tokens": lambda draw: sums(
         draw, Shape((2, 0, 3, 2), 3, 4, hidden=64, domains=PAIRS, wire="adversary"), dtype="bf16", token_major=True
+    ),
+    "sums_pow2": lambda draw: sums(draw, Shape((3, 2), 3, 4, hidden=384, share=0.7), POW2, either(draw)),
+    "sums_across_pow2": lambda draw: sums(
+        draw, Shape((2, 0, 3, 2), 4, 3, hidden=128, domains=PAIRS, wire="nvshmem"), POW2, either(draw)
+    ),
+    "sums_few_pow2": lambda draw: few(draw, Shape((2, 2), 3, 3, hidden=draw.choice((128, 1152))), POW2, either(draw)),
+    "sums_few_across_pow2": lambda draw: few(
+        draw, Shape((2, 3), 3, 3, hidden=640, domains=((0,), (1,)), wire="nvshmem"), POW2, either(draw)
     ),
     "sums_few": lambda draw: few(draw, Shape((3, 0, 2), 4, 4, hidden=64, share=0.6), dtype=either(draw)),
     "sums_few_wide": lambda draw: few(draw, Shape((2, 2), 3, 3, hidden=draw.choice((480, 1056))), dtype=either(draw)),

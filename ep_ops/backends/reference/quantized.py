@@ -38,7 +38,9 @@ class SumFormat(NamedTuple):
         if not self.format:
             return sums.to(self.dtype)
         codes, scales = quantize(sums, format_of(self.format))
-        return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], 1)
+        # A single column of scales may have any stride, which a view as bytes does not take.
+        packed = scales.flatten().view(torch.uint8).view(scales.shape[0], scales.shape[1] * scales.itemsize)
+        return torch.cat([codes.view(torch.uint8), packed], 1)
 
     def unpacked(self, rows: Tensor, hidden_size: int) -> Tensor:
         """Return the summands, fp32 (fp64) [rows, H], of rows that were sent."""
