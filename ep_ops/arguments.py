@@ -41,11 +41,6 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def mesh_of(group: Any) -> DeviceMesh | None:
-    """Return the DeviceMesh that was given as ``group``, if it was one whose dimension has a name."""
-    return group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
-
-
 def next_name(group: dist.ProcessGroup | None) -> str:
     """Return the default name of a communicator. Names are "ep0", "ep1", ... in order of creation, followed by the
     group's name unless it is the default group. Each group is counted separately, so that its ranks agree."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import backends, checks, inputs, registry
-from .arguments import device_of, group_of, large_rows, mesh_of, next_name
+from .arguments import device_of, group_of, large_rows, next_name
 from .backends.base import Backend
 from .config import Config, configured
 from .formats import exact_dtype, format_of, layout_of
@@ -88,7 +88,7 @@ class Communicator(Methods):
         **options: Any,
     ) -> None:
         given = configured("Communicator", config, options)
-        self._mesh = mesh_of(group)
+        self._mesh: DeviceMesh | None = group if isinstance(group, DeviceMesh) and group.mesh_dim_names else None
         self.group = group_of(group)
         self.device, unusable = device_of(device)
         self.multiprocessors = multiprocessors(self.device)  # before torch changes the context
@@ -472,7 +472,7 @@ def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str 
     problem = own.problem() or backends.problem(own)
     if problem is None and own.backend == "cute":
         problem = gpu_problem(device) or backends.too_small(own, multiprocessors)
-    if problem is None and registry.taken(own.name):
+    if problem is None and own.name in registry.living:
         problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
     return problem
 

@@ -28,11 +28,6 @@ def get(name: str) -> Living:
     return found
 
 
-def taken(name: str) -> bool:
-    """Return whether a communicator has the name."""
-    return name in living
-
-
 def add(comm: Living) -> None:
     """Make a communicator available to operators."""
     living[comm.name] = comm

@@ -66,10 +66,9 @@ def too_small(config: Config, multiprocessors: int) -> str | None:
 
 def lack(config: Config, multiprocessors: int) -> str | None:
     """Return what this rank lacks for the cute backend, given the NVLink domains and the wire between them, or None."""
-    from .cute import sm_model
-    from .cute.sizing import across, problem_with, sizes_of
+    from .cute.sizing import across, problem_with
 
-    found = problem_with(config) or sm_model.too_small(sizes_of(config), multiprocessors)
+    found = problem_with(config) or too_small(config, multiprocessors)
     if found is not None or not across(config) or config.wire != "nvshmem":
         return found
     from ..symmetric import nvshmem
