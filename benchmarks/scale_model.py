@@ -34,7 +34,7 @@ from ep_ops.bench.model_formulas import (
     passing_rows,
     reached_domains,
 )
-from ep_ops.bench.ranks import write
+from ep_ops.bench.ranks import rounded, write
 
 RECORDED = Path(__file__).resolve().parent / "results"
 
@@ -363,6 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "measured": measured_errors(gpu, many, few),
         "published": [beside(gpu, entry, limit) for entry in PUBLISHED],
     }
+    found = rounded(found)  # so that the tables are those of the file
     print(markdown(found) if args.markdown else text(found))
     if args.out:
         write(found, args.out)
