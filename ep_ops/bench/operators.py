@@ -262,13 +262,18 @@ class Calls:
         return {name: relative_error(out, expected) for name, (out, expected) in found.items()}
 
     def _sums(self, s: Inputs, weights: Tensor | None, format: str) -> Tensor:
-        """Return the expected result of x dispatched with weights or token-major, if the sum of each rank is
-        quantized."""
-        form, total = formats.format_of(format), torch.zeros_like(s.x, dtype=torch.float32)
+        """Return what a combine returns for x, dispatched with weights or token-major, if each rank's sum is quantized.
+
+        Products are added one by one, as combine does: weights of a token have the sum 1, and x times 1 often lies in
+        the middle between two codes."""
+        form, x = formats.format_of(format), s.x.float()
+        rank_of, total = holders(s.topk_idx, self.workload.experts, self.comm.world_size), torch.zeros_like(x)
         for rank in range(self.comm.world_size):
-            here = holders(s.topk_idx, self.workload.experts, self.comm.world_size) == rank
-            factor = here.any(1) if weights is None else (weights * here).sum(1)
-            sums = s.x.float() * factor[:, None]
+            here = rank_of == rank
+            factors = here.any(1, keepdim=True) if weights is None else weights * here
+            sums = torch.zeros_like(x)
+            for factor in factors.float().unbind(1):
+                sums += factor[:, None] * x
             total += formats.dequantize(*formats.quantize(sums, form), form, torch.float32)
         return total
 
