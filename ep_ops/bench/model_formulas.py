@@ -37,6 +37,7 @@ class Layout:
     most_batch_tokens: int = 16  # of a put, many tokens
     most_tiles: int = 16
     few_tokens: int = 128  # the bound of the latency kernels
+    sum_bytes: int = 0  # of a sum that a combine sends; 0: those of a row
 
     @property
     def ranks(self) -> int:
@@ -56,6 +57,17 @@ class Layout:
     def row_bytes(self) -> int:
         """Size of a row of x in bytes."""
         return self.hidden * self.itemsize
+
+    @property
+    def sent_sum(self) -> int:
+        """Size in bytes of a sum that a combine sends."""
+        return self.sum_bytes or self.row_bytes
+
+    def quantized(self, few: bool) -> Layout:
+        """Return the same layout with sums in e4m3: in staging with 64 bytes of scales for each slice of at most 4096
+        bytes of the row, for few tokens with 448 codes in a packet."""
+        in_packets, in_staging = 480 * -(-self.hidden // 448), self.hidden + 64 * -(-self.row_bytes // 4096)
+        return dataclasses.replace(self, sum_bytes=in_packets if few else in_staging)
 
     @property
     def batch_tokens(self) -> int:
@@ -258,9 +270,9 @@ def combine_bytes(layout: Layout) -> Bytes:
     unasked = missed(layout, layout.experts // layout.domains) ** layout.batch_tokens  # as if all batches were full
     puts = asked + asked * (1 - unasked) + far * layout.rounds
     return Bytes(
-        near_rows=t.near * layout.row_bytes,
+        near_rows=t.near * layout.sent_sum,
         near_other=WORD * (t.near + near * layout.rounds),
-        far_rows=t.crossing * layout.row_bytes,
+        far_rows=t.crossing * layout.sent_sum,
         far_other=asked * layout.wanted_bytes + WORD * puts,
         puts=puts,
     )
@@ -279,19 +291,20 @@ def few_bytes(layout: Layout, combine: bool, rows: int = 1) -> Bytes:
     """Return the bytes of the latency kernels: marked lines within the domain; the same packets to other domains, with
     one put for a route or for up to `rows` rows."""
     t = expected(layout)
-    near_row = layout.row_bytes + (0 if combine else 4 * layout.top_k)
+    sent = layout.sent_sum if combine else layout.row_bytes
+    near_row = sent + (0 if combine else 4 * layout.top_k)
     near = t.few_near * near_row * LINE / PAYLOAD
     route = 0.0 if combine else (layout.domain_ranks - 1) * 2 * layout.top_k * layout.tokens * LINE / PAYLOAD
     others = layout.ranks - layout.domain_ranks
-    row = packet_bytes(layout.row_bytes) if combine else layout.few_row_bytes
+    row = packet_bytes(sent) if combine else layout.few_row_bytes
     routes = 0 if combine else others
     of_rows = t.few_far if rows == 1 else others * bundled_puts(layout, rows)
     puts = of_rows + routes + others  # hellos
     return Bytes(
-        near_rows=t.few_near * layout.row_bytes,
-        near_other=near - t.few_near * layout.row_bytes + route,
-        far_rows=t.few_far * layout.row_bytes,
-        far_other=t.few_far * (row - layout.row_bytes) + routes * layout.few_route_bytes(layout.tokens) + WORD * puts,
+        near_rows=t.few_near * sent,
+        near_other=near - t.few_near * sent + route,
+        far_rows=t.few_far * sent,
+        far_other=t.few_far * (row - sent) + routes * layout.few_route_bytes(layout.tokens) + WORD * puts,
         puts=puts,
     )
 
@@ -351,10 +364,14 @@ def many_us(gpu: Gpu, wire: Wire | None, layout: Layout, op: str) -> float:
     moved = combine_bytes(layout) if op == "combine" else dispatch_bytes(layout)
     crossing = 3 * t.crossing  # packed, or added up and written; read by the wire; written where it arrives
     passing = (passing_rows(op, t.copies, t.copies, t.expanded, layout.tokens) + crossing) * layout.row_bytes
+    sent = layout.row_bytes
+    if op == "combine":
+        sent = layout.sent_sum
+        passing -= (2 * t.copies + crossing) * (layout.row_bytes - sent)
     alone = of_rows(gpu, op, moved.near, passing)
     if wire is None or layout.domains == 1:
         return gpu.constants[op] + alone
-    batch = 1e6 * layout.batch_tokens * layout.row_bytes / wire.rate
+    batch = 1e6 * layout.batch_tokens * sent / wire.rate
     constant = gpu.constants[op] + wire.latency + gpu.flag + batch
     return layout.rounds * constant + max(alone, far_us(wire, moved))
 

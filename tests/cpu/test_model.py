@@ -316,6 +316,13 @@ def test_what_binds() -> None:
     rows = 2000 + 2000 + 2000 + 1000  # expert rows read; sums written; read; tokens written
     assert model_formulas.many_us(slow, None, layout, "combine") == pytest.approx(30 + rows * 1e4 / 1e5)
 
+    half = dataclasses.replace(layout, sum_bytes=5000)  # sums written and read with half of the bytes
+    assert model_formulas.many_us(slow, None, half, "combine") == pytest.approx(30 + (3000 * 1e4 + 4000 * 5e3) / 1e5)
+    link = dataclasses.replace(GPU, push=1e9)
+    near = model_formulas.combine_bytes(half).near
+    assert model_formulas.many_us(link, None, half, "combine") == pytest.approx(30 + near / 1e3) and near < 5.1e6
+    assert Layout(1, 2).quantized(False).sum_bytes == 7424 and Layout(1, 2).quantized(True).sum_bytes == 16 * 480
+
     apart = dataclasses.replace(layout, domains=2, domain_ranks=1, round_tokens=500)
     far = model_formulas.dispatch_bytes(apart).far
     constant = 20 + 8 + 0.5 + 6 * 10_000 / 10e3
