@@ -1,4 +1,4 @@
-"""The class ``Communicator``: configuration, backend and lifetime of what the operators of a process group share."""
+"""The class ``Communicator``: configuration, creation and destruction of the state that operators share."""
 
 from __future__ import annotations
 
@@ -37,46 +37,48 @@ class Communicator(Methods):
     """Expert-parallel dispatch and combine over the ranks of one process group.
 
     A communicator holds the configuration, the symmetric memory and the kernels that its operators use. It lives until
-    :meth:`destroy` is called or its ``with`` block ends. Several may live at once; one serves any number of layers.
+    :meth:`destroy` is called or its ``with`` block ends. A process can have several communicators, and any number of
+    layers can share one.
 
     Creating and destroying a communicator and calling its operators are collective: every rank of the group does so in
     the same order. If one rank passes an argument with a wrong dtype, shape or value, every rank raises the same reason
-    (on the cute backend the other ranks raise it at their next call) and the communicator stays usable.
+    (on the cute backend the other ranks raise it in their next call), and the communicator remains usable.
 
     Args:
         group: process group or one-dimensional DeviceMesh. None: the default group, or this process alone if
             torch.distributed is not initialized.
-        config: the options, which must be equal on all ranks. They can also be passed as keyword arguments:
-            ``Communicator(group, num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)``. Given both,
-            keyword arguments replace fields of ``config``. :class:`ep_ops.Config` describes every option.
+        config: options, which must be equal on all ranks. They can also be passed as keyword arguments:
+            ``Communicator(group, num_experts=64, hidden_size=2048, top_k=8, max_tokens_per_rank=4096)``. If both are
+            given, keyword arguments replace fields of ``config``. :class:`ep_ops.Config` describes every option.
         device: device of this rank. None: the current CUDA device if there is one, else the CPU.
 
     Attributes:
-        config (Config): the options, with what the ranks agreed on: backend, NVLink domains, experts of each rank.
+        config (Config): the options, including the values on which the ranks agreed: backend, NVLink domains, and the
+            number of experts on each rank.
         name (str): name by which operators find this communicator.
-        group: the process group; None for this process alone, and once destroyed.
+        group: the process group. None if the communicator consists of this process alone, or has been destroyed.
         rank (int): rank of this process in the group.
         world_size (int): number of ranks.
         device (torch.device): device of this rank.
         num_experts (int): number of experts of all ranks.
         experts_per_rank (tuple[int, ...]): number of experts of each rank.
         num_local_experts (int): number of experts of this rank.
-        first_local_expert (int): global id of this rank's first expert. Its others follow.
-        hidden_size (int): elements of a row.
-        top_k (int): number of experts that a token names.
-        max_tokens_per_rank (int): the largest number of tokens that a rank passes in one call.
+        first_local_expert (int): global id of this rank's first expert. The ids of its experts are consecutive.
+        hidden_size (int): H, the number of elements of a row.
+        top_k (int): K, the number of experts for each token.
+        max_tokens_per_rank (int): the largest number of tokens that a rank may pass in one call.
         dtype (torch.dtype): dtype of the rows.
         weights_dtype (torch.dtype): dtype of routing weights: float32, or float64 if ``dtype`` is float64.
-        alignment (int): default for the number of rows that each expert's segment is padded to a multiple of.
+        alignment (int): default alignment. The rows of each expert are padded to a multiple of this number.
         domains (tuple[tuple[int, ...], ...]): ranks of each NVLink domain.
         rails (tuple[tuple[int, ...], ...]): ranks with the same index in each NVLink domain.
-        backend: what runs the operators; ``backend.name`` is "cute" or "reference".
+        backend: the implementation of the operators. ``backend.name`` is "cute" or "reference".
         destroyed (bool): whether :meth:`destroy` has been called.
 
     Raises:
-        TypeError: options are unknown or missing, or ``group`` or ``config`` has another type.
-        ValueError: a value is not allowed on some rank, options differ between ranks, or backend "cute" cannot run.
-            Every rank raises the same text, which names the option, its values and the ranks.
+        TypeError: an option is unknown or missing, or ``group`` or ``config`` has the wrong type.
+        ValueError: an option of some rank has a value that is not allowed, options differ between ranks, or backend
+            "cute" cannot run. Every rank raises the same text, which names the option, its values and the ranks.
     """
 
     def __init__(
@@ -142,15 +144,15 @@ class Communicator(Methods):
     ) -> Communicator:
         """Return the living communicator that this method created with equal arguments, or create one.
 
-        Use it for models whose layers are created independently. Layers should share a communicator, because each one
-        allocates memory, and functions are compiled again for each. It lives until :meth:`destroy` is called.
-        Collective.
+        Collective. Use it for models whose layers are created independently. Layers should share a communicator,
+        because each communicator allocates memory, and functions are compiled again for each communicator. The result
+        lives until :meth:`destroy` is called.
 
         Args:
             group, config, device, options: as for :class:`Communicator`.
 
         Returns:
-            A communicator, which other callers may have got as well.
+            A communicator, which other callers may share.
 
         Raises:
             TypeError, ValueError: as for :class:`Communicator`.
@@ -176,8 +178,8 @@ class Communicator(Methods):
         """Return the one-dimensional DeviceMesh over which experts are sharded.
 
         Returns:
-            The mesh that was given as ``group`` (``mesh["ep"]``), or a mesh over the ranks of the group whose dimension
-            is named "ep". None for a communicator of one rank.
+            The mesh that was passed as ``group`` (such as ``mesh["ep"]``). If a process group was passed: a mesh over
+            its ranks, whose dimension is named "ep". None for a communicator of one rank.
         """
         if self._mesh is None and self.world_size > 1:
             assert self.group is not None
@@ -187,10 +189,10 @@ class Communicator(Methods):
     def empty_rows(self, num_rows: int) -> Tensor:
         """Return symmetric memory for the outputs of experts, to be passed to :meth:`combine_gathered`.
 
-        Every call returns the same memory, and a :meth:`combine_gathered` of other rows overwrites it. It may be
-        written again as soon as a :meth:`combine_gathered` of it has been called. Call this method in eager code, which
-        CUDA graphs may capture. In compiled code, call :meth:`combine_gathered` with any rows; the compiler places
-        them.
+        Every call returns the same memory. You may write to it again as soon as you have called
+        :meth:`combine_gathered` with it. A call of :meth:`combine_gathered` with rows in other memory overwrites it.
+        Call this method in eager code, which CUDA graphs may capture. In compiled code, call :meth:`combine_gathered`
+        with any rows; the compiler places them in symmetric memory.
 
         Args:
             num_rows: number of rows, 0 to ``symmetric_rows``. Ranks may pass different numbers.
@@ -211,17 +213,18 @@ class Communicator(Methods):
     ) -> contextlib.AbstractContextManager[None]:
         """Limit the multiprocessors (SMs) of the operators that run inside a ``with`` block.
 
-        ``with comm.sm_budget(dispatch=16, combine=32): ...``. Blocks can be nested; the previous limits return at the
-        end. The backward of a dispatch is a combine and vice versa, so include ``backward()`` if its operators are to
-        be limited.
+        Usage: ``with comm.sm_budget(dispatch=16, combine=32): ...``. Blocks can be nested; at the end of a block the
+        previous limits apply again. To limit the operators of the backward pass too, call ``backward()`` inside a
+        block. The backward of a dispatch is a combine, and vice versa.
 
-        The limit is state of this process: ranks may use different ones. A compiled function reads it when it runs, so
-        put the block around the call. A captured CUDA graph replays with the limit during its capture. The limit also
-        holds on a rank that receives more rows than others. Latency kernels and the reference backend ignore it.
+        The limit applies to this process, and ranks may use different limits. A compiled function reads the limit when
+        it runs, so put the block around the call. A CUDA graph uses the limit that was in effect during its capture.
+        The limit also applies on a rank that receives more rows than others. Latency kernels and the reference backend
+        ignore it.
 
         Args:
-            dispatch: SMs of a dispatch, at least 1. None: unchanged.
-            combine: SMs of a combine, at least 2. None: unchanged.
+            dispatch: largest number of SMs for a dispatch, at least 1. None: unchanged.
+            combine: largest number of SMs for a combine, at least 2. None: unchanged.
 
         Raises:
             ValueError: a value is out of range for this GPU.
@@ -231,12 +234,12 @@ class Communicator(Methods):
 
     @contextlib.contextmanager
     def flights(self) -> Iterator[None]:
-        """End the split operations that are in progress when an exception leaves the ``with`` block.
+        """Finish the split operations that are in progress when an exception leaves the ``with`` block.
 
-        ``with comm.flights(): ...``. An exception between a start and its wait leaves the flight in use, and the next
-        operation raises, naming the wait to call. This block waits for such operations of this communicator and drops
-        their results. Put it around the call of a compiled function and, if gradients are computed, around
-        ``backward()``.
+        Usage: ``with comm.flights(): ...``. Without this block, an exception between a start and its wait leaves the
+        flight in use, and the next operation raises an error that names the wait to call. With it, the operations of
+        this communicator are waited for, and their results are dropped. Put the block around the call of a compiled
+        function and, if gradients are computed, around ``backward()``. docs/overlap.md explains flights.
 
         Raises:
             RuntimeError: inside a function that is compiled with ``fullgraph=True``.
@@ -264,7 +267,7 @@ class Communicator(Methods):
         """Compile and load every kernel. Collective. Call it before capturing a CUDA graph.
 
         Args:
-            formats: further formats that dispatches will use, as pairs (format, ``scales_as``), for example
+            formats: quantized formats of rows that the program uses, as pairs (format, ``scales_as``), such as
                 ``[("e4m3/128/pow2", "columns")]``. Kernels of other formats are compiled at their first call.
 
         Raises:
@@ -285,12 +288,12 @@ class Communicator(Methods):
         self._exchange.barrier()
 
     def check_errors(self) -> None:
-        """Raise the errors that kernels have reported so far. Does not wait for running kernels.
+        """Raise an error if kernels have reported one so far. Does not wait for running kernels.
 
         Raises:
             RuntimeError: a wait has failed; the communicator must be destroyed.
-            ValueError: an expert id was out of range, another rank rejected its arguments, or, with
-                ``overflow="raise"``, rows were dropped. With ``overflow="raise"`` the method waits for the device.
+            ValueError: an expert id was out of range, another rank rejected its arguments, or rows were dropped and
+                ``overflow`` is "raise". With ``overflow="raise"`` the method waits for the device.
         """
         if not self.destroyed:
             self.backend.listen()
@@ -302,10 +305,10 @@ class Communicator(Methods):
     def on_failure(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` if this communicator fails.
 
-        For servers that only replay CUDA graphs and would not notice a failure. The callback runs in another thread,
-        within a tenth of a second after the report of the kernels. A rank that launches nothing notices a failure only
-        when it calls :meth:`check_errors`. The next call on this communicator raises the same text. On the reference
-        backend errors are always raised, and the callback is not used.
+        Use it in servers that only replay CUDA graphs and therefore do not notice a failure. The callback runs in
+        another thread, within a tenth of a second after the kernels report the failure. A rank that launches nothing
+        notices a failure only when it calls :meth:`check_errors`. The next call of a method of this communicator raises
+        the same text. The reference backend raises every error in the call that fails and does not use the callback.
 
         Args:
             callback: called once with the text of the failure. ``lambda text: os.abort()`` ends the process.
@@ -313,17 +316,18 @@ class Communicator(Methods):
         self.backend.call_on_failure(callback)
 
     def last_operations(self, rank: int | None = None) -> list[Operation]:
-        """Return the last operations that a rank has begun, the latest first.
+        """Return the last operations that a rank has begun, most recent first.
 
-        Use it from another thread or a debugger to find out where a rank hangs. It does not wait for running kernels,
-        here or on the other rank. A call that runs in rounds (``staging_bytes``) appears as one operation for each
-        round, and one for the route.
+        Use it from another thread or a debugger to find out where a rank hangs. It does not wait for running kernels
+        on either rank. A call that runs in rounds (``staging_bytes``) appears as one operation for its route and one
+        for each round.
 
         Args:
             rank: rank whose operations are returned. None: this rank.
 
         Returns:
-            At most 16 :class:`ep_ops.records.Operation`. Empty on the reference backend, which records none.
+            At most 16 :class:`ep_ops.records.Operation`. The list is empty on the reference backend, which does not
+            record operations.
 
         Raises:
             ValueError: ``rank`` is out of range.
@@ -336,24 +340,28 @@ class Communicator(Methods):
         return self.backend.last_operations(rank)
 
     def shrink(self, group: dist.ProcessGroup, *, name: str | None = None) -> Communicator:
-        """Return a communicator of the surviving ranks after others have died, and destroy this one without waiting.
+        """Return a communicator of the surviving ranks after other ranks have died.
 
-        Collective over ``group``. Every rank keeps its experts. Methods of the new communicator take the same expert
-        ids; ids of lost experts count as -1, and :meth:`lost_rows` counts them. Operators of ``torch.ops.ep`` take new
-        ids, which number the remaining experts. Compiled functions and CUDA graphs refer to the old communicator:
-        compile and capture again. docs/failures.md explains what else is needed.
+        Collective over ``group``. Destroys this communicator without waiting for other ranks. Every rank keeps its
+        experts. Methods of the new communicator take the same expert ids as before: they treat ids of lost experts as
+        -1, and :meth:`lost_rows` counts these ids. Operators of ``torch.ops.ep`` take new ids, which number the
+        remaining experts. Compiled functions and CUDA graphs refer to the old communicator, so compile and capture them
+        again. docs/failures.md explains what else is needed.
 
         Args:
-            group: some ranks of this communicator, in the same order, the same number from each NVLink domain or none.
+            group: some ranks of this communicator, in the same order. Each NVLink domain contributes the same number of
+                ranks, or none.
                 ``torch.distributed.new_group(ranks, use_local_synchronization=True)`` creates it without the dead
                 ranks.
-            name: name of the new communicator. None: the old name and the number of ranks, such as "ep0 of 7".
+            name: name of the new communicator. None: a name made of the old name and the number of ranks, such as
+                "ep0 of 7".
 
         Returns:
             The new communicator.
 
         Raises:
-            ValueError: ``group`` contains other ranks, another order, no experts, or domains of unequal size.
+            ValueError: ``group`` contains other ranks, is in another order, holds no experts, or leaves NVLink domains
+                with different numbers of ranks; or it spans several domains over NVSHMEM.
         """
         members = dist.get_process_group_ranks(group_of(group))
         ranks = [self.members.index(member) for member in members if member in self.members]
@@ -401,7 +409,7 @@ class Communicator(Methods):
             topk_idx: int32 or int64 [T, K] or [..., K].
 
         Returns:
-            int64 [], on the device.
+            int64 [], on the device of ``topk_idx``.
         """
         if self.expert_ids is None:
             return torch.zeros((), dtype=torch.int64, device=topk_idx.device)
@@ -410,12 +418,12 @@ class Communicator(Methods):
     def destroy(self) -> None:
         """Free the communicator's memory. Collective; calling it again does nothing.
 
-        Waits for the other ranks for at most ``timeout`` seconds. It does not wait if the communicator has failed, or
-        if the process group or its store no longer exists.
+        Waits at most ``timeout`` seconds for the other ranks. Does not wait if the communicator has failed, or if the
+        process group or its store no longer exists.
 
         Raises:
-            RuntimeError: the communicator has failed and no call has raised that yet, or some ranks did not call
-                ``destroy``.
+            RuntimeError: the communicator has failed and no call has raised the error yet, or some ranks did not call
+                ``destroy`` in time.
         """
         self._destroy(meet=True)
 

@@ -1,7 +1,4 @@
-"""Methods of :class:`ep_ops.Communicator`, one for each operator.
-
-They convert dtypes, fill in sizes, and return records.
-"""
+"""Methods of :class:`ep_ops.Communicator`, which convert dtypes, fill in sizes, call operators and return records."""
 
 from __future__ import annotations
 
@@ -52,16 +49,16 @@ class Methods:
     overflowed: Overflow | None
 
     def capacity(self, max_tokens: int | None = None, alignment: int | None = None) -> int:
-        """Return the number of rows of a receive buffer from which no row is ever dropped.
+        """Return the number of rows of a receive buffer that has room for every row in the worst case.
 
-        It is the default ``capacity`` of :meth:`dispatch`. It assumes that a token names an expert at most once.
+        This is the default ``capacity`` of :meth:`dispatch`. It assumes that the expert ids of a token are distinct.
 
         Args:
-            max_tokens: bound on the tokens of any rank. None: ``max_tokens_per_rank``.
-            alignment: number of rows that each segment is padded to a multiple of. None: the communicator's.
+            max_tokens: bound on the number of tokens of any rank. None: ``max_tokens_per_rank``.
+            alignment: the rows of each expert are padded to a multiple of this number. None: the communicator's.
 
         Returns:
-            Number of rows, a multiple of ``alignment``.
+            The number of rows, a multiple of ``alignment``.
         """
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         align = self.alignment if alignment is None else alignment
@@ -71,7 +68,7 @@ class Methods:
         self, topk_idx: Tensor, *, layout: str = GROUPED, capacity: int | None = None, slots: int = 0,
         max_tokens: int | None = None, alignment: int | None = None,
     ) -> tuple[Route, Tensor]:  # fmt: skip
-        """Compute where the rows of ``topk_idx`` go, without sending anything.
+        """Compute the route for ``topk_idx`` without sending rows.
 
         Collective. Does not synchronize the host on the cute backend.
 
@@ -79,7 +76,8 @@ class Methods:
             topk_idx, layout, capacity, slots, max_tokens, alignment: as for :meth:`dispatch`.
 
         Returns:
-            The :class:`ep_ops.Route`, for :meth:`dispatch_planned` and :meth:`combine`, and ``dropped``, int32 [El].
+            The :class:`ep_ops.Route`, for :meth:`dispatch_planned` and :meth:`combine`, and ``dropped``, int32 [El]:
+            for each local expert, the number of rows that do not fit.
 
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
@@ -105,39 +103,41 @@ class Methods:
         """Send each token to the ranks that hold its experts and return the rows that arrive at this rank.
 
         Collective: every rank calls it, in the same order and with the same ``max_tokens``. T may differ between ranks
-        and may be 0. Differentiable. Does not synchronize the host on the cute backend, unless ``exact``.
+        and may be 0. Differentiable. Does not synchronize the host on the cute backend, unless ``exact`` is True.
 
         Args:
-            x: tokens, [T, H] or [..., H], in the communicator's dtype, to which ``torch.autocast`` casts them.
+            x: tokens, [T, H] or [..., H], in the communicator's dtype. Under ``torch.autocast`` they are cast to it.
             topk_idx: global expert ids, int32 or int64 [T, K] or [..., K]; -1 means no expert.
-            topk_weights: routing weights [T, K], float32 (float64 with float64 rows); narrower dtypes are widened. If
-                None, rows carry no weights.
-            layout: order of the received rows. "grouped": contiguous segments by local expert, each padded to
-                ``alignment``. "padded": ``slots`` rows for each local expert. "token_major": one row for each (token,
-                rank), in the order of (source rank, token), with local expert ids and weights [R, K], for GEMMs that
-                gather (docs/token-major.md).
-            capacity: rows R of the receive buffer, a multiple of ``alignment``. Rows that do not fit are dropped and
-                counted in ``Dispatched.dropped``. Defaults to the worst case: :meth:`capacity` of ``max_tokens``, or
-                ``world_size * max_tokens`` token-major rows. Not with ``slots``.
-            slots: rows of each local expert, a multiple of ``alignment``; with layout "padded" only, which needs it.
-            exact: allocate exactly as many rows as arrive, which synchronizes the host once. Not with ``capacity`` or
-                layout "padded".
-            max_tokens: bound on T in this call, the same on all ranks. Defaults to ``max_tokens_per_rank``.
-            alignment: number of rows that each segment is padded to a multiple of. Defaults to the communicator's.
-                Token-major rows have no alignment.
-            scales: scales of an x that is already quantized, [T, G] (docs/formats.md).
-            format: format in which rows arrive, such as "e4m3/128/pow2". Empty: as x.
+            topk_weights: routing weights [T, K] or [..., K], float32 (float64 with float64 rows); narrower dtypes are
+                converted. If None, the rows have no weights.
+            layout: order of the received rows. "grouped": one contiguous segment for each local expert, padded to
+                a multiple of ``alignment``. "padded": ``slots`` rows for each local expert. "token_major": one row for
+                each (token, rank), in the order of (source rank, token), with local expert ids and weights [R, K], for
+                GEMMs that gather their rows (docs/token-major.md).
+            capacity: number of rows R of the receive buffer, a multiple of ``alignment``. Rows that do not fit are
+                dropped and counted in ``Dispatched.dropped``. None: the worst case, :meth:`capacity` of ``max_tokens``,
+                or ``world_size * max_tokens`` for token-major rows. Cannot be combined with ``slots``.
+            slots: number of rows of each local expert, a positive multiple of ``alignment``. Required with layout
+                "padded", not allowed with others.
+            exact: allocate exactly as many rows as arrive (padding included), which synchronizes the host once. Cannot
+                be combined with ``capacity``, ``slots`` or layout "padded".
+            max_tokens: bound on T in this call, the same on all ranks. None: ``max_tokens_per_rank``.
+            alignment: each segment is padded to a multiple of this number of rows. None: the communicator's. Only 1 is
+                allowed for token-major rows, which is their default.
+            scales: scales of an x that is already quantized, [T, G] with G scales for each token, or [T]
+                (docs/formats.md).
+            format: format in which rows arrive, such as "e4m3/128/pow2". Empty: the dtype of x.
             scales_as: memory layout of the received scales. Empty: the first layout of the format.
-            zeros: whether padding rows hold zeros; else they are undefined. None: zeros if gradients are enabled,
-                because backward may read them.
+            zeros: True: padding rows hold zeros. False: they are undefined. None: they hold zeros if gradients are
+                enabled, because the backward pass of the experts may read them.
 
         Returns:
-            Dispatched: received rows, their weights, the route for :meth:`combine`, and drop counts.
+            Dispatched: received rows, their weights, the route for :meth:`combine`, and counts of dropped rows.
 
         Raises:
             TypeError: a tensor has the wrong dtype.
-            ValueError: an argument has the wrong shape, device or value, or a tensor is not contiguous or does not
-                begin at a multiple of 16 bytes. The other ranks raise the same reason.
+            ValueError: an argument has the wrong shape, device or value, a tensor is not contiguous, or its address is
+                not a multiple of 16 bytes. The other ranks raise ValueError with the same reason.
             RuntimeError: a peer did not arrive within ``timeout`` seconds, or called a different operator.
         """
         operator = "dispatch_dynamic" if exact else "dispatch"
@@ -158,7 +158,7 @@ class Methods:
         self, x: Tensor, route: Route, topk_weights: Tensor | None = None, *, scales: Tensor | None = None,
         format: str = "", scales_as: str = "", zeros: bool | None = None,
     ) -> Dispatched:  # fmt: skip
-        """Send ``x`` along an existing route, into the rows that the route was planned with.
+        """Send ``x`` along an existing route, and return the received rows in the order of that route.
 
         Collective and differentiable. Does not synchronize the host on the cute backend.
 
@@ -168,7 +168,8 @@ class Methods:
             topk_weights, scales, format, scales_as, zeros: as for :meth:`dispatch`.
 
         Returns:
-            Dispatched: as for :meth:`dispatch`. ``dropped`` is the number of rows that the plan of the route dropped.
+            Dispatched: as for :meth:`dispatch`. ``dropped`` contains the counts of the plan or dispatch that made the
+                route.
 
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`dispatch`.
@@ -191,21 +192,22 @@ class Methods:
         self, y: Tensor, route: Route, weights: Tensor | None = None, *, residual: Tensor | None = None,
         format: str = "", grad_format: str = "",
     ) -> Tensor:  # fmt: skip
-        """Return the rows ``y`` to the owners of their tokens and sum the rows of each token.
+        """Return the rows ``y`` to the ranks of their tokens and compute the weighted sum of the rows of each token.
 
         Collective and differentiable. Does not synchronize the host on the cute backend. The order of summation is
         fixed, so results are bit-identical from run to run.
 
         Args:
-            y: outputs of the experts, [R, H] in the communicator's dtype, in the rows of a dispatch along ``route``.
-                Contents of rows that hold no token are ignored.
+            y: outputs of the experts, [R, H] in the communicator's dtype, in the same order as the rows of the
+                dispatch. Contents of rows that hold no token are ignored.
             route: result of a dispatch or of :meth:`plan`.
-            weights: weight of each row, float32 [R] (float64 with float64 rows). None: 1. Token-major rows take none;
-                apply their weights with ``ep_ops.nn.reduce_rows``.
-            residual: [T, H] or [..., H], added to each token's sum before rounding. Given on all ranks or on none.
-            format: format in which each rank's sums are sent to the owners, the same on all ranks: "wire:e4m3/32/mx"
-                or "wire:e4m3/128/pow2". Empty: the communicator's dtype. Gradients do not depend on it. docs/formats.md
-                states the rounding error.
+            weights: weight of each row, float32 [R] (float64 with float64 rows). None: all weights are 1. Not allowed
+                for token-major rows; apply their weights with :func:`ep_ops.nn.reduce_rows`.
+            residual: [T, H] or [..., H], added to each token's sum before the sum is rounded. Given on all ranks or on
+                none.
+            format: format in which each rank sends its sums to the ranks of the tokens, the same on all ranks:
+                "wire:e4m3/32/mx" or "wire:e4m3/128/pow2". Empty: the communicator's dtype. Gradients do not depend on
+                it. docs/formats.md states the rounding error.
             grad_format: format that begins with ``wire:`` in which backward sends the gradient to the rows, the same on
                 all ranks. Empty: unquantized. docs/formats.md states the rounding error.
 
@@ -223,13 +225,14 @@ class Methods:
         return _home(call("combine", y, weights, *self._along(route), residual, grad_format, format), route)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        """Combine without weights, with owners reading the rows from symmetric memory (:meth:`empty_rows`).
+        """Combine without weights: each rank reads the rows of its tokens from symmetric memory (:meth:`empty_rows`).
 
-        Returns the same bits as :meth:`combine`. Collective and differentiable. It ends when all ranks have read their
-        rows. Use it if a token has one row on each rank: as many experts as ranks, or rows that are already summed.
-        :meth:`combine` sends one sum for several rows of a token, and this method sends each of them.
+        Collective and differentiable. Returns the same bits as :meth:`combine`. The operation ends when all ranks have
+        read their rows. Use it if a token has at most one row on each rank: with one expert on each rank, or with rows
+        that are already summed. If a token has several rows on a rank, :meth:`combine` sends their sum once, but this
+        method reads each row.
 
-        Rows that lie elsewhere are copied to symmetric memory first. Under ``torch.compile`` the copy is avoided if
+        Rows in other memory are copied to symmetric memory first. Under ``torch.compile`` the copy is avoided if
         Inductor generates the kernel that computes ``y`` or passes its output memory (``torch.mm``); see
         docs/throughput.md.
 
@@ -241,7 +244,7 @@ class Methods:
             Sums [T, H], or [..., H] in the shape of the tokens.
 
         Raises:
-            ValueError: there are more rows than ``symmetric_rows``; others as for :meth:`dispatch`.
+            ValueError: there are more rows than ``symmetric_rows``. Other errors as for :meth:`dispatch`.
         """
         if not isinstance(route, Route):
             self._reject_rows("combine_gathered", route)
@@ -254,20 +257,20 @@ class Methods:
     ) -> StartedDispatch:  # fmt: skip
         """Start :meth:`dispatch`, which then runs concurrently with the current stream until :meth:`dispatch_wait`.
 
-        Until every start has been waited for, no other operators of this communicator may be called than starts and
-        waits. Starts come in the same order on all ranks. The tensors must not be modified before the wait. In
-        backward, the gradient of the wait starts and the gradient of the start waits. See docs/overlap.md.
+        Until the wait of every start has been called, only starts and waits of this communicator may be called. All
+        ranks call starts in the same order. The tensors must not be modified before the wait. In the backward pass, the
+        gradient of the wait is a start, and the gradient of the start is a wait. See docs/overlap.md.
 
         Args:
             x, topk_idx, topk_weights, layout, capacity, slots, max_tokens, alignment: as for :meth:`dispatch`.
             scales, format, scales_as, zeros: as for :meth:`dispatch`.
-            flight: 0 or 1; distinguishes two operations in progress at the same time.
+            flight: 0 or 1, to distinguish two operations that are in progress at the same time.
 
         Returns:
-            StartedDispatch: for :meth:`dispatch_wait`.
+            StartedDispatch: the argument of :meth:`dispatch_wait`.
 
         Raises:
-            RuntimeError: the flight is in use. Others as for :meth:`dispatch`.
+            RuntimeError: the flight is in use. Other errors as for :meth:`dispatch`.
         """
         sizes = self._sizes("dispatch_start", layout, capacity, slots, max_tokens, alignment)
         x, topk_idx, topk_weights, batch = inputs.to_send(self, x, topk_idx, topk_weights)
@@ -280,7 +283,7 @@ class Methods:
         return StartedDispatch(ticket, x, topk_weights, topk_idx, Sizes(*sizes), batch, how, flight)
 
     def dispatch_wait(self, started: StartedDispatch) -> Dispatched:
-        """Finish a dispatch that :meth:`dispatch_start` has started. Differentiable.
+        """Finish a dispatch that :meth:`dispatch_start` has started, and return its result. Differentiable.
 
         Args:
             started: result of :meth:`dispatch_start`.
@@ -289,6 +292,7 @@ class Methods:
             Dispatched: as for :meth:`dispatch`.
 
         Raises:
+            TypeError: ``started`` is not a StartedDispatch.
             RuntimeError: no dispatch was started in this flight.
         """
         if not isinstance(started, StartedDispatch):
@@ -305,17 +309,17 @@ class Methods:
     ) -> StartedCombine:
         """Start :meth:`combine`, which then runs concurrently with the current stream until :meth:`combine_wait`.
 
-        The rules of :meth:`dispatch_start` apply.
+        The rules that :meth:`dispatch_start` states apply. A residual is not supported.
 
         Args:
             y, route, weights, format: as for :meth:`combine`.
-            flight: 0 or 1; distinguishes two operations in progress at the same time.
+            flight: 0 or 1, to distinguish two operations that are in progress at the same time.
 
         Returns:
-            StartedCombine: for :meth:`combine_wait`.
+            StartedCombine: the argument of :meth:`combine_wait`.
 
         Raises:
-            RuntimeError: the flight is in use. Others as for :meth:`combine`.
+            RuntimeError: the flight is in use. Other errors as for :meth:`combine`.
         """
         if not isinstance(route, Route) or weights is not None and route.layout == TOKEN_MAJOR:
             self._reject_rows("combine_start", route, flight)
@@ -324,7 +328,7 @@ class Methods:
         return StartedCombine(ticket, y, weights, route, flight, format)
 
     def combine_wait(self, started: StartedCombine) -> Tensor:
-        """Finish a combine that :meth:`combine_start` has started. Differentiable.
+        """Finish a combine that :meth:`combine_start` has started, and return its result. Differentiable.
 
         Args:
             started: result of :meth:`combine_start`.
@@ -333,6 +337,7 @@ class Methods:
             Sums [T, H], or [..., H] in the shape of the tokens.
 
         Raises:
+            TypeError: ``started`` is not a StartedCombine.
             RuntimeError: no combine was started in this flight.
         """
         if not isinstance(started, StartedCombine):

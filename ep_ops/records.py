@@ -1,6 +1,7 @@
 """Records that functions pass to each other.
 
-W ranks, T tokens of this rank, K = top_k, H hidden size, El local experts, R rows, C = min(K, W).
+Shapes: W ranks, T tokens of this rank, K = top_k, H hidden size, El local experts, R rows of the receive buffer,
+C = min(K, W), the largest number of ranks that a token is sent to.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ class Sizes(NamedTuple):
 
     capacity: int  # rows of the receive buffer, a multiple of alignment
     alignment: int  # segments are padded to a multiple of it; token-major: 1
-    slots: int  # padded: rows of each local expert, a multiple of alignment; else 0
+    slots: int  # padded layout: rows of each local expert, a multiple of alignment; 0 for other layouts
     max_tokens: int  # bound on T, equal on all ranks
     layout: str = GROUPED  # one of ROW_LAYOUTS
 
 
 class Delivery(NamedTuple):
-    """How the rows of a dispatch arrive (docs/formats.md)."""
+    """The format in which the rows of a dispatch arrive (docs/formats.md), and whether padding rows hold zeros."""
 
     scales: Tensor | None = None  # scales of an x that is already quantized, [T, G], or [T] with one for each row
     format: str = ""  # format in which rows arrive; empty: as x
     scales_as: str = ""  # memory layout of the received scales; empty: the format's first
-    zeros: bool = True  # whether padding rows hold zeros; else they are undefined
+    zeros: bool = True  # True: padding rows hold zeros; False: they are undefined
 
 
 class NoElements(dict[torch.device, Tensor]):
@@ -111,8 +112,8 @@ class Route(NamedTuple):
     alignment: int  # segments are padded to a multiple of it
     num_rows: int  # R: rows of the receive buffer
     max_tokens: int  # bound on T, equal on all ranks
-    batch: tuple[int, ...] | None = None  # dimensions of the tokens, if there are several
-    slots: int = 0  # padded: rows of each local expert; else 0
+    batch: tuple[int, ...] | None = None  # shape of the tokens without H, if it has several dimensions
+    slots: int = 0  # padded layout: rows of each local expert; 0 for other layouts
     layout: str = GROUPED  # one of ROW_LAYOUTS; token-major: send_rows at the first k that names a rank, alignment 1
     dropped: Tensor | None = None  # [El] rows routed here that did not fit; None inside operators
     local_idx: Tensor | None = None  # token-major: [R, K] the local expert of each (row, k), else -1
@@ -129,24 +130,26 @@ class Route(NamedTuple):
 
     @property
     def copies(self) -> Tensor:
-        """Return the copies that have rows here, int32 [R + 1, 2], in the order of (source rank, token).
+        """Return the copies that have rows on this rank, int32 [R + 1, 2], in the order of (source rank, token).
 
-        For each copy: where its rows begin in ``owned``, and its home, ``(source * max_tokens + token) * C + copy
-        number``. The pair after the last copy is the number of owned rows and an undefined number.
+        A copy is a token that was sent to this rank. Each pair contains the index in ``owned`` where the rows of the
+        copy begin, and the home of the copy, ``(source * max_tokens + token) * C + copy number`` (docs/glossary.md).
+        The pair after the last copy contains the number of owned rows and an undefined number.
         """
         return lists.views(self.arrivals, self.num_rows).copies
 
     @property
     def owned(self) -> Tensor:
-        """Return the owned rows, int32 [R, 2], in the order of (source rank, token, k).
+        """Return the rows that hold a token, int32 [R, 2], in the order of (source rank, token, k).
 
-        For each: the row, and the owner's entry, ``(source * max_tokens + token) * K + k``. Undefined after the last.
+        Each pair contains the row and the number of its (token, k), ``(source * max_tokens + token) * K + k``. Pairs
+        after the last row are undefined.
         """
         return lists.views(self.arrivals, self.num_rows).owned
 
     @property
     def recv_from(self) -> Tensor:
-        """Return the owner's entry of each row, int32 [R]: ``(source * max_tokens + token) * K + k``, -1 for no token.
+        """Return the (token, k) of each row, int32 [R], as ``(source * max_tokens + token) * K + k``; -1 for no token.
 
         Computed on the device at every access, without synchronizing the host.
         """
@@ -154,19 +157,19 @@ class Route(NamedTuple):
 
     @property
     def sources(self) -> Tensor:
-        """Return where the copies of each source rank begin in ``copies``, int32 [W + 1]. The last is their number."""
+        """Return where each source rank's copies begin in ``copies``, int32 [W + 1]; the last entry is their number."""
         return lists.views(self.arrivals, self.num_rows).sources
 
     @property
     def segments(self) -> Segments:
-        """Return the segments of the local experts. Token-major rows have none: ValueError, here and below."""
+        """Return the segments of the local experts. ValueError for token-major rows, which have no segments."""
         if self.layout == TOKEN_MAJOR:
             raise ValueError("token-major rows are not grouped by expert; take ep_ops.nn.expert_lists")
         return Segments(self.offs, self.counts, self.alignment)
 
     @property
     def psum(self) -> Tensor:
-        """Return the ends of the kept rows of each local expert, int32 [El]: DeepGEMM's layout of that name.
+        """Return the end of the kept rows of each local expert, int32 [El], which DeepGEMM calls a psum layout.
 
         Computed on the device at every access, without synchronizing the host.
         """
@@ -174,7 +177,7 @@ class Route(NamedTuple):
 
     @property
     def m_indices(self) -> Tensor:
-        """Return the local expert of each kept row, -1 for all others, int32 [R]: DeepGEMM's ``grouped_layout``.
+        """Return the local expert of each kept row, and -1 for other rows, int32 [R]: DeepGEMM's ``grouped_layout``.
 
         Computed on the device at every access, without synchronizing the host.
         """
@@ -187,7 +190,7 @@ class Dispatched(NamedTuple):
     x: Tensor  # [R, H] rows in the requested layout; rows that hold no token are undefined
     weights: Tensor | None  # [R] weight of each row; token-major [R, K], 0 where local_idx is -1; None if not given
     route: Route
-    dropped: Tensor  # int32 [El] rows that did not fit; token-major: (token, k) whose row did not fit
+    dropped: Tensor  # int32 [El] number of rows that did not fit; token-major: of (token, k) of such rows
     scales: Tensor | None = None  # scales of quantized rows, in the requested layout (docs/formats.md)
     local_idx: Tensor | None = None  # token-major: int32 [R, K] local expert of each (row, k), else -1
 
@@ -213,21 +216,21 @@ class StartedCombine(NamedTuple):
     weights: Tensor | None
     route: Route
     flight: int = 0  # see StartedDispatch
-    format: str = ""  # what sums travel as
+    format: str = ""  # format in which sums are sent; empty: the dtype of the rows
 
 
 class Operation(NamedTuple):
     """A rank's record of an operation. Times are in seconds of its GPU's clock, which follows the host's."""
 
-    number: int  # its epoch, starting at 1
+    number: int  # its number on the communicator, starting at 1
     kind: str  # the operator
-    scalars: bool  # weights, or gradients of weights, were sent
-    rows: bool  # rows were sent
-    latency: bool  # it ran on latency kernels
+    scalars: bool  # whether weights, or gradients of weights, were sent
+    rows: bool  # whether rows were sent
+    latency: bool  # whether it ran on latency kernels
     max_tokens: int  # modulo 2**17
     format: str  # format in which rows were sent; empty: none
     token_major: bool  # its rows are token-major (not known for combines)
-    begun: float
+    begun: float  # when the rank began it
     met: float | None  # when it had observed that all ranks had begun; None: not yet
     waits: tuple[float, ...] = ()  # for each rank, the longest wait of a thread for it
     unseen: tuple[int, ...] = ()  # ranks not known to have begun it, for the last two operations
