@@ -108,34 +108,35 @@ class Config:
     ``dataclasses.replace(comm.config, ...)`` derives the configuration of another communicator.
 
     Args:
-        num_experts: number of experts on all ranks together, at least 1. The cute backend needs the same number on
-            each rank for the largest numbers (8188 on 2 ranks, 8070 on 72).
-        hidden_size: elements of a row, at least 1. A row's size in bytes must be a multiple of 16.
-        top_k: number of experts that a token names, 1..32 and at most ``num_experts``.
+        num_experts: number of experts on all ranks together, at least 1. The largest numbers that the cute
+            backend supports (8188 on 2 ranks, 8070 on 72) need the same number of experts on each rank.
+        hidden_size: number of elements of a row, at least 1. A row's size in bytes must be a multiple of 16.
+        top_k: number of experts for each token, 1..32 and at most ``num_experts``.
         max_tokens_per_rank: the largest number of tokens that any rank passes in one call, at least 1.
         dtype: dtype of the rows: bfloat16, float16, float32, or float64 (reference backend only).
         experts_per_rank: number of experts on each rank, one int for each rank. Ranks hold contiguous blocks of
             experts. Empty: as ``torch.chunk`` splits them (5 over 4 ranks: 2, 2, 1, 0).
-        alignment: default for the number of rows that each expert's segment is padded to a multiple of, 1..1024.
+        alignment: default alignment, 1..1024. The rows of each expert are padded to a multiple of this number.
         backend: "reference" (any device), "cute" (NVIDIA GPUs of capability 9.0 or newer; at most 72 ranks of one
             NVLink domain, at most 1024 of several), or "auto" (cute where it can run, else reference).
-        timeout: seconds that an operation waits for a peer, more than 0. Then all ranks give up and raise an error that
-            says which rank waited for which. A peer that is late by a tenth of it, or by a minute, is named in a
-            warning. On the reference backend this holds for process groups whose tensors lie on the host (gloo);
-            over NCCL its operations follow the timeout of the process group.
+        timeout: seconds that an operation waits for a peer, more than 0. After this time all ranks raise an error
+            that says which rank waited for which. A warning names a peer that is late by a tenth of this time or by one
+            minute, whichever is less. On the reference backend this holds for process groups whose tensors lie on the
+            host (gloo); over NCCL its operations follow the timeout of the process group.
         dispatch_sms: multiprocessors (SMs) that a dispatch may take, at least 1. None: chosen by a model of the bytes
             moved, and more on ranks that receive more rows. :meth:`Communicator.sm_budget` changes it temporarily.
-        combine_sms: multiprocessors (SMs) that a combine may take, as ``dispatch_sms``.
+        combine_sms: multiprocessors (SMs) that a combine may take; as for ``dispatch_sms``.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels of the cute backend,
-            with bit-identical results, at least 0. 0: never. None: 256, as far as the sizes allow.
+            with bit-identical results, at least 0. 0: never. None: 256, or fewer if the sizes require it.
         symmetric_rows: the largest number of rows that :meth:`Communicator.empty_rows` returns and
             :meth:`Communicator.combine_gathered` takes, at least 0. The cute backend allocates memory for them.
         strict: True: the reference backend behaves as a GPU would. Undefined rows hold NaN, ``combine_gathered`` needs
             ``symmetric_rows``, and waits must follow their starts. False: for tools that compare or copy undefined
             values (``torch.library.opcheck``, ``torch.export``). The cute backend is always strict.
-        domain_size: ranks of each NVLink domain, a divisor of the number of ranks, to declare domains that are smaller
-            than those found (consecutive ranks of a found one). None: as found. All domains must have the same number
-            of ranks. The order of summation depends on the domains (``ep_ops.backends.reference``).
+        domain_size: number of ranks of each NVLink domain, a divisor of the number of ranks. It declares domains that
+            are smaller than the detected domains and consist of consecutive ranks of one. None: the detected domains.
+            All domains must have the same number of ranks. The order of summation depends on the domains
+            (``ep_ops.backends.reference``).
         staging_bytes: the most bytes of symmetric memory that the kernels may allocate, at least 1, not counting
             ``symmetric_rows`` (cute backend). Larger calls run in up to 64 rounds, with bit-identical results. None:
             enough for ``max_tokens_per_rank`` in one round (:func:`ep_ops.memory_plan` prints how much).

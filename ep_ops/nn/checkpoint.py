@@ -21,7 +21,8 @@ def load_experts(
 
     Args:
         experts: the module to fill.
-        read: returns the tensor of a name, such as ``safetensors.safe_open(path, "pt").get_tensor``.
+        read: function that returns the tensor with a given name, such as
+            ``safetensors.safe_open(path, "pt").get_tensor``.
         prefix: the name up to the expert's number, such as ``model.layers.3.mlp.experts.``
         projections: names of the gate [F, H], up [F, H] and down [H, F] projections, which ".weight" follows.
 

@@ -1,8 +1,9 @@
 """Dispatch, SwiGLU experts and combine as one function, whose backward can compute weight gradients late.
 
-Backward of the experts computes two gradients for each matrix: that of the rows, which is sent back to the tokens, and
-that of the weights, which nothing else waits for. In the ordinary order both are computed first, and nothing runs while
-rows are sent. In the late order the gradients of the weights are computed while the gradient of the rows is sent:
+Backward of the experts computes the gradient of the rows (dX), which is sent back to the tokens, and the gradients of
+the weights (dW_in, dW_out), which nothing else waits for. In the ordinary order all gradients are computed first, and
+nothing runs while rows are sent. In the late order the gradients of the weights are computed while the gradient of the
+rows is sent:
 
     ordinary   dY ── dh, dW_out ── d(gate, up) ── dX, dW_in ── send dX
     late       dY ── dh ── d(gate, up) ── dX ── start sending dX ── dW_in, dW_out ── wait
@@ -31,12 +32,12 @@ from ep_ops.records import Dispatched
 
 
 class Computed(NamedTuple):
-    """What experts return together with what they dropped."""
+    """The outputs of experts, and the number of rows that they dropped."""
 
     out: Tensor
     """Weighted sums of the experts' outputs, with shape and dtype of x."""
     dropped: Tensor
-    """int32 [El]: rows that each local expert dropped in this call, of all ranks' tokens."""
+    """int32 [El]: number of rows that each local expert dropped in this call, from the tokens of all ranks."""
 
 
 def expert_mlp(
@@ -47,8 +48,8 @@ def expert_mlp(
     """Send tokens to their SwiGLU experts and return the weighted sums of the experts' outputs. Collective.
 
     Differentiable, also under ``torch.compile(fullgraph=True)`` and in CUDA graphs. If ``gemms.late``, backward
-    computes the gradients of w_in and w_out while the gradient of x is being sent, with the same bits. Peak memory of
-    backward then includes both gradients of rows [R, H] at once.
+    computes the gradients of w_in and w_out while the gradient of x is being sent, with the same bits. In this
+    case the gradients of the experts' inputs and outputs, [R, H] each, are in memory at the same time.
 
     Args:
         comm: the communicator, with hidden size H.
@@ -64,7 +65,7 @@ def expert_mlp(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
-        ValueError: w_in or w_out has other sizes.
+        ValueError: w_in or w_out has the wrong shape.
     """
     late = is_late(gemms, format, (x, topk_weights), (w_in, w_out))
     zeros = torch.is_grad_enabled()

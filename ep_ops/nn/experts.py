@@ -20,30 +20,30 @@ from ep_ops.overflow import recomputing
 
 
 class Experts(nn.Module):
-    """SwiGLU experts, of which this rank holds ``comm.num_local_experts``.
+    """SwiGLU experts, sharded over the ranks of a communicator. This rank holds ``comm.num_local_experts`` of them.
 
     On more than one rank the parameters are DTensors of all experts with the placement ``Shard(0)`` over
     ``comm.expert_mesh()``, so that ``torch.distributed.checkpoint``, optimizers and FSDP2 treat them correctly:
     ``w_in`` [E, H, 2F] and ``w_out`` [E, F, H]. On one rank they are ordinary tensors. No rank allocates the experts of
     other ranks.
 
-    After backward the gradients of the parameters are sums over the tokens of all ranks (docs/training.md describes how
-    to divide them where other gradients are averages).
+    After backward, the gradients of the parameters are sums over the tokens of all ranks. docs/training.md describes
+    how to divide them if the gradients of other parameters are averages.
 
     Args:
         comm: determines the number of experts, the hidden size H, and which experts this rank holds. Its
-            ``experts_per_rank`` must be the default split, which is that of ``Shard(0)``.
+            ``experts_per_rank`` must be the default, which splits experts as ``Shard(0)`` does.
         intermediate_size: F, the width of each expert.
-        capacity: rows of this rank's receive buffer, a multiple of ``comm.alignment``. Rows that do not fit are dropped
-            and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
-        dynamic: size the receive buffer exactly, which costs one host synchronization per call. Under
+        capacity: number of rows of this rank's receive buffer, a multiple of ``comm.alignment``. Rows that do not fit
+            are dropped and counted in ``dropped``. None: ``comm.capacity()``, the worst case, without drops.
+        dynamic: allocate exactly as many rows as arrive, which costs one host synchronization per call. Under
             ``torch.compile(fullgraph=True)`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops = True``.
-        format: format in which rows are dispatched (docs/formats.md): empty for the communicator's dtype, ``wire:`` and
-            a format to send fewer bytes, or ``e4m3/row/fp32`` for a first GEMM in e4m3
+        format: format in which rows are dispatched (docs/formats.md). Empty: the communicator's dtype. A format that
+            begins with ``wire:``: fewer bytes are sent. ``e4m3/row/fp32``: the first GEMM uses quantized rows
             (:func:`ep_ops.nn.scaled_grouped_mm`; the communicator's dtype must be bfloat16). Gradients are not
             quantized.
-        combine_format: format in which sums return to the owners of their tokens: empty for the communicator's dtype,
-            or one that :meth:`ep_ops.Communicator.combine` takes.
+        combine_format: format in which sums are sent back to the ranks of the tokens, one that
+            :meth:`ep_ops.Communicator.combine` takes. Empty: the communicator's dtype.
         dtype: dtype of the parameters; None: ``comm.dtype``. They are converted to ``comm.dtype`` in each call.
         seed: seed of the initial weights, which do not depend on the number of ranks.
 
@@ -52,10 +52,11 @@ class Experts(nn.Module):
         ValueError: a size, a format or the split of the experts is not supported.
 
     Attributes:
-        gemms (Gemms): the grouped GEMMs, by default those of PyTorch (docs/overlap.md). Equal on all ranks.
+        gemms (Gemms): the grouped GEMMs, by default those of PyTorch (docs/overlap.md). Must be the same on all ranks.
+        dropped (Tensor): int32 [El], number of rows that each local expert has dropped since the module was created.
     """
 
-    dropped: Tensor  # [El] int32: rows dropped by each local expert since the module was made
+    dropped: Tensor  # [El] int32: rows dropped by each local expert since the module was created
     gemms: Gemms = TORCH
 
     def __init__(
@@ -108,21 +109,23 @@ class Experts(nn.Module):
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, max_tokens: int | None = None,
         shared: Callable[[Tensor], Tensor] | None = None, return_dropped: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the weighted sums of the experts' outputs. Collective; raises what
-        :meth:`ep_ops.Communicator.dispatch` does.
+        """Return, for each token, the weighted sum of its experts' outputs. Collective.
 
         Args:
             x: tokens [T, H] or [B, S, H] in ``comm.dtype``. T (B times S) is 0 to ``comm.max_tokens_per_rank`` and may
                 differ between ranks.
             topk_idx, topk_weights: chosen experts and their weights, [..., K].
-            max_tokens: bound on T in this call, the same on all ranks. A small one selects latency kernels and a
+            max_tokens: bound on T in this call, the same on all ranks. A small bound selects the latency kernels and a
                 smaller buffer. None: ``comm.max_tokens_per_rank``.
-            shared: a module that is applied to x while rows are dispatched (before, if ``dynamic``); its result is
-                added.
-            return_dropped: return a :class:`Computed` instead of the output.
+            shared: a module or function that is applied to x while rows are dispatched (before the dispatch, if
+                ``dynamic``). Its result is added to the output.
+            return_dropped: True: return a :class:`Computed`, which contains the output and the dropped rows.
 
         Returns:
-            The output, with shape and dtype of x.
+            The output, with shape and dtype of x, or a :class:`Computed`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         """
         if shared is not None and not self.dynamic:
             *_, done = self.steps(x, topk_idx, topk_weights, max_tokens=max_tokens, shared=shared)
@@ -146,8 +149,8 @@ class Experts(nn.Module):
         """Run ``forward`` in steps, for :func:`ep_ops.nn.interleave`: yield None between the start and the wait of
         dispatch and of combine, then a :class:`Computed`.
 
-        FSDP2 does not see this call: call ``unshard()`` of the module before, and ``reshard()`` after. RuntimeError if
-        ``dynamic``.
+        FSDP2 does not see this call. Call ``unshard()`` of the module before it and ``reshard()`` after it.
+        RuntimeError if ``dynamic``.
         """
         if self.dynamic:
             raise RuntimeError(
@@ -182,7 +185,7 @@ class Experts(nn.Module):
         yield Computed(out if added is None else out + added, received.dropped)
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that only the ranks of these experts hold: all of this module."""
+        """Return all parameters of this module. Each rank holds a different part of them."""
         return list(self.parameters())
 
     def _count(self, dropped: Tensor) -> None:

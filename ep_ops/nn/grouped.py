@@ -24,7 +24,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         of w.
 
     Raises:
-        ValueError: w has other sizes.
+        ValueError: w has the wrong shape.
     """
     if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1]:
         allowed = f"[{offs.shape[0]} (as offs has), {x.shape[1]} (as rows have), N]"
@@ -45,7 +45,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def weights_gradient(x: Tensor, grad: Tensor, offs: Tensor) -> Tensor:
-    """Return the gradient of w in ``grouped_mm(x, w, offs)``, the same bits as autograd's. Not differentiable.
+    """Return the gradient of w in ``grouped_mm(x, w, offs)``, with the same bits as autograd. Not differentiable.
 
     Args:
         x: rows, [R, M].

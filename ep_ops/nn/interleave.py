@@ -9,11 +9,11 @@ Result = TypeVar("Result")
 
 
 def interleave(*batches: Iterator[Result | None]) -> list[Result]:
-    """Run generators in turns and return the result of each.
+    """Run generators alternately and return the result of each.
 
-    A generator computes one micro-batch. It yields None between a start and its wait, so that the work of the others
-    overlaps with the operation, and finally yields its result. Each uses a ``flight`` of its own, so one communicator
-    serves at most two::
+    A generator computes one micro-batch. It yields None between a start and its wait, so that computation of the other
+    generators overlaps with the operation, and finally yields its result. Each generator uses its own ``flight``, so at
+    most two can share a communicator::
 
         def layer(x, flight):
             topk_idx, topk_weights, _ = router(x)
@@ -26,9 +26,9 @@ def interleave(*batches: Iterator[Result | None]) -> list[Result]:
 
         first, second = interleave(layer(x[:half], 0), layer(x[half:], 1))
 
-    :meth:`ep_ops.nn.MoELayer.steps` is such a generator. If one of them raises, all are closed; a block of
-    ``comm.flights()`` around the call ends operations that generators leave in progress. Backward runs in the opposite
-    order, in which the gradients of waits are starts, and overlaps as well. Works under
+    :meth:`ep_ops.nn.MoELayer.steps` is such a generator. If a generator raises an exception, all generators are closed.
+    A block of ``comm.flights()`` around the call finishes operations that generators leave in progress. Backward runs
+    in the opposite order, in which the gradients of waits are starts, and overlaps as well. Works under
     ``torch.compile(fullgraph=True)`` if the generators are created in the compiled function.
 
     Args:

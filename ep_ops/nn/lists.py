@@ -65,8 +65,8 @@ def expert_lists(
         local_idx: local expert of each (row, k), int32 [R, K], -1 for none: ``Dispatched.local_idx``.
         num_local_experts: El.
         alignment: each list is padded to a multiple of this number of places, at least 1.
-        capacity: number of places L, a multiple of ``alignment``. None: as many as R rows can take. (row, k) that find
-            no place are dropped and counted.
+        capacity: number of places L, a multiple of ``alignment``. None: the largest number that R rows can need.
+            (row, k) that do not fit are dropped and counted.
 
     Returns:
         ExpertLists: the lists.
@@ -94,7 +94,7 @@ def places_at_most(taken: int, num_local_experts: int, alignment: int) -> int:
 def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
     """Copy the row of each place, for GEMMs that do not gather. Differentiable.
 
-    The gradient of a row is the sum of the gradients of its places over k ascending, as in :func:`reduce_rows`.
+    The gradient of a row is the sum of the gradients of its places, in ascending order of k, as in :func:`reduce_rows`.
 
     Args:
         x: rows [R, H]; codes and scales of quantized rows are allowed.
@@ -114,11 +114,11 @@ def gather_rows(x: Tensor, lists: ExpertLists) -> Tensor:
 def reduce_rows(y: Tensor, lists: ExpertLists, weights: Tensor | None = None) -> Tensor:
     """Sum the places of each row, times weights. Differentiable in y and weights.
 
-    Sums are computed in fp32 (fp64 if y is), over k ascending, with each product and each sum rounded, and rounded once
-    to the dtype of y: what a combine of grouped rows does on the expert's rank.
+    Sums are computed in fp32 (fp64 if y is fp64), in ascending order of k, with each product and each sum rounded.
+    The result is rounded to the dtype of y. A combine of grouped rows does the same on the expert's rank.
 
     Args:
-        y: results of the experts, [L, H].
+        y: outputs of the experts, [L, H].
         lists: the lists.
         weights: [R, K], such as ``Dispatched.weights``. None: 1.
 

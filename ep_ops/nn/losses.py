@@ -1,9 +1,9 @@
 """Losses and bias updates that balance the load of experts over the tokens of all ranks.
 
-The losses return the same value on all ranks: that of one process with all tokens. The average of their gradients over
-the ranks of ``group``, as DistributedDataParallel and FSDP2 compute it, is the gradient of that value, also if ranks
-have different numbers of tokens. Add them to the loss of each rank, times a coefficient that is the same on all ranks.
-They are collective: every rank of ``group`` calls them in the same order.
+The losses return the same value on all ranks: the value that one process with all tokens would compute. The average of
+their gradients over the ranks of ``group``, which DistributedDataParallel and FSDP2 compute, is the gradient of that
+value, even if ranks have different numbers of tokens. Add them to the loss of each rank, times a coefficient that is
+the same on all ranks. They are collective: every rank of ``group`` calls them in the same order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the load-balancing loss of Switch Transformers for top-k routing: E · sum over experts of f · P.
 
-    f is the share of an expert in all choices, P its mean probability (softmax of the logits). The loss is 1 if all
-    experts are chosen equally often, and at most E. Gradients flow through P.
+    f is the fraction of all choices that select an expert, and P is its mean probability (softmax of the logits). The
+    loss is 1 if all experts are chosen equally often, and at most E. Gradients flow through P.
 
     Args:
         logits: the router's scores [..., E].
@@ -62,7 +62,7 @@ def update_expert_bias_(
         bias: buffer ``Router.bias`` [E], changed in place, equally on all ranks.
         counts: how often this rank's tokens chose each expert since the last update, [E]: ``Routing.counts``, or their
             sum over micro-batches.
-        rate: size of a change.
+        rate: amount by which a bias changes.
         group: as for :func:`load_balancing_loss`.
 
     Raises:

@@ -31,22 +31,22 @@ class Routing(NamedTuple):
     counts: Tensor
     """int64 [E]: how often this rank's tokens chose each expert."""
     dropped: Tensor
-    """int32 [El]: rows of all ranks' tokens that each local expert dropped in this call."""
+    """int32 [El]: number of rows that each local expert dropped in this call, from the tokens of all ranks."""
 
 
 class MoELayer(nn.Module):
-    """A router and experts: top-k routed SwiGLU experts, ``comm.num_local_experts`` of them on this rank.
+    """A mixture-of-experts layer: a top-k router, and SwiGLU experts that are sharded over the ranks of a communicator.
 
-    The gradients of the experts are sums over the tokens of all ranks. Average or sum those of the parameters that
-    every rank holds (router, shared expert) over ranks, as in data parallelism (docs/training.md).
+    The gradients of the experts are sums over the tokens of all ranks. Parameters that every rank holds (router, shared
+    expert) need data parallelism, which averages their gradients (docs/training.md).
 
     Args:
         comm: determines the number of experts, top_k, hidden size H, dtype, and which experts this rank holds.
         intermediate_size, capacity, dynamic, format, combine_format, dtype, seed: as for :class:`ep_ops.nn.Experts`.
         router: a module that returns (topk_idx, topk_weights, logits) for x, as described by :class:`ep_ops.nn.Routed`.
             None: ``Router(E, H, top_k)``, a softmax router.
-        shared_intermediate_size: width of one more expert that processes every token on its own rank; 0 for none. It
-            runs while rows are dispatched (unless ``dynamic``).
+        shared_intermediate_size: width of a shared expert, which processes every token on the rank of the token. It
+            runs while rows are dispatched (unless ``dynamic``). 0: no shared expert.
 
     Raises:
         TypeError: ``comm`` is not a communicator.
@@ -73,14 +73,16 @@ class MoELayer(nn.Module):
         self.shared = shared_expert(comm.hidden_size, shared_intermediate_size, dtype, device, seed)
 
     def forward(self, x: Tensor, max_tokens: int | None = None, return_routing: bool = False) -> Any:
-        """Return the layer's output, with shape and dtype of x. Collective; raises as
-        :meth:`ep_ops.Communicator.dispatch` does.
+        """Return the layer's output, with shape and dtype of x. Collective.
 
         Args:
             x: tokens [T, H] or [B, S, H] in ``comm.dtype``. T (B times S) is 0 to ``comm.max_tokens_per_rank`` and may
                 differ between ranks.
             max_tokens: as for :meth:`Experts.forward`.
-            return_routing: return (output, :class:`Routing`).
+            return_routing: True: return (output, :class:`Routing`).
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
         """
         topk_idx, topk_weights, logits = self.router(x)
         out, dropped = self.experts(
@@ -92,7 +94,7 @@ class MoELayer(nn.Module):
         return out, Routing(topk_idx, topk_weights, logits, counts, dropped)
 
     def steps(self, x: Tensor, flight: int = 0, max_tokens: int | None = None) -> Iterator[Tensor | None]:
-        """Run ``forward`` in steps, as :meth:`Experts.steps`: yield None between starts and waits, then the output."""
+        """Run ``forward`` in steps (:meth:`Experts.steps`): yield None between starts and waits, then the output."""
         topk_idx, topk_weights, _ = self.router(x)
         for done in self.experts.steps(
             x, topk_idx, topk_weights, flight=flight, max_tokens=max_tokens, shared=self.shared

@@ -27,14 +27,15 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 def keep_experts_apart(model: nn.Module, ranks: int) -> nn.Module:
     """Prepare ``model`` for DistributedDataParallel or FSDP2, and return it.
 
-    Call it before either, and compile what they return. DDP then does not broadcast the experts and the counters of
-    dropped rows. For FSDP2 pass the experts: ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. The
-    gradients of the experts, which are sums over ranks, are divided by ``ranks``, as the averages of the other
-    gradients are. If several ranks hold the same experts (``ranks`` is a multiple of the communicator's), sum their
-    gradients over these ranks after backward.
+    Call it before DistributedDataParallel (DDP) or ``fully_shard``, and compile the module that these return. DDP then
+    does not broadcast the experts and the counters of dropped rows. For FSDP2, call
+    ``fully_shard(model, ignored_params=set(expert_parameters(model)))``. The gradients of the experts are sums over
+    ranks. This function divides them by ``ranks``, because the other gradients are averages. If several
+    ranks hold the same experts (``ranks`` is a multiple of the communicator's), sum their gradients over these ranks
+    after backward.
 
-    Parameters must not be replaced afterwards; ``load_state_dict(assign=True)`` does. A model on the meta device is
-    passed to ``fully_shard``, then to ``to_empty``, then to this function.
+    Parameters must not be replaced afterwards, so do not use ``load_state_dict(assign=True)``. For a model on the meta
+    device, call ``fully_shard``, then ``to_empty``, then this function.
 
     Args:
         model: the model, changed in place.
@@ -94,9 +95,9 @@ register_module_module_registration_hook(_raise_for_ddp)
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients of a model so that their 2-norm is at most ``max_norm``. Collective.
 
-    Like ``torch.nn.utils.clip_grad_norm_``, for parameters on different meshes: experts sharded over expert-parallel
-    ranks, and others that are sharded by FSDP2 or ordinary tensors. Every parameter counts once, so the norm is that of
-    the model with all experts, and equal on all ranks.
+    Like ``torch.nn.utils.clip_grad_norm_``, but for parameters on different meshes: experts that are sharded over
+    expert-parallel ranks, and other parameters that FSDP2 shards or that are ordinary tensors. Every parameter counts
+    once, so the norm is that of the model with all experts, and equal on all ranks.
 
     Args:
         model: the model, whose gradients are changed in place.

@@ -35,7 +35,7 @@ def expert_of_rows(route: Route) -> Tensor:
 def of_rows(values: Tensor, route: Route) -> Tensor:
     """Return, for each row, the value of its expert. Differentiable.
 
-    For biases, scales and norms of experts::
+    Use it for biases, scales and norm weights of experts::
 
         y = grouped_mm(x, w, route.offs) + of_rows(bias, route)
 
@@ -69,7 +69,7 @@ def mask_rows(x: Tensor, route: Route) -> Tensor:
 
     Rows that hold no token are undefined (NaN on the reference backend), in received rows and in the gradient that a
     combine returns. A product over whole batches of rows, such as ``torch.bmm`` over [El, slots, H], multiplies them
-    into the gradient of the weights. Mask the rows before the first product and after the last one::
+    into the gradient of the weights. Mask the rows before the first product and after the last product::
 
         h = mask_rows(got.x, got.route).view(num_local_experts, slots, H)
         y = mask_rows(experts(h).view(-1, H), got.route)

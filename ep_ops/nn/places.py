@@ -61,8 +61,9 @@ def places_route(comm: Communicator, route: Route, lists: ExpertLists) -> Route:
         Route: with L rows.
 
     Raises:
-        ValueError: the route is not token-major, the lists belong to another number of rows, or they may have dropped
-            places. A copy without any place would not be returned; use ``reduce_rows`` in this case.
+        ValueError: the route is not token-major, the lists belong to another number of rows, or the lists have fewer
+            places than the rows can need, so places may have been dropped. The result of a token
+            without places could not be returned; use ``reduce_rows`` instead.
     """
     refuse_no_route(route)
     num_rows, top_k = lists.places.shape

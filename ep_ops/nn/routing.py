@@ -21,7 +21,7 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer that scores all experts and chooses the ``top_k`` best ones.
+    """A linear layer that scores all experts and chooses the ``top_k`` experts with the highest scores.
 
     The scores are computed in float32 (float64 if x is), also under ``torch.autocast``.
 

@@ -34,8 +34,8 @@ def scaled_grouped_mm(rows: Tensor, scales: Tensor, w: Tensor, offs: Tensor) -> 
         bfloat16 [R, N]. Rows after ``offs[-1]`` are undefined, in rows and in the result.
 
     Raises:
-        TypeError: other dtypes.
-        ValueError: other sizes.
+        TypeError: an argument has the wrong dtype.
+        ValueError: an argument has the wrong shape.
     """
     if rows.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or w.dtype != torch.bfloat16:
         raise TypeError(
