@@ -146,11 +146,19 @@ class Experts(nn.Module):
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, flight: int = 0, max_tokens: int | None = None,
         shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[Computed | None]:  # fmt: skip
-        """Run ``forward`` in steps, for :func:`ep_ops.nn.interleave`: yield None between the start and the wait of
-        dispatch and of combine, then a :class:`Computed`.
+        """Run ``forward`` in steps, for :func:`ep_ops.nn.interleave`. Collective.
 
         FSDP2 does not see this call. Call ``unshard()`` of the module before it and ``reshard()`` after it.
-        RuntimeError if ``dynamic``.
+
+        Args:
+            x, topk_idx, topk_weights, max_tokens, shared: as for :meth:`forward`.
+            flight: 0 or 1, to distinguish two micro-batches that are in progress at the same time.
+
+        Yields:
+            None between the start and the wait of dispatch and of combine, then a :class:`Computed`.
+
+        Raises:
+            RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
         """
         if self.dynamic:
             raise RuntimeError(

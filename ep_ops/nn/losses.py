@@ -40,9 +40,14 @@ def load_balancing_loss(logits: Tensor, topk_idx: Tensor, group: dist.ProcessGro
 
 
 def router_z_loss(logits: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the mean over tokens of the squared log-sum-exp of the logits [..., E], which keeps logits small.
+    """Return the mean over tokens of the squared log-sum-exp of the logits, a loss that keeps logits small.
 
-    ``group`` and the result are as for :func:`load_balancing_loss`.
+    Args:
+        logits: the router's scores [..., E].
+        group: as for :func:`load_balancing_loss`.
+
+    Returns:
+        Tensor: float32 [] (float64 if the logits are).
     """
     logits = logits.reshape(-1, logits.shape[-1]).to(_wide(logits))
     mine = torch.logsumexp(logits, dim=-1).square().sum().reshape(1)
@@ -75,7 +80,15 @@ def update_expert_bias_(
 
 
 def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert occurs in ``topk_idx`` [..., K], int64 [E]. Entries of -1 do not count."""
+    """Return how often each expert occurs in ``topk_idx``.
+
+    Args:
+        topk_idx: global expert ids [..., K]. Entries of -1 do not count.
+        num_experts: E.
+
+    Returns:
+        Tensor: int64 [E].
+    """
     chosen = topk_idx.reshape(-1).long()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
     counts = counts.index_add(0, torch.where(chosen >= 0, chosen, num_experts), torch.ones_like(chosen))

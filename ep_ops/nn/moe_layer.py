@@ -94,7 +94,18 @@ class MoELayer(nn.Module):
         return out, Routing(topk_idx, topk_weights, logits, counts, dropped)
 
     def steps(self, x: Tensor, flight: int = 0, max_tokens: int | None = None) -> Iterator[Tensor | None]:
-        """Run ``forward`` in steps (:meth:`Experts.steps`): yield None between starts and waits, then the output."""
+        """Run ``forward`` in steps, for :func:`ep_ops.nn.interleave`. Collective.
+
+        Args:
+            x, max_tokens: as for :meth:`forward`.
+            flight: 0 or 1, to distinguish two micro-batches that are in progress at the same time.
+
+        Yields:
+            None between the start and the wait of dispatch and of combine, then the output.
+
+        Raises:
+            RuntimeError: ``dynamic`` is True, or the flight is in use. Other errors as for :meth:`forward`.
+        """
         topk_idx, topk_weights, _ = self.router(x)
         for done in self.experts.steps(
             x, topk_idx, topk_weights, flight=flight, max_tokens=max_tokens, shared=self.shared
@@ -107,6 +118,10 @@ class DenseMoE(nn.Module):
 
     With the sizes and seed of a ``MoELayer`` it has the same initial weights and parameter names, and the same outputs
     up to rounding. Every expert runs on every token, which is slow.
+
+    Args:
+        comm: determines the number of experts, top_k, hidden size and dtype.
+        intermediate_size, shared_intermediate_size, seed: as for :class:`MoELayer`.
     """
 
     def __init__(
