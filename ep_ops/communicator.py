@@ -40,9 +40,12 @@ class Communicator(Methods):
     :meth:`destroy` is called or its ``with`` block ends. A process can have several communicators, and any number of
     layers can share one.
 
-    Creating and destroying a communicator and calling its operators are collective: every rank of the group does so in
-    the same order. If one rank passes an argument with a wrong dtype, shape or value, every rank raises the same reason
-    (on the cute backend the other ranks raise it in their next call), and the communicator remains usable.
+    Creating a communicator, destroying it, and calling its operators are collective: every rank of the group does this
+    in the same order. If one rank passes an argument with a wrong dtype, shape or value, every rank raises the same
+    reason (on the cute backend the other ranks raise it in their next call), and the communicator remains usable.
+
+    Shapes use these letters: T tokens of this rank, H hidden size, K experts for each token, R received rows, El
+    experts of this rank.
 
     Args:
         group: process group or one-dimensional DeviceMesh. None: the default group, or this process alone if
@@ -178,8 +181,8 @@ class Communicator(Methods):
         """Return the one-dimensional DeviceMesh over which experts are sharded.
 
         Returns:
-            The mesh that was passed as ``group`` (such as ``mesh["ep"]``). If a process group was passed: a mesh over
-            its ranks, whose dimension is named "ep". None for a communicator of one rank.
+            The mesh that was passed as ``group``, if its dimension has a name (such as ``mesh["ep"]``). Otherwise a
+            mesh over the ranks of the group, whose dimension is named "ep". None for a communicator of one rank.
         """
         if self._mesh is None and self.world_size > 1:
             assert self.group is not None
@@ -228,7 +231,7 @@ class Communicator(Methods):
 
         Raises:
             ValueError: a value is out of range for this GPU.
-            RuntimeError: inside a function that is compiled with ``fullgraph=True``.
+            RuntimeError: the block is inside a function that is compiled with ``fullgraph=True``.
         """
         return self.backend.budget.changed(dispatch, combine)
 
@@ -242,7 +245,7 @@ class Communicator(Methods):
         function and, if gradients are computed, around ``backward()``. docs/overlap.md explains flights.
 
         Raises:
-            RuntimeError: inside a function that is compiled with ``fullgraph=True``.
+            RuntimeError: the block is inside a function that is compiled with ``fullgraph=True``.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("flights cannot be used inside a compiled function; put the block around its call")
@@ -350,9 +353,8 @@ class Communicator(Methods):
 
         Args:
             group: some ranks of this communicator, in the same order. Each NVLink domain contributes the same number of
-                ranks, or none.
-                ``torch.distributed.new_group(ranks, use_local_synchronization=True)`` creates it without the dead
-                ranks.
+                ranks, or none. ``torch.distributed.new_group(ranks, use_local_synchronization=True)`` creates such a
+                group without the dead ranks.
             name: name of the new communicator. None: a name made of the old name and the number of ranks, such as
                 "ep0 of 7".
 

@@ -128,8 +128,8 @@ class Methods:
                 (docs/formats.md).
             format: format in which rows arrive, such as "e4m3/128/pow2". Empty: the dtype of x.
             scales_as: memory layout of the received scales. Empty: the first layout of the format.
-            zeros: True: padding rows hold zeros. False: they are undefined. None: they hold zeros if gradients are
-                enabled, because the backward pass of the experts may read them.
+            zeros: whether padding rows hold zeros. If False, they are undefined. If None, they hold zeros if gradients
+                are enabled, because the backward pass of the experts may read them.
 
         Returns:
             Dispatched: received rows, their weights, the route for :meth:`combine`, and counts of dropped rows.

@@ -119,7 +119,7 @@ class Experts(nn.Module):
                 smaller buffer. None: ``comm.max_tokens_per_rank``.
             shared: a module or function that is applied to x while rows are dispatched (before the dispatch, if
                 ``dynamic``). Its result is added to the output.
-            return_dropped: True: return a :class:`Computed`, which contains the output and the dropped rows.
+            return_dropped: whether to return a :class:`Computed`, which contains the output and the dropped rows.
 
         Returns:
             The output, with shape and dtype of x, or a :class:`Computed`.

@@ -79,7 +79,7 @@ class MoELayer(nn.Module):
             x: tokens [T, H] or [B, S, H] in ``comm.dtype``. T (B times S) is 0 to ``comm.max_tokens_per_rank`` and may
                 differ between ranks.
             max_tokens: as for :meth:`Experts.forward`.
-            return_routing: True: return (output, :class:`Routing`).
+            return_routing: whether to return (output, :class:`Routing`) instead of the output.
 
         Raises:
             TypeError, ValueError, RuntimeError: as for :meth:`ep_ops.Communicator.dispatch`.
