@@ -300,3 +300,26 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         route, _ = comm.plan(idx, capacity=32)
         with pytest.raises(ValueError, match="hidden_size is 48; format 'wire:e4m3/32/mx' takes multiples of 32"):
             comm.combine(y[:, :48].contiguous(), route, format=WIRE)
+
+
+def test_torchao_quantizes_the_sums_alike():
+    """On one rank what arrives of a sum is torchao's MXFP8 of it."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats", reason="needs torchao, with whose numbers these are compared")
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    assert mx
+    tokens, hidden, experts = 16, 7168, 8
+    draw = torch.Generator().manual_seed(cases.fresh_seed())
+    with ep_ops.Communicator(
+        num_experts=experts, hidden_size=hidden, top_k=TOP_K, max_tokens_per_rank=tokens, dtype=torch.float32,
+        backend="reference",
+    ) as comm:  # fmt: skip
+        idx = torch.rand(tokens, experts, generator=draw).topk(TOP_K).indices.int()
+        sent = comm.dispatch(torch.zeros(tokens, hidden), idx, torch.rand(tokens, TOP_K, generator=draw))
+        y = torch.randn(sent.x.shape, generator=draw) * torch.randn(sent.x.shape[0], 1, generator=draw).exp()
+        exact = comm.combine(y, sent.route, sent.weights)
+        out = comm.combine(y, sent.route, sent.weights, format=WIRE)
+    scales, codes = to_mx(exact, torch.float8_e4m3fn, 32, scaling_mode=ScaleCalculationMode.RCEIL)
+    powers = (scales.view(torch.uint8).float() - 127).exp2()
+    assert torch.equal(out, (codes.float().view(tokens, -1, 32) * powers.view(tokens, -1, 1)).flatten(1))
