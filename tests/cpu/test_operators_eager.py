@@ -192,8 +192,8 @@ def many(comm: ep_ops.Communicator, *args: Any, **more: Any) -> Any:
 
 
 def no_longer_aligned(x: torch.Tensor) -> torch.Tensor:
-    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
-    assert moved.data_ptr() % 16
+    moved = torch.empty(x.numel() + 2, dtype=x.dtype)[2:].view_as(x).copy_(x)
+    assert moved.data_ptr() % 16 == 8, "which is not enough"
     return moved
 
 
@@ -249,6 +249,23 @@ def test_what_is_recognized_has_right_values(comm):
     comm.destroy()
     with pytest.raises(RuntimeError, match="was destroyed"):
         comm.dispatch(x, idx, weights)
+
+
+@torch.no_grad()
+def test_calls_of_other_sizes_are_recognized_in_turns(comm, monkeypatch):
+    """Other numbers of tokens, or of rows, are calls of their own: none takes the place of another one."""
+    x, idx, weights = given()
+
+    def turn() -> None:
+        for tokens, capacity in ((3, 32), (2, 32), (3, 48)):
+            sent = comm.dispatch(x[:tokens], idx[:tokens], weights[:tokens], capacity=capacity, alignment=16)
+            comm.combine(sent.x, sent.route, sent.weights)
+            comm.combine_wait(comm.combine_start(sent.x, sent.route, sent.weights))
+
+    turn(), turn()
+    for name in eager.IMPLEMENTATIONS:
+        monkeypatch.setitem(eager.IMPLEMENTATIONS, name, lambda *args, name=name: pytest.fail(f"{name} is checked"))
+    turn()
 
 
 MOST_CALLS = {

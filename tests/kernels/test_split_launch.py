@@ -169,14 +169,18 @@ def test_another_stream_waits(backend: Any, device: Device) -> None:
 
 def test_another_start_on_another_stream(backend: Any, device: Device) -> None:
     """It receives what the one under way is sent beside that stream; results that are allocated there are told of
-    wherever the wait is called, on the stream of the first start as well."""
-    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
-    caller, device.current = device.current, device.stream("other")
-    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
-    device.current = caller
-    device.take()
-    assert len(wait(backend, "dispatch", 0)) == 9
-    assert device.take() == [("waits for", "caller", 2), ("uses", "side", 3), ("uses", "caller", 9)]
+    wherever the wait is called, on the stream of the first start and on that of the second as well."""
+    caller, other = device.current, device.stream("other")
+    for waits in (caller, other):
+        device.current = caller
+        backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
+        device.current = other
+        backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+        device.current = waits
+        device.take()
+        assert len(wait(backend, "dispatch", 0)) == 9
+        assert device.take() == [("waits for", waits.name, 2), ("uses", "side", 3), ("uses", waits.name, 9)]
+        wait(backend, "dispatch", 1)
 
 
 def test_a_capture_that_failed(backend: Any, device: Device) -> None:
