@@ -122,8 +122,8 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "dispatch",
         f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
-        "send tokens [T, H] and weights [T, K] to the ranks of their experts; return rows [R, H]. The caller sets R. No"
-        " host synchronization on GPUs",
+        "send tokens [T, H] and weights [T, K] to the ranks of their experts; return the received rows [R, H]. The"
+        " caller sets R. Does not synchronize the host on GPUs",
         checks.dispatch,
         lambda backend, a: backend.dispatch(
             a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
@@ -162,8 +162,9 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine",
         f'({_COMBINE}, Tensor? residual=None, str grad_format="", {_SUMS}) -> Tensor out',
-        "return rows [R, H] to their tokens [T, H] as weighted sums in a fixed order, plus an optional residual. The"
-        " sums of each rank, and the gradient, can be sent in a format",
+        "return the outputs of the experts, rows [R, H], to the ranks of their tokens, and return the weighted sum for"
+        " each token [T, H], plus an optional residual. The order of summation is fixed. Sums and gradients can be sent"
+        " [quantized](formats.md#sums-on-the-wire)",
         checks.combine,
         lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual, a.format),
         meta_kernels.combine,
@@ -172,7 +173,8 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         "combine_gathered",
         f"(Tensor y, {_ROUTE}, {_ALONG}) -> Tensor out",
-        "`combine` without weights, in which owners read the rows from symmetric memory (`Communicator.empty_rows`)",
+        "`combine` without weights. The rank of each token reads the token's rows from symmetric memory"
+        " (`Communicator.empty_rows`) on the other ranks",
         checks.combine_gathered,
         lambda backend, a: backend.combine_gathered(a.y, route(a, a.y.size(0))),
         meta_kernels.combine,
