@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import toy
 from ranks import run_ranks
 
+from ep_ops import arrivals
 from ep_ops.backends.reference import ReferenceBackend
+from ep_ops.backends.reference.meeting import Meeting
 
 
 def two_communicators() -> str:
@@ -49,6 +55,20 @@ def other_pairs() -> str:
 def test_routes_of_equal_totals() -> None:
     for said in run_ranks(2, other_pairs):
         assert said.startswith("dispatch_planned: rank 0 sends ") and "the ranks must use routes of the same" in said
+
+
+def test_routes_of_equal_sums() -> None:
+    """Three ranks may each send and receive as many rows as is expected of them, and still other ones."""
+    goes = torch.ones(3, 3, dtype=torch.int64)
+    comes = torch.tensor([[1, 2, 0], [1, 0, 2], [1, 1, 1]])
+    rows: Any = SimpleNamespace(sent=lambda route: (None, [1] * 3), received=lambda route: (None, [1] * 3))
+    meeting: Any = object.__new__(Meeting)
+    meeting._rows, meeting._rank, meeting._world_size = rows, 0, 3
+    meeting.meet = lambda *args: torch.cat([goes, comes.T], 1)
+    route: Any = SimpleNamespace(max_tokens=4, topk_idx=torch.zeros(4, 2), arrivals=None)
+    with mock.patch.object(arrivals, "known", lambda lists, ranks: torch.empty(0, 2)):
+        with pytest.raises(RuntimeError, match="combine: rank 0 sends 1 rows to rank 1, which expects 2"):
+            meeting.along("combine", {}, route)
 
 
 def no_memory(after: bool) -> tuple[str, bool]:

@@ -119,8 +119,12 @@ def test_directly_with_gradients(comm, calls, token_major, split):
 
 @torch.no_grad()
 def test_modes_hear_of_it(comm, calls):
+    """Of calls that are recognized, too."""
+    args = given()
+    many(comm, *args)
+    calls.clear()
     with Hears() as mode:
-        comm.dispatch(*given())
+        comm.dispatch(*args)
     assert "ep.dispatch.default" in mode.heard and calls == []
 
 
@@ -243,6 +247,11 @@ def test_what_is_recognized_has_right_values(comm):
     asks = x.clone().requires_grad_()
     comm.dispatch(asks, idx, weights).x.sum().backward()
     assert asks.grad is not None and bool(asks.grad.any())
+    asks = weights.clone().requires_grad_()
+    with torch.no_grad():
+        many(comm, x, idx, asks)
+    comm.dispatch(x, idx, asks).weights.nan_to_num().sum().backward()
+    assert asks.grad is not None and bool(asks.grad.any())
     expected = comm.dispatch(x, idx).x[held]
     with torch.inference_mode():
         assert torch.equal(many(comm, x, idx).x[held], expected)
@@ -262,10 +271,26 @@ def test_calls_of_other_sizes_are_recognized_in_turns(comm, monkeypatch):
             comm.combine(sent.x, sent.route, sent.weights)
             comm.combine_wait(comm.combine_start(sent.x, sent.route, sent.weights))
 
-    turn(), turn()
+    turn()
+    assert set(comm.accepted.values()) == {None}, "a call that comes once is not worth its guard"
+    turn()
     for name in eager.IMPLEMENTATIONS:
         monkeypatch.setitem(eager.IMPLEMENTATIONS, name, lambda *args, name=name: pytest.fail(f"{name} is checked"))
     turn()
+
+
+@torch.no_grad()
+def test_what_is_remembered(comm, monkeypatch):
+    """A few calls, and no call with a tensor behind ``comm``, which no guard would look at."""
+    x, idx, weights = given()
+    sent = comm.dispatch(x, idx, weights)
+    for _ in range(2):
+        comm.combine(sent.x, sent.route, sent.weights, residual=x)
+    assert [key[0] for key in comm.accepted] == ["dispatch"]
+    monkeypatch.setattr(eager, "_MOST_ACCEPTED", 2)
+    for tokens in range(4):
+        many(comm, x[:tokens], idx[:tokens])
+        assert len(comm.accepted) <= 2
 
 
 MOST_CALLS = {

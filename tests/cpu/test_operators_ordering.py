@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import warnings
@@ -179,14 +180,17 @@ def test_another_custom_pass_is_kept(not_installed):
         ours = torch._inductor.config.joint_custom_pre_pass
         ours(torch.fx.Graph())
         assert mine.seen == 1 and "mine" in ours.uuid()
+        ours.earlier.append(lambda graph: None)
+        assert ours.uuid() is None, "nobody knows what that one does"
 
 
 def test_keys_of_compiled_graphs_follow_from_the_sources(not_installed, tmp_path, monkeypatch):
     """With a number in the place of the sources, caches bring back graphs of an ep_ops that has changed since."""
+    assert "ep_ops_tests_" in os.environ["TORCHINDUCTOR_CACHE_DIR"], "those of an earlier run are not found"
     root = Path(ordering.__file__).parents[2]
     assert ordering.SOURCES == (root / "ep_ops", root / "meta_kernels")
     shutil.copytree(root / "ep_ops" / "operators", tmp_path / "operators")
-    (tmp_path / "fakes.py").write_text("")
+    (tmp_path / "fakes.py").write_text("\n")
 
     def key():
         ordering.digest_of.cache_clear()
@@ -199,7 +203,7 @@ def test_keys_of_compiled_graphs_follow_from_the_sources(not_installed, tmp_path
     monkeypatch.setattr(ordering, "SOURCES", (tmp_path,))
     keys.append(key())
     for changed in ("operators/gradients.py", "operators/ordering.py", "fakes.py"):
-        with open(tmp_path / changed, "a") as file:
-            file.write("\n")
+        source = (tmp_path / changed).read_bytes()
+        (tmp_path / changed).write_bytes(source[:-1] + b" ")  # as long as before
         keys.append(key())
     assert len(set(keys)) == 5 and all(one != other for one, other in zip(*keys[:2], strict=True))

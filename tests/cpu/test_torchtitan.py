@@ -357,10 +357,13 @@ def test_dispatch_before_the_mesh_is_wired() -> None:
 # ---------------------------------------------------------------------- on a stand-in for torchtitan
 
 
+MORE = dict(num_max_tokens_per_rank=TOKENS + 8)
+
+
 def on_the_stand_in(fields: dict[str, Any]) -> dict[str, Any]:
     """What the dispatcher makes of a rank's tokens, checkpointed; experts return their rows as they are."""
     with fake_torchtitan.installed() as ours:
-        dispatcher = ours.EpOpsTokenDispatcher(ours.EpOpsTokenDispatcher.Config(**FILLED | fields))
+        dispatcher = ours.EpOpsTokenDispatcher(ours.EpOpsTokenDispatcher.Config(**FILLED | MORE | fields))
         dispatcher.wire_meshes(ep_mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
         (comm,) = ep_ops.registry.living.values()
         draw = torch.Generator().manual_seed(7 + dist.get_rank())
@@ -377,6 +380,8 @@ def on_the_stand_in(fields: dict[str, Any]) -> dict[str, Any]:
         with comm:
             out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
             out.sum().backward()
+            with torch.no_grad():
+                again = dispatcher.dispatch(x, scores, ids, torch.empty(0))
         (rows, counts, sent), _ = seen  # and again in backward
         kept = sent.route.send_rows >= 0
         lost = ids[~kept].bincount(minlength=EXPERTS)
@@ -385,6 +390,7 @@ def on_the_stand_in(fields: dict[str, Any]) -> dict[str, Any]:
             "rows": rows, "counts": counts, "kept": sent.route.counts, "dropped": dispatcher.dropped, "out": out,
             "expected": ((scores * kept).sum(1)[:, None] * x).sin(), "x.grad": x.grad, "alignment": comm.alignment,
             "lost": lost.view(dist.get_world_size(), -1)[dist.get_rank()], "sizes": comm.config.max_tokens_per_rank,
+            "padding": again[0][: int(counts.sum())].isfinite().all(),
         }  # fmt: skip
 
 
@@ -394,12 +400,13 @@ def test_dispatcher_on_the_stand_in(fields: dict[str, Any]) -> None:
     align, most = fields.get("pad_multiple", 1), 2 * TOKENS * TOP_K
     drops = "non_blocking_capacity_factor" in fields
     for seen in run_ranks(2, on_the_stand_in, fields):
-        assert (seen["alignment"], seen["sizes"]) == (align, TOKENS)
+        assert (seen["alignment"], seen["sizes"]) == (align, TOKENS + 8)
         padded = -(-(most + EXPERTS // 2 * (align - 1)) // align) * align
         assert seen["rows"] == (-(-math.ceil(0.3 * padded) // align) * align if drops else padded)
         assert seen["counts"].dtype == torch.int32
         assert torch.equal(seen["counts"], (seen["kept"] + align - 1) // align * align)
-        assert torch.equal(seen["dropped"], seen["lost"]) and bool(seen["dropped"].any()) == drops
+        assert seen["padding"], "the rows between experts are zeros"
+        assert torch.equal(seen["dropped"], 2 * seen["lost"]) and bool(seen["dropped"].any()) == drops
         torch.testing.assert_close(seen["out"], seen["expected"])
         assert seen["x.grad"].isfinite().all() and seen["x.grad"].any()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import toy
 from ranks import run_ranks
 
 import ep_ops
+from ep_ops.backends.reference import waits
 from ep_ops.backends.reference.transfer import Transfer
 
 
@@ -149,3 +151,45 @@ def test_ranks_that_do_not_come() -> None:
     why = "rank 0 gave up at operation 1: ep::dispatch: OutOfMemoryError: no room"
     assert within == ["no room", f"{failed}{why}{end}"]
     assert within_1 == [f"{failed}rank 1, {of}, stopped because {why}{end}"] * 2
+
+
+class Never:
+    """A collective that other ranks do not join, or join when this one has looked twice."""
+
+    def __init__(self, looks: int | None = None) -> None:
+        self.looks = looks
+
+    def wait(self, seconds: Any) -> None:
+        if self.looks == 0:
+            return
+        self.looks = None if self.looks is None else self.looks - 1
+        time.sleep(0.001)
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_who_is_named_and_who_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks, in one process: those that wait as well are not named, one that has left is enough to give up,
+    and whoever hears of that does not wait any longer. All of them close their connections, which ends the others'."""
+    store, closed = dist.HashStore(), []
+    monkeypatch.setattr(waits, "store_of", lambda group, number: store)
+    monkeypatch.setattr(waits, "has_left", lambda group, number, rank: rank == 3)
+
+    def rank_of(rank: int, timeout: float) -> waits.Waits:
+        backend = SimpleNamespace(abort=lambda: closed.append(rank))
+        group, config = SimpleNamespace(_get_backend=lambda device: backend), SimpleNamespace(timeout=timeout)
+        member: Any = SimpleNamespace(name="four", rank=rank, world_size=4, group=group, number=1, config=config)
+        made = waits.Waits(member)
+        made.begin("dispatch")
+        return made
+
+    rank_of(1, 1.0).end(Never(looks=2))
+    why = "rank 0, in ep::dispatch (operation 1 of this communicator), waited 0.2 s for rank 2 and rank 3, which has"
+    assert why in raised(rank_of(0, 2.0).end, Never()) and closed == [0]
+    begun = time.monotonic()
+    assert f"rank 2, in ep::dispatch (operation 1 of this communicator), stopped because {why}" in raised(
+        rank_of(2, 60.0).end, Never()
+    )
+    assert time.monotonic() - begun < 3 and closed == [0, 2]

@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from recorded import FEW, IDX, IN_THREE, MANY, NOTHING, PLAIN, PROBLEM, Device, X, route_of, told
 
 from cute_kernels import marks, sync
-from cute_kernels.heap import REFUSED, STATE_BYTES
+from cute_kernels.heap import REASON_BYTES, REFUSED, STATE_BYTES
 from ep_ops import arrivals
 from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.backend import raise_alarm
@@ -67,6 +67,12 @@ def refused_by_a_peer(failures: Failures, kind: str, max_tokens: int, turns: int
     failures._reason = lambda peer, epoch: ("why", turns)  # type: ignore[method-assign]
 
 
+def refused_here(failures: Failures) -> None:
+    """An expert id of this rank, as kernels report it."""
+    words = [1, sync.BAD_EXPERT, 0, 0, 0, 7, 7 << marks.SHIFT | marks.pack("dispatch", 64), 99]
+    failures.report._words[sync.REPORT_WORDS : sync.REPORT_WORDS + 8] = words  # type: ignore[assignment]
+
+
 # ---------------------------------------------------------------------- a refusal takes the number of the operation
 
 
@@ -78,8 +84,8 @@ def test_max_tokens_beyond_the_most(backend: Any, device: Device) -> None:
         assert device.refused == [(turn, "why", 4) for turn in range(4)], max_tokens
         device.refused.clear()
     backend._config.max_tokens_per_rank = MOST  # all in one round
-    backend.reject("dispatch", "why", 0, 1100)
-    assert device.refused == [(0, "why", 1)]
+    backend.reject("dispatch", "w" * REASON_BYTES, 0, 1100)
+    assert device.refused == [(0, "w" * (REASON_BYTES - 1), 1)], "as much of the reason as there is room for"
 
 
 @pytest.mark.parametrize(("turns", "agrees"), [(4, True), (1, False), (3, False)])
@@ -229,6 +235,33 @@ def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) ->
     assert kernels(device) == ["RaiseAlarm"] and failures.has_failed()
 
 
+def test_a_wait_whose_operation_has_run(backend: Any, device: Device, failures: Failures) -> None:
+    """Its start has launched all of it: nobody is refused anything in place of the wait."""
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend._flights._join = raises(OOM)
+    device.take()
+    with pytest.raises(torch.OutOfMemoryError):
+        call(backend, "dispatch_wait", 0, *NOTHING)
+    assert kernels(device) == [] and not failures.has_failed()
+
+
+def test_what_no_rank_runs(backend: Any, device: Device, failures: Failures) -> None:
+    """A call in the wrong order raises on every rank, and nobody is told."""
+    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    device.take()
+    with pytest.raises(RuntimeError, match="before an operator that is not split"):
+        call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
+    assert kernels(device) == [] and not device.refused
+
+
+def test_flights_end_though_one_raises(backend: Any, device: Device, failures: Failures) -> None:
+    for flight in (0, 1):
+        backend.dispatch_start(flight, X, None, IDX, MANY, PLAIN)
+    refused_by_a_peer(failures, "dispatch", 400, 1)
+    backend.end_flights()
+    assert not backend._flights._under_way and not backend._order.started
+
+
 def test_while_a_graph_is_captured(backend: Any, device: Device, failures: Failures) -> None:
     """Nothing of it runs, so nobody is told."""
     device.capturing = 1
@@ -261,6 +294,16 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
     assert kernels(device) == ["Refuse"], "it cannot run"
 
 
+def test_a_call_that_tells_of_one_of_two(backend: Any, device: Device, failures: Failures) -> None:
+    """What is left to tell does not keep it from running: the next call tells that, and runs as well."""
+    refused_by_a_peer(failures, "dispatch", 400, 1)
+    refused_here(failures)
+    for text in ("rejected by rank 1: why", "topk_idx holds 99 at flat index 7"):
+        with pytest.raises(ValueError, match=text):
+            call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
+        assert kernels(device) == ["Publish", "Pull"]
+
+
 @pytest.mark.parametrize("capturing", [0, 1])
 def test_a_value_that_kernels_refused(capturing: int, failures: Failures, device: Device) -> None:
     """The device's word is reset beside whatever a graph captures; else no other value would ever be reported."""
@@ -272,10 +315,7 @@ def test_a_value_that_kernels_refused(capturing: int, failures: Failures, device
 
     failures._state = Word()  # type: ignore[assignment]
     device.capturing = capturing
-    mark = 7 << marks.SHIFT | marks.pack("dispatch", 64)
-    failures.report._words[sync.REPORT_WORDS : sync.REPORT_WORDS + 8] = [  # type: ignore[assignment]
-        1, sync.BAD_EXPERT, 0, 0, 0, 7, mark, 99
-    ]  # fmt: skip
+    refused_here(failures)
     with pytest.raises(ValueError, match="topk_idx holds 99 at flat index 7"):
         failures.check()
     assert where == [(REFUSED, REFUSED + 1, "resets")]
