@@ -365,7 +365,7 @@ def on_the_stand_in(fields: dict[str, Any]) -> dict[str, Any]:
     with fake_torchtitan.installed() as ours:
         dispatcher = ours.EpOpsTokenDispatcher(ours.EpOpsTokenDispatcher.Config(**FILLED | MORE | fields))
         dispatcher.wire_meshes(ep_mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-        (comm,) = ep_ops.registry.living.values()
+        comm = dispatcher._comm
         draw = torch.Generator().manual_seed(7 + dist.get_rank())
         x = torch.randn(TOKENS, DIM, generator=draw).requires_grad_()
         ids = torch.rand(TOKENS, EXPERTS, generator=draw).argsort(1)[:, :TOP_K]
