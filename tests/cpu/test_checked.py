@@ -483,7 +483,7 @@ def test_what_cannot_be_told():
 
 
 def test_kernels_that_have_failed():
-    """They have told all ranks, of which some may be dead: nobody is waited for."""
+    """An error has been sent to all ranks, some of which may be dead: the call does not wait for them."""
     with make() as comm:
         x, idx, _ = toy.inputs(4)
         backend = comm.backend._backend

@@ -159,7 +159,7 @@ def disagreeing() -> str:
 
 
 def test_ranks_that_disagree() -> None:
-    """All are told, and go on."""
+    """The error is raised on all ranks, and the communicator remains usable."""
     assert run_ranks(2, disagreeing) == ["combine: ranks disagree on format: ['', 'e4m3/32/mx'] by rank"] * 2
 
 
@@ -274,7 +274,7 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words of all three operators, and by a cute backend."""
+    """Operators name the allowed formats; the checks accept an allowed format on backend cute too."""
     y, idx = torch.ones(32, 256).bfloat16(), torch.zeros(3, TOP_K).int()
     allowed = "allowed for a combine: '' (sums are sent unquantized), " + ", ".join(map(repr, COMBINE_FORMATS))
     with communicator() as comm:

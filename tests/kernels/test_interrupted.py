@@ -236,7 +236,7 @@ def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) ->
 
 
 def test_a_wait_whose_operation_has_run(backend: Any, device: Device, failures: Failures) -> None:
-    """Its start has launched all of it: nobody is refused anything in place of the wait."""
+    """The start has launched the whole operation, so a failing wait sends no rejection."""
     backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     backend._flights._join = raises(OOM)
     device.take()
@@ -246,7 +246,7 @@ def test_a_wait_whose_operation_has_run(backend: Any, device: Device, failures: 
 
 
 def test_what_no_rank_runs(backend: Any, device: Device, failures: Failures) -> None:
-    """A call in the wrong order raises on every rank, and nobody is told."""
+    """A call in the wrong order raises on every rank, and no rejection is sent."""
     backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
     device.take()
     with pytest.raises(RuntimeError, match="before an operator that is not split"):
@@ -263,7 +263,7 @@ def test_flights_end_though_one_raises(backend: Any, device: Device, failures: F
 
 
 def test_while_a_graph_is_captured(backend: Any, device: Device, failures: Failures) -> None:
-    """Nothing of it runs, so nobody is told."""
+    """The captured operation never runs, so no rejection is sent."""
     device.capturing = 1
     failing(backend.throughput, "Pull", OOM, launches=True)
     with pytest.raises(torch.OutOfMemoryError):

@@ -323,7 +323,8 @@ class CuteBackend:
             self._tell(why, first, turns)
         except Exception as another:
             with torch.cuda.stream(stream):
-                self._failures.give_up(f"could not tell that it does not run ep::{operator} ({another}): {why}")
+                failed = f"could not notify the other ranks that it does not run ep::{operator} ({another})"
+                self._failures.give_up(f"{failed}: {why}")
 
     def _run_late(self, operator: str, again: Callable[[], Any], flight: int, max_tokens: Any) -> None:
         """Run a call whose results are discarded, because it raises the error of an earlier operation."""
