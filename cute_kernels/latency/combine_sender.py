@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute import arch
 
 from .. import ptx, sync
@@ -25,6 +25,7 @@ from .far import FarTarget, put_packets
 from .lookup import copy_at, look_up, row_at
 from .packets import WarpShare, Words, lane_vector, seal, st_line
 from .reach import Peers, heap_of
+from .row_sums import add_rows
 from .sizes import PACKET_BYTES, PAYLOAD_VECTORS, packets
 from .split import SplitOperation
 from .sum_packets import NUMBERS, packets_of, sum_words
@@ -53,7 +54,7 @@ class LatencyCombineArgs(NamedTuple):
 @dataclass(frozen=True)
 class CombineSender(SplitOperation, Kernel):
     """A combine, as far as it sends. `weighted`: rows times their routing weight. `tokens`, `send`, `receive`: see
-    split.py. `format`: what sums travel as (sum_packets.py); empty: as rows of the dtype."""
+    split.py. `format`: format in which sums are sent (sum_packets.py); empty for rows of the dtype."""
 
     NAME, Args = "ep_latency_combine", LatencyCombineArgs
 
@@ -205,33 +206,9 @@ class CombineSender(SplitOperation, Kernel):
     ) -> Words:
         """Return the rounded sum over ascending k of the rows that the lanes hold, in a lane's payload vector."""
         p = self.problem
-        weight = Float32(1.0)
-        if const_expr(self.weighted):
-            if row >= 0:
-                weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
         acc = cute.make_rmem_tensor((self.values,), Float32)
-        for i in range_constexpr(self.values):
-            acc[i] = Float32(0.0)
-        vector = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
-        words = cute.make_rmem_tensor((4 * batch,), Uint32)
-        left = arch.vote_ballot_sync(row >= 0)
-        while left != 0:
-            loading = left
-            for b in range_constexpr(batch):
-                if loading != 0:
-                    k, loading = pop_lowest(loading)
-                    got = ptx.ld_v4(args.y + Int64(arch.shuffle_sync(row, k)) * p.row_bytes + vector)
-                    for i in range_constexpr(4):
-                        words[4 * b + i] = got[i]
-            for b in range_constexpr(batch):
-                if left != 0:
-                    k, left = pop_lowest(left)
-                    values = ptx.unpack([words[4 * b + i] for i in range(4)], p.dtype)
-                    if const_expr(self.weighted):
-                        w = arch.shuffle_sync(weight, k)
-                        values = [ptx.mul_rn(value, w) for value in values]
-                    for i in range_constexpr(self.values):
-                        acc[i] = ptx.add_rn(acc[i], values[i])
+        offset = cutlass.min((packet * PAYLOAD_VECTORS + lane_vector(lane)) * 16, p.row_bytes - 16)
+        add_rows(p, self.weighted, args, row, offset, 1, batch, acc)
         packed = ptx.pack([acc[i] for i in range(self.values)], p.dtype)
         return packed[0], packed[1], packed[2], packed[3]
 

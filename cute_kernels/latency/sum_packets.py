@@ -18,6 +18,7 @@ from ..quantize import exact_scale, largest, of_group, scale_of
 from ..rows import Width
 from .packets import Words, lane_offset, lane_vector, marks
 from .quantized import CODES, SCALES, SCALES_LANE, VECTORS, first_vector
+from .row_sums import add_rows
 
 NUMBERS = 16
 """Numbers of a sum that a lane quantizes: those of one payload vector."""
@@ -29,53 +30,17 @@ def packets_of(form: Form) -> int:
 
 
 @cute.jit
-def add_rows(
-    width: cutlass.Constexpr[Width], weighted: cutlass.Constexpr[bool], args: Any, row: Int32, vector: Int32,
-    batch: cutlass.Constexpr[int], acc: Any,
-) -> None:  # fmt: skip
-    """By the whole warp: adds vector `vector` (of 16 numbers) of the rows that the lanes hold, over k ascending."""
-    parts = width.itemsize  # 16 bytes each
-    weight = Float32(1.0)
-    if const_expr(weighted):
-        if row >= 0:
-            weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
-    for i in range_constexpr(NUMBERS):
-        acc[i] = Float32(0.0)
-    words = cute.make_rmem_tensor((4 * parts * batch,), Uint32)
-    left = arch.vote_ballot_sync(row >= 0)
-    while left != 0:
-        loading = left
-        for b in range_constexpr(batch):
-            if loading != 0:
-                k = arch.popc((loading & -loading) - 1)
-                loading = loading & (loading - 1)
-                at = args.y + Int64(arch.shuffle_sync(row, k)) * width.row_bytes + vector * (16 * parts)
-                for part in range_constexpr(parts):
-                    got = ptx.ld_v4(at + 16 * part)
-                    for i in range_constexpr(4):
-                        words[4 * (parts * b + part) + i] = got[i]
-        for b in range_constexpr(batch):
-            if left != 0:
-                k = arch.popc((left & -left) - 1)
-                left = left & (left - 1)
-                values = ptx.unpack([words[4 * parts * b + i] for i in range(4 * parts)], width.dtype)
-                if const_expr(weighted):
-                    w = arch.shuffle_sync(weight, k)
-                    values = [ptx.mul_rn(value, w) for value in values]
-                for i in range_constexpr(NUMBERS):
-                    acc[i] = ptx.add_rn(acc[i], values[i])
-
-
-@cute.jit
 def sum_words(
     form: cutlass.Constexpr[Form], dtype: cutlass.Constexpr[str], weighted: cutlass.Constexpr[bool], args: Any,
     row: Int32, packet: Int32, lane: Int32, batch: cutlass.Constexpr[int],
 ) -> Words:  # fmt: skip
-    """By the whole warp: a lane's payload vector of the packet of a sum of the rows that the lanes hold."""
+    """By the whole warp: return a lane's payload vector of a packet of the sum of the rows that the lanes hold."""
     first = first_vector(form, packet)
     last = form.hidden_size // NUMBERS - 1
     acc = cute.make_rmem_tensor((NUMBERS,), Float32)
-    add_rows(Width(form.hidden_size, dtype), weighted, args, row, cutlass.min(first + lane, last), batch, acc)
+    width = Width(form.hidden_size, dtype)
+    vectors = width.itemsize  # of 16 bytes, of NUMBERS numbers
+    add_rows(width, weighted, args, row, cutlass.min(first + lane, last) * (16 * vectors), vectors, batch, acc)
     sums = [acc[i] for i in range(NUMBERS)]
     amax = of_group(largest(ptx.pack(sums, "fp32"), 0, NUMBERS, "fp32"), form.block // NUMBERS)
     stored, inverse = scale_of(form.kind, amax)
