@@ -1,18 +1,15 @@
 """Sums that cross NVLink domains in a format: a stager decodes the sums that were pushed to it, adds them and quantizes
-the result (throughput/quantized_sums.py)."""
-
-from typing import Any
+the result (../quantized_sums.py)."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx, sync
+from .. import sync
 from ..copies import lowest, pop_lowest
 from ..ids import warp_id
-from ..quantize import exact_scale
-from ..throughput.quantized_sums import SCALED, SumSlices, store_slice
+from ..quantized_sums import SumSlices, add_slice, store_slice
 
 
 @cute.jit
@@ -42,22 +39,3 @@ def add_pushed_in_format(
             at = rows + Int64(copy * p.max_tokens + token) * wire.row_bytes + piece * wire.slice_bytes
             add_slice(wire, at, last, acc)
         store_slice(wire, acc, to + Int64(row) * wire.row_bytes + piece * wire.slice_bytes, last)
-
-
-@cute.jit
-def add_slice(wire: cutlass.Constexpr[SumSlices], at: Int64, last: Int32, acc: Any) -> None:
-    """By a whole warp: add the slice at an address. Lanes behind the end of a row add its last numbers."""
-    n, vectors = wire.numbers, wire.plain.vectors
-    lane = arch.lane_idx()
-    end = wire.end_of(last)
-    words, scales = [], []
-    for u in range_constexpr(vectors):
-        number = cutlass.min(u * 32 * n + lane * n, end - n)
-        scales.append(ptx.ld_u8(at + number // SCALED))
-        codes = at + wire.scale_bytes + number
-        words.append([ptx.ld_i32(codes)] if n == 4 else ptx.ld_pair(codes))
-    for u in range_constexpr(vectors):
-        scale = exact_scale("mx", scales[u])
-        values = [ptx.mul_rn(value, scale) for word in words[u] for value in ptx.decode(word)]
-        for i in range_constexpr(n):
-            acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])

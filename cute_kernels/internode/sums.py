@@ -20,7 +20,7 @@ from ..domains import index_of, on_rail, position_of, rank_at, slot_of, slot_the
 from ..experts import holder_of
 from ..heap import Problem
 from ..ids import warp_id
-from ..throughput.quantized_sums import SumSlices
+from ..quantized_sums import SumSlices
 from .pushed_in_format import add_pushed_in_format
 from .sending import batches_of, copy_rows, offset_of_batch, put_batch, row_in, vector_of, word_at, word_of
 

@@ -16,10 +16,11 @@ from cutlass.cute import arch
 from .. import ptx
 from ..carried import Carried
 from ..internode.sums import CLOSES, FAR, OPENS
+from ..quantized_sums import SumSlices, numbers_at, scale_at, store_slice
+from ..slices import Slices
 from .outbox import Outbox, close, post
 from .pipeline import Items, run
-from .quantized_sums import SumSlices, numbers_at, scale_at, store_slice
-from .ring import Ring, Slices
+from .ring import Ring
 
 FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
 """Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item. Of a sum over several

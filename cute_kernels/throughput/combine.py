@@ -8,8 +8,8 @@ ends.
 
 The flags of a pushing block are set by a warp of their own (outbox.py), so that no row waits for a fence.
 
-Sums may travel in a format (quantized_sums.py): pushers quantize sums instead of rounding them, rows of staging hold
-codes and scales, and owners add up codes times scales.
+Sums can be sent in a format (../quantized_sums.py): pushers quantize sums instead of rounding them, rows of staging
+contain codes and scales, and owners add codes times scales.
 
 Where there are several NVLink domains (internode/sums.py) copies of a token of another one are pushed to its owner's
 stager. Of the blocks that do not push the first *pass on*: they ask for sums of this rank's tokens, and then put those
@@ -34,13 +34,14 @@ from ..heap import SEND, Heap
 from ..ids import block_ids, thread_id, warp_id
 from ..internode.sums import ask, await_sums, in_two_parts, number_there, offset_of_copy_scalars, pass_sums
 from ..launch import RankArgs
+from ..quantized_sums import SumSlices
 from ..rows import zero_row
+from ..slices import Slices
 from .adder import Adding, Notes, RowBases, add_items
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
 from .placing import offset_of_weight
-from .quantized_sums import SumSlices
-from .ring import Ring, RingShape, SlicedKernel, Slices, init_ring_barriers
+from .ring import Ring, RingShape, SlicedKernel, init_ring_barriers
 from .surplus import BlockBudget, Parts, count_parts, takes_part
 
 PASSING = 3 / 4
@@ -77,8 +78,8 @@ class Combine(SlicedKernel):
 
     Scalars carry the gradients of the routing weights in the backward of dispatch. `residual`: a row for each of this
     rank's tokens is added to its sum. `token_major`: each row has `top_k` scalars, all of which go to the owner of its
-    token; of each (token, k) the owner takes that of the rank which holds the expert. `format`: what sums travel as
-    (quantized_sums.py); empty: as rows of the dtype.
+    token; of each (token, k) the owner takes that of the rank which holds the expert. `format`: format in which
+    sums are sent (../quantized_sums.py); empty for rows of the dtype.
     """
 
     NAME, Args, WARPS = "ep_combine", CombineArgs, 15
@@ -104,7 +105,7 @@ class Combine(SlicedKernel):
 
     @property
     def in_format(self) -> SumSlices | None:
-        """How sums travel in the format; None without one."""
+        """Layout of sums that are sent in the format; None without one."""
         if not self.format:
             return None
         return SumSlices(self.sum_slices, Form(self.format, self.problem.hidden_size))
@@ -116,8 +117,11 @@ class Combine(SlicedKernel):
 
     @property
     def sum_ring(self) -> RingShape:
-        if self.in_format:
-            return self.in_format.ring(self.WARPS, self.residual)
+        wire = self.in_format
+        if wire:
+            # With a residual a stage may also contain a slice of a row of the dtype.
+            room = max(wire.slice_bytes, wire.plain.slice_bytes if self.residual else 0)
+            return RingShape.pieces_of(wire.row_bytes, self.WARPS, wire.slice_bytes, room)
         return RingShape.slices(self.sum_slices, self.WARPS)
 
     @property

@@ -1,7 +1,7 @@
-"""Rings: each warp's stages in shared memory, and how a warp iterates over a row in registers.
+"""Rings: the stages of each warp in shared memory.
 
 A row has `row_bytes`, a multiple of 16. The ring moves pieces of rows through shared memory with bulk copies, so that
-no register and no lane is occupied while bytes are in flight. Sums use registers, 16 bytes for each lane at a time.
+no register and no lane is occupied while bytes are in flight.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Int32, Int64
 from cutlass.cute import arch
 
 from .. import ptx
@@ -17,6 +17,7 @@ from ..carried import Carried
 from ..heap import SHARED_BYTES
 from ..ids import thread_id
 from ..launch import Kernel
+from ..slices import Slices
 
 MAX_PIECE = 16 * 1024
 """The most bytes of a piece, which is what a stage of a ring holds."""
@@ -49,7 +50,7 @@ class RingShape:
         return -(-self.row_bytes // self.piece_bytes)
 
     @staticmethod
-    def slices(shape: "Slices", warps: int) -> "RingShape":
+    def slices(shape: Slices, warps: int) -> "RingShape":
         """Return a ring with one register slice of a row in each stage. Lanes after the end of a short row still read,
         so a stage has room for them."""
         stages = min(8, (SHARED_BYTES - RANK_BYTES) // warps // (shape.slice_bytes + SLICE_BOOKKEEPING))
@@ -116,51 +117,10 @@ class Ring(Carried):
 
 @cute.jit
 def init_ring_barriers(barriers: Any, count: cutlass.Constexpr[int]) -> None:
-    """By the whole block, followed by a block barrier."""
+    """By one warp, followed by a block barrier."""
     for i in cutlass.range(thread_id(), count, 32):
         arch.mbarrier_init(barriers + i, 1)
     arch.mbarrier_init_fence()
-
-
-@dataclass(frozen=True)
-class Slices:
-    """How a warp walks over a row in registers: `slices` times `vectors` 16-byte vectors for each of 32 lanes.
-
-    `most`: how many of them registers hold. As few slices as possible, each of which takes a time of its own."""
-
-    row_bytes: int
-    dtype: str
-    most: int = 8
-
-    @property
-    def lane_vectors(self) -> int:
-        return -(-self.row_bytes // (16 * 32))
-
-    @property
-    def vectors(self) -> int:
-        return min(range(1, self.most + 1), key=lambda u: (-(-self.lane_vectors // u), u))
-
-    @property
-    def slices(self) -> int:
-        return -(-self.lane_vectors // self.vectors)
-
-    @property
-    def slice_bytes(self) -> int:
-        return self.vectors * 32 * 16
-
-    @cute.jit
-    def end_of(self, last: Boolean) -> Int32:
-        """Return the bytes of a slice, which are fewer in the `last` one of a row that does not fill it."""
-        end = Int32(self.slice_bytes)
-        if const_expr(self.row_bytes % self.slice_bytes != 0):
-            if last:
-                end = Int32(self.row_bytes % self.slice_bytes)
-        return end
-
-    @property
-    def values(self) -> int:
-        """Numbers a lane holds in one slice."""
-        return self.vectors * (16 // (4 if self.dtype == "fp32" else 2))
 
 
 @dataclass(frozen=True)

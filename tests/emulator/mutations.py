@@ -51,7 +51,7 @@ POSTED = """            if mark & END != 0:
                 post(outbox, warp, count[0], (notes.codes + note).load())
                 count[0] += 1
 """
-QUANTIZED, PACKETS = "throughput/quantized_sums.py", "latency/sum_packets.py"
+QUANTIZED, PACKETS = "quantized_sums.py", "latency/sum_packets.py"
 
 MUTATIONS = {
     "hello": Mutation(

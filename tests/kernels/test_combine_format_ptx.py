@@ -20,8 +20,8 @@ from cute_kernels.heap import SHARED_BYTES, Heap, Problem
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.latency.combine import LatencyCombine
 from cute_kernels.latency.sizes import LatencyHeap
+from cute_kernels.slices import Slices
 from cute_kernels.throughput.combine import Combine
-from cute_kernels.throughput.ring import Slices
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import latency
 from ep_ops.backends.cute import throughput as many

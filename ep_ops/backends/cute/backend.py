@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels import marks
 from cute_kernels.alarm import RaiseAlarm
 from cute_kernels.refusal import Refuse
-from cute_kernels.throughput.ring import Slices
+from cute_kernels.slices import Slices
 
 from ... import arrivals, symmetric
 from ...config import Config, Member, most_rows, most_token_rows

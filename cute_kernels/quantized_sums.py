@@ -1,6 +1,6 @@
 """Sums of a combine that are sent in a format: their layout in staging, and how lanes store and read them.
 
-A row is stored slice by slice, as the lanes of a warp hold its numbers (`ring.Slices`). A slice consists of its scales,
+A row is stored slice by slice, as the lanes of a warp hold its numbers (slices.py). A slice consists of its scales,
 one byte for each 32 numbers, padded to a multiple of 32 bytes, and then its codes, one byte each. Scales come first, so
 that codes begin at the same offset in whole slices and in the short last slice of a row. One bulk copy fetches both.
 
@@ -15,10 +15,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
-from .. import ptx
-from ..formats import Form
-from ..quantize import exact_scale, largest, numbers_of, of_group, scale_of, store_codes
-from .ring import RingShape, Slices
+from . import ptx
+from .formats import Form
+from .quantize import exact_scale, largest, numbers_of, of_group, scale_of, store_codes
+from .slices import Slices
 
 SCALED = 32
 """Numbers for each byte of scale."""
@@ -35,7 +35,7 @@ class SumSlices:
 
     @property
     def numbers(self) -> int:
-        """Numbers that a lane has of a vector: those in 16 bytes of a row of the dtype."""
+        """Numbers of a lane in a vector: those in 16 bytes of a row of the dtype."""
         return numbers_of(self.plain.dtype)
 
     @property
@@ -67,17 +67,12 @@ class SumSlices:
         missing = self.codes - self.short if self.short else 0
         return self.codes - Int32(last != 0) * missing
 
-    def ring(self, warps: int, plain_too: bool) -> RingShape:
-        """Return the ring for slices of such rows. `plain_too`: a stage can also hold a slice of a row of the dtype."""
-        room = max(self.slice_bytes, self.plain.slice_bytes if plain_too else 0)
-        return RingShape.pieces_of(self.row_bytes, warps, self.slice_bytes, room)
-
 
 @cute.jit
 def store_slice(wire: cutlass.Constexpr[SumSlices], acc: Any, to: Int64, last: Int32) -> None:
     """By a whole warp: quantize the slice of a sum in the lanes' registers, and store it at `to`. `last` is not 0 for
-    the last slice of the row. Lanes behind the end of a row hold undefined whole blocks: their codes are not stored,
-    their scales are padding."""
+    the last slice of the row. The numbers of lanes after the end of the row are undefined, but form whole blocks: their
+    codes are not stored, and their scales are stored in the padding."""
     n, vectors = wire.numbers, wire.plain.vectors
     lane = arch.lane_idx()
     end = wire.end_of(last)
@@ -103,6 +98,25 @@ def store_slice(wire: cutlass.Constexpr[SumSlices], acc: Any, to: Int64, last: I
     at = lane % among * (32 // among) + lane // among
     if lane % among < vectors:
         ptx.st_i32(to + at * 4, words)
+
+
+@cute.jit
+def add_slice(wire: cutlass.Constexpr[SumSlices], at: Int64, last: Int32, acc: Any) -> None:
+    """By a whole warp: add the slice at a global address. Lanes after the end of the row add its last numbers."""
+    n, vectors = wire.numbers, wire.plain.vectors
+    lane = arch.lane_idx()
+    end = wire.end_of(last)
+    words, scales = [], []
+    for u in range_constexpr(vectors):
+        number = cutlass.min(u * 32 * n + lane * n, end - n)
+        scales.append(ptx.ld_u8(at + number // SCALED))
+        codes = at + wire.scale_bytes + number
+        words.append([ptx.ld_i32(codes)] if n == 4 else ptx.ld_pair(codes))
+    for u in range_constexpr(vectors):
+        scale = exact_scale("mx", scales[u])
+        values = [ptx.mul_rn(value, scale) for word in words[u] for value in ptx.decode(word)]
+        for i in range_constexpr(n):
+            acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])
 
 
 @cute.jit
