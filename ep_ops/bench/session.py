@@ -213,10 +213,15 @@ def budget(comm: Communicator, case: Case) -> contextlib.AbstractContextManager[
     return comm.sm_budget(dispatch=dispatch, combine=combine)
 
 
+def sums_format(op: str) -> str:
+    """Return the format of the kernels in which an operation of `SUMS` sends sums."""
+    return SUMS[op].removeprefix("wire:")
+
+
 def traveling_bytes(op: str, workload: Workload) -> int:
     """Return the size in bytes of a row that is sent."""
     if op in SUMS:
-        form = Form(SUMS[op].removeprefix("wire:"), workload.hidden)
+        form = Form(sums_format(op), workload.hidden)
         return workload.hidden + form.scales
     return Form(FORMATS[op][0], workload.hidden).staged_bytes if op in FORMATS else workload.row_bytes
 
@@ -230,7 +235,7 @@ def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
         return max(now.dispatch, min(now.beyond[0], now.most_dispatch)), now.combine
     backend: Any = comm.backend
     if op in SUMS:
-        return now.dispatch, backend.throughput.combine_sms(SUMS[op], "token_major" in op)
+        return now.dispatch, backend.throughput.combine_sms(sums_format(op), "token_major" in op)
     if op in TOKEN_MAJOR:
         return backend.throughput.sms.token_major
     own = {"combine_gathered": now.gather, "combine_backward": now.scaled}

@@ -57,6 +57,7 @@ def backend(device: Device) -> Any:
     made._config, made._order = SimpleNamespace(name="ep", max_tokens_per_rank=PROBLEM.planned_tokens), Order("ep")
     made._failures = NO_FAILURES
     made._latency_tokens, made._rank, made._device, made._across = 64, 0, torch.device("cpu"), False
+    made._problem = PROBLEM
     results, traffic = Outputs(PROBLEM, 2, torch.device("cpu")), TokenTraffic.of((2, 2), 2, 128, 1)
     made._launcher, made._course = Launches(device), device.course
     here = made._launcher

@@ -1,5 +1,5 @@
-"""Combines whose sums travel in a format, without a GPU: what is launched, how many blocks take part, how rows lie in
-staging, and the instructions that the kernels compile to."""
+"""Combines whose sums are sent in a format, without a GPU: launches, numbers of blocks, the layout of staging, and the
+instructions of the kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from built import built, compiled_ptx, count
 from launches import PROBLEM, Recorder, across, allocate_on_cpu, throughput
 
 from cute_kernels import marks
-from cute_kernels.heap import SHARED_BYTES, Heap, Problem
+from cute_kernels.heap import SHARED_BYTES, Problem
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.latency.combine import LatencyCombine
-from cute_kernels.latency.sizes import LatencyHeap
 from cute_kernels.slices import Slices
 from cute_kernels.throughput.combine import Combine
 from ep_ops.backends.budget import Budget
@@ -29,7 +28,6 @@ from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.row_format import RowFormat
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic
-from ep_ops.formats import COMBINE_FORMATS
 from ep_ops.records import Route
 
 MX, WIRE = "e4m3/32/mx", "wire:e4m3/32/mx"
@@ -45,12 +43,12 @@ def route_of(max_tokens: int) -> Route:
 
 
 def test_throughput_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weighted or not, with a residual or without: those that `warmup` compiles; marks carry the format."""
+    """With and without weights and a residual, kernels are those that `warmup` compiles. Marks carry the format."""
     path, recorder = throughput(Budget(20, 30), monkeypatch)
     y, x = torch.zeros(48, 64, dtype=torch.bfloat16), torch.zeros(7, 64, dtype=torch.bfloat16)
     for weights in (None, torch.zeros(48)):
         for residual in (None, x):
-            assert path.combine(y, weights, route_of(100), residual, WIRE).shape == x.shape
+            assert path.combine(y, weights, route_of(100), residual, MX).shape == x.shape
     launched = {kernel for kernel, _, _ in recorder.launched}
     wanted = many.kernels_of_format(PROBLEM, RowFormat(MX))
     assert launched == {kernel for kernel in wanted if isinstance(kernel, Combine)} and len(launched) == 4
@@ -60,31 +58,30 @@ def test_throughput_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("two_domains", [False, True])
 def test_latency_launches(two_domains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and in two parts. Of the packets of a row there are fewer, hence more tokens for which half of the blocks
-    send."""
+    """Whole and split combines. A sum has fewer packets than a row, so half of the blocks send for more tokens."""
     allocate_on_cpu(monkeypatch)
     problem = PAIRS if two_domains else Problem(4, (8,) * 4, 4, 7168, "bf16", 512)
     recorder: Any = Recorder(problem, SMS)
     path = latency.LatencyPath(recorder, Outputs(problem, 8, recorder.device), 64)
     y = torch.zeros(48, 7168, dtype=torch.bfloat16)
     for weights in (None, torch.zeros(48)):
-        assert path.combine(y, weights, route_of(8), WIRE).shape == (7, 7168)
-        path.send_combine(y, weights, route_of(8), WIRE)
-        path.combine(y, weights, route_of(8), WIRE, send=False)
+        assert path.combine(y, weights, route_of(8), MX).shape == (7, 7168)
+        path.send_combine(y, weights, route_of(8), MX)
+        path.combine(y, weights, route_of(8), MX, send=False)
     launched = {kernel for kernel, _, _ in recorder.launched}
     wanted = latency.kernels_of_format(problem, 64, RowFormat(MX))
     assert launched == {kernel for kernel in wanted if isinstance(kernel, LatencyCombine)} and len(launched) == 6
     assert {marks.unpack(terms)[1].format for _, terms, _ in recorder.launched} == {MX}
     if not two_domains:
         senders = []
-        for format in ("", WIRE):
+        for format in ("", MX):
             path.combine(y, None, route_of(12), format)
             senders.append(recorder.launched[-1][2]["senders"])
         assert senders == [SMS, SMS // 2]  # 12 tokens x 3 ranks x 30 or 16 packets, 16 warps each of 66 blocks
 
 
 def test_who_takes_combines() -> None:
-    """Latency kernels up to the bound of tokens, unless there is a residual."""
+    """Latency kernels run combines up to their bound of tokens, unless there is a residual."""
     made, took = object.__new__(CuteBackend), []
     made._begin = lambda: None  # type: ignore[method-assign]
     made._latency_tokens, made._problem = 16, PROBLEM
@@ -94,7 +91,7 @@ def test_who_takes_combines() -> None:
     made.combine(y, None, route_of(16), None, WIRE)
     made.combine(y, None, route_of(17), None, WIRE)
     made.combine(y, None, route_of(16), y, WIRE)
-    assert took == [("latency", WIRE), ("throughput", WIRE), ("throughput", WIRE)]
+    assert took == [("latency", MX), ("throughput", MX), ("throughput", MX)]
     pairs = across(Nvlink())
     assert latency.takes_sums(pairs, MX) and not latency.takes_sums(pairs, "e4m3/128/pow2")
     assert latency.takes_sums(PROBLEM, "e4m3/128/pow2")
@@ -104,7 +101,7 @@ def test_who_takes_combines() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("problem", [LARGE, PAIRS, THREE], ids=["one", "two", "three"])
 def test_room_for_sums(problem: Problem, dtype: str, hidden: int) -> None:
-    """Rows of sums have room in staging that is made for rows of the dtype; bulk copies find whole 16 bytes."""
+    """Rows of sums fit in staging, whose size is that of rows of the dtype. Bulk copies need multiples of 16 bytes."""
     of = dataclasses.replace(problem, hidden_size=hidden, dtype=dtype)
     kernel = Combine(of, True, False, False, True, False, MX)
     wire = kernel.in_format
@@ -115,12 +112,11 @@ def test_room_for_sums(problem: Problem, dtype: str, hidden: int) -> None:
     assert ring.warps * ring.stages * ring.stride < SHARED_BYTES
     few = LatencyCombine(of, 64, False, format=MX)
     assert few.row_packets <= LatencyCombine(of, 64, False).row_packets
-    assert Heap(of).nbytes <= LatencyHeap(of, 64).nbytes
 
 
 def test_throughput_kernel() -> None:
-    """Pushers encode and owners decode; no sum is rounded to bf16 but the last one; flags are as without a format. One
-    block a multiprocessor: 128 registers a thread."""
+    """Pushers encode and owners decode; only the last sum is rounded to bf16; flags are those of a combine without a
+    format. One block of 512 threads on a multiprocessor leaves 128 registers for each thread."""
     kernel = Combine(LARGE, True, True, False, False, False, MX)
     ptx = compiled_ptx(kernel, "sm_90a")
     slices = Slices(LARGE.row_bytes, "bf16")
@@ -137,7 +133,7 @@ def test_throughput_kernel() -> None:
 @pytest.mark.drawn
 @pytest.mark.parametrize("problem", [LARGE, PAIRS, THREE], ids=["one", "two", "three"])
 def test_registers_with_a_residual(problem: Problem) -> None:
-    """Rows of the dtype and rows in the format are added by the same loop; of three domains in two parts."""
+    """One loop adds the rows in the format and the residual; with three domains in two parts."""
     made = built(Combine(problem, True, True, False, True, False, MX), "sm_90a")
     assert made.registers <= 128 and made.stack_bytes <= 64, (made.registers, made.stack_bytes)
 
@@ -146,8 +142,7 @@ def test_registers_with_a_residual(problem: Problem) -> None:
     ("problem", "stack"), [(LARGE, 0), pytest.param(PAIRS, 144, marks=pytest.mark.drawn)], ids=["one", "two"]
 )
 def test_latency_kernel(problem: Problem, stack: int) -> None:
-    """Two blocks fit on a multiprocessor; a packet leaves by one store, as of rows of the dtype. Across domains spills
-    are 192 bytes without a format."""
+    """Two blocks fit on a multiprocessor; a packet is sent by one store, as without a format."""
     kernel = LatencyCombine(problem, 256, True, format=MX)
     ptx, made = compiled_ptx(kernel, "sm_90a"), built(kernel, "sm_90a")
     assert made.registers <= 64 and made.stack_bytes <= stack, (made.registers, made.stack_bytes)
@@ -158,8 +153,8 @@ def test_latency_kernel(problem: Problem, stack: int) -> None:
 
 
 def test_blocks() -> None:
-    """A sum in a format takes half of the time on the link, which more blocks must fill, most of them by encoding. A
-    budget that was set stays a limit."""
+    """A sum in a format takes half the time on the link, so more blocks are needed, most of them to encode. A budget
+    that the user sets remains a limit."""
     traffic = TokenTraffic.of(LARGE.experts_per_rank, LARGE.top_k, LARGE.row_bytes, 4)
     kernel = Combine(LARGE, True, False, False, False, False, MX)
     quantized = traffic.in_format(kernel.sum_bytes)
@@ -167,7 +162,6 @@ def test_blocks() -> None:
     plain, more = traffic.combine_sms(SMS), quantized.combine_sms(SMS)
     assert plain < more <= SMS * 3 // 4
     assert more - quantized.pushers(more) > plain - traffic.pushers(plain) < quantized.pushers(more)
-    assert COMBINE_FORMATS[0] == WIRE
     limits = ((Budget(20, 30), 30), (Budget(20, plain, beyond=(66, 99), modelled=(True, True)), more))
     for budget, want in limits:
         pushing = OperationSms(LARGE, budget, traffic, SMS).pushing(quantized, 64, True)

@@ -164,14 +164,14 @@ class CuteBackend:
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
         self._begin()
+        format = format.removeprefix("wire:")
         if residual is None and self._sums_latency(route, format):
             return self.latency.combine(y, recv_weights, route, format)
         return self.throughput.combine(y, recv_weights, route, residual, format)
 
     def _sums_latency(self, route: Route, format: str) -> bool:
-        """Return whether the latency kernels run a combine."""
-        few = route.max_tokens <= self._latency_tokens
-        return few and (not format or latency.takes_sums(self._problem, format.removeprefix("wire:")))
+        """Return whether the latency kernels run a combine whose sums are sent in a format."""
+        return route.max_tokens <= self._latency_tokens and latency.takes_sums(self._problem, format)
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         self._begin()
@@ -221,6 +221,7 @@ class CuteBackend:
     def combine_start(
         self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
     ) -> Tensor:
+        format = format.removeprefix("wire:")
         args, given = (y, recv_weights, route, format), (y, recv_weights, *route.tensors)
         if not self._sums_latency(route, format):
             self._start(flight, "combine", given, lambda: self._beside.combine(*args[:3], None, format))
@@ -320,7 +321,7 @@ class CuteBackend:
         if part == "wait":
             turns = int(self._flights.unreceived)
         try:
-            self._tell(why, first, turns)
+            self._refuse(why, first, turns)
         except Exception as another:
             with torch.cuda.stream(stream):
                 failed = f"could not notify the other ranks that it does not run ep::{operator} ({another})"
@@ -372,9 +373,9 @@ class CuteBackend:
                 return  # it runs to its end, here as elsewhere
         elif started and (part == "" or flight in started):
             return  # nobody runs it
-        self._tell(reason, 0, self._turns(whole, max_tokens) if part != "wait" else 1)
+        self._refuse(reason, 0, self._turns(whole, max_tokens) if part != "wait" else 1)
 
-    def _tell(self, reason: str, first: int, turns: int) -> None:
+    def _refuse(self, reason: str, first: int, turns: int) -> None:
         """Reject operations `first` to `turns` - 1 of an operator."""
         if first >= turns:
             return
@@ -485,8 +486,6 @@ class CuteBackend:
         if keep or self.has_failed():
             _kept.append((self.memory, self._rows, self._failures.report))
             return
-        self._launcher.clear()
-        self._side_launcher.clear()
         self._failures.let_go()
         self.memory.free()
         if self._rows is not None:

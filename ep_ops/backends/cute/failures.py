@@ -221,7 +221,8 @@ class Failures:
             if other is self or not isinstance(other, Failures) or self.members[rank] not in other.members:
                 continue
             with contextlib.suppress(RuntimeError):
-                for noted in other.last_operations(other.members.index(self.members[rank]))[: history.TOLD]:
+                there = other.members.index(self.members[rank])
+                for noted in other.last_operations(there)[: history.LISTED_OPERATIONS]:
                     if noted.met is None or noted.met - noted.begun > self._config.timeout / 2:
                         lines += (
                             f"\nrank {rank} has waited in communicator {other._config.name!r}, operation {noted.number}"

@@ -11,10 +11,10 @@ from cute_kernels.heap import BEGUN, GAVE_UP, MET, NOTE_WORDS, NOTES, WAIT_BITS,
 
 from ...records import Operation
 
-TOLD = 3
+LISTED_OPERATIONS = 3
 """Number of operations of a rank that an error lists."""
 
-MOST = 8
+LISTED_RANKS = 8
 """Number of absent ranks that an error lists."""
 
 
@@ -58,7 +58,7 @@ def _seconds(word: int, use: int) -> float:
 
 def describe(rank: int, noted: Iterable[Operation]) -> str:
     """Return a line that describes the latest operations of a rank."""
-    lines = [_of_one(operation) for operation in list(noted)[:TOLD]]
+    lines = [_of_one(operation) for operation in list(noted)[:LISTED_OPERATIONS]]
     return f"rank {rank}, last first: {'; '.join(lines) or 'nothing'}"
 
 
@@ -79,4 +79,5 @@ def _ranks(unseen: Sequence[int]) -> str:
         return "all ranks"
     if len(unseen) == 1:
         return f"rank {unseen[0]}"
-    return f"ranks {', '.join(map(str, unseen[:MOST]))}{f' and {len(unseen) - MOST} more' * (len(unseen) > MOST)}"
+    more = len(unseen) - LISTED_RANKS
+    return f"ranks {', '.join(map(str, unseen[:LISTED_RANKS]))}{f' and {more} more' * (more > 0)}"

@@ -46,10 +46,11 @@ def kernels_of(problem: Problem, tokens: int) -> list[Any]:
 
 
 def takes_sums(problem: Problem, format: str) -> bool:
-    """Return whether latency kernels run combines whose sums are sent in a format (empty: the rows' dtype). A domain's
-    sum for another domain is quantized again at its owner, one packet at a time, and packets divide blocks of 128
-    numbers."""
-    return problem.domain_ranks in (1, problem.world_size) or Form(format, problem.hidden_size).block <= 32
+    """Return whether latency kernels run combines whose sums are sent in a format (empty: the rows' dtype). The owner
+    quantizes the sum of each other domain again, packet by packet, and blocks of 128 numbers can lie in two packets."""
+    if not format or problem.domain_ranks in (1, problem.world_size):
+        return True
+    return Form(format, problem.hidden_size).block <= 32
 
 
 def kernels_of_format(problem: Problem, tokens: int, how: RowFormat) -> list[Any]:
@@ -191,8 +192,7 @@ class LatencyPath:
         format: str,
         out: Tensor | None,
     ) -> None:
-        travels = format.removeprefix("wire:")
-        key = part, recv_weights is not None, route.max_tokens, route.num_rows, travels, self.deal
+        key = part, recv_weights is not None, route.max_tokens, route.num_rows, format, self.deal
         launch = self._plans.get(key) or self._plans.add(key, self._plan_combine(*key[:-1]))
         with self._course:
             launch(
@@ -201,13 +201,13 @@ class LatencyPath:
             )  # fmt: skip
 
     def _plan_combine(
-        self, part: tuple[bool, bool], weighted: bool, max_tokens: int, num_rows: int, travels: str
+        self, part: tuple[bool, bool], weighted: bool, max_tokens: int, num_rows: int, format: str
     ) -> Launch:
         """Return the launch of combines that differ only in tensors."""
-        row_packets = LatencyCombine(self._problem, self.tokens, weighted, format=travels).row_packets
+        row_packets = LatencyCombine(self._problem, self.tokens, weighted, format=format).row_packets
         senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
         return functools.partial(
-            self._kernel(LatencyCombine, self.tokens, weighted, *part, travels),
-            marks.pack("combine", max_tokens, latency=True, format=travels),
+            self._kernel(LatencyCombine, self.tokens, weighted, *part, format),
+            marks.pack("combine", max_tokens, latency=True, format=format),
             max_tokens=max_tokens, num_rows=num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
         )  # fmt: skip

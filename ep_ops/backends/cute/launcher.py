@@ -71,10 +71,6 @@ class Launcher:
         for kernel in kernels:
             self._compiled(kernel)
 
-    def clear(self) -> None:
-        """Forget loaded kernels."""
-        self._launches.clear()
-
     def _compiled(self, kernel: Kernel) -> Callable[..., None]:
         if not kernel.linked:
             return jit.get(kernel, self._arch, torch.cuda.is_current_stream_capturing)

@@ -165,8 +165,7 @@ class Report:
         """Return the operation that another rank rejected since the last call, and clear the record.
 
         Returns:
-            The rank that rejected it, the epoch, the name of the operation on this rank, and the terms on this rank; or
-                None.
+            None, or the rank that rejected it, its epoch, and its name and terms on this rank.
         """
         if self._words[_REFUSAL] == 0:
             return None

@@ -10,21 +10,21 @@ from ...records import Delivery
 
 
 class RowFormat(NamedTuple):
-    """How the rows of a call travel and arrive."""
+    """How the rows of a call are sent and stored."""
 
-    format: str = ""  # what rows travel as, without "wire:"; empty: as they are
+    format: str = ""  # format in which rows are sent, without "wire:"; empty: the rows' dtype
     layout: str = ""  # of the scales that arrive; empty: none
     given: bool = False  # x is quantized already
     zeros: bool = True  # whether padding is cleared
 
     @property
     def latency(self) -> bool:
-        """Whether the latency kernels take it: the scale of a whole row is known too late for its first packet."""
+        """Whether latency kernels support it. They do not know the scale of a whole row before its first packet."""
         return "row" not in self.format
 
     @property
     def sums(self) -> bool:
-        """Whether sums of a combine may travel so, too."""
+        """Whether the sums of a combine can be sent in this format."""
         return not self.layout and f"wire:{self.format}" in COMBINE_FORMATS
 
 

@@ -48,8 +48,10 @@ bytes of it, `SEND` times as long for a row that it sends, and `ADD_ITEM` second
 (With fewer SMs than fill the link; rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB. That is up to 4 % less than was
 measured on 4 ranks, 6 to 9 % on 2, 15 % where the memory is busy: 36 and more pushing.)"""
 ENCODE, DECODE = 0.9, 1.5
-"""What it takes a combine whose sums travel in a format to quantize one, and to add one up at its owner, as a part of
-what it takes to add a row up. Estimates by the number of instructions; not measured."""
+"""Cost of quantizing a sum that a combine sends in a format, and of adding one at its owner, relative to adding a row.
+Estimated from the numbers of instructions; not measured."""
+ADDING_SHARE = 3 / 4
+"""Largest share of the GPU for a combine on a rank with more rows, and for one whose sums are sent in a format."""
 GATHER_SM = 68e9
 """Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
 SCALE_SLICE = 90e-9
@@ -77,8 +79,8 @@ ranks it has not been measured)."""
 @dataclass(frozen=True)
 class TokenTraffic:
     """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
-    them. `across`: there are several NVLink domains. `sum_bytes`: of a sum of a combine, where these travel in a
-    format; else 0."""
+    them. `across`: there are several NVLink domains. `sum_bytes`: bytes of a sum of a combine
+    if sums are sent in a format; else 0."""
 
     ranks: int
     reached: float
@@ -126,12 +128,12 @@ class TokenTraffic:
 
     def combine_sms(self, sms: int) -> int:
         """Return the SMs of a combine on a GPU with `sms`: they read expert rows and push sums, and read pushed sums
-        and write results. Sums in a format may use three quarters of the GPU: they are made and read in half of the
-        time, by more instructions."""
+        and write results. Sums in a format may use more of the GPU: they take half the time on the link, and more
+        instructions."""
         if self.across:
             return sms - ACROSS_LEFT
-        most = sms * 3 // 4 if self.sum_bytes and self.crossing else 0
-        return self._enough(self._pushing + self._summing, sms, most)
+        share = ADDING_SHARE if self.sum_bytes else 1 / 2
+        return self._enough(self._pushing + self._summing, sms, share)
 
     def gather_sms(self, sms: int) -> int:
         """Return the SMs of a gather on a GPU with `sms`: they fetch one row for each rank reached, and write sums."""
@@ -174,9 +176,9 @@ class TokenTraffic:
         seconds = self.row_bytes * max(self.crossing * sums / PUSH, moved / MEMORY)
         return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
 
-    def _enough(self, needed: float, sms: int, most: int = 0) -> int:
-        """Round up to whole TPCs (2 SMs). `most`: the limit, in place of half of the GPU, if there is a link."""
-        return min(2 * math.ceil(needed / 2), most or (sms // 2 if self.crossing else sms))
+    def _enough(self, needed: float, sms: int, share: float = 1 / 2) -> int:
+        """Round up to whole TPCs (2 SMs). `share`: the largest share of the GPU if rows cross a link."""
+        return min(2 * math.ceil(needed / 2), int(sms * share) if self.crossing else sms)
 
     def expected(self, tokens: int, of_copy: float = 1.0) -> int:
         """Load of an average rank whose ranks have so many tokens: one for each row, `of_copy` for each copy."""
@@ -197,9 +199,9 @@ def default_budget(
     traffic: TokenTraffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None
 ) -> Budget:
     """Return the default budget: the given values, limited to the GPU; otherwise those of the model. A rank with more
-    rows gets more: half of the GPU for a dispatch, which saturates memory, and three quarters where rows are added."""
+    rows gets more: half of the GPU for a dispatch, which saturates memory, and `ADDING_SHARE` where rows are added."""
     alone = traffic.ranks == 1
-    beyond = (0 if alone or dispatch else sms // 2, 0 if alone or combine else sms * 3 // 4)
+    beyond = (0 if alone or dispatch else sms // 2, 0 if alone or combine else int(sms * ADDING_SHARE))
     return Budget(
         dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
         combine or traffic.scaled_sms(sms), most_dispatch, sms, beyond, (dispatch is None, combine is None),

@@ -281,8 +281,7 @@ class ThroughputPath:
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None, format: str = ""
     ) -> Tensor:
         out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        travels = format.removeprefix("wire:")
-        of = route.num_rows, route.max_tokens, out.shape[0], recv_weights is not None, residual is not None, travels
+        of = route.num_rows, route.max_tokens, out.shape[0], recv_weights is not None, residual is not None, format
         key = *of, self.sms.budget.asked
         launches = self._plans.get(key) or self._plans.add(key, self._plan_combine(*of))
         for (here, part), launch in zip(self._parts(route), launches, strict=True):
@@ -294,18 +293,19 @@ class ThroughputPath:
         return out
 
     def combine_sms(self, format: str, token_major: bool) -> int:
-        """Return the SMs of a combine whose sums are sent in a format; `token_major`: with such rows."""
+        """Return the SMs of a combine whose sums are sent in a format (empty: the rows' dtype). `token_major`: of
+        token-major rows."""
         traffic = self.sms.average.copies if token_major else self.sms.average
-        return self.sms.combine(traffic.in_format(_sum_bytes(self._problem, format.removeprefix("wire:"))))
+        return self.sms.combine(traffic.in_format(_sum_bytes(self._problem, format)))
 
     def _plan_combine(
-        self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool, travels: str
+        self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool, format: str
     ) -> list[Launch]:
         """Return the launch of each round of combines that differ only in tensors."""
         each = self._problem.max_tokens
-        traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, travels))
-        terms = marks.pack("combine", most, format=travels)
-        launch = functools.partial(self._kernel(Combine, True, weighted, False, residual, False, travels), terms)
+        traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, format))
+        terms = marks.pack("combine", most, format=format)
+        launch = functools.partial(self._kernel(Combine, True, weighted, False, residual, False, format), terms)
         rounds: list[Launch] = []
         for first in range(0, max(most, 1), each):
             max_tokens = min(each, most - first)
