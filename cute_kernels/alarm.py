@@ -37,7 +37,7 @@ class RaiseAlarm(Kernel):
         ranks = sync.Ranks(Heap(self.problem), args.ranks)
         tid, _, _ = arch.thread_idx()
         if args.text != 0:
-            # Ranks of other domains hear of the failure without the reason.
+            # Ranks of other domains receive the alarm without the reason.
             leave_reason(ranks, args.text, arch.WARP_SIZE)
             # All lanes' words come before thread 0's release, with which it sets off the alarm.
             arch.sync_warp()

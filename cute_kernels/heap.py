@@ -88,11 +88,10 @@ class RowSizes:
 class Problem(RowSizes):
     """Compile-time parameters that all kernels of a communicator share.
 
-    `row_bytes` is hidden size × item size, a multiple of 16. `dtype` is "bf16", "fp16" or "fp32". `domains` lists the
-    ranks of each NVLink domain in ascending order if there are several, and `wire` then moves data between them
-    (internode/wire.py). `max_tokens` is the largest number of tokens of a rank whose rows one operation moves.
-    `route_tokens` is the largest number of tokens of a route, 0 if equal to `max_tokens`; rows of larger routes are
-    moved in several rounds, one operation each.
+    `row_bytes` is a multiple of 16. `domains` lists the ranks of each NVLink domain in ascending order if there are
+    several, and `wire` then moves data between them (internode/wire.py). `max_tokens` is the largest number of tokens
+    of a rank whose rows one operation moves. `route_tokens` is the largest number of tokens of a route, 0 if equal to
+    `max_tokens`; rows of larger routes are moved in several rounds, one operation each.
     """
 
     world_size: int
@@ -286,9 +285,9 @@ class Heap:
             weights=self.weights_bytes,
             # Written by peers in a combine: one scalar for each (token, k), one row for each copy of each token,
             # by [copy][token]. Dispatch stages the rank's own rows at the start of the same space, because the banks
-            # alternate for all operations. The backward of a token-major dispatch has its scalars in the place of the
-            # messages. With several domains, a rank has both for the ranks of its rail as well, by [slot]
-            # (domains.py).
+            # alternate for all operations. In the backward of a token-major dispatch, peers write scalars to `messages`
+            # instead, which that operation does not use otherwise. With several domains, a rank has both for the ranks
+            # of its rail as well, by [slot] (domains.py).
             scalars=d * t * p.weights_each * 4,
             rows=d * p.most_copies * t * p.row_bytes,
         )

@@ -122,7 +122,7 @@ def vector_of(row_bytes: cutlass.Constexpr[int], mask: Int32, number: Int32) -> 
 def copy_rows(
     threads: cutlass.Constexpr[int], mask: Int32, to: Int64, source: Int64, row_bytes: cutlass.Constexpr[int]
 ) -> None:
-    """By a whole block: the rows of the tokens of `mask`, of so many bytes, without gaps."""
+    """By a whole block: copy the rows of the tokens of `mask`, without gaps between them."""
     total = Int32(arch.popc(mask)) * (row_bytes // 16)
     for first in cutlass.range(thread_id(), total, VECTORS * threads):
         # Behind the end the last vector is copied once more.

@@ -108,8 +108,8 @@ def pass_sums(
     share: tuple[Int32, Int32],
 ) -> None:  # fmt: skip
     """By a block of a stager: its batches of what owners of other domains ask for. `rows`: sums of rows; `scalars`:
-    those of the (token, k) in the batch; `ids`: which lie by rank. `wire`: sums travel in a format. `share`: the index
-    of the block among those that pass sums on, and how many these are."""
+    those of the (token, k) in the batch; `ids`: which lie by rank. `wire`: layout of sums that are sent in a
+    format. `share`: index of the block among those that pass sums on, and their number."""
     p = ranks.heap.problem
     row_bytes = wire.row_bytes if wire else p.row_bytes
     warp = Int32(warp_id())

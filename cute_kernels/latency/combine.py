@@ -199,8 +199,8 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def holder_of_copy(self, args: LatencyCombineArgs, token: Int32, number: Int32) -> Int32:
-        """By a whole warp: which rank the copy of that number is at. Called only when a wait lasts long: registers are
-        scarce."""
+        """By a whole warp: return the rank of the copy with that number. Called only when a wait lasts long, because
+        registers are scarce."""
         p = self.problem
         expert = Int32(-1)
         if arch.lane_idx() < p.top_k:
@@ -246,7 +246,7 @@ class LatencyCombine(CombineSender):
                 self.add(acc, self.unpacked(words, u))
 
     def unpacked(self, words: Any, u: int) -> list[Float32]:
-        """By the whole warp: what a lane adds of its 16 bytes of packet u."""
+        """By the whole warp: return the numbers in a lane's 16 bytes of packet u."""
         mine = [words[4 * u + i] for i in range(4)]
         if self.format:
             return numbers_in(mine, scale_in(mine, Int32(arch.lane_idx())))
@@ -315,8 +315,8 @@ class LatencyCombine(CombineSender):
 
     @cute.jit
     def await_far_copies(self, ranks: sync.Ranks, order: Order, token: Int32) -> Int32:
-        """By a whole warp: until the words of a token's copies from other domains have come. How many copies are to be
-        added: all of the token's, or none if a wait was given up."""
+        """By a whole warp: wait for the words of a token's copies from other domains. Return the number of copies to
+        add: all of the token's, or none if a wait was given up."""
         p = self.problem
         comes = Boolean(False)
         if Int32(arch.lane_idx()) < order.copies:

@@ -66,8 +66,8 @@ def put_packets(
 def await_far(
     ranks: sync.Ranks, area: cutlass.Constexpr[str], waits: Boolean, number: Int32, peer: Int32, detail: Int32
 ) -> Boolean:  # fmt: skip
-    """By a whole warp: until what `peer` puts at index `number` of the area has come, of each lane that `waits`. A lane
-    whose wait is given up has False. What the lanes acquired comes before what any of them reads behind this."""
+    """By a whole warp: each lane that `waits` acquires the word of what `peer` puts at index `number` of the area.
+    Return False in a lane whose wait is given up. The acquires of all lanes are ordered before later reads of any."""
     word = ranks.at(Int64(0), f"{area}_words") + Int64(number) * 8
     came = Boolean(True)
     if waits:

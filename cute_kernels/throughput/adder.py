@@ -25,7 +25,7 @@ from .ring import Ring
 FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
 """Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item. Of a sum over several
 NVLink domains: the slice belongs to this rank's own, whose rows are added up apart; it begins that sum; behind it that
-sum joins the others. Of a sum of rows in a format: the slice is of a row of the dtype."""
+sum joins the others. If the other rows are in a format: the slice is of a row of the dtype."""
 
 
 class Notes(Carried):
@@ -81,7 +81,8 @@ class Adding:
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
     bit 32 of the mask says so; it is row `code` from `RowBases.extra`. Rows that are FAR (internode/sums.py),
     where there may be such, are counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
-    separately. `wire`: the sums travel in a format; a warp `encodes` its sums, or adds up rows that are encoded.
+    separately. `wire`: layout of sums that are sent in a format. With `encodes`, a warp stores its sums in it; else the
+    rows that it adds have it.
     """
 
     slices: Slices
@@ -215,7 +216,7 @@ class Adding:
 
     @cute.jit
     def add(self, at: Any, mark: Int32, acc: Any, part: Any, weight: Any) -> None:
-        """Add what a lane has of a stage's slice, from `at` on, times the factor at `weight` if rows are weighted."""
+        """Add a lane's numbers of the slice at `at` in a stage, times the factor at `weight` if rows are weighted."""
         slices = self.slices
         words = []
         for u in range_constexpr(slices.vectors):
@@ -233,7 +234,7 @@ class Adding:
 
     @cute.jit
     def add_encoded(self, stage: Any, mark: Int32, acc: Any, part: Any) -> None:
-        """Add what a lane has of a stage's slice of a row in the format: codes times their scales."""
+        """Add a lane's numbers of a stage's slice in the format: codes times their scales."""
         wire: Any = self.wire
         vectors = self.slices.vectors
         if const_expr(self.tree):

@@ -1,4 +1,4 @@
-"""Checks of combines whose sums travel in a format, to the bit, against tests/quantized.py."""
+"""Checks of combines whose sums are sent in a format, bit for bit, against tests/quantized.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MX, POW2 = "e4m3/32/mx", "e4m3/128/pow2"
 
 
 def noise(draw: random.Random, rows: int, hidden: int, dtype: str) -> Tensor:
-    """Of all magnitudes, with what rounding and scales are about: zeros, numbers that are not finite, and rows that
-    cancel the row before."""
+    """Return rows of all magnitudes with the special cases of rounding and scales: zeros, numbers that are not finite,
+    and rows that cancel the row before."""
     x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(draw.getrandbits(31)))
     for number, row in enumerate(x):
         row *= 10.0 ** draw.uniform(-8, 8)
@@ -39,12 +39,12 @@ def noise(draw: random.Random, rows: int, hidden: int, dtype: str) -> Tensor:
 
 
 def words(rows: Tensor) -> Tensor:
-    """As memory takes them."""
+    """Return rows as the words that memory holds."""
     return rows.contiguous().view(torch.int32)
 
 
 def same(got: Tensor, want: Tensor, what: str) -> None:
-    """To the bit; NaN is NaN."""
+    """Assert that tensors are equal bit for bit, except that all NaNs are equal."""
     ints = torch.int32 if want.dtype == torch.float32 else torch.int16
     wrong = (got.view(ints) != want.view(ints)) & ~(got.isnan() & want.isnan())
     assert not wrong.any(), (
@@ -53,7 +53,7 @@ def same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def arrived(format: str) -> Any:
-    """What arrives of a sum [H]."""
+    """Return the function from a sum [H] to its quantized and dequantized value."""
 
     def sent(row: Tensor) -> Tensor:
         codes, scales = quantized.quantized(row[None], format.removeprefix("e4m3/"))
@@ -64,7 +64,7 @@ def arrived(format: str) -> Any:
 
 @dataclasses.dataclass
 class Step:
-    """One combine of all ranks: its route, rows, and what must come out."""
+    """One combine of all ranks: its route, its inputs, and the expected outputs."""
 
     case: RouteCase
     plans: Any
@@ -95,7 +95,7 @@ class Sums:
         self.ranks = Ranks(heap, draw, mapped=shape.wire != "nvshmem", depth=depth)
 
     def drawn(self, weighted: bool, residual: bool) -> Step:
-        """Another route, and rows along it."""
+        """Draw another route and its rows."""
         shape, case = self.shape, drawn(self.shape, self.draw)
         if self.token_major:
             case = dataclasses.replace(case, alignment=1, slots=(0,) * case.world_size)
@@ -113,7 +113,7 @@ class Sums:
         return Step(case, plans, y, weights, added, wants)
 
     def launches(self, step: Step, outs: list[int], parts: tuple[bool, bool] = (True, True)) -> list[Launch]:
-        """Of each rank. `parts`: whether a latency kernel sends, whether it receives."""
+        """Return the launch of each rank. `parts`: whether a latency kernel sends, and whether it receives."""
         from cute_kernels import marks
         from cute_kernels.latency.combine import LatencyCombine
         from cute_kernels.throughput.combine import Combine
@@ -146,7 +146,7 @@ class Sums:
         return made
 
     def run(self, step: Step, split: bool) -> None:
-        """Run a combine and check what came out, to the bit."""
+        """Run a combine and compare its outputs bit for bit."""
         outs = [self.ranks.blank(want.numel() * want.itemsize // 4, "out") for want in step.wants]
         if split:
             self.ranks.run(self.launches(step, outs, (True, False)), ends=False)
@@ -162,7 +162,7 @@ def sums(
     draw: random.Random, shape: Shape, format: str = MX, dtype: str = "fp32", token_major: bool = False,
     latency: bool = False, times: int = 2,
 ) -> None:  # fmt: skip
-    """Combines along one route after the other; weighted ones and others, with a residual and without."""
+    """Run combines on several routes, with and without weights and a residual."""
     on = Sums(draw, shape, format, dtype, token_major, latency)
     for number in range(times):
         weighted = number % 2 == 0 and not token_major
@@ -171,7 +171,7 @@ def sums(
 
 
 def few(draw: random.Random, shape: Shape, format: str = MX, dtype: str = "fp32", **more: Any) -> None:
-    """By the latency kernels."""
+    """Run combines by the latency kernels."""
     sums(draw, shape, format, dtype, latency=True, **more)
 
 

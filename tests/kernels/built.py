@@ -1,7 +1,7 @@
-"""Kernels that are compiled for tests without a GPU: their PTX, and what the assembler inside the CuTe DSL made of it.
+"""Compilation of kernels for tests without a GPU: their PTX, and the sizes of the machine code.
 
-`built(kernel, arch)` compiles a kernel once in a test run, whichever files and processes ask for it: what is known of
-it is kept in a folder of the run (tests/conftest.py).
+`built(kernel, arch)` compiles a kernel once in a test run. All files and processes of the run share the result through
+a folder (tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Built(NamedTuple):
     ptx: str
     code_bytes: int
     registers: int  # of a thread
-    stack_bytes: int  # of a thread: what registers did not hold
+    stack_bytes: int  # of a thread: branch bookkeeping and spilled registers
     shared_bytes: int  # of a block, as a launch asks for them
 
 
@@ -60,12 +60,12 @@ def _compile(kernel: Any, arch: str) -> Built:
 
 def compiled_ptx(kernel: Any, arch: str) -> str:
     ptx = built(kernel, arch).ptx
-    assert not unused_acquires(ptx), "ptx.ld_acquire_sys says what comes of it"
+    assert not unused_acquires(ptx), "the result of an acquire must be used: see ptx.ld_acquire_sys"
     return ptx
 
 
 def unused_acquires(ptx: str) -> list[str]:
-    """Loads of a kernel that acquire, and whose result nothing reads."""
+    """Return the load-acquires of a kernel whose results are not used."""
     body = ptx[ptx.index(".visible .entry") :]
     body = body[: body.index("\n}\n")]
     named = collections.Counter(re.findall(r"%\w+", body))
