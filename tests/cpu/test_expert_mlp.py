@@ -162,6 +162,21 @@ def test_the_same_bits_in_float32() -> None:
     check(differences(torch.float32, cases), cases, ("mm",) * 2 * E)
 
 
+def test_when_late_gemms_use_the_ordinary_order() -> None:
+    """If nothing can overlap, or rows arrive as codes for a GEMM in FP8."""
+    weights = ("experts.w_in", "experts.w_out")
+    cases: list[dict[str, Any]] = [
+        {"format": "e4m3/row/fp32"}, {"frozen": weights}, {"frozen": ("x", "router.weights")}
+    ]  # fmt: skip
+    with communicator(torch.bfloat16) as comm:
+        for case in cases:
+            expected, plain = trained(comm, TORCH, 7, **case)
+            got, ran = trained(comm, LATE, 7, **case)
+            assert ran == plain and START not in ran, case
+            assert all(torch.equal(got[name], value) for name, value in expected.items()), case
+            assert expected["out"].any() and all(grad.any() for name, grad in expected.items() if name != "dropped")
+
+
 @pytest.mark.drawn
 def test_inductor_keeps_the_late_order() -> None:
     with communicator(torch.bfloat16) as comm:
