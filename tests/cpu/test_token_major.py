@@ -61,7 +61,8 @@ def _operators(case: RouteCase, given: list[Given], capacity: list[int] | None) 
         out["sent"], route = sent, sent.route
         out["planned"] = comm.dispatch_planned(mine.again.x, route, mine.again.weights)
         out["planned unweighted"] = comm.dispatch_planned(mine.again.x, route)
-        out["planned x"] = comm.dispatch_planned(mine.again.x, route._replace(layout="grouped"))
+        # As a combine sends its gradient: without a layout, and with zeros in padding, which these rows do not have.
+        out["planned x"] = comm.dispatch_planned(mine.again.x, route._replace(layout="grouped"), zeros=True)
         out["combine"] = comm.combine(mine.y, route)
         out["combine split"] = comm.combine_wait(comm.combine_start(mine.y, route))
         out["combine residual"] = comm.combine(mine.y, route, residual=mine.residual)

@@ -119,8 +119,13 @@ class Transfer:
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, route: Route, unused: float, zeros: bool = True) -> Tensor:
-    """Return rows to be filled: zeros in segments if ``zeros``, ``unused`` elsewhere."""
+    """Return rows to be filled: zeros in the padding of segments if ``zeros``, ``unused`` elsewhere.
+
+    Combines do not know the layout of a route. Segments of a token-major one overlap rows that no copy has taken; they
+    have no padding, so these rows stay undefined.
+    """
     blank = torch.full(shape, unused, dtype=dtype, device=route.offs.device)
     if zeros:
-        blank[route.segments.covered(shape[0], padding=True)] = 0
+        kept, covered = (route.segments.covered(shape[0], padding) for padding in (False, True))
+        blank[covered & ~kept] = 0
     return blank
