@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from meta_kernels.formats import (
-    COMBINE_FORMATS,
     ELEMENT,
     FORMATS,
     LAYOUTS,
     OF_TOKENS,
     Format,
+    combine_format_problem,
     format_of,
     layout_of,
     per_row,
@@ -89,7 +89,9 @@ def combine(m: Member, a: Any) -> None:
             )
         _divides(m, "grad_format", format_of(grad_format))
     if a.format:
-        _combine_format(m, a.format)
+        if problem := combine_format_problem("format", a.format):
+            raise ValueError(problem)
+        _divides(m, "format", format_of(a.format))
 
 
 def combine_gathered(m: Member, a: Any) -> None:
@@ -251,14 +253,6 @@ def _route(comm: Member, a: Any) -> int:
     if not 1 <= a.alignment <= MAX_ALIGNMENT:
         _alignment(a.alignment)
     return rows
-
-
-def _combine_format(comm: Member, format: str) -> None:
-    """Check the format in which a combine sends its sums."""
-    if format not in COMBINE_FORMATS:
-        allowed = ", ".join(map(repr, COMBINE_FORMATS))
-        raise ValueError(f"format is {format!r}; allowed for a combine: '' (sums are sent unquantized), {allowed}")
-    _divides(comm, "format", format_of(format))
 
 
 def _divides(comm: Member, argument: str, form: Format) -> None:

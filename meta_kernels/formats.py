@@ -39,7 +39,7 @@ _QUANTISED = (
 _WIRE = tuple(form._replace(name=f"wire:{form.name}", wire=True) for form in _QUANTISED)
 FORMATS: dict[str, Format] = {form.name: form for form in (*_QUANTISED, *_WIRE)}
 COMBINE_FORMATS = ("wire:e4m3/32/mx", "wire:e4m3/128/pow2")
-"""Formats in which the sums of a combine may travel."""
+"""Formats in which a combine can send its sums."""
 
 
 def format_of(name: str) -> Format:
@@ -49,6 +49,14 @@ def format_of(name: str) -> Format:
         allowed = ", ".join(map(repr, FORMATS))
         raise ValueError(f"format is {name!r}; allowed: '' (rows arrive unquantized), {allowed}")
     return found
+
+
+def combine_format_problem(argument: str, format: str) -> str | None:
+    """Return why a combine cannot send its sums in the ``format`` of an argument, or None. Empty: unquantized."""
+    if format in ("", *COMBINE_FORMATS):
+        return None
+    allowed = ", ".join(map(repr, COMBINE_FORMATS))
+    return f"{argument} is {format!r}; allowed for a combine: '' (sums are sent unquantized), {allowed}"
 
 
 def layout_of(form: Format, scales_as: str) -> str:

@@ -12,6 +12,7 @@ from meta_kernels.formats import (
     OF_TOKENS,
     Format,
     Grid,
+    combine_format_problem,
     format_of,
     layout_of,
     per_row,
@@ -26,5 +27,6 @@ from .quantize import dequantize, quantize
 
 __all__ = [
     "COMBINE_FORMATS", "ELEMENT", "FORMATS", "LAYOUTS", "OF_TOKENS", "Format", "Grid", "ScaleLayout", "Segments",
-    "dequantize", "exact_dtype", "format_of", "layout_of", "per_row", "quantize", "round_up", "scales_shape", "view",
+    "combine_format_problem", "dequantize", "exact_dtype", "format_of", "layout_of", "per_row", "quantize", "round_up",
+    "scales_shape", "view",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ep_ops.config import Config, is_int
-from ep_ops.formats import COMBINE_FORMATS, format_of, layout_of
+from ep_ops.formats import combine_format_problem, format_of, layout_of
 from ep_ops.records import ROW_LAYOUTS
 
 from .placement import problem_of
@@ -92,9 +92,8 @@ class MoECommunicatorConfig(Config):
             return f"latency_max_tokens is {self.latency_max_tokens!r}; mode {self.mode!r} has no bound; allowed: None"
         if self.placement is not None and (wrong := problem_of(self.placement, self.num_experts)):
             return wrong
-        if self.combine_format not in ("", *COMBINE_FORMATS):
-            allowed = ", ".join(map(repr, ("", *COMBINE_FORMATS)))
-            return f"combine_format is {self.combine_format!r}; allowed: {allowed}"
+        if wrong := combine_format_problem("combine_format", self.combine_format):
+            return wrong
         return self._quant_problem() or (self._latency_problem() if self.mode == "latency" else None)
 
     def _quant_problem(self) -> str | None:

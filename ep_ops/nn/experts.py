@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
-from ep_ops.formats import COMBINE_FORMATS
+from ep_ops.formats import combine_format_problem
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.grouped import TORCH, Gemms
 from ep_ops.nn.scaled import ROW
@@ -69,9 +69,8 @@ class Experts(nn.Module):
             raise ValueError(f"format is {format!r}; allowed here: '', {ROW!r}, or one that begins with 'wire:'")
         if format == ROW and comm.dtype != torch.bfloat16:
             raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
-        if combine_format not in ("", *COMBINE_FORMATS):
-            allowed = ", ".join(map(repr, ("", *COMBINE_FORMATS)))
-            raise ValueError(f"combine_format is {combine_format!r}; allowed: {allowed}")
+        if problem := combine_format_problem("combine_format", combine_format):
+            raise ValueError(problem)
         check_size("intermediate_size", intermediate_size, 1)
         if dynamic and capacity is not None:
             raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")

@@ -22,7 +22,7 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("*.md")
 )  # fmt: skip
 ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
-OWN = ("ep_ops", "cute_kernels")
+OWN = ("ep_ops", "meta_kernels", "cute_kernels")
 
 
 def anchors(path: Path) -> set[str]:
