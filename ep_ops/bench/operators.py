@@ -263,18 +263,26 @@ class Calls:
 
     def _sums(self, s: Inputs, weights: Tensor | None, format: str) -> Tensor:
         """Return what a combine returns for x, dispatched with weights or token-major, if each rank's sum is quantized.
+        Sums of other NVLink domains are quantized once more.
 
         Products are added one by one, as combine does: weights of a token have the sum 1, and x times 1 often lies in
         the middle between two codes."""
-        form, x = formats.format_of(format), s.x.float()
-        rank_of, total = holders(s.topk_idx, self.workload.experts, self.comm.world_size), torch.zeros_like(x)
-        for rank in range(self.comm.world_size):
-            here = rank_of == rank
-            factors = here.any(1, keepdim=True) if weights is None else weights * here
-            sums = torch.zeros_like(x)
-            for factor in factors.float().unbind(1):
-                sums += factor[:, None] * x
-            total += formats.dequantize(*formats.quantize(sums, form), form, torch.float32)
+        form, x, comm = formats.format_of(format), s.x.float(), self.comm
+        rank_of, total = holders(s.topk_idx, self.workload.experts, comm.world_size), torch.zeros_like(x)
+
+        def arrived(sums: Tensor) -> Tensor:
+            return formats.dequantize(*formats.quantize(sums, form), form, torch.float32)
+
+        for ranks in comm.config.domains:
+            of_domain = torch.zeros_like(x)
+            for rank in ranks:
+                here = rank_of == rank
+                factors = here.any(1, keepdim=True) if weights is None else weights * here
+                sums = torch.zeros_like(x)
+                for factor in factors.float().unbind(1):
+                    sums += factor[:, None] * x
+                of_domain += arrived(sums)
+            total += of_domain if comm.rank in ranks else arrived(of_domain)
         return total
 
     def same(self, i: int, one: Any, other: Any) -> bool:

@@ -23,6 +23,8 @@ from torch.library import opcheck
 
 import ep_ops
 from ep_ops import checks
+from ep_ops.bench.operators import MAX_ERROR, Calls
+from ep_ops.bench.workloads import ALIGNMENT, Workload
 from ep_ops.nn.expert_mlp import expert_rows
 from ep_ops.records import Route, Sizes
 from meta_kernels.formats import COMBINE_FORMATS
@@ -127,6 +129,21 @@ def test_sums(world_size: int, size: int | None, dtype: torch.dtype, format: str
         for rank, found in enumerate(results):
             for what, out in found[number].items():
                 assert same(out, wanted[what][rank]), f"{what} of rank {rank}, route {case.name}"
+
+
+def of_benchmark() -> dict[str, float]:
+    sizes = Workload(tokens=16, hidden=128, experts=8, top_k=3)
+    with ep_ops.Communicator(
+        num_experts=sizes.experts, hidden_size=sizes.hidden, top_k=sizes.top_k, max_tokens_per_rank=sizes.tokens,
+        alignment=ALIGNMENT, dtype=sizes.torch_dtype, device="cpu", domain_size=2,
+    ) as comm:  # fmt: skip
+        return Calls(comm, sizes).errors()
+
+
+def test_what_the_benchmark_expects() -> None:
+    """Across domains, too, where sums are quantized twice."""
+    for errors in run_ranks(4, of_benchmark):
+        assert max(errors.values()) <= MAX_ERROR and {"combine_fp8", "combine_token_major_fp8"} <= errors.keys()
 
 
 def by_token(format: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
