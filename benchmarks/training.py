@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--sequences", type=positive, help=f"of {LENGTH} tokens, a rank (default: 64; on CPUs 8)")
     options.add_argument("--only", type=names_of(FORMATS[1:]), default=FORMATS[1:], metavar="NAME,NAME",
                          help=" ".join(FORMATS[1:]))  # fmt: skip
-    sums = "of sums that come back, in every run but bfloat16's: " + " ".join(COMBINE_FORMATS)
+    sums = "format in which combines send their sums, in all runs except bfloat16's: " + " ".join(COMBINE_FORMATS)
     options.add_argument("--combine-format", choices=COMBINE_FORMATS, default="", metavar="NAME", help=sums)
     options.add_argument("--plot", type=a_file, metavar="FILE", help="draw the curves (SVG)")
     add_options(options)

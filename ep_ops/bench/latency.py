@@ -27,6 +27,7 @@ from .baselines import SameBytes
 from .latency_report import NAMES, table
 from .operators import MAX_ERROR
 from .options import add_domain_options, add_options, add_sizes, names_of, numbers, positive, read
+from .presets import SUMS
 from .ranks import Run, domains_of, on_every_rank
 from .steps import Idle, Steps
 from .timing import Timing
@@ -34,10 +35,8 @@ from .workloads import Workload, measure_traffic
 
 TIMEOUT = 20.0  # seconds that a rank waits for another
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SUMS = "wire:e4m3/32/mx"
-"""What sums of `combine_fp8` travel as."""
 FP8 = ("e4m3/128/pow2", "columns")
-"""What rows of `pair_fp8` arrive as, and how their scales lie."""
+"""Format of the rows of `pair_fp8`, and layout of their scales."""
 WARM = "pair_fp8_warm"
 """The same with one step's rows in every pair, so that a combine finds those of experts in the cache, as it does behind
 the GEMM that has written them, and in `pair`, whose dispatch has. In `pair_fp8` they come from memory."""
@@ -93,7 +92,7 @@ class Latency(Run):
         with self.communicator(None) as fast, self.communicator(0) as slow:
             self.note(fast)
             formats = [FP8] if self.wants("pair_fp8", WARM) else []
-            formats += [(SUMS, "")] if self.wants("combine_fp8") else []
+            formats += [(SUMS["combine_fp8"], "")] if self.wants("combine_fp8") else []
             self.compile(formats, fast, slow)
             fast.warmup(formats)
             slow.warmup()
@@ -164,7 +163,7 @@ class Latency(Run):
                 self.add(f"{op}_start", start)
                 self.add(f"{op}_wait", wait)
         if self.wants("combine_fp8") and steps.workload.hidden % 32 == 0:
-            self.add("combine_fp8", self.graph(functools.partial(steps.combine, format=SUMS), many))
+            self.add("combine_fp8", self.graph(functools.partial(steps.combine, format=SUMS["combine_fp8"]), many))
         if self.wants("dispatch_nccl", "pair_nccl") and self.world_size > 1:
             same = self.same_bytes(steps)
             self.add("dispatch_nccl", self.graph(same.dispatch, few))

@@ -18,7 +18,7 @@ FORMATS = {
 }
 """Dispatches that quantize: what rows arrive as, and how their scales lie."""
 SUMS = {"combine_fp8": "wire:e4m3/32/mx", "combine_token_major_fp8": "wire:e4m3/32/mx"}
-"""Combines that quantize what they send, and in which format."""
+"""Combine operators that send their sums quantized, and the format."""
 TOKEN_MAJOR = ("dispatch_token_major", "dispatch_token_major_planned", "combine_token_major")
 """Operators on token-major rows: one for each copy of a token."""
 GATHERED = "combine_gathered"
