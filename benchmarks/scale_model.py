@@ -300,6 +300,7 @@ def plot(found: Found, path: Path) -> Path:
     """Draw predicted times over ranks, and list the assumptions of the model next to them. Returns the path of the SVG
     file."""
     plt = pyplot()
+    plt.rcParams["svg.hashsalt"] = path.name  # equal runs write equal files
     figure, axes = plt.subplots(2, 3, figsize=(15, 9), width_ratios=(1, 1, 0.75))
     panels = {
         (0, 0): ("dispatch, many tokens", "dispatch_us", "dispatch"),

@@ -173,7 +173,7 @@ def assumptions(found: Found) -> list[str]:
         f" {found['staging_limit'] / 2**30:g} GiB",
         f"GPU: {found['gpu']['told']}; constants in µs: {constants}",
         "In e4m3: a combine whose sums are sent as codes and scales; encoding and decoding take no time beyond that of"
-        " their bytes (assumed: not measured)",
+        " their bytes (assumed)",
         *(f"{wire['name']}: {wire['told']}" for wire in found["wires"]),
     ]
 
