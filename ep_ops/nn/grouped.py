@@ -78,8 +78,8 @@ class Gemms(NamedTuple):
     """The grouped GEMMs that an expert MLP is computed with."""
 
     product: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Differentiable product of rows x [R, M], matrices w [El, M, N] with any strides, and offs, as
-    :func:`grouped_mm`."""
+    """Differentiable product of rows x [R, M], matrices w [El, M, N] (contiguous, or the transpose of contiguous ones)
+    and offs, as :func:`grouped_mm`."""
     weights_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Gradient of w from x [R, M], the gradient of the product [R, N] and offs, as :func:`weights_gradient`: the same
     bits as ``product`` gives in backward."""
