@@ -34,7 +34,7 @@ class Form:
 
     @property
     def in_bytes(self) -> bool:
-        """Whether a scale travels as its exponent; else as fp32."""
+        """Whether a scale is sent as its exponent, else as fp32."""
         return self.kind == "mx"
 
     @property

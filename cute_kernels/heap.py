@@ -30,7 +30,7 @@ RING_BYTES = 150 * 1024
 """The most bytes of a pulling block's ring of rows. What all blocks have asked for queues up at the links, and flags
 behind it: a larger ring moves no more and lets every flag come later."""
 SEND = 0.45
-"""What it takes a combine to send a copy's sum, as a part of what it takes to add a row up."""
+"""Cost of sending a copy's sum in a combine, relative to adding a row."""
 PLACING_WARPS = 32
 """Warps of a block that places the route."""
 COUNTING_BYTES = 128 * 1024

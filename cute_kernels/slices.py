@@ -8,9 +8,8 @@ from cutlass import Boolean, Int32, const_expr
 
 @dataclass(frozen=True)
 class Slices:
-    """How a warp walks over a row in registers: `slices` times `vectors` 16-byte vectors for each of 32 lanes.
-
-    `most`: how many of them registers hold. As few slices as possible, each of which takes a time of its own."""
+    """Division of a row into `slices` of `vectors` 16-byte vectors for each of 32 lanes. `most`: the largest number of
+    vectors that fit in registers. There are as few slices as possible, because each has a fixed cost."""
 
     row_bytes: int
     dtype: str

@@ -47,20 +47,20 @@ from .sizes import PACKET_BYTES, PAYLOAD_BYTES
 from .sum_packets import numbers_in, quantize_again, scale_in, store_sums
 
 COPIES = 4
-"""How many copies of a token a warp waits for together: what registers hold."""
+"""Number of copies of a token that a warp waits for together, limited by registers."""
 
 
 class Named(NamedTuple):
-    """Which copies of a token have rows, in bits by their numbers."""
+    """The copies of a token that have rows, as bit masks by their numbers."""
 
     row: Int32  # of a lane's entry (of k), if it is here; else -1
     expected: Int32  # all copies that have rows
-    own: Int32  # the one here, if it has
+    own: Int32  # the copy at this rank, if it has rows
 
 
 @dataclass(frozen=True)
 class LatencyCombine(CombineSender):
-    """See above; what the fields say stands with :class:`.combine_sender.CombineSender`."""
+    """The kernel. :class:`.combine_sender.CombineSender` describes its fields."""
 
     @cute.kernel
     def kernel(self, args: LatencyCombineArgs) -> None:
@@ -216,10 +216,10 @@ class LatencyCombine(CombineSender):
         self, ranks: sync.Ranks, args: LatencyCombineArgs, named: Named, sums: Any, token: Int32, address: Int64,
         first: Int32,
     ) -> None:  # fmt: skip
-        """Waits for the lines of the expected ones of the copies `first`, ... (as many as are taken together), and adds
-        them to a sum, in order; `sums` are what this rank itself adds, and that sum.
+        """Wait for the lines of the expected copies among `COPIES` copies from `first` on, and add them in order.
 
-        A line that shows the mark is complete: nothing else is read on its word.
+        `sums`: the words of this rank's own copy, and the registers of the sum. A line with the mark is complete, but
+        its arrival orders no other memory access.
         """
         own, acc = sums
         p = self.problem

@@ -31,8 +31,8 @@ from .split import SplitOperation
 from .sum_packets import NUMBERS, packets_of, sum_words
 
 BATCH = 4
-"""How many rows a warp loads together; half as many of this rank's own where there are more copies than `COPIES`: one
-rank then has few rows of a token, and registers are scarce."""
+"""Number of rows that a warp loads together; half as many for this rank's own tokens if there are more copies than
+`COPIES`: a rank then has few rows of a token, and registers are scarce."""
 
 
 class LatencyCombineArgs(NamedTuple):
@@ -53,8 +53,8 @@ class LatencyCombineArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class CombineSender(SplitOperation, Kernel):
-    """A combine, as far as it sends. `weighted`: rows times their routing weight. `tokens`, `send`, `receive`: see
-    split.py. `format`: format in which sums are sent (sum_packets.py); empty for rows of the dtype."""
+    """Sending part of a combine. `weighted`: rows are multiplied by their routing weights. `tokens`, `send`, `receive`:
+    see split.py. `format`: format in which sums are sent (sum_packets.py); empty for rows of the dtype."""
 
     NAME, Args = "ep_latency_combine", LatencyCombineArgs
 

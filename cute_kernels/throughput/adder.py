@@ -1,4 +1,4 @@
-"""Adds up rows and stores the sums elsewhere: what both the pushing and the summing blocks of a combine do.
+"""Summing of rows, shared by the pushing and the summing blocks of a combine.
 
 An item is the rows to add and the address of the sum. A stage of the ring holds a slice of a row (pipeline.py). A lane
 adds its vectors of each slice in fp32 in registers and stores the rounded sum from there.
@@ -23,13 +23,14 @@ from .pipeline import Items, run
 from .ring import Ring
 
 FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
-"""Bits that are noted of a stage: its slice begins a sum; it ends the sum; with it ends the item. Of a sum over several
-NVLink domains: the slice belongs to this rank's own, whose rows are added up apart; it begins that sum; behind it that
-sum joins the others. If the other rows are in a format: the slice is of a row of the dtype."""
+"""Mark of a stage, as bits: its slice is the first of a sum; the last of a sum; the last of the item. For a sum over
+several NVLink domains: the slice belongs to this rank's own domain, whose rows are summed separately; it is the first
+of that sum; that sum is added to the others after it. If the other rows are in a format: the slice is of a row of the
+dtype."""
 
 
 class Notes(Carried):
-    """What a warp has to know of a stage when it is full: written by lane 0 when its load starts."""
+    """What a warp needs to know about a stage when it is full. Lane 0 writes it when the load of the stage starts."""
 
     carried = ("marks", "weights", "codes", "targets")
 
@@ -41,7 +42,7 @@ class Notes(Carried):
 
 
 class SumJob(NamedTuple):
-    """The job of an item: lanes that hold a row of it, and those of them whose slice is not under way yet."""
+    """The job of an item: the lanes that hold a row of it, and those whose load of the slice has not been started."""
 
     held: Any  # a bit mask; bit 32 stands for an extra row
     left: Any
@@ -53,20 +54,20 @@ class SumJob(NamedTuple):
 
 
 class RowBases(NamedTuple):
-    """Where rows to add lie."""
+    """Addresses of the rows to add."""
 
     base: Int64
-    extra: Any = None  # an address, where there may be extra rows
-    far: Any = None  # an address, where there are sums of other NVLink domains
+    extra: Any = None  # address of extra rows, if there are any
+    far: Any = None  # address of the sums of other NVLink domains, if there are any
 
 
 class Adder(NamedTuple):
-    """What a warp has besides its ring."""
+    """State of a warp, in addition to its ring."""
 
     notes: Notes
     warp: Int32
     acc: Any  # a lane's sum of a slice
-    part: Any  # the same of the rows of this rank's NVLink domain, where they are added up apart
+    part: Any  # the sum of the rows of this rank's NVLink domain, if they are summed separately
     count: Any  # how many codes were posted
     rows: RowBases
     outbox: Outbox | None
@@ -74,13 +75,13 @@ class Adder(NamedTuple):
 
 @dataclass(frozen=True)
 class Adding:
-    """How a warp adds up items (pipeline.Work).
+    """How a warp sums items (pipeline.Work).
 
     `peek` gives two integers. `fetch(lists, scouted, peeked)` gives, for a whole warp, the bit mask of lanes that hold
     a row, the lane's row (counted from `RowBases.base`), its weight (used if `weighted`), the address of the sum,
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
-    bit 32 of the mask says so; it is row `code` from `RowBases.extra`. Rows that are FAR (internode/sums.py),
-    where there may be such, are counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
+    bit 32 of the mask says so; it is row `code` from `RowBases.extra`. FAR rows (internode/sums.py) are
+    counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
     separately. `wire`: layout of sums that are sent in a format. With `encodes`, a warp stores its sums in it; else the
     rows that it adds have it.
     """

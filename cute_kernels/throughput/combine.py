@@ -1,20 +1,21 @@
-"""Throughput combine, one kernel: experts' ranks add up and push, owners add up what arrives behind the push.
+"""Throughput combine: one kernel in which the experts' ranks sum rows and push the sums, and owners sum what arrives.
 
-Blocks before `pushers` push: an item is a copy, the rows here of a token; they are added in fp32 over k ascending, the
-rounded sum goes to the owner's staging row [copy][token], and the flag of that row is set there. The other blocks sum:
-an item is one of this rank's tokens; the flags of its copies that have rows (known from the route) are awaited and
-their sums added in fp32 over ranks ascending, the token's residual after them. Pushers wait for nobody, so every wait
-ends.
+Block roles. Blocks [0, `pushers`) push: an item is a copy, that is, the rows of a token at this rank. They are added in
+fp32 over ascending k, the rounded sum is stored in the owner's staging row [copy][token], and the flag of that row is
+set. The other blocks sum: an item is one of this rank's tokens. A warp waits for the flags of its copies that have rows
+(known from the route), adds their sums in fp32 over ascending ranks, and then adds the token's residual. Pushers never
+wait, so every wait ends.
 
-The flags of a pushing block are set by a warp of their own (outbox.py), so that no row waits for a fence.
+A separate warp of each pushing block sets its flags (outbox.py), so that no row waits for a fence.
 
 Sums can be sent in a format (../quantized_sums.py): pushers quantize sums instead of rounding them, rows of staging
 contain codes and scales, and owners add codes times scales.
 
-Where there are several NVLink domains (internode/sums.py) copies of a token of another one are pushed to its owner's
-stager. Of the blocks that do not push the first *pass on*: they ask for sums of this rank's tokens, and then put those
-that they are asked for. Asking waits for nobody, and passing on for nothing but what was pushed and asked. So sums are
-made while rows are pushed and passed on. One block that is alone there does both, one after the other.
+With several NVLink domains (internode/sums.py), copies of a token of another domain are pushed to the stager of its
+owner. The first of the blocks that do not push *pass on*: they request the sums of this rank's tokens, and then put the
+sums that other ranks request from them. Requests wait for nothing, and passing on waits only for pushed sums and
+requests, so tokens are summed while rows are pushed and sums are passed on. If only one block does not push, it does
+both, one after the other.
 """
 
 from dataclasses import dataclass
@@ -45,11 +46,11 @@ from .ring import Ring, RingShape, SlicedKernel, init_ring_barriers
 from .surplus import BlockBudget, Parts, count_parts, takes_part
 
 PASSING = 3 / 4
-"""The share of the blocks that do not push which pass sums on, where there are several NVLink domains. An estimate, not
-measured: what is left, 20 blocks of 128, is some more than sum in one domain, and a batch of 57 KB is thought to take a
-block 8 to 15 us, so that 60 of them pass 4096 rows on in 140 to 260 us, while rows are pushed."""
+"""Share of the blocks that do not push which pass sums on, with several NVLink domains. Estimated, not measured: the
+remaining 20 of 128 blocks are somewhat more than sum in one domain, and if a block needs 8 to 15 us for a batch of
+57 KB, 60 blocks pass 4096 rows on in 140 to 260 us, while rows are pushed."""
 HALF_SLICE = 4
-"""Vectors of a slice for which a lane has registers twice, and for the values that it adds."""
+"""Vectors of a slice if a lane holds two sums in registers, in addition to the values that it adds."""
 
 
 class CombineArgs(NamedTuple):
@@ -67,7 +68,7 @@ class CombineArgs(NamedTuple):
     max_tokens: Int32
     num_rows: Int32  # of y, recv_weights and row_scalars
     pushers: Int32  # blocks that push
-    dealt: Int32  # these and those that sum; the others push too, where there are more rows than expected
+    dealt: Int32  # these and those that sum; the others also push, if there are more rows than expected
     expected: Int32  # load of an average rank: rows, and SEND times its copies
     blocks: Int32
 

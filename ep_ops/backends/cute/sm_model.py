@@ -1,18 +1,18 @@
-"""How many multiprocessors (SMs) dispatch and combine may take: what is asked for, or what a model of the bytes says.
+"""Numbers of multiprocessors (SMs) of dispatch and combine: those that the user sets, or those of a model.
 
-The model. Routing is taken to be even, so of the rows that belong to one token a rank moves, on average,
+The model assumes even routing. Of the rows that belong to one token, a rank moves on average:
 
     reached   into it in a dispatch, out of it in a combine: one for each rank that the token reaches
     crossing  of these over the link
     rows      into or out of the receive buffer: one for each expert, or, token-major, for each rank reached
 
-An operation lasts until its rows have crossed the link, or until all it reads and writes has passed the memory, if
-that takes longer. It needs as many SMs as move its bytes in that time, and some more (`*_HEADROOM`): with exactly as
-many, SMs and link would wait for each other by turns. That leaves the rest of the GPU to computation; more SMs than
-half of it are taken on one rank alone only, where there is no link to wait for.
+An operation lasts until its rows have crossed the link, or until its reads and writes of memory have ended, if that
+takes longer. It uses as many SMs as move its bytes in that time, times a headroom (`*_HEADROOM`), because with exactly
+as many, SMs and link would wait for each other alternately. The rest of the GPU is left to computation. With several
+ranks an operation uses at most half of the GPU, with the exceptions of `ADDING_SHARE`.
 
-Rates were measured on H200s (18 links of NVLink 4, 132 SMs). On other GPUs they are a start: measure, and say what
-to take (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
+Rates were measured on H200s (18 links of NVLink 4, 132 SMs). On other GPUs they are a starting point: measure, and set
+the numbers (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
 """
 
 from __future__ import annotations
@@ -29,58 +29,57 @@ from cute_kernels.heap import RING_BYTES, SEND, Problem
 from ..budget import Budget
 
 PULL = 320e9
-"""Bytes a second that a rank fetches from its peers by bulk copies of rows, in one direction."""
+"""Bytes per second that a rank fetches from its peers by bulk copies of rows, in one direction."""
 PUSH = 331e9
-"""Bytes a second of the rows that a combine sends to its peers, from its beginning to the last sum, with 4096 tokens a
-rank."""
+"""Bytes per second of the rows that a combine sends to its peers, from its begin to the last sum, with 4096 tokens on
+each rank."""
 MEMORY = 3.7e12
-"""Bytes a second that a GPU reads and writes in its memory, as x is copied into staging."""
+"""Bytes per second that a GPU reads and writes in its memory while it copies x to staging."""
 COPY_SM = 80e9
-"""Bytes a second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
+"""Bytes per second that an SM moves in and out by bulk copies (with 8 to 16 SMs, which do not fill the link)."""
 UNDER_WAY = 2.3e6
-"""Bytes that a rank must have asked for of its peers in order to fill the link: an estimate, of top-1 on 4 ranks, where
-1.5 MB took 174 us, 2.1 MB 164 and 3.3 MB 160."""
+"""Bytes of loads from peers that must be in flight to saturate the link. Estimated from top-1 on 4 ranks, where 1.5 MB
+took 174 us, 2.1 MB 164 us and 3.3 MB 160 us."""
 ADD_ITEM = 24e-9
 ADD_SLICE = 29e-9
 ADD = 146e9
-"""What an SM of a combine needs: `ADD_SLICE` seconds for each slice of a row that it adds up and one for every `ADD`
-bytes of it, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to look whether a token has rows.
-(With fewer SMs than fill the link; rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB. That is up to 4 % less than was
-measured on 4 ranks, 6 to 9 % on 2, 15 % where the memory is busy: 36 and more pushing.)"""
+"""Time of an SM of a combine: `ADD_SLICE` seconds for each slice of a row that it adds plus one second for every `ADD`
+bytes, `SEND` times as long for a row that it sends, and `ADD_ITEM` seconds to check whether a token has rows. Fitted to
+rows of 4, 8 and 16 KiB in slices of 2 and 4 KiB, with fewer SMs than saturate the link. Measured times are up to 4 %
+longer on 4 ranks, 6 to 9 % on 2 ranks, and 15 % if memory is saturated (36 and more SMs that push)."""
 ENCODE, DECODE = 0.9, 1.5
 """Cost of quantizing a sum that a combine sends in a format, and of adding one at its owner, relative to adding a row.
 Estimated from the numbers of instructions; not measured."""
 ADDING_SHARE = 3 / 4
 """Largest share of the GPU for a combine on a rank with more rows, and for one whose sums are sent in a format."""
 GATHER_SM = 68e9
-"""Bytes a second that an SM of a gathering combine fetches and writes (with 8 SMs, which nearly fill the link)."""
+"""Bytes per second that an SM of a gathering combine fetches and writes (8 SMs, which nearly saturate the link)."""
 SCALE_SLICE = 90e-9
-"""Seconds that an SM takes for a slice in the backward of a weighted combine: of a row for each expert, and of half a
-row for each rank reached (32 SMs, rows of 4 and 16 KiB)."""
+"""Seconds that an SM needs for a slice in the backward of a weighted combine, which processes a row for each expert and
+half a row for each rank reached (32 SMs, rows of 4 and 16 KiB)."""
 SCALE_HEADROOM = 1.5
-"""The backward of a weighted combine takes this many times the SMs of the model, since skewed routing gives the busiest
-rank more."""
+"""Factor on the SMs of the backward of a weighted combine, because skewed routing gives the busiest rank more rows."""
 PULL_HEADROOM = 6 / 5
-"""Kernels that fetch take this many times the SMs of the model. More make them no faster."""
+"""Factor on the SMs of kernels that fetch. A larger one does not make them faster."""
 PUSH_HEADROOM = 1.08
-"""This many times the SMs of the model push in a combine. With more of them fences wait for more rows under way, and
-sums start later."""
+"""Factor on the SMs that push in a combine. With a larger one, fences wait for more rows in flight, and sums start
+later."""
 SUM_HEADROOM = 1.3
-"""This many times the SMs of the model sum in a combine: they wait for flags."""
+"""Factor on the SMs that sum in a combine, because they wait for flags."""
 
 ACROSS_LEFT = 4
-"""Multiprocessors that a combine leaves free where there are several NVLink domains: its blocks also put sums on the
-wire, and with more of them it was faster (2 domains of one H200: 60 took 1017 us, 96 527, 128 428)."""
+"""Multiprocessors that a combine leaves free with several NVLink domains. Its blocks also put sums on the wire, and
+more of them are faster (2 domains of one H200: 60 blocks 1017 us, 96 blocks 527 us, 128 blocks 428 us)."""
 ACROSS_PUSHING = 3 / 8
-"""The share of its blocks that push there (of 128: 32 took 414 us, 48 385, 64 455; in domains of several
-ranks it has not been measured)."""
+"""Share of its blocks that push there (of 128: with 32 it took 414 us, with 48 385 us, with 64 455 us; not measured in
+domains of several ranks)."""
 
 
 @dataclass(frozen=True)
 class TokenTraffic:
-    """Rows that a rank moves for each token of a rank, on average, their size, and into how many slices a combine cuts
-    them. `across`: there are several NVLink domains. `sum_bytes`: bytes of a sum of a combine
-    if sums are sent in a format; else 0."""
+    """Average rows that a rank moves for each token of a rank, their size, and their number of slices in a combine.
+    `across`: there are several NVLink domains. `sum_bytes`: bytes of a sum of a combine if sums are sent in a format;
+    else 0."""
 
     ranks: int
     reached: float
@@ -160,13 +159,13 @@ class TokenTraffic:
 
     @functools.cached_property
     def _pushing(self) -> float:
-        """SMs that it takes to add and send a combine's rows."""
+        """Number of SMs that add and send a combine's rows."""
         sending = SEND + ENCODE if self.sum_bytes else SEND
         return PUSH_HEADROOM * self._adding(self.ranks, self.rows + sending * self.reached)
 
     @functools.cached_property
     def _summing(self) -> float:
-        """SMs that it takes to sum what arrives."""
+        """Number of SMs that sum what arrives."""
         return SUM_HEADROOM * self._adding(1, (DECODE if self.sum_bytes else 1) * self.reached + 1)
 
     def _adding(self, items: int, rows: float) -> float:
@@ -287,10 +286,10 @@ class OperationSms:
 # fit on one.
 
 MARGIN = 2
-"""SMs that are left free, so that a block of somebody else's kernel delays nothing."""
+"""SMs that are left free, so that a block of another kernel delays nothing."""
 STAGING_BLOCKS = 16
-"""SMs that the budget of a dispatch leaves to staging and announcing. One SM took 3.9 ms for 59 MB; other numbers below
-this one have not been measured."""
+"""SMs that the budget of a dispatch leaves to staging and announcing. One SM takes 3.9 ms for 59 MB; other smaller
+numbers are not measured."""
 
 
 def most_pulling(problem: Problem, sms: int) -> int:
