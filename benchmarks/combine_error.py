@@ -1,9 +1,9 @@
-"""How far the sums of a combine lie from exact ones when they travel in bfloat16 and in each format. Needs no GPU.
+"""Compute the rounding error of a combine whose sums are sent in bfloat16 and in each format. Needs no GPU.
 
     python benchmarks/combine_error.py
 
-Each of ``--ranks`` ranks has a partial sum of every token; what is printed is the error of their sum, relative to its
-norm, for rows of three kinds.
+Each of ``--ranks`` ranks has a partial sum of every token. Prints the error of their sum, relative to the norm of the
+exact sum, for rows of three kinds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def drawn(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def arrived(sums: Tensor, format: str) -> Tensor:
-    """Return what arrives of sums, fp32 [rows, H]."""
+    """Return sums [rows, H] as their owner receives them, fp32."""
     if not format:
         return sums.bfloat16().float()
     form = format_of(format)
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=7168)
     given = parser.parse_args()
-    print("| sums travel as | " + " | ".join(KINDS) + " |\n|" + "---|" * (1 + len(KINDS)))
+    print("| sums are sent as | " + " | ".join(KINDS) + " |\n|" + "---|" * (1 + len(KINDS)))
     for format in ("", *COMBINE_FORMATS):
         errors = (error(kind, format, given.ranks, given.tokens, given.hidden) for kind in KINDS)
         print(f"| {format or 'bfloat16'} | " + " | ".join(f"{100 * e:.2f} %" for e in errors) + " |")

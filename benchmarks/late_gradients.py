@@ -29,10 +29,10 @@ from ep_ops.nn import TORCH, Gemms, expert_mlp
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"tokens": 4096, "hidden": 7168, "experts": 256, "top-k": 8, "width": 2048}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds before each call (default: %(default)s)")
-    parser.add_argument("--combine-sms", type=int, help="SMs that send the gradient of x in the late order")
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each order (default: %(default)s)")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds before each step (default: %(default)s)")
+    parser.add_argument("--combine-sms", type=int, help="limit of SMs that send the gradient of x in the late order")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
     return parser
 
@@ -63,14 +63,14 @@ def steps(comm: ep_ops.Communicator, args: argparse.Namespace, gemms: Gemms) -> 
 
 
 def timed(step: Callable[[bool], Any], late: bool, pause: float) -> float:
-    """Return ms of one step, of the slowest rank."""
-    if not torch.cuda.is_available():  # a test of this script
+    """Return the ms of one step on the slowest rank; 0 without GPUs."""
+    if not torch.cuda.is_available():
         step(late)
         return 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     time.sleep(pause)
     dist.all_reduce(torch.zeros(1, device="cuda"))
-    torch.cuda._sleep(2_000_000)  # ranks have met, and the host gets ahead
+    torch.cuda._sleep(2_000_000)  # so that the host enqueues the step before it starts on the device
     begin.record()
     step(late)
     end.record()
@@ -81,6 +81,7 @@ def timed(step: Callable[[bool], Any], late: bool, pause: float) -> float:
 
 
 def compare(step: Callable[[bool], tuple[Tensor, ...]], rounds: int, pause: float) -> dict[str, float]:
+    """Return the median ms of both orders and of their differences. RuntimeError if gradients have different bits."""
     ordinary, late = step(False), step(True)
     names = zip(("x", "topk_weights", "w_in", "w_out"), ordinary, late, strict=True)
     if wrong := [name for name, a, b in names if not torch.equal(a, b)]:
