@@ -66,6 +66,15 @@ def pop_lowest(word: Any) -> tuple[Int32, Any]:
     return lowest(word), word & (word - 1)
 
 
+@cute.jit
+def nth_bit(word: Int32, n: Int32) -> Int32:
+    """Return the index of the `n`-th set bit of a word, counted from 0 at the lowest one."""
+    left = Int32(word)
+    for _ in cutlass.range(n):
+        left = left & (left - 1)
+    return lowest(left)
+
+
 def low_bits(count: int) -> Uint32:
     """Return a mask of the lowest `count` bits, at most 32."""
     return Uint32((1 << count) - 1)

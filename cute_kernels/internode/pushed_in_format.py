@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, range_constexpr
 from cutlass.cute import arch
 
 from .. import sync
-from ..copies import lowest, pop_lowest
+from ..copies import nth_bit, pop_lowest
 from ..ids import warp_id
 from ..quantized_sums import SumSlices, add_slice, store_slice
 
@@ -26,10 +26,7 @@ def add_pushed_in_format(
     for item in cutlass.range(Int32(warp_id()), Int32(arch.popc(mask)) * slices, threads // 32):
         row = item // slices
         piece = item - row * slices
-        left = Int32(mask)
-        for _ in cutlass.range(row):
-            left = left & (left - 1)
-        token = lowest(left)
+        token = nth_bit(mask, row)
         copies = arch.shuffle_sync(wanted, token)
         last = Int32(piece == slices - 1)
         for i in range_constexpr(wire.plain.values):

@@ -17,7 +17,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute import arch
 
 from .. import ptx, sync
-from ..copies import lowest
+from ..copies import nth_bit
 from ..domains import on_rail, position_of, rank_at, slot_there
 from ..experts import holder_of
 from ..ids import thread_id, warp_id
@@ -112,10 +112,7 @@ def vector_of(row_bytes: cutlass.Constexpr[int], mask: Int32, number: Int32) -> 
     """Return, for a vector of a batch's rows, the token that the row belongs to and the offset of the vector in the
     row."""
     row = number // (row_bytes // 16)
-    left = Int32(mask)
-    for _ in cutlass.range(row):
-        left = left & (left - 1)
-    return lowest(left), (number - row * (row_bytes // 16)) * 16
+    return nth_bit(mask, row), (number - row * (row_bytes // 16)) * 16
 
 
 @cute.jit

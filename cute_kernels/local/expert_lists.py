@@ -18,7 +18,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..launch import Launched
-from ..segments import inclusive_sum
+from ..segments import inclusive_sum, padded
 
 WARPS = 32
 
@@ -122,23 +122,20 @@ class ExpertLists(Launched):
             asked = Int32(0)
             if e < self.experts:
                 asked = tables.before[e] + tables.asked[e]
-            padded = self.padded(args, asked)
-            total = inclusive_sum(padded)
-            begin = cutlass.min(carry + total - padded, args.length)
+            size = padded(asked, args.alignment)
+            total = inclusive_sum(size)
+            begin = cutlass.min(carry + total - size, args.length)
             if e < self.experts:
                 kept = cutlass.min(asked, args.length - begin)
                 tables.asked[e] = asked
                 tables.begin[e] = begin
                 if writes:
-                    ptx.st_i32(args.offs + Int64(e) * 4, begin + self.padded(args, kept))
+                    ptx.st_i32(args.offs + Int64(e) * 4, begin + padded(kept, args.alignment))
                     ptx.st_i32(args.counts + Int64(e) * 4, kept)
                     ptx.st_i32(args.dropped + Int64(e) * 4, asked - kept)
             carry += arch.shuffle_sync(total, 31)
         if lane == 0:
             tables.last[0] = cutlass.min(carry, args.length)
-
-    def padded(self, args: ExpertListsArgs, count: Int32) -> Int32:
-        return (count + args.alignment - 1) // args.alignment * args.alignment
 
     @cute.jit
     def fill(self, args: ExpertListsArgs, tables: ListTables, first: Int32, end: Int32) -> None:
@@ -184,7 +181,7 @@ class ExpertLists(Launched):
             row = i // args.top_k
             self.put(args, place, row, i)
             if number == kept - 1:
-                for at in cutlass.range(place + 1, begin + self.padded(args, kept), 1):
+                for at in cutlass.range(place + 1, begin + padded(kept, args.alignment), 1):
                     self.put(args, at, row, args.entries)
         return place
 

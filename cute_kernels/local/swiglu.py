@@ -24,7 +24,7 @@ from .. import ptx
 from ..delivery import Arrived, Delivery
 from ..ids import warp_id
 from ..quantize import encode, largest, numbers_of, of_group, scale_of, store_codes
-from ..segments import inclusive_sum
+from ..segments import inclusive_sum, padded
 from .row_pieces import WARPS, RowPieces
 
 
@@ -72,17 +72,17 @@ class SwiGLU(RowPieces):
         before = Int32(0)
         # 32 experts at a time, one a lane; rows of segments are counted on through all of them.
         for first in cutlass.range(0, args.experts, 32):
-            count, padded, begin = Int32(0), Int32(0), Int32(0)
+            count, size, begin = Int32(0), Int32(0), Int32(0)
             if first + lane < args.experts:
                 count = ptx.ld_i32(args.counts + Int64(first + lane) * 4)
-                padded = (count + args.alignment - 1) // args.alignment * args.alignment
-                begin = ptx.ld_i32(args.offs + Int64(first + lane) * 4) - padded
-            end = before + inclusive_sum(padded)
+                size = padded(count, args.alignment)
+                begin = ptx.ld_i32(args.offs + Int64(first + lane) * 4) - size
+            end = before + inclusive_sum(size)
             last = arch.shuffle_sync(end, 31)
             while item // self.pieces < last:
                 number = item // self.pieces
                 expert = Int32(arch.popc(arch.vote_ballot_sync(end <= number)))
-                offset = number - arch.shuffle_sync(end - padded, expert)
+                offset = number - arch.shuffle_sync(end - size, expert)
                 row = arch.shuffle_sync(begin, expert) + offset
                 kept = offset < arch.shuffle_sync(count, expert)
                 self.piece(args, row, kept, item - number * self.pieces)

@@ -15,6 +15,7 @@ from cutlass.cute import arch
 
 from .. import ptx
 from ..carried import Carried
+from ..copies import lowest
 from ..internode.sums import CLOSES, FAR, OPENS
 from ..quantized_sums import SumSlices, numbers_at, scale_at, store_slice
 from ..slices import Slices
@@ -128,7 +129,7 @@ class Adding:
         if left == 0:
             piece += 1
             left = held
-        k = Int32(arch.popc((left & -left) - 1))
+        k = lowest(left)
         mark = Int32(0)
         if left == held:
             mark = mark | FIRST
