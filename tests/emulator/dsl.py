@@ -41,7 +41,7 @@ def as_it_is(value: Any) -> Any:
 
 
 def counted(*bounds: int) -> Iterator[numbers.Fixed]:
-    """The numbers of a loop at run time."""
+    """Return the values of the variable of a run-time loop."""
     return map(numbers.Int32, range(*bounds))
 
 

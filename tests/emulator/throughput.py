@@ -125,7 +125,7 @@ class Steps:
         return Launch(Refuse(self.problem), args)
 
     def half(self, rank: int) -> None:
-        """A dispatch of which a rank launches the first kernel alone. That is all that the others need of it."""
+        """Run a dispatch of which `rank` launches only the first kernel. The other ranks depend on no more."""
         launches: list[Launch] = []
         for other in range(self.ranks.world_size):
             self.launch_dispatch(launches, other, False)
@@ -138,8 +138,8 @@ class Steps:
                 self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=other)
 
     def given_up(self, rank: int, why: bytes) -> list[tuple[int, int]]:
-        """The next dispatch of the others, while that rank's host gives up: what all ranks report, long before a
-        deadline."""
+        """Run the next dispatch of the other ranks while the host of `rank` gives up. Return the report of each rank,
+        which is long before a deadline."""
         from cute_kernels import sync
         from cute_kernels.alarm import RaiseAlarm
 
@@ -377,8 +377,8 @@ def disagreeing(shape: Shape, draw: random.Random) -> None:
 
 
 def half(shape: Shape, draw: random.Random) -> None:
-    """A rank launches the first kernel of a dispatch and not the second. When its host gives up all ranks say so, with
-    the reason that it has left, and in an operation that it begins all the same it takes nothing for rows."""
+    """A rank launches the first kernel of a dispatch but not the second. When its host gives up, all ranks report that
+    and have its reason. If the rank begins another operation, that operation ends immediately."""
     from cute_kernels.heap import REASON_BYTES
     from cute_kernels.sync import HALF, PEER_FAILED
 
@@ -396,7 +396,7 @@ def half(shape: Shape, draw: random.Random) -> None:
     assert all(reasons), reasons
     launches: list[Launch] = []
     on.launch_dispatch(launches, victim, False)
-    run(launches, draw)  # which ends at once
+    run(launches, draw)
 
 
 def absent(shape: Shape, draw: random.Random, warned: bool, known: bool) -> None:

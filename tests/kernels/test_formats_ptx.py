@@ -27,7 +27,7 @@ BLACKWELL = [(MX, "swizzled/torch", "sm_100a"), (MX, "", "sm_100a")]
 
 
 def staging(problem: Problem, form: str, given: bool = False, route: bool = False) -> Any:
-    """Along a known route, unless one is to be placed: rows are staged by the same code."""
+    """Return a publish kernel, by default along a known route: the code that stages rows is the same."""
     return Publish(problem, route, True, True, False, form, given)
 
 

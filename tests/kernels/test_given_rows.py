@@ -39,8 +39,8 @@ def guarded(problem: Problem) -> list[Any]:
 
 
 def test_only_given_routes_are_looked_at() -> None:
-    """Nothing is added to kernels whose route this backend has placed itself in the same operation. Of 72 ranks: of
-    fewer they compile in test_ptx.py, for sm_100a, too."""
+    """Kernels whose route was placed in the same operation do not check rows. 72 ranks, because test_ptx.py compiles
+    fewer, for sm_100a as well."""
     problem = Problem(72, (2,) * 72, 4, 512, "bf16", 64)
     # The reason, and behind it the flag, of which there is none.
     word = r"st\.relaxed\.gpu\.global\.b64 \[%rd\d+\], "
@@ -52,7 +52,7 @@ def test_only_given_routes_are_looked_at() -> None:
 
 @pytest.mark.parametrize("kind", [Publish, PublishTokens])
 def test_publish_compiles_at_72_ranks(kind: type) -> None:
-    """For rows alone, along a route that is there."""
+    """Kernels that publish rows and weights along a known route compile."""
     problem = Problem(72, (2,) * 72, 4, 512, "bf16", 64)
     assert ".target sm_90a" in compiled_ptx(kind(problem, False, True, True, False), "sm_90a")
 

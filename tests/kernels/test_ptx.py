@@ -31,8 +31,8 @@ BULK_OUT = "cp.async.bulk.global.shared::cta.bulk_group"
 
 
 def flags_without_barrier(ptx: str) -> list[str]:
-    """Releases of flags, by one thread for its block, that no barrier separates from stores of the block before them.
-    (The emulator runs the warps of a block so closely together that it does not notice.)"""
+    """Return the releases of flags, by one thread for its block, that no barrier separates from earlier stores of the
+    block. (The emulator does not detect these, because it runs the warps of a block nearly in step.)"""
     found, stored = [], False
     for line in ptx[ptx.index(".visible .entry") :].splitlines():
         if re.search(r"\bbar\.sync|barrier\.cta\.", line):

@@ -168,8 +168,8 @@ def test_another_stream_waits(backend: Any, device: Device) -> None:
 
 
 def test_another_start_on_another_stream(backend: Any, device: Device) -> None:
-    """It receives what the one under way is sent beside that stream; results that are allocated there are told of
-    wherever the wait is called, on the stream of the first start and on that of the second as well."""
+    """The second start receives the first operation on the side stream. The wait records its results with the
+    allocator, whether it is called on the stream of the first start or of the second."""
     caller, other = device.current, device.stream("other")
     for waits in (caller, other):
         device.current = caller
