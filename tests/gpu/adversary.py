@@ -60,6 +60,7 @@ def kernels_of(given: config.Config, formats: Any = ()) -> list[Any]:
 
 def install(patch: Callable[[Any, str, Any], None]) -> None:
     """Makes the wire known to communicators that are made behind this. `patch`: `setattr`, or one that is undone."""
+    config._WIRE["holds"] = lambda value: value in config.WIRES
     patch(config, "WIRES", (*config.WIRES, NAME))
     patch(backend, "problem_of", problem_of)
     patch(backend, "Launcher", Launcher)
@@ -78,7 +79,9 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
         if mail in _awake and self._failures.report.failed() is not None:
             with contextlib.suppress(torch.AcceleratorError):
                 mail.show(Heap(self._launcher.problem))
+        if mail is not None:
             _awake.discard(mail)
+            mail.notes = mail._epoch = mail.box[:0]  # no view of the heap is left
         destroy(self, keep)
 
     patch(backend.CuteBackend, "destroy", show)
@@ -177,12 +180,6 @@ class Launcher(launcher.Launcher):
     def stream_of(self, raw: int) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self.device)
         return current if raw == current.cuda_stream else torch.cuda.ExternalStream(raw, self.device)
-
-    def clear(self) -> None:
-        super().clear()
-        if self.mail is not None:
-            _awake.discard(self.mail)
-            self.mail.notes = self.mail._epoch = self.mail.box[:0]  # no view of the heap is left
 
     def get(self, kernel: Any, *variant: Any) -> Any:
         launch = super().get(kernel, *variant)
