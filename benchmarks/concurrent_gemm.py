@@ -1,116 +1,283 @@
 """Time a grouped GEMM concurrently with a dispatch or a combine that it does not depend on.
 
-    torchrun --nproc-per-node 2 benchmarks/concurrent_gemm.py [--width 2048] [--experts 256] [--seconds 4]
+    torchrun --nproc-per-node 2 benchmarks/concurrent_gemm.py [--shapes 256x2048,64x512] [--leads 0,20]
 
-Needs quack-kernels 0.6.5 on GPUs. In one run, with pauses between calls and without: the GEMM alone, the operation
-alone, one after the other, and both at once. ``hidden`` is (one after the other - both at once) / the operation alone.
-No kernel that starts tiles as rows arrive can hide more than this.
+In one run, by turns, with a rest before each call and without: the GEMM alone, the split operation alone, one after
+the other, both at once, and the GEMM after the operation that is not split (`whole`). No kernel that starts tiles as
+rows arrive can hide more than this.
+
+The operation is started first, but its kernels run on another stream than the GEMM and become ready a few microseconds
+later. A persistent GEMM that is first takes all multiprocessors until its end. `--leads`: µs by which the GEMM is
+delayed by a sleep on its stream, so that the operation's kernels are resident first. For each lead two figures:
+
+    hidden           (one after the other - both at once) / operation alone, where the lead counts as a cost
+    without lead     the same, less the measured length of the lead: the bound for a GEMM that needs no lead
+
+At the end, PyTorch's profiler records the time from the start of the operation's last kernel to the start of the GEMM,
+the smallest of all ranks. If it is negative, the GEMM was first on a rank. The quack GEMMs need quack-kernels 0.6.5.
 """
 
 import argparse
-import time
+import functools
+import itertools
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import ep_ops
+from ep_ops import Communicator
+from ep_ops.bench.figures import machine_line, text_table
+from ep_ops.bench.options import add_options, names_of, positive, read
+from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.timeline import SLEEP, timeline
+from ep_ops.bench.timing import Timing
+from ep_ops.nn import grouped_mm
 
-parser = argparse.ArgumentParser()
-for name, default in {"tokens": 4096, "hidden": 7168, "experts": 256, "top-k": 8, "width": 2048}.items():
-    parser.add_argument(f"--{name}", type=int, default=default)
-parser.add_argument("--seconds", type=float, default=4.0)
-args = parser.parse_args()
-gpu = torch.cuda.is_available()
-dist.init_process_group("nccl" if gpu else "gloo")
-rank = dist.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if gpu else torch.device("cpu")
-dtype = torch.bfloat16 if gpu else torch.float32
-if gpu:
-    torch.cuda.set_device(device)
-sizes = dict(num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens)
-comm = ep_ops.Communicator(**sizes, device=device, dtype=dtype, alignment=8)
-torch.manual_seed(rank)
-x = torch.randn(args.tokens, args.hidden, device=device, dtype=dtype)
-idx = torch.rand(args.tokens, args.experts, device=device).topk(args.top_k).indices
-weights = torch.full((args.tokens, args.top_k), 1 / args.top_k, device=device)
-capacity = -(-args.tokens * args.top_k * 5 // 4 // 128) * 128 + 128 * comm.num_local_experts
-w_in = torch.randn(comm.num_local_experts, args.hidden, 2 * args.width, device=device, dtype=dtype) * args.hidden**-0.5
-w_out = torch.randn(comm.num_local_experts, args.width, args.hidden, device=device, dtype=dtype) * args.width**-0.5
-with torch.no_grad():
-    rows = comm.dispatch(x, idx, weights, capacity=capacity, zeros=True)
-    y = torch.randn(rows.x.shape[0], args.hidden, device=device, dtype=dtype)
-    h = torch.randn(rows.x.shape[0], args.width, device=device, dtype=dtype)
-offs, route = rows.route.offs, rows.route
-ends = torch.cat([offs.new_zeros(1), offs])
-
-
-def quack(dynamic, wgrad=False):
-    from quack.gemm_interface import gemm
-
-    if wgrad:
-        return lambda: gemm(h.mT, y, cu_seqlens_k=ends, dynamic_scheduler=dynamic, tuned=False)
-    return lambda: gemm(rows.x, w_in, cu_seqlens_m=ends, dynamic_scheduler=dynamic, tuned=False)
-
-
-gemms = {"first GEMM, torch": lambda: ep_ops.nn.grouped_mm(rows.x, w_in, offs)}
-if gpu:
-    gemms |= {"first GEMM, quack": quack(False), "first GEMM, quack dynamic": quack(True)}
-    gemms |= {"second weights' gradient, quack dynamic": quack(True, wgrad=True)}
-operations = {
-    "dispatch": (lambda: comm.dispatch_start(x, idx, weights, capacity=capacity), comm.dispatch_wait),
-    "combine": (lambda: comm.combine_start(y, route, rows.weights), comm.combine_wait),
+GEMMS = {
+    "torch": "first GEMM, torch",
+    "static": "first GEMM, quack, static tiles",
+    "dynamic": "first GEMM, quack, dynamic tiles",
+    "gradient": "gradient of the second weights, quack, dynamic tiles",
 }
+OPERATIONS = ("dispatch", "combine")
+MHZ = 1980
+"""Clock with which a lead is converted to cycles. Its length is measured."""
 
 
-def timed(call, pause):
-    """Return the mean ms of a call on the slowest rank; all ranks make the same number of calls. Without GPUs, make the
-    calls and return 0."""
-    if not gpu:
-        call()
+def shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse numbers and widths of experts, such as 256x2048,64x512."""
+    pairs = [tuple(positive(number) for number in part.split("x")) for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text} is not of the form 256x2048,64x512")
+    return tuple((pair[0], pair[1]) for pair in pairs)
+
+
+def leads(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank (%(default)s)")
+    parser.add_argument("--hidden", type=positive, default=7168, help="%(default)s")
+    parser.add_argument("--top-k", type=positive, default=8, help="%(default)s")
+    parser.add_argument("--shapes", type=shapes, default=((256, 2048), (64, 512)), help="experts x width, ...")
+    parser.add_argument("--gemms", type=names_of(GEMMS), default=("torch", "dynamic"), help=", ".join(GEMMS))
+    parser.add_argument("--operations", type=names_of(OPERATIONS), default=OPERATIONS, help=", ".join(OPERATIONS))
+    parser.add_argument("--leads", type=leads, default=(0.0, 20.0), help="µs by which the GEMM is delayed (0,20)")
+    parser.add_argument("--rounds", type=positive, default=12, help="with rests; a third as many without (%(default)s)")
+    parser.add_argument("--row", type=positive, default=40, help="calls back to back without rests (%(default)s)")
+    add_options(parser)
+    return parser
+
+
+class Case:
+    """A shape: the GEMMs, the operations, and the ways to run them. Collective."""
+
+    def __init__(self, run: Run, experts: int, width: int) -> None:
+        args, device = run.args, run.device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.args, self.name = args, f"{experts} x {width}"
+        self.comm = comm = Communicator(
+            num_experts=experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens,
+            device=device, dtype=dtype, backend=args.backend, latency_max_tokens=0,
+        )  # fmt: skip
+        draw = torch.Generator(device).manual_seed(run.rank)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, device=device, dtype=dtype).normal_(0, shape[-2] ** -0.5, generator=draw)
+
+        held = comm.num_local_experts
+        self.x, self.w_in = normal(args.tokens, args.hidden), normal(held, args.hidden, 2 * width)
+        self.idx = torch.rand(args.tokens, experts, device=device, generator=draw).topk(args.top_k).indices
+        self.weights = torch.full((args.tokens, args.top_k), 1 / args.top_k, device=device)
+        self.capacity = -(-args.tokens * args.top_k * 5 // 4 // 128) * 128 + 128 * held
+        self.rows = comm.dispatch(self.x, self.idx, self.weights, capacity=self.capacity, zeros=True)
+        self.y, self.h = normal(self.capacity, args.hidden), normal(self.capacity, width)
+        self.ends = torch.nn.functional.pad(self.rows.route.offs, (1, 0))
+        for operation in OPERATIONS:  # compiled before quack is imported, which changes the CuTe DSL
+            self.whole(operation)
+            self.split(operation)
+
+    def gemm(self, name: str, i: int = 0) -> Any:
+        """Run a GEMM with sizes that are known beforehand, so that nothing precedes its kernels."""
+        if name == "torch":
+            return grouped_mm(self.rows.x, self.w_in, self.rows.route.offs)
+        from quack.gemm_interface import gemm
+
+        if name == "gradient":
+            return gemm(self.h.mT, self.y, cu_seqlens_k=self.ends, dynamic_scheduler=True, tuned=False)
+        return gemm(self.rows.x, self.w_in, cu_seqlens_m=self.ends, dynamic_scheduler=name == "dynamic", tuned=False)
+
+    def start(self, operation: str) -> Any:
+        if operation == "dispatch":
+            return self.comm.dispatch_start(self.x, self.idx, self.weights, capacity=self.capacity)
+        return self.comm.combine_start(self.y, self.rows.route, self.rows.weights)
+
+    def wait(self, operation: str, started: Any) -> Any:
+        return self.comm.dispatch_wait(started) if operation == "dispatch" else self.comm.combine_wait(started)
+
+    def split(self, operation: str, i: int = 0) -> Any:
+        return self.wait(operation, self.start(operation))
+
+    def whole(self, operation: str) -> Any:
+        if operation == "dispatch":
+            return self.comm.dispatch(self.x, self.idx, self.weights, capacity=self.capacity)
+        return self.comm.combine(self.y, self.rows.route, self.rows.weights)
+
+    def together(self, gemm: str, operation: str, lead: float, i: int = 0) -> None:
+        started = self.start(operation)
+        if lead:
+            sleep(self.comm.device, lead)
+        self.gemm(gemm)
+        self.wait(operation, started)
+
+    def after(self, gemm: str, operation: str, i: int = 0) -> None:
+        self.split(operation)
+        self.gemm(gemm)
+
+    def after_whole(self, gemm: str, operation: str, i: int = 0) -> None:
+        self.whole(operation)
+        self.gemm(gemm)
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        return ((gemm, operation) for gemm in self.args.gemms for operation in self.args.operations)
+
+    def ways(self) -> dict[Any, Callable[[int], Any]]:
+        """Return what is timed: parts alone by name, the others by (GEMM, operation, "after", "whole" or lead)."""
+        bind = functools.partial
+        found: dict[Any, Callable[[int], Any]] = {gemm: bind(self.gemm, gemm) for gemm in self.args.gemms}
+        found |= {operation: bind(self.split, operation) for operation in self.args.operations}
+        found |= {lead: bind(sleep, self.comm.device, lead) for lead in self.args.leads if lead}
+        for gemm, operation in self.pairs():
+            found[gemm, operation, "after"] = bind(self.after, gemm, operation)
+            found[gemm, operation, "whole"] = bind(self.after_whole, gemm, operation)
+            found |= {(gemm, operation, lead): bind(self.together, gemm, operation, lead) for lead in self.args.leads}
+        return found
+
+
+def sleep(device: torch.device, us: float, i: int = 0) -> None:
+    if device.type == "cuda":
+        torch.cuda._sleep(int(us * MHZ))
+
+
+def begins(run: Run, case: Case, gemm: str, operation: str, lead: float) -> float:
+    """Return how many µs after the operation's last kernel the GEMM's longest kernel starts, on the rank with the
+    smallest value; 0 without GPUs. Collective."""
+    if run.device.type != "cuda":
         return 0.0
-    count, spent = 60 if pause else int(args.seconds / 0.006), 0.0
-    for _ in range(count if pause else 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        time.sleep(0.02)
-        dist.all_reduce(torch.zeros(1, device=device))
-        torch.cuda._sleep(1_000_000)  # ranks have met, and the host gets ahead
-        begin.record()
-        for _ in range(1 if pause else count):
-            call()
-        end.record()
-        end.synchronize()
-        spent += begin.elapsed_time(end)
-    mean = torch.tensor([spent / count], device=device)
-    dist.all_reduce(mean, dist.ReduceOp.MAX)
-    return float(mean)
+
+    def both() -> None:
+        run.barrier()
+        case.together(gemm, operation, lead)
+
+    both()
+    kernels = [k for k in timeline(both) if "ep_line_up" not in k.name and SLEEP not in k.name]
+    computed = max((k for k in kernels if k.lane == "computation"), key=lambda k: k.end - k.start, default=None)
+    begun = max((k.start for k in kernels if k.lane == "communication"), default=math.inf)  # the profiler lost some
+    return -run.worst({"": begun - computed.start if computed else math.inf})[""]
 
 
-def ways(run, start, wait):
-    """Return functions that run the GEMM ``run`` and a split operation, alone and together."""
+def figures(case: Case, paused: bool, took: dict[Any, Timing]) -> Iterator[dict[str, Any]]:
+    """Yield a record for each GEMM, operation and lead: medians in ms, and shares of the operation that are hidden."""
+    ms = {way: timing.median / 1e3 for way, timing in took.items()}
+    for gemm, operation in case.pairs():
+        after, whole = took[gemm, operation, "after"].calls, took[gemm, operation, "whole"].calls
+        for lead in case.args.leads:
+            both, slept = took[gemm, operation, lead].calls, ms.get(lead, 0.0)
+            gains = [
+                statistics.median(a - b for a, b in zip(before, both, strict=True)) / 1e3 for before in (after, whole)
+            ]
+            yield {
+                "shape": case.name, "calls": "paused" if paused else "sustained", "gemm": gemm, "operation": operation,
+                "lead_us": lead, "lead_ms": slept, "gemm_ms": ms[gemm], "operation_ms": ms[operation],
+                "after_ms": ms[gemm, operation, "after"], "whole_ms": ms[gemm, operation, "whole"],
+                "together_ms": ms[gemm, operation, lead], "gain_ms": gains[0], "gain_over_whole_ms": gains[1],
+                "hidden": gains[0] / max(ms[operation], 1e-9),
+                "hidden_without_lead": (gains[0] + slept) / max(ms[operation], 1e-9),
+            }  # fmt: skip
 
-    def at_once():
-        ticket = start()
-        run()
-        wait(ticket)
 
-    return {
-        "gemm": run,
-        "alone": lambda: wait(start()),
-        "after": lambda: (wait(start()), run()),
-        "together": at_once,
-    }
+class Load:
+    """Mean clock and largest power of this rank's GPU within a `with` block, by nvidia-smi if there is one."""
+
+    def __init__(self, run: Run) -> None:
+        self.found: dict[str, float] = {}
+        query = "nvidia-smi --query-gpu=clocks.sm,power.draw --format=csv,noheader,nounits -lms 50 -i"
+        self.command = [*query.split(), str(run.device.index or 0)] if run.device.type == "cuda" else ["true"]
+
+    def __enter__(self) -> dict[str, float]:
+        try:
+            self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, text=True)
+        except OSError:
+            self.command = []
+        return self.found
+
+    def __exit__(self, *_: object) -> None:
+        if self.command:
+            self.process.terminate()
+            lines = [line.split(",") for line in self.process.communicate()[0].splitlines()]
+            samples = [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
+            if samples:
+                clocks, watts = zip(*samples, strict=True)
+                self.found |= {"mean_mhz": statistics.fmean(clocks), "max_watts": max(watts)}
 
 
-with torch.no_grad():
-    for pause in (True, False):
-        for what, run in gemms.items():
-            for name, (start, wait) in operations.items():
-                t = {key: [timed(call, pause) for _ in range(2)][-1] for key, call in ways(run, start, wait).items()}
-                load = f"{torch.cuda.clock_rate()} MHz {torch.cuda.power_draw() // 1000} W" if gpu and not pause else ""
-                if rank == 0:
-                    figures = ", ".join(f"{key} {value:.3f}" for key, value in t.items())
-                    hidden = (t["after"] - t["together"]) / max(t["alone"], 1e-9)
-                    kind = "paused" if pause else "sustained"
-                    print(f"{kind} | {what} | {name} | {figures} | hidden {hidden:.0%} {load}")
-comm.destroy()
-dist.destroy_process_group()
+@torch.no_grad()
+def measure(device: torch.device, args: argparse.Namespace) -> None:
+    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "top_k", "rounds", "row")}
+    run = Run(device, args, benchmark="concurrent GEMM", dtype="bf16", **sizes, loads=[], results=[], begins=[])
+    cases = [Case(run, *shape) for shape in args.shapes]
+    run.found["machine"]["backend"] = cases[0].comm.backend.name
+    for paused in (True, False):
+        for case in cases:
+            with Load(run) as load:
+                rounds, row = (args.rounds, 1) if paused else (max(1, args.rounds // 3), args.row)
+                took = run.timer.by_turns(case.ways(), rounds, row, paused)
+            run.found["loads"].append({"shape": case.name, "calls": "paused" if paused else "sustained", **load})
+            run.found["results"] += figures(case, paused, took)
+            run.say(str(run.found["loads"][-1]))
+            run.save()
+    if run.rank == 0:
+        print(machine_line(run.found), *text_table(rows(run.found["results"])), sep="\n", flush=True)
+    # Last, because the profiler may slow down later launches.
+    for case in cases:
+        for pair, lead in itertools.product(case.pairs(), args.leads):
+            us = begins(run, case, *pair, lead)
+            run.found["begins"].append({"shape": case.name, "gemm": pair[0], "operation": pair[1], "lead_us": lead,
+                                        "us": us if math.isfinite(us) else None})  # fmt: skip
+            run.say(f"{case.name}, {', '.join(pair)}, lead {lead:.0f}: the GEMM starts {us:.1f} µs after the operation")
+        run.save()
+        case.comm.check_errors()
+        case.comm.destroy()
+    run.close()
+
+
+MS = ("gemm", "operation", "after", "whole", "together", "gain_over_whole")
+
+
+def rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+    heading = "shape calls GEMM operation lead,µs GEMM,ms alone after whole together gain hidden without_lead"
+    table = [heading.split()]
+    for r in results:
+        names = (r["shape"], r["calls"], r["gemm"], r["operation"], f"{1e3 * r['lead_ms']:.0f}")
+        times = (f"{r[f'{name}_ms']:.3f}" for name in MS)
+        shares = (f"{r[name]:.0%}" for name in ("hidden", "hidden_without_lead"))
+        table.append([*names, *times, *shares])
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = options()
+    args = read(parser, argv)
+    if args.device == "cpu" and args.gemms != ("torch",):
+        parser.error("without GPUs only --gemms torch runs")
+    return on_every_rank(measure, args, 120.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

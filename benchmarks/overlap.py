@@ -11,56 +11,21 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_ops import Communicator, Dispatched, Route
-from ep_ops.bench.figures import machine_line, pyplot, save, text_table
+from ep_ops.bench.figures import machine_line, text_table
 from ep_ops.bench.operators import MAX_ERROR, relative_error
 from ep_ops.bench.options import add_options, add_sizes, positive, read
 from ep_ops.bench.ranks import Run, on_every_rank
+from ep_ops.bench.timeline import picture, timeline
 from ep_ops.bench.workloads import ALIGNMENT, ROUTINGS, Workload, draw_route, measure_traffic
 from ep_ops.nn import grouped_mm, interleave, swiglu, swiglu_rows
 
 TIMEOUT = 120.0  # seconds that a rank waits for another
-FILLERS = 16
-NAME = 100  # characters of a kernel's name that are kept
-AHEAD = 4_000_000  # cycles, about 2 ms: for so long the device waits, so that the host is ahead of it
-
-
-# ---------------------------------------------------------------------- the timeline
-
-
-class Kernel(NamedTuple):
-    start: float  # µs
-    end: float
-    name: str
-
-    @property
-    def lane(self) -> str:
-        return "communication" if self.name.startswith("ep_") or "_ep_" in self.name else "computation"
-
-
-def timeline(run: Callable[[], Any]) -> list[Kernel]:
-    """Return the kernels of `run` on this GPU by start time, relative to the first communication kernel, with which
-    `run` begins. Other kernels run before it, because the profiler may lose the first ones."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    filler = torch.zeros(1, device="cuda")
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(FILLERS):
-            filler.add_(1)
-        torch.cuda._sleep(AHEAD)
-        run()
-        torch.cuda.synchronize()
-    events = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
-    kernels = sorted(Kernel(event.time_range.start, event.time_range.end, event.name) for event in events)
-    first = min((kernel.start for kernel in kernels if kernel.lane == "communication"), default=0.0)
-    return [Kernel(k.start - first, k.end - first, k.name[:NAME]) for k in kernels if k.start >= first]
 
 
 def routing(text: str) -> str:
@@ -73,22 +38,6 @@ def routing(text: str) -> str:
     if not known:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(ROUTINGS)}, nor as 'hot 0.2'")
     return text
-
-
-def picture(run: dict[str, Any], path: Path) -> Path:
-    """Draw both timelines of a run as an SVG file, and return its path."""
-    plt = pyplot()
-    lines = [name for name, kernels in run["timelines"].items() if kernels]
-    figure, axes = plt.subplots(len(lines), 1, figsize=(10, 1 + 1.4 * len(lines)), sharex=True, squeeze=False)
-    lanes = {"computation": "#57a0d3", "communication": "#e08e79"}
-    for axis, name in zip(axes[:, 0], lines, strict=True):
-        kernels = [Kernel(*kernel) for kernel in run["timelines"][name]]
-        for place, (lane, color) in enumerate(lanes.items()):
-            bars = [(k.start / 1e3, (k.end - k.start) / 1e3) for k in kernels if k.lane == lane]
-            axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=color)
-        axis.set(yticks=range(len(lanes)), yticklabels=list(lanes), title=name)
-    axes[-1, 0].set_xlabel("ms")
-    return save(figure, run, run["workload"]["dtype"], path.with_suffix(""), "timeline")
 
 
 # ---------------------------------------------------------------------- the layer

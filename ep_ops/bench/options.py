@@ -81,7 +81,7 @@ def read(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         options.error("--backend is cute, which runs on GPUs; --device is cpu, or torch sees none")
     if (hidden := getattr(args, "hidden", None)) and hidden % 8:
         options.error(f"--hidden is {hidden}; it must be a multiple of 8 (rows of 16 bytes)")
-    if hasattr(args, "top_k") and args.top_k > args.experts:
+    if hasattr(args, "experts") and args.top_k > args.experts:
         options.error(f"--top-k is {args.top_k}; allowed: 1..{args.experts}, of --experts")
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks or gpus() or 2))
     if (size := getattr(args, "domain_size", None)) and ranks % size:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks import charts, late_gradients, moe, overlap, training
+from benchmarks import charts, concurrent_gemm, late_gradients, moe, overlap, training
 from ep_ops import Communicator
+from ep_ops.bench import timeline
 from ep_ops.moe import MoECommunicator
 from ep_ops.nn import TORCH
 
@@ -57,9 +58,37 @@ def test_timeline_picture(tmp_path: Path) -> None:
         "world_size": 2, "machine": {"device": "GPU"}, "workload": {"dtype": "bf16"},
         "timelines": {"serial": kernels, "in turns": kernels},
     }  # fmt: skip
-    text = overlap.picture(run, tmp_path / "overlap.svg").read_text()
+    text = timeline.picture(run, tmp_path / "overlap.svg").read_text()
     assert all(word in text for word in ("computation", "communication", "serial", "in turns"))
-    assert [overlap.Kernel(*kernel).lane for kernel in kernels] == ["computation", "communication", "communication"]
+    assert [timeline.Kernel(*kernel).lane for kernel in kernels] == ["computation", "communication", "communication"]
+
+
+def test_timeline_begins_after_the_sleep() -> None:
+    kernels = [(0.0, 2.0, "fill"), (2.0, 9.0, "at::cuda::spin_kernel"), (10.0, 12.0, "gemm"), (11.0, 13.0, "ep_pull")]
+    found = timeline.after_sleep([timeline.Kernel(*kernel) for kernel in kernels])
+    assert found == [(0.0, 2.0, "gemm"), (1.0, 3.0, "ep_pull")]
+    assert timeline.after_sleep([]) == []
+
+
+def concurrent() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    save = concurrent_gemm.Run.save
+    concurrent_gemm.Run.save = lambda run: found.append(run.found)  # type: ignore[method-assign]
+    text = "--device cpu --backend reference --hidden 64 --top-k 2 --tokens 6 --shapes 4x16 --rounds 3 --gemms torch"
+    try:
+        concurrent_gemm.measure(torch.device("cpu"), concurrent_gemm.options().parse_args(text.split()))
+    finally:
+        concurrent_gemm.Run.save = save  # type: ignore[method-assign]
+    return found[-1]["results"]
+
+
+def test_concurrent_gemm() -> None:
+    results = run_ranks(2, concurrent)[0]
+    assert len(results) == 2 * 2 * 2  # calls, operations, leads
+    assert {one["lead_us"] for one in results} == {0.0, 20.0}
+    for one in results:
+        assert one["hidden"] == pytest.approx(one["gain_ms"] / one["operation_ms"])
+        assert one["hidden_without_lead"] - one["hidden"] == pytest.approx(one["lead_ms"] / one["operation_ms"])
 
 
 def test_charts(tmp_path: Path) -> None:

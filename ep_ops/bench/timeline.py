@@ -1,0 +1,69 @@
+"""Timelines of a GPU's kernels, recorded by PyTorch's profiler, and pictures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .figures import pyplot, save
+
+FILLERS = 16
+NAME = 100  # characters of a kernel's name that are kept
+AHEAD = 4_000_000  # cycles, about 2 ms: for so long the device waits, so that the host is ahead of it
+SLEEP = "spin_kernel"
+"""Part of the name of the kernel of `torch.cuda._sleep`."""
+
+
+class Kernel(NamedTuple):
+    start: float  # µs
+    end: float
+    name: str
+
+    @property
+    def lane(self) -> str:
+        communicates = self.name.startswith("ep_") or "_ep_" in self.name or "nccl" in self.name
+        return "communication" if communicates else "computation"
+
+
+def timeline(run: Callable[[], Any]) -> list[Kernel]:
+    """Return the kernels of `run` on this GPU by start time, relative to the first one. Other kernels run before `run`,
+    because the profiler may lose the first ones."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    filler = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(FILLERS):
+            filler.add_(1)
+        torch.cuda._sleep(AHEAD)
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
+    return after_sleep(sorted(Kernel(e.time_range.start, e.time_range.end, e.name[:NAME]) for e in events))
+
+
+def after_sleep(kernels: list[Kernel]) -> list[Kernel]:
+    """Return the kernels after the first sleep, relative to the first one of them."""
+    slept = next((kernel.end for kernel in kernels if SLEEP in kernel.name), 0.0)
+    kernels = [kernel for kernel in kernels if kernel.start >= slept]
+    return [Kernel(k.start - kernels[0].start, k.end - kernels[0].start, k.name) for k in kernels]
+
+
+def picture(run: dict[str, Any], path: Path) -> Path:
+    """Draw both timelines of a run as an SVG file, and return its path."""
+    plt = pyplot()
+    lines = [name for name, kernels in run["timelines"].items() if kernels]
+    figure, axes = plt.subplots(len(lines), 1, figsize=(10, 1 + 1.4 * len(lines)), sharex=True, squeeze=False)
+    lanes = {"computation": "#57a0d3", "communication": "#e08e79"}
+    for axis, name in zip(axes[:, 0], lines, strict=True):
+        kernels = [Kernel(*kernel) for kernel in run["timelines"][name]]
+        for place, (lane, color) in enumerate(lanes.items()):
+            bars = [(k.start / 1e3, (k.end - k.start) / 1e3) for k in kernels if k.lane == lane]
+            axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=color)
+        axis.set(yticks=range(len(lanes)), yticklabels=list(lanes), title=name)
+    axes[-1, 0].set_xlabel("ms")
+    return save(figure, run, run["workload"]["dtype"], path.with_suffix(""), "timeline")
