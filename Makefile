@@ -97,7 +97,7 @@ format: $(NEEDS)
 	$(PYTHON) -m ruff format .
 
 typecheck: $(NEEDS)
-	$(PYTHON) -m mypy ep_ops meta_kernels cute_kernels benchmarks tests/gpu
+	$(PYTHON) -m mypy
 
 $(VENV)/.ready-docs: $(READY)
 	$(PYTHON) -m pip install -qq -e ".[docs]"
