@@ -21,6 +21,7 @@ import argparse
 import functools
 import itertools
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -220,10 +221,9 @@ class Load:
     def __exit__(self, *_: object) -> None:
         if self.command:
             self.process.terminate()
-            lines = [line.split(",") for line in self.process.communicate()[0].splitlines()]
-            samples = [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
-            if samples:
-                clocks, watts = zip(*samples, strict=True)
+            lines = re.findall(r"^(\d+), ([\d.]+)$", self.process.communicate()[0], re.MULTILINE)
+            if lines:
+                clocks, watts = ([float(line[i]) for line in lines] for i in range(2))
                 self.found |= {"mean_mhz": statistics.fmean(clocks), "max_watts": max(watts)}
 
 
