@@ -79,18 +79,13 @@ def options() -> argparse.ArgumentParser:
 class Case:
     """A shape: the GEMMs, the operations, and the ways to run them. Collective."""
 
-    def __init__(self, run: Run, experts: int, width: int) -> None:
-        args, device = run.args, run.device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.args, self.name = args, f"{experts} x {width}"
-        self.comm = comm = Communicator(
-            num_experts=experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens,
-            device=device, dtype=dtype, backend=args.backend, latency_max_tokens=0,
-        )  # fmt: skip
-        draw = torch.Generator(device).manual_seed(run.rank)
+    def __init__(self, comm: Communicator, args: argparse.Namespace, width: int) -> None:
+        self.comm, self.args, self.name = comm, args, f"{comm.num_experts} x {width}"
+        device, experts = comm.device, comm.num_experts
+        draw = torch.Generator(device).manual_seed(comm.rank)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, device=device, dtype=dtype).normal_(0, shape[-2] ** -0.5, generator=draw)
+            return torch.empty(shape, device=device, dtype=comm.dtype).normal_(0, shape[-2] ** -0.5, generator=draw)
 
         held = comm.num_local_experts
         self.x, self.w_in = normal(args.tokens, args.hidden), normal(held, args.hidden, 2 * width)
@@ -172,12 +167,9 @@ def begins(run: Run, case: Case, gemm: str, operation: str, lead: float) -> floa
     if run.device.type != "cuda":
         return 0.0
 
-    def both() -> None:
-        run.barrier()
-        case.together(gemm, operation, lead)
-
+    both = functools.partial(case.together, gemm, operation, lead)
     both()
-    kernels = [k for k in timeline(both) if "ep_line_up" not in k.name and SLEEP not in k.name]
+    kernels = [kernel for kernel in timeline(both, run.barrier) if SLEEP not in kernel.name]
     computed = max((k for k in kernels if k.lane == "computation"), key=lambda k: k.end - k.start, default=None)
     begun = max((k.start for k in kernels if k.lane == "communication"), default=math.inf)  # the profiler lost some
     return -run.worst({"": begun - computed.start if computed else math.inf})[""]
@@ -231,8 +223,16 @@ class Load:
 def measure(device: torch.device, args: argparse.Namespace) -> None:
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "top_k", "rounds", "row")}
     run = Run(device, args, benchmark="concurrent GEMM", dtype="bf16", **sizes, loads=[], results=[], begins=[])
-    cases = [Case(run, *shape) for shape in args.shapes]
-    run.found["machine"]["backend"] = cases[0].comm.backend.name
+    comms = [
+        Communicator(
+            num_experts=experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens,
+            device=device, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0,
+        )
+        for experts, _ in args.shapes
+    ]  # fmt: skip
+    run.found["machine"]["backend"] = comms[0].backend.name
+    run.compile([], *comms)
+    cases = [Case(comm, args, width) for comm, (_, width) in zip(comms, args.shapes, strict=True)]
     for paused in (True, False):
         for case in cases:
             with Load(run) as load:

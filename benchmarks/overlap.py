@@ -293,14 +293,10 @@ class Session(Run):
             runs: dict[str, Callable[[], Any]] = {"serial": layer.serial, "in turns": layer.in_turns}
             for name, run in runs.items():
                 run()
-                self.barrier()
-                if self.rank == 0:
-                    self.found["timelines"][name] = [list(kernel) for kernel in timeline(run)]
-                else:
-                    run()
-                    torch.cuda.synchronize()
+                self.found["timelines"][name] = [list(kernel) for kernel in timeline(run, self.barrier)]
         if self.rank == 0 and self.args.picture is not None:
-            self.say(f"{picture(self.found, self.args.picture)} is written")
+            path = picture(self.found, self.workload.dtype, self.found["timelines"], self.args.picture)
+            self.say(f"{path} is written")
 
 
 def measure(device: torch.device, args: argparse.Namespace) -> None:

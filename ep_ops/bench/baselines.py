@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,17 +37,38 @@ class SameBytes:
         dist.all_to_all_single(received, sent, entering, leaving)
 
 
-class Sent:
-    """What `eager_combine` needs to know of an `eager_dispatch`."""
+class Sent(NamedTuple):
+    """What follows an `eager_dispatch` needs to know of it."""
 
-    def __init__(self, order: Tensor, grouping: Tensor, leaving: list[int], entering: list[int]) -> None:
-        self.order, self.grouping, self.leaving, self.entering = order, grouping, leaving, entering
+    order: Tensor
+    grouping: Tensor
+    counts: Tensor  # int64 [world_size, local experts]: rows that came from each rank for each expert
+    leaving: list[int]
+    entering: list[int]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, entering: list[int], leaving: list[int]) -> Tensor:
+        ctx.splits = leaving, entering
+        arrived = rows.new_empty(sum(entering), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), entering, leaving)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Exchange.apply(grad, *ctx.splits), None, None
+
+
+def exchange(rows: Tensor, entering: list[int], leaving: list[int]) -> Tensor:
+    """Return the rows of an all-to-all. Differentiable. `entering`, `leaving`: numbers of rows, by rank."""
+    return _Exchange.apply(rows, entering, leaving)
 
 
 def eager_dispatch(x: Tensor, topk_idx: Tensor, experts: int, world_size: int) -> tuple[Tensor, Sent]:
     """Send tokens with eager PyTorch: sort, exchange counts, exchange rows, group. Returns rows grouped by local
-    expert, one for each (token, expert). `experts` is a multiple of `world_size`; no expert id is -1. Synchronizes the
-    host once, for the counts."""
+    expert, one for each (token, expert). Differentiable. `experts` is a multiple of `world_size`; no expert id is -1.
+    Synchronizes the host once, for the counts."""
     flat = topk_idx.flatten()
     order = flat.argsort(stable=True)
     sorted_rows = x[order // topk_idx.shape[1]]
@@ -54,19 +77,17 @@ def eager_dispatch(x: Tensor, topk_idx: Tensor, experts: int, world_size: int) -
     dist.all_to_all_single(counts_here, counts)
     by_rank = torch.stack((counts, counts_here)).view(2, world_size, -1).sum(2).tolist()
     leaving, entering = by_rank
-    arrived = x.new_empty(sum(entering), x.shape[1])
-    dist.all_to_all_single(arrived, sorted_rows, entering, leaving)
+    arrived = exchange(sorted_rows, entering, leaving)
     local = torch.arange(experts // world_size, device=x.device).repeat(world_size)
     grouping = local.repeat_interleave(counts_here, output_size=sum(entering)).argsort(stable=True)
-    return arrived[grouping], Sent(order, grouping, leaving, entering)
+    return arrived[grouping], Sent(order, grouping, counts_here.view(world_size, -1), leaving, entering)
 
 
 def eager_combine(y: Tensor, topk_weights: Tensor, sent: Sent) -> Tensor:
     """Return the rows of `eager_dispatch` and compute the weighted sum of each token's rows."""
     ungrouped = torch.empty_like(y)
     ungrouped[sent.grouping] = y
-    returned = y.new_empty(sent.order.numel(), y.shape[1])
-    dist.all_to_all_single(returned, ungrouped, sent.leaving, sent.entering)
+    returned = exchange(ungrouped, sent.leaving, sent.entering)
     rows = torch.empty_like(returned)
     rows[sent.order] = returned
     tokens, top_k = topk_weights.shape

@@ -12,7 +12,7 @@ from .figures import pyplot, save
 
 FILLERS = 16
 NAME = 100  # characters of a kernel's name that are kept
-AHEAD = 4_000_000  # cycles, about 2 ms: for so long the device waits, so that the host is ahead of it
+AHEAD = 20_000_000  # cycles, about 10 ms: for so long the device waits, so that the host is ahead of it
 SLEEP = "spin_kernel"
 """Part of the name of the kernel of `torch.cuda._sleep`."""
 
@@ -28,9 +28,9 @@ class Kernel(NamedTuple):
         return "communication" if communicates else "computation"
 
 
-def timeline(run: Callable[[], Any]) -> list[Kernel]:
-    """Return the kernels of `run` on this GPU by start time, relative to the first one. Other kernels run before `run`,
-    because the profiler may lose the first ones."""
+def timeline(run: Callable[[], Any], barrier: Callable[[], None]) -> list[Kernel]:
+    """Return the kernels of `run` on this GPU by start time, relative to the first one. Collective. Other kernels run
+    before `run`, because the profiler may lose the first ones; `barrier` lines up the ranks."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -39,6 +39,7 @@ def timeline(run: Callable[[], Any]) -> list[Kernel]:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(FILLERS):
             filler.add_(1)
+        barrier()
         torch.cuda._sleep(AHEAD)
         run()
         torch.cuda.synchronize()
@@ -53,17 +54,17 @@ def after_sleep(kernels: list[Kernel]) -> list[Kernel]:
     return [Kernel(k.start - kernels[0].start, k.end - kernels[0].start, k.name) for k in kernels]
 
 
-def picture(run: dict[str, Any], path: Path) -> Path:
-    """Draw both timelines of a run as an SVG file, and return its path."""
+def picture(run: dict[str, Any], dtype: str, timelines: dict[str, list[Any]], path: Path) -> Path:
+    """Draw timelines of a run as an SVG file, one below the other, and return its path."""
     plt = pyplot()
-    lines = [name for name, kernels in run["timelines"].items() if kernels]
+    lines = {name: kernels for name, kernels in timelines.items() if kernels}
     figure, axes = plt.subplots(len(lines), 1, figsize=(10, 1 + 1.4 * len(lines)), sharex=True, squeeze=False)
     lanes = {"computation": "#57a0d3", "communication": "#e08e79"}
-    for axis, name in zip(axes[:, 0], lines, strict=True):
-        kernels = [Kernel(*kernel) for kernel in run["timelines"][name]]
+    for axis, (name, line) in zip(axes[:, 0], lines.items(), strict=True):
+        kernels = [Kernel(*kernel) for kernel in line]
         for place, (lane, color) in enumerate(lanes.items()):
             bars = [(k.start / 1e3, (k.end - k.start) / 1e3) for k in kernels if k.lane == lane]
             axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=color)
         axis.set(yticks=range(len(lanes)), yticklabels=list(lanes), title=name)
     axes[-1, 0].set_xlabel("ms")
-    return save(figure, run, run["workload"]["dtype"], path.with_suffix(""), "timeline")
+    return save(figure, run, dtype, path.with_suffix(""), "timeline")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks import charts, concurrent_gemm, late_gradients, moe, overlap, training
+from benchmarks import charts, concurrent_gemm, late_gradients, layers, moe, overlap, training
 from ep_ops import Communicator
 from ep_ops.bench import timeline
 from ep_ops.moe import MoECommunicator
@@ -54,11 +54,8 @@ def test_overlap() -> None:
 def test_timeline_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     kernels = [[0.0, 900.0, "nvjet_gemm"], [100.0, 500.0, "kernel_ep_pull_0"], [900.0, 950.0, "ep_combine"]]
-    run = {
-        "world_size": 2, "machine": {"device": "GPU"}, "workload": {"dtype": "bf16"},
-        "timelines": {"serial": kernels, "in turns": kernels},
-    }  # fmt: skip
-    text = timeline.picture(run, tmp_path / "overlap.svg").read_text()
+    run, timelines = {"world_size": 2, "machine": {"device": "GPU"}}, {"serial": kernels, "in turns": kernels}
+    text = timeline.picture(run, "bf16", timelines, tmp_path / "overlap.svg").read_text()
     assert all(word in text for word in ("computation", "communication", "serial", "in turns"))
     assert [timeline.Kernel(*kernel).lane for kernel in kernels] == ["computation", "communication", "communication"]
 
@@ -74,7 +71,7 @@ def concurrent() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     save = concurrent_gemm.Run.save
     concurrent_gemm.Run.save = lambda run: found.append(run.found)  # type: ignore[method-assign]
-    text = "--device cpu --backend reference --hidden 64 --top-k 2 --tokens 6 --shapes 4x16 --rounds 3 --gemms torch"
+    text = "--device cpu --backend reference --hidden 64 --top-k 2 --tokens 6 --shapes 4x16 --rounds 3 --row 2 --gemms torch"
     try:
         concurrent_gemm.measure(torch.device("cpu"), concurrent_gemm.options().parse_args(text.split()))
     finally:
@@ -89,6 +86,29 @@ def test_concurrent_gemm() -> None:
     for one in results:
         assert one["hidden"] == pytest.approx(one["gain_ms"] / one["operation_ms"])
         assert one["hidden_without_lead"] - one["hidden"] == pytest.approx(one["lead_ms"] / one["operation_ms"])
+
+
+def compared_layers() -> tuple[dict[str, Any], str]:
+    """Results of one run, and the error of a run in which sort+NCCL doubles its output."""
+    args = layers.options().parse_args("--device cpu --backend reference --models tiny --tokens 16 --rounds 1".split())
+    found = measured(layers.Session(torch.device("cpu"), args))
+    combine = layers.eager_combine
+    layers.eager_combine = lambda *given: 2 * combine(*given)
+    try:
+        with pytest.raises(RuntimeError, match="results are wrong by") as error:
+            layers.Session(torch.device("cpu"), args).measure()
+    finally:
+        layers.eager_combine = combine
+    return found, str(error.value)
+
+
+def test_layers() -> None:
+    found, error = run_ranks(2, compared_layers)[0]
+    results = {one["variant"]: one for one in found["results"]}
+    assert {"serial, torch", "late, torch", "GEMMs, torch", "sort+NCCL", "communication"} <= results.keys()
+    assert "torchtitan" in results or "torchtitan" in found["missing"]
+    assert results["late, torch"]["error"] == 0.0 and results["communication"]["forward_backward"] is None
+    assert "tiny, sort+NCCL" in error and "late" not in error
 
 
 def test_charts(tmp_path: Path) -> None:
