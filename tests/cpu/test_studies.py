@@ -71,9 +71,11 @@ def concurrent() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     save = concurrent_gemm.Run.save
     concurrent_gemm.Run.save = lambda run: found.append(run.found)  # type: ignore[method-assign]
-    text = "--device cpu --backend reference --hidden 64 --top-k 2 --tokens 6 --shapes 4x16 --rounds 3 --row 2 --gemms torch"
+    text = "--device cpu --backend reference --hidden 64 --top-k 2 --tokens 6 --shapes 4x16 --rounds 3 --row 2"
     try:
-        concurrent_gemm.measure(torch.device("cpu"), concurrent_gemm.options().parse_args(text.split()))
+        concurrent_gemm.measure(
+            torch.device("cpu"), concurrent_gemm.options().parse_args([*text.split(), "--gemms", "torch"])
+        )
     finally:
         concurrent_gemm.Run.save = save  # type: ignore[method-assign]
     return found[-1]["results"]
