@@ -170,7 +170,7 @@ def begins(run: Run, case: Case, gemm: str, operation: str, lead: float) -> floa
     both = functools.partial(case.together, gemm, operation, lead)
     both()
     kernels = [kernel for kernel in timeline(both, run.barrier) if SLEEP not in kernel.name]
-    computed = max((k for k in kernels if k.lane == "computation"), key=lambda k: k.end - k.start, default=None)
+    computed = max((k for k in kernels if k.lane != "communication"), key=lambda k: k.end - k.start, default=None)
     begun = max((k.start for k in kernels if k.lane == "communication"), default=math.inf)  # the profiler lost some
     return -run.worst({"": begun - computed.start if computed else math.inf})[""]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ NAME = 100  # characters of a kernel's name that are kept
 AHEAD = 20_000_000  # cycles, about 10 ms: for so long the device waits, so that the host is ahead of it
 SLEEP = "spin_kernel"
 """Part of the name of the kernel of `torch.cuda._sleep`."""
+COMMUNICATION = re.compile("ep_(publish|pull|combine|gather|latency)|nccl")
+"""Part of the names of kernels that communicate."""
+LANES = {"GEMMs": "#57a0d3", "other": "#8a8a8a", "communication": "#e08e79"}
+"""Kinds of kernels, and their colors in a picture."""
 
 
 class Kernel(NamedTuple):
@@ -24,8 +29,10 @@ class Kernel(NamedTuple):
 
     @property
     def lane(self) -> str:
-        communicates = self.name.startswith("ep_") or "_ep_" in self.name or "nccl" in self.name
-        return "communication" if communicates else "computation"
+        """One of `LANES`."""
+        if COMMUNICATION.search(self.name):
+            return "communication"
+        return "GEMMs" if "gemm" in self.name.lower() or "nvjet" in self.name else "other"
 
 
 def timeline(run: Callable[[], Any], barrier: Callable[[], None]) -> list[Kernel]:
@@ -59,12 +66,11 @@ def picture(run: dict[str, Any], dtype: str, timelines: dict[str, list[Any]], pa
     plt = pyplot()
     lines = {name: kernels for name, kernels in timelines.items() if kernels}
     figure, axes = plt.subplots(len(lines), 1, figsize=(10, 1 + 1.4 * len(lines)), sharex=True, squeeze=False)
-    lanes = {"computation": "#57a0d3", "communication": "#e08e79"}
     for axis, (name, line) in zip(axes[:, 0], lines.items(), strict=True):
         kernels = [Kernel(*kernel) for kernel in line]
-        for place, (lane, color) in enumerate(lanes.items()):
+        for place, (lane, color) in enumerate(LANES.items()):
             bars = [(k.start / 1e3, (k.end - k.start) / 1e3) for k in kernels if k.lane == lane]
             axis.broken_barh(bars, (place - 0.4, 0.8), facecolors=color)
-        axis.set(yticks=range(len(lanes)), yticklabels=list(lanes), title=name)
+        axis.set(yticks=range(len(LANES)), yticklabels=list(LANES), title=name)
     axes[-1, 0].set_xlabel("ms")
     return save(figure, run, dtype, path.with_suffix(""), "timeline")

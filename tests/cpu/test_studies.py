@@ -53,11 +53,16 @@ def test_overlap() -> None:
 
 def test_timeline_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    kernels = [[0.0, 900.0, "nvjet_gemm"], [100.0, 500.0, "kernel_ep_pull_0"], [900.0, 950.0, "ep_combine"]]
+    kernels = [
+        [0.0, 900.0, "nvjet_gemm"],
+        [100.0, 500.0, "kernel_ep_pull_0"],
+        [900.0, 950.0, "ep_combine"],
+        [950.0, 960.0, "ep_swiglu"],
+    ]
     run, timelines = {"world_size": 2, "machine": {"device": "GPU"}}, {"serial": kernels, "in turns": kernels}
     text = timeline.picture(run, "bf16", timelines, tmp_path / "overlap.svg").read_text()
-    assert all(word in text for word in ("computation", "communication", "serial", "in turns"))
-    assert [timeline.Kernel(*kernel).lane for kernel in kernels] == ["computation", "communication", "communication"]
+    assert all(word in text for word in (*timeline.LANES, "serial", "in turns"))
+    assert [timeline.Kernel(*kernel).lane for kernel in kernels] == ["GEMMs", *["communication"] * 2, "other"]
 
 
 def test_timeline_begins_after_the_sleep() -> None:
