@@ -45,6 +45,7 @@ GEMMS = {
     "gradient": "gradient of the second weights, quack, dynamic tiles",
 }
 OPERATIONS = ("dispatch", "combine")
+TIMEOUT = 120.0  # seconds that a rank waits for another, which may be compiling
 MHZ = 1980
 """Clock with which a lead is converted to cycles. Its length is measured."""
 
@@ -226,7 +227,7 @@ def measure(device: torch.device, args: argparse.Namespace) -> None:
     comms = [
         Communicator(
             num_experts=experts, hidden_size=args.hidden, top_k=args.top_k, max_tokens_per_rank=args.tokens,
-            device=device, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0,
+            device=device, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0, timeout=TIMEOUT,
         )
         for experts, _ in args.shapes
     ]  # fmt: skip
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read(parser, argv)
     if args.device == "cpu" and args.gemms != ("torch",):
         parser.error("without GPUs only --gemms torch runs")
-    return on_every_rank(measure, args, 120.0)
+    return on_every_rank(measure, args, TIMEOUT)
 
 
 if __name__ == "__main__":

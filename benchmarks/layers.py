@@ -58,6 +58,7 @@ MODELS = {
     "qwen3-30b-a3b": Model(2048, 128, 768, 8),
     "tiny": Model(64, 8, 32, 2),
 }
+TIMEOUT = 120.0  # seconds that a rank waits for another, which may be compiling
 MAX_ERROR = 0.05
 """Largest relative error of a row of the output or of the gradient of tokens, between variants in bfloat16."""
 
@@ -186,7 +187,7 @@ class Session(Run):
         self.comms = {
             name: Communicator(
                 num_experts=model.experts, hidden_size=model.hidden, top_k=model.top_k, device=device,
-                max_tokens_per_rank=args.tokens, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0,
+                max_tokens_per_rank=args.tokens, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0, timeout=TIMEOUT,
             )
             for name, model in ((name, MODELS[name]) for name in args.models)
         }  # fmt: skip
@@ -283,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.draw:
         draw(args.draw)
         return 0
-    return on_every_rank(measure, args, 120.0)
+    return on_every_rank(measure, args, TIMEOUT)
 
 
 if __name__ == "__main__":
