@@ -186,8 +186,8 @@ class Session(Run):
         super().__init__(device, args, benchmark="layers", **facts, models=models, missing={}, results=[], timelines={})
         self.comms = {
             name: Communicator(
-                num_experts=model.experts, hidden_size=model.hidden, top_k=model.top_k, device=device,
-                max_tokens_per_rank=args.tokens, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0, timeout=TIMEOUT,
+                num_experts=model.experts, hidden_size=model.hidden, top_k=model.top_k, device=device, timeout=TIMEOUT,
+                max_tokens_per_rank=args.tokens, dtype=torch.bfloat16, backend=args.backend, latency_max_tokens=0,
             )
             for name, model in ((name, MODELS[name]) for name in args.models)
         }  # fmt: skip
