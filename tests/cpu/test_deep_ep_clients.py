@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import cases
+import megatron_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,32 +20,6 @@ from ep_ops.integrations.deep_ep import Buffer, ElasticBuffer
 
 # ---------------------------------------------------------------------- Megatron-core
 
-
-def _megatron(given: list[Given], up: Tensor, flags: bool) -> list[Tensor]:
-    """Its fused dispatch and combine, with experts between them: output and gradients."""
-    deep_ep.install()
-    from megatron.core.transformer.moe import fused_a2a
-
-    rank = dist.get_rank()
-    fused_a2a.set_deepep_num_sms(20)
-    x = given[rank].x.float().requires_grad_()
-    weights = given[rank].weights.clone().requires_grad_()
-    own = up[rank * OWN : (rank + 1) * OWN].clone().requires_grad_()
-    rows, idx, probs, counts, handle = fused_a2a.fused_dispatch(
-        x, given[rank].idx, weights, EXPERTS, dist.group.WORLD, flags, flags
-    )
-    y = torch.zeros_like(rows)
-    for k in range(TOP_K):
-        chosen = torch.einsum("nh,nhj->nj", rows, own[idx[:, k].clamp(min=0)]).tanh()
-        y = y + torch.where(idx[:, k, None] >= 0, chosen * probs[:, k, None], 0)
-    out, _ = fused_a2a.fused_combine(y, dist.group.WORLD, handle, flags, flags)
-    out.sin().sum().backward()
-    fused_a2a._buffer.communicators.destroy()
-    fused_a2a._buffer = None
-    assert counts.tolist() == [int((idx == expert).sum()) for expert in range(OWN)]
-    return [out.detach(), x.grad, weights.grad, own.grad]
-
-
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs Megatron-core 0.16, which is not installed"
 )
@@ -56,80 +31,15 @@ def test_megatrons_fused_operations(flags: bool) -> None:
     seed = cases.fresh_seed()
     given = draw(seed)
     up = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(seed)) / HIDDEN**0.5
-    results = run_ranks(RANKS, _megatron, given, up, flags)
-    all_up = up.clone().requires_grad_()
-    inputs, outs = [], []
-    for one in given:
-        x, weights = one.x.float().requires_grad_(), one.weights.clone().requires_grad_()
-        inputs += [x, weights]
-        chosen = torch.einsum("th,tkhj->tkj", x, all_up[one.idx.clamp(min=0)]).tanh()
-        outs.append((chosen * torch.where(one.idx >= 0, weights, 0)[..., None]).sum(1))
-    grads = torch.autograd.grad(sum(out.sin().sum() for out in outs), [*inputs, all_up])
-    for rank, got in enumerate(results):
-        wanted = [outs[rank], *grads[2 * rank : 2 * rank + 2], grads[-1][rank * OWN : (rank + 1) * OWN]]
-        for one, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-def _layer(given: list[Given]) -> dict[str, Any]:
-    """Megatron's MoE layer with its flex dispatcher: what it is made of, its output, its gradients."""
-    deep_ep.install()
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.moe import fused_a2a, moe_utils
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, num_moe_experts=EXPERTS, moe_router_topk=TOP_K,
-        moe_ffn_hidden_size=16, add_bias_linear=False, expert_model_parallel_size=RANKS, use_cpu_initialization=True,
-        moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep", moe_router_pre_softmax=True,
-        moe_router_load_balancing_type="none", moe_router_dtype="fp32", perform_initialization=True,
-        params_dtype=torch.float32,
-    )  # fmt: skip
-    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    torch.manual_seed(dist.get_rank())
-    x = given[dist.get_rank()].x.float()[:, None].requires_grad_()  # [sequence, batch, hidden]
-    with (  # where it puts its router, and a name that it lacks without Transformer Engine
-        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
-        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
-    ):
-        layer = MoELayer(config, spec.submodules, layer_number=1)
-        dist.broadcast(layer.router.weight.data, 0)
-        out, _ = layer(x)
-        out.sin().sum().backward()
-    fused_a2a._buffer.communicators.destroy()
-    fused_a2a._buffer = None
-    parallel_state.destroy_model_parallel()
-    learns = {name: (p.detach(), p.grad) for name, p in layer.named_parameters()}
-    return {"out": out.detach()[:, 0], "grad": x.grad[:, 0], "learns": learns}
+    results = run_ranks(RANKS, megatron_cases.fused, given, up, flags)
+    for got, wanted in zip(results, megatron_cases.dense(given, up), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 @needs_megatron
 def test_megatrons_layer() -> None:
     given = draw(cases.fresh_seed())
-    results = run_ranks(RANKS, _layer, given)
-    learns = [{name: p.requires_grad_() for name, (p, _) in result["learns"].items()} for result in results]
-    experts = [
-        tuple(own[f"experts.local_experts.{i}.linear_{part}.weight"] for part in ("fc1", "fc2"))
-        for own in learns for i in range(OWN)
-    ]  # fmt: skip
-    xs, outs = [one.x.float().requires_grad_() for one in given], []
-    for own, x in zip(learns, xs, strict=True):
-        weights, chosen = torch.softmax(x @ own["router.weight"].t(), -1).topk(TOP_K)
-        out = torch.zeros_like(x)
-        for expert, (up, down) in enumerate(experts):
-            weight = torch.where(chosen == expert, weights, 0).sum(1, keepdim=True)
-            out = out + torch.nn.functional.gelu(x @ up.t()) * weight @ down.t()
-        outs.append(out)
-    sum(out.sin().sum() for out in outs).backward()
-    for result, own, x, out in zip(results, learns, xs, outs, strict=True):
-        torch.testing.assert_close(result["out"], out.detach())
-        torch.testing.assert_close(result["grad"], x.grad)
-        assert len(own) == 1 + 2 * OWN
-        for name, p in own.items():
-            torch.testing.assert_close(result["learns"][name][1], p.grad)
+    megatron_cases.check_layers(given, run_ranks(RANKS, megatron_cases.layer, given))
 
 
 # ---------------------------------------------------------------------- vLLM

@@ -1,6 +1,6 @@
 """Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
 of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_combine_format.py alone,
-`sums2`, of test_domains*.py alone, `domains4` (which no other argument compiles).
+`sums2`, of test_deep_ep.py alone, `clients2`, of test_domains*.py alone, `domains4` (no other argument compiles these two).
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -134,6 +134,17 @@ def of_sums(world_size: int, seed: int) -> list[Any]:
     return list(want.kernels)
 
 
+def of_clients(world_size: int, seed: int) -> list[Any]:
+    """What test_deep_ep launches."""
+    import test_deep_ep
+
+    want = Wanted(world_size)
+    if world_size == test_deep_ep.RANKS:
+        for config, bound, formats in test_deep_ep.wanted():
+            want.add(config, bound, split=False, formats=formats)
+    return list(want.kernels)
+
+
 def of_many(world_size: int, seed: int) -> list[Any]:
     """What test_many launches on so many ranks."""
     import test_many
@@ -187,7 +198,14 @@ def main() -> None:
 
     major, minor = torch.cuda.get_device_capability()
     seed = int(os.environ["EP_OPS_TEST_SEED"])
-    parts = {"": kernels, "many": of_many, "tokens": of_tokens, "sums": of_sums, "domains": of_domains}
+    parts = {
+        "": kernels,
+        "many": of_many,
+        "tokens": of_tokens,
+        "sums": of_sums,
+        "deep_ep": of_deep_ep,
+        "domains": of_domains,
+    }
     asked = [(parts[text.rstrip(string.digits)], int(text.lstrip(string.ascii_lowercase))) for text in sys.argv[1:]]
     wanted = list(dict.fromkeys(kernel for of, world_size in asked for kernel in of(world_size, seed)))
     context = multiprocessing.get_context("spawn")

@@ -22,6 +22,12 @@ class Given:
     weights: Tensor
     bias: tuple[Tensor, Tensor]
 
+    def to(self, device: str) -> Given:
+        """Return a copy on a device."""
+        return Given(
+            self.x.to(device), self.idx.to(device), self.weights.to(device), tuple(b.to(device) for b in self.bias)
+        )
+
     @property
     def ranks(self) -> list[set[int]]:
         """Where each token goes."""
