@@ -1,6 +1,7 @@
 """Compiles the kernels of the tests beside it into the disk cache, on all cores: `tests/gpu/precompile.py 1 2 4`, or,
 of test_many.py alone, `many16 many72`, of test_token_major.py alone, `tokens2`, of test_combine_format.py alone,
-`sums2`, of test_deep_ep.py alone, `clients2`, of test_domains*.py alone, `domains4` (no other argument compiles these two).
+`sums2`, of test_deep_ep.py alone, `clients2`, of test_domains*.py alone, `domains4` (the last two are compiled by no
+other argument).
 
 Optional: without it each rank compiles what it needs. EP_OPS_TEST_SEED must be the one of the test run, since the
 routes decide the number of experts.
@@ -203,7 +204,7 @@ def main() -> None:
         "many": of_many,
         "tokens": of_tokens,
         "sums": of_sums,
-        "deep_ep": of_deep_ep,
+        "clients": of_clients,
         "domains": of_domains,
     }
     asked = [(parts[text.rstrip(string.digits)], int(text.lstrip(string.ascii_lowercase))) for text in sys.argv[1:]]
