@@ -52,6 +52,7 @@ if OLDER_FSDP:
     older_fsdp.install()
 
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.distributed import utils as distributed
@@ -117,6 +118,7 @@ def configured(args: argparse.Namespace, ours: bool, folder: str) -> Any:
     spec = config.model_spec = model_registry("debugmodel", attn_backend="varlen")
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    ScaledDotProductAttention.sdpa_backends = [SDPBackend.MATH]
     if CPU:
         spec.parallelize_fn = _with_sums(spec.parallelize_fn)
     del spec.model.layers[LAYERS + 1 :]
