@@ -1,6 +1,6 @@
 """The sequences of calls that vLLM and SGLang make through DeepEP's interface, on two ranks, also in CUDA graphs.
 
-Each expert multiplies its rows by its number plus one. Megatron-core's own code runs as well, where it is installed.
+Each expert multiplies its rows by its number plus one. Code of Megatron-core and vLLM runs where they are installed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import megatron_cases
 import pytest
 import torch
 import torch.distributed as dist
+import vllm_cases
 from deep_ep_cases import EXPERTS, HIDDEN, OWN, RANKS, TOKENS, TOP_K, Given, draw
 from torch import Tensor
 
@@ -34,6 +35,8 @@ def wanted() -> list[tuple[dict[str, Any], int, list[tuple[str, str]]]]:
         (config | {"max_tokens_per_rank": 512}, 0, [rows]),
         (config | {"dtype": torch.float32}, MOST, []),
         (config | {"dtype": torch.float32, "hidden_size": 4}, MOST, []),
+        (config | {"hidden_size": vllm_cases.WIDE}, MOST, columns[:1]),
+        (config | {"dtype": torch.float32, "hidden_size": vllm_cases.WIDE}, MOST, []),
     ]
 
 
@@ -217,6 +220,26 @@ def test_sequence_of_calls(name: str, seed: int, together: Any) -> None:
         tolerance = 2e-2 if "bf16" in name or "flight" in name else 7e-2
         for step, out in zip(steps, outs, strict=True):
             torch.testing.assert_close(out.float(), expected(step), rtol=tolerance, atol=tolerance)
+    buffer.destroy()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM 0.33")
+@pytest.mark.parametrize("how", ["whole", "asynchronous"])
+@pytest.mark.parametrize("kind", [*vllm_cases.KINDS, "compact"])
+def test_vllms_prepare_and_finalize(kind: str, how: str, seed: int, together: Any) -> None:
+    steps = [draw(seed + step)[dist.get_rank()] for step in range(3)]
+    way = eager if kind in ("many", "expanded") else replayed
+    with together():
+        buffer, fill = vllm_cases.make(kind, how)
+
+        def call(mine: Given) -> Tensor:
+            out = torch.full_like(mine.x, torch.nan)
+            fill(mine, out)
+            return out
+
+        outs = way(call, [vllm_cases.widened(step) for step in steps])
+        for step, out in zip(steps, outs, strict=True):
+            vllm_cases.check(step, out, kind)
     buffer.destroy()
 
 
