@@ -2,9 +2,10 @@
 
 Block roles. Blocks [0, `pushers`) push: an item is a copy, that is, the rows of a token at this rank. They are added in
 fp32 over ascending k, the rounded sum is stored in the owner's staging row [copy][token], and the flag of that row is
-set. The other blocks sum: an item is one of this rank's tokens. A warp waits for the flags of its copies that have rows
-(known from the route), adds their sums in fp32 over ascending ranks, and then adds the token's residual. Pushers never
-wait, so every wait ends.
+set. The last blocks push as well, as many as this rank's rows require beyond those of an average rank, at most
+`joining` (surplus.py). The blocks in between sum: an item is one of this rank's tokens. A warp waits for the flags of
+its copies that have rows (known from the route), adds their sums in fp32 over ascending ranks, and then adds the
+token's residual. Pushers never wait, so every wait ends.
 
 A separate warp of each pushing block sets its flags (outbox.py), so that no row waits for a fence.
 
@@ -32,7 +33,7 @@ from ..copies import copies_of
 from ..domains import index_of, slot_of, stager_of
 from ..formats import Form
 from ..heap import SEND, Heap
-from ..ids import block_ids, thread_id, warp_id
+from ..ids import block_ids, warp_id
 from ..internode.sums import ask, await_sums, in_two_parts, number_there, offset_of_copy_scalars, pass_sums
 from ..launch import RankArgs
 from ..quantized_sums import SumSlices
@@ -43,7 +44,7 @@ from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
 from .placing import offset_of_weight
 from .ring import Ring, RingShape, SlicedKernel, init_ring_barriers
-from .surplus import BlockBudget, Parts, count_parts, takes_part
+from .surplus import BlockBudget, Parts, count_parts
 
 PASSING = 3 / 4
 """Share of the blocks that do not push which pass sums on, with several NVLink domains. Estimated, not measured: the
@@ -68,8 +69,8 @@ class CombineArgs(NamedTuple):
     max_tokens: Int32
     num_rows: Int32  # of y, recv_weights and row_scalars
     pushers: Int32  # blocks that push
-    dealt: Int32  # these and those that sum; the others also push, if there are more rows than expected
     expected: Int32  # load of an average rank: rows, and SEND times its copies
+    joining: Int32  # blocks that push as well if there are more rows than expected
     blocks: Int32
 
 
@@ -148,21 +149,25 @@ class Combine(SlicedKernel):
         sources = smem.allocate_tensor(Int32, cute.make_layout(p.world_size + 1))
         found = smem.allocate_tensor(Int32, cute.make_layout(1))
         outbox = new_outbox(smem, self.WARPS)
-        share = BlockBudget(args.pushers, args.expected, blocks - args.dealt)
-        parts = Parts(ranks, args.arrivals, args.num_rows, args.dealt, share, found)
-        if takes_part(parts, bid, SEND):
-            self.take_part(parts, (outbox, buffers, barriers, notes, sources), args)
-            # What was counted reaches all threads.
+        share = BlockBudget(args.pushers, args.expected, args.joining)
+        parts = Parts(ranks, args.arrivals, args.num_rows, Int32(0), share, found)
+        dealt = blocks
+        if bid >= args.pushers and args.joining > 0:
+            if tid == 0:
+                count_parts(parts, SEND)
             arch.sync_threads()
-            operation.finish(ranks, found[0])
+            dealt -= found[0]
+        self.take_part(ranks, dealt, (outbox, buffers, barriers, notes, sources), args)
+        operation.finish(ranks, blocks)
 
     @cute.jit
-    def take_part(self, parts: Parts, shared: Any, args: CombineArgs) -> None:
-        p, ranks = self.problem, parts.ranks
+    def take_part(self, ranks: sync.Ranks, dealt: Int32, shared: Any, args: CombineArgs) -> None:
+        """Do a block's share. The blocks behind `dealt` push, although no items are dealt out to them."""
+        p = self.problem
         bid, _, _ = arch.block_idx()
         warp = warp_id()
         outbox, buffers, barriers, notes, sources = shared
-        pushers, dealt = args.pushers, args.dealt
+        pushers = args.pushers
         pushes = bid < pushers or bid >= dealt
         first = Int32(pushers)  # of the blocks that sum
         if const_expr(p.num_domains > 1):
@@ -171,8 +176,6 @@ class Combine(SlicedKernel):
             if not pushes and bid < pushers + passers:
                 self.pass_on(ranks, bid - pushers, passers, args)
         if warp == self.WARPS:
-            if thread_id() == 32 * self.WARPS:
-                count_parts(parts, SEND)  # the warp that has time for it
             if pushes:
                 deliver(outbox, ranks, "token", p.num_domains * p.most_copies * p.max_tokens)
         elif pushes:

@@ -23,8 +23,8 @@ class Budget:
         gather: SMs of a gathering combine. None: as ``combine``.
         scaled: SMs of the backward of a weighted combine, which is a dispatch. None: as ``combine``.
         most_dispatch, most_combine: upper limits.
-        beyond: SMs that a rank with more rows than others may use in a dispatch and in a combine. 0 after a budget was
-            set, which is a limit for these ranks as well.
+        beyond: SMs that a rank with more rows than others may use in a dispatch. 0 after a budget was set, which is a
+            limit for these ranks as well.
         modelled: whether ``dispatch`` and ``combine`` are results of a model, which is then evaluated again for
             operations with fewer rows.
     """
@@ -37,7 +37,7 @@ class Budget:
         scaled: int | None = None,
         most_dispatch: int = ANY,
         most_combine: int = ANY,
-        beyond: tuple[int, int] = (0, 0),
+        beyond: int = 0,
         modelled: tuple[bool, bool] = (False, False),
     ) -> None:
         self.most_dispatch, self.most_combine = max(1, most_dispatch), max(2, most_combine)
@@ -62,11 +62,11 @@ class Budget:
         before = self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled, self.asked
         if dispatch is not None:
             self.dispatch = dispatch
-            self.beyond, self.modelled = (0, self.beyond[1]), (False, self.modelled[1])
+            self.beyond, self.modelled = 0, (False, self.modelled[1])
         if combine is not None:
             self.combine = self.gather = combine
             self.scaled = min(combine, self.most_dispatch)
-            self.beyond, self.modelled = (self.beyond[0], 0), (self.modelled[0], False)
+            self.modelled = self.modelled[0], False
         outer = self.asked
         self.asked = outer[0] if dispatch is None else dispatch, outer[1] if combine is None else combine
         try:

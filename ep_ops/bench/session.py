@@ -232,7 +232,7 @@ def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
     if comm.backend.name == "reference":
         return None, None
     if op in FORMATS:
-        return max(now.dispatch, min(now.beyond[0], now.most_dispatch)), now.combine
+        return max(now.dispatch, min(now.beyond, now.most_dispatch)), now.combine
     backend: Any = comm.backend
     if op in SUMS:
         return now.dispatch, backend.throughput.combine_sms(sums_format(op), "token_major" in op)

@@ -32,6 +32,7 @@ def test_what_was_measured_to_be_enough():
     traffic = EVEN[4]
     assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (22, 32, 10)
     assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
+    assert [EVEN[n].most_combine_sms(H200) for n in (1, 2, 4)] == [EVEN[1].combine_sms(H200), 98, 98]
     assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 43 <= EVEN[2].pushers(66) <= 47
     assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
     assert TokenTraffic.of((64,) * 4, 1, *ROW).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
@@ -62,7 +63,7 @@ def test_what_is_asked_for_is_what_is_taken():
     asked = default_budget(traffic, H200, 100, 30, 40)
     assert (*now(asked), asked.gather, asked.scaled) == (30, 40, 40, 40)
     model = default_budget(traffic, H200, 100, None, None)
-    assert (*now(model), model.gather, model.scaled) == (22, 32, 10, 44)
+    assert (*now(model), model.gather, model.scaled) == (22, 98, 10, 44)
 
 
 def test_more_ranks_need_fewer():

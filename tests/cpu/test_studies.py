@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks import charts, concurrent_gemm, late_gradients, layers, moe, overlap, training
+from benchmarks import charts, combine_speeds, concurrent_gemm, late_gradients, layers, moe, overlap, training
 from ep_ops import Communicator
 from ep_ops.bench import timeline
 from ep_ops.moe import MoECommunicator
@@ -93,6 +93,19 @@ def test_concurrent_gemm() -> None:
     for one in results:
         assert one["hidden"] == pytest.approx(one["gain_ms"] / one["operation_ms"])
         assert one["hidden_without_lead"] - one["hidden"] == pytest.approx(one["lead_ms"] / one["operation_ms"])
+
+
+def combines_timed() -> None:
+    text = "--tokens 6 --hidden 64 --experts 4 --top-k 2 --heaps 2 --inputs 2 --sms 3,4"
+    combine_speeds.measure(combine_speeds.options().parse_args(text.split()), torch.device("cpu"))
+
+
+def test_combine_speeds(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, combines_timed)
+    lines = capfd.readouterr().out.splitlines()
+    starts = [f"communicator {heap}, y {y}:" for heap in (0, 1) for y in (0, 1)]
+    starts += ["ranks meet before each call:", "3 SMs:", "4 SMs:", "the default again:"]
+    assert [line.partition(" grouped")[0] for line in lines if "token-major" in line] == starts
 
 
 def compared_layers() -> tuple[dict[str, Any], str]:

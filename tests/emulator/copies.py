@@ -164,7 +164,7 @@ class Steps(Checked, throughput.Steps):
             self.renew(rank)
             given = {
                 "recv_weights": 0, "row_scalars": at["weights"] if scalars else 0, "residual": 0,
-                **self.dealt(self.joining * rows),
+                **self.combine_blocks(self.joining * rows),
             }  # fmt: skip
             kernel = Combine(self.problem, rows, False, scalars, False, scalars)
             launches.append(self.launch(rank, kernel, terms, **given))

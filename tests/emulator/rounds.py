@@ -117,8 +117,8 @@ def combine(on: throughput.Steps, kernel: Any, kind: str = "combine", **given: s
         for rank, part in enumerate(told):
             values: dict[str, Any] = {"recv_weights": 0, "row_scalars": 0, "residual": 0}
             values |= {name: {**on.at[rank], **part}[what] for name, what in given.items()}
-            dealt = on.dealt(on.joining * kernel.rows)
-            launches.append(on.launch(rank, kernel, terms, **{**part, **values, **dealt}))
+            blocks = on.combine_blocks(on.joining * kernel.rows)
+            launches.append(on.launch(rank, kernel, terms, **{**part, **values, **blocks}))
         on.ranks.run(launches)
 
 

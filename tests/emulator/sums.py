@@ -137,7 +137,7 @@ class Sums:
                 send_rows=put(plan.send_rows, "send_rows"), arrivals=put(plan.arrivals, "arrivals"),
                 residual=0 if step.residual is None else put(words(step.residual[rank]), "residual"),
                 out=out, tokens=step.wants[rank].shape[0], max_tokens=step.case.max_tokens,
-                num_rows=step.case.capacity[rank], pushers=self.draw.choice((1, 2, 3)), dealt=4, expected=2,
+                num_rows=step.case.capacity[rank], pushers=self.draw.choice((1, 2, 3)), joining=joining, expected=2,
                 senders=senders, first_receiver=first, blocks=3 if self.latency else 4 + joining,
             )  # fmt: skip
             if self.latency and parts == (True, False):

@@ -172,9 +172,9 @@ class Steps:
         self.ranks.operations += 1
         return [self.ranks.reported(other) for other in range(self.ranks.world_size)]
 
-    def dealt(self, joining: int) -> dict[str, int]:
-        """How a rank deals the blocks of a combine out: across domains one may have to pass sums on, and to add up."""
-        return {"pushers": self.draw.choice((1, 2, 3)), "dealt": 4, "blocks": 4 + joining}
+    def combine_blocks(self, joining: int) -> dict[str, int]:
+        """The blocks of a combine: across domains one may have to pass sums on, and to add up."""
+        return {"pushers": self.draw.choice((1, 2, 3)), "joining": joining, "blocks": 4 + joining}
 
     def launch_combine(self, rank: int) -> Launch:
         """Of a weighted combine without a residual."""
@@ -182,7 +182,7 @@ class Steps:
         from cute_kernels.throughput.combine import Combine
 
         self.renew(rank)
-        given = {"recv_weights": self.at[rank]["weights"], "row_scalars": 0, "residual": 0, **self.dealt(0)}
+        given = {"recv_weights": self.at[rank]["weights"], "row_scalars": 0, "residual": 0, **self.combine_blocks(0)}
         terms = marks.pack("combine", self.truth.case.max_tokens)
         return self.launch(rank, Combine(self.problem, True, True, False, False), terms, **given)
 
@@ -228,7 +228,7 @@ class Steps:
             self.renew(rank)
             given = {
                 "recv_weights": at["weights"] if weighted else 0, "row_scalars": at["weights"] if scalars else 0,
-                "residual": at["x"] if residual else 0, **self.dealt(self.joining * rows),
+                "residual": at["x"] if residual else 0, **self.combine_blocks(self.joining * rows),
             }  # fmt: skip
             launches.append(self.launch(rank, Combine(self.problem, rows, weighted, scalars, residual), terms, **given))
         self.ranks.run(launches)

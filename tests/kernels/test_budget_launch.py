@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from cute_kernels.heap import SEND, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.cute.outputs import Outputs
-from ep_ops.backends.cute.sm_model import TokenTraffic, default_budget
+from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
 from ep_ops.records import Delivery, Route, Sizes
 
@@ -40,31 +41,52 @@ def blocks_of(monkeypatch: pytest.MonkeyPatch, token_major: bool, asked: tuple[i
     path.along("combine_backward", X, None, route, Delivery())
     path.combine(y, None, route, None)
     path.dispatch_backward(y, None, along)
-    told = ("dealt", "expected", "pushers")
     return [
-        tuple(given[name] for name in told if name in given)
+        (given["blocks"], given["pushers"]) if isinstance(kernel, Combine) else (given["dealt"], given["expected"])
         for kernel, _, given in recorder.launched
         if isinstance(kernel, Combine) or (isinstance(kernel, Pull) and not kernel.joins)
     ]
 
 
 def test_blocks_follow_the_rows_that_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row for each copy takes as many as where the experts are the ranks, which 38 SMs of 2 H200s combine in 182 us,
-    17 of them pushing; with the 60 of rows of 8 experts, 42 of them pushing, it was 224."""
-    load, sums = TRAFFIC.expected(TOKENS), TRAFFIC.expected(TOKENS, SEND)
+    """A dispatch of one row for each copy takes as many blocks as where the experts are the ranks. A combine takes
+    three quarters of the GPU, of which fewer push such rows."""
+    load = TRAFFIC.expected(TOKENS)
     # The grid that joins has a block of its own, which a dispatch deals none to.
-    assert blocks_of(monkeypatch, False, (None, None)) == [(47, load), *[(48, load)] * 2, *[(60, sums, 42)] * 2]
+    assert blocks_of(monkeypatch, False, (None, None)) == [(47, load), *[(48, load)] * 2, *[(98, 51)] * 2]
     copies = TokenTraffic.of((1, 1), 2, PROBLEM.row_bytes, 4)
-    one, two = 4 * TOKENS, round(2 * (1 + SEND) * TOKENS)
     found = blocks_of(monkeypatch, True, (None, None))
-    assert [given[0] for given in found] == [29, 30, 30, 38, 38] and copies.dispatch_sms(SMS) == 30
-    assert [given[2] for given in found[3:]] == [17, 17] and copies.pushers(38) == 17
-    assert [given[1] for given in found] == pytest.approx([one, one, one, two, two], rel=0.01)
+    assert [given[0] for given in found] == [29, 30, 30, 98, 98] and copies.dispatch_sms(SMS) == 30
+    assert [given[1] for given in found[3:]] == [32, 32] and copies.pushers(98) == 32
+    assert [given[1] for given in found[:3]] == pytest.approx([4 * TOKENS] * 3, rel=0.01)
 
 
 def test_a_budget_that_was_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows of any kind; how many of it push still follows the rows."""
     assert [given[0] for given in blocks_of(monkeypatch, True, (40, 64))] == [40, 40, 40, 64, 64]
     assert [given[0] for given in blocks_of(monkeypatch, True, (None, 64))] == [29, 30, 30, 64, 64]
-    assert [given[0] for given in blocks_of(monkeypatch, True, (40, None))] == [40, 40, 40, 38, 38]
-    assert [given[2] for given in blocks_of(monkeypatch, True, (40, 64))[3:]] == [23, 23]
+    assert [given[0] for given in blocks_of(monkeypatch, True, (40, None))] == [40, 40, 40, 98, 98]
+    assert [given[1] for given in blocks_of(monkeypatch, True, (40, 64))[3:]] == [23, 23]
+
+
+def test_concurrent_combines_take_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of split operations leave the rest to computation: 38 SMs with a row for each copy, of which 17 push."""
+    budget, copies = default_budget(TRAFFIC, SMS, 100, None, None), TRAFFIC.copies
+    aside = OperationSms(PROBLEM, budget, TRAFFIC, SMS, aside=True)
+    load = TRAFFIC.expected(TOKENS, SEND)
+    assert aside.pushing(TRAFFIC, TOKENS, True) == {"pushers": 42, "expected": load, "joining": 0, "blocks": 60}
+    assert (aside.pushing(copies, TOKENS, True)["pushers"], aside.pushing(copies, TOKENS, True)["blocks"]) == (17, 38)
+    with budget.changed(None, 70):
+        assert aside.pushing(copies, TOKENS, True)["blocks"] == 70
+
+
+def test_ranks_with_more_rows_push_with_more_blocks() -> None:
+    """With all that need not sum; across domains and with a small budget with no more than others."""
+    budget = default_budget(TRAFFIC, SMS, 100, None, None)
+    most = OperationSms(PROBLEM, budget, TRAFFIC, SMS).pushing(TRAFFIC, TOKENS, True)
+    assert (most["blocks"], most["pushers"], most["joining"]) == (98, 51, 98 - 51 - TRAFFIC.summers)
+    assert OperationSms(PROBLEM, budget, TRAFFIC, SMS).pushing(TRAFFIC, TOKENS, False)["joining"] == 0
+    across = dataclasses.replace(TRAFFIC, across=True)
+    assert OperationSms(PROBLEM, budget, across, SMS).pushing(across, TOKENS, True)["joining"] == 0
+    with budget.changed(None, 16):
+        assert OperationSms(PROBLEM, budget, TRAFFIC, SMS).pushing(TRAFFIC, TOKENS, True)["joining"] == 0

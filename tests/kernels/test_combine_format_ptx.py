@@ -27,7 +27,7 @@ from ep_ops.backends.cute import throughput as many
 from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.row_format import RowFormat
-from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic
+from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.records import Route
 
 MX, WIRE = "e4m3/32/mx", "wire:e4m3/32/mx"
@@ -160,9 +160,8 @@ def test_blocks() -> None:
     quantized = traffic.in_format(kernel.sum_bytes)
     assert kernel.sum_bytes == 4 * 64 + 7168 and traffic.in_format(0) is traffic
     plain, more = traffic.combine_sms(SMS), quantized.combine_sms(SMS)
-    assert plain < more <= SMS * 3 // 4
-    assert more - quantized.pushers(more) > plain - traffic.pushers(plain) < quantized.pushers(more)
-    limits = ((Budget(20, 30), 30), (Budget(20, plain, beyond=(66, 99), modelled=(True, True)), more))
-    for budget, want in limits:
+    assert plain < more == SMS // 2
+    assert quantized.pushers(98) > traffic.pushers(98)
+    for budget, want in ((Budget(20, 30), 30), (default_budget(traffic, SMS, 100, None, None), 98)):
         pushing = OperationSms(LARGE, budget, traffic, SMS).pushing(quantized, 64, True)
-        assert pushing["dealt"] == want and pushing["pushers"] == quantized.pushers(want)
+        assert (pushing["blocks"], pushing["pushers"]) == (want, quantized.pushers(want))

@@ -12,6 +12,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from launches import PROBLEM, across, joins, throughput
 
 from cute_kernels.internode.wire import Nvlink
+from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import sm_model
@@ -21,7 +22,7 @@ from ep_ops.records import Delivery, Route, Sizes
 
 def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels of an operation are told of the same blocks; there are as many as the budget allows, no more."""
-    path, recorder = throughput(Budget(20, 30, 22, 24, beyond=(66, 99)), monkeypatch)
+    path, recorder = throughput(Budget(20, 30, 22, 24, beyond=66), monkeypatch)
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
     recv_x, _, recv_weights, *placed = path.dispatch(x, torch.zeros(7, 4), idx, Sizes(48, 16, 0, 100), Delivery())
     route = Route(idx, *placed[:4], 16, 48, 100)
@@ -38,12 +39,12 @@ def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
     path.dispatch_backward(recv_x, recv_weights, route)
     path.dispatch_backward(None, recv_weights, route)
     path.combine_backward(x, recv_x, recv_weights, route)
-    given = [(given["dealt"], given["blocks"]) for _, _, given in recorder.launched if "dealt" in given]
-    assert given == [(20, 66), (30, 99), (30, 99), (30, 30)]  # scalars alone: nobody joins
     (pull,) = (given for kernel, _, given in recorder.launched if isinstance(kernel, Pull))
-    assert pull["joining"] == 66 - 20
+    assert (pull["dealt"], pull["joining"], pull["blocks"]) == (20, 66 - 20, 66)
+    combines = [given["blocks"] for kernel, _, given in recorder.launched if isinstance(kernel, Combine)]
+    assert combines == [30] * 3
 
-    single, recorder = throughput(Budget(1, 2, beyond=(66, 99)), monkeypatch)
+    single, recorder = throughput(Budget(1, 2, beyond=66), monkeypatch)
     single.dispatch(x, None, idx, Sizes(48, 16, 0, 100), Delivery())
     _, (kernel, _, given) = recorder.launched
     assert not joins(kernel) and (given["dealt"], given["joining"], given["blocks"]) == (1, 0, 1), "none to give away"
@@ -51,7 +52,7 @@ def test_blocks_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody joins, and few multiprocessors stage; a budget is followed."""
-    budget = Budget(20, 30, 22, 24, beyond=(66, 99))
+    budget = Budget(20, 30, 22, 24, beyond=66)
     whole, recorder = throughput(budget, monkeypatch)
     path = ThroughputPath(recorder, whole._outputs, budget, whole.sms.average, side=object())  # type: ignore[arg-type]
     x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
@@ -70,7 +71,7 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
         assert publish["blocks"] == PROBLEM.tiles + staging and publish_back["blocks"] == staging
         assert pull["blocks"] == pull["dealt"] == pull_back["blocks"] == dispatch
         assert pull["joining"] == pull_back["joining"] == 0
-        assert add["blocks"] == add["dealt"] == add_back["blocks"] == combine
+        assert add["blocks"] == add_back["blocks"] == combine
 
 
 def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ The model assumes even routing. Of the rows that belong to one token, a rank mov
 An operation lasts until its rows have crossed the link, or until its reads and writes of memory have ended, if that
 takes longer. It uses as many SMs as move its bytes in that time, times a headroom (`*_HEADROOM`), because with exactly
 as many, SMs and link would wait for each other alternately. The rest of the GPU is left to computation. With several
-ranks an operation uses at most half of the GPU, with the exceptions of `ADDING_SHARE`.
+ranks an operation uses at most half of the GPU. A combine that does not run concurrently with computation takes more
+(`ADDING_SHARE`).
 
 Rates were measured on H200s (18 links of NVLink 4, 132 SMs). On other GPUs they are a starting point: measure, and set
 the numbers (`dispatch_sms`, `combine_sms`, `Communicator.sm_budget`).
@@ -51,7 +52,9 @@ ENCODE, DECODE = 0.9, 1.5
 """Cost of quantizing a sum that a combine sends in a format, and of adding one at its owner, relative to adding a row.
 Estimated from the numbers of instructions; not measured."""
 ADDING_SHARE = 3 / 4
-"""Largest share of the GPU for a combine on a rank with more rows, and for one whose sums are sent in a format."""
+"""Share of the GPU for a combine that does not run concurrently with computation. With fewer SMs its time differs
+between processes (2 H100s, 4096 tokens, 9 processes: grouped rows 281 to 310 us with 60 SMs, 279 to 285 us with 88 to
+112; token-major rows 180 to 182 us with 88 to 112). On 2 and 4 H200s 96 SMs were as fast as fewer."""
 GATHER_SM = 68e9
 """Bytes per second that an SM of a gathering combine fetches and writes (8 SMs, which nearly saturate the link)."""
 SCALE_SLICE = 90e-9
@@ -126,13 +129,15 @@ class TokenTraffic:
         return self._enough(max(PULL_HEADROOM * moved / COPY_SM / seconds, asking), sms)
 
     def combine_sms(self, sms: int) -> int:
-        """Return the SMs of a combine on a GPU with `sms`: they read expert rows and push sums, and read pushed sums
-        and write results. Sums in a format may use more of the GPU: they take half the time on the link, and more
-        instructions."""
+        """Return the SMs that a combine needs on a GPU with `sms`: they read expert rows and push sums, and read pushed
+        sums and write results."""
         if self.across:
             return sms - ACROSS_LEFT
-        share = ADDING_SHARE if self.sum_bytes else 1 / 2
-        return self._enough(self._pushing + self._summing, sms, share)
+        return self._enough(self._pushing + self._summing, sms)
+
+    def most_combine_sms(self, sms: int) -> int:
+        """Return the SMs of a combine on a GPU with `sms` that has nothing else to do."""
+        return max(self.combine_sms(sms), 2 * int(sms * ADDING_SHARE / 2) if self.crossing else 0)
 
     def gather_sms(self, sms: int) -> int:
         """Return the SMs of a gather on a GPU with `sms`: they fetch one row for each rank reached, and write sums."""
@@ -157,6 +162,11 @@ class TokenTraffic:
         share = round(blocks * self._pushing / (self._pushing + self._summing))
         return max(1, min(blocks - 1, share, enough + max(0, beyond) // 4))
 
+    @property
+    def summers(self) -> int:
+        """Return how many of a combine's blocks have to sum."""
+        return math.ceil(self._summing)
+
     @functools.cached_property
     def _pushing(self) -> float:
         """Number of SMs that add and send a combine's rows."""
@@ -175,9 +185,9 @@ class TokenTraffic:
         seconds = self.row_bytes * max(self.crossing * sums / PUSH, moved / MEMORY)
         return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
 
-    def _enough(self, needed: float, sms: int, share: float = 1 / 2) -> int:
-        """Round up to whole TPCs (2 SMs). `share`: the largest share of the GPU if rows cross a link."""
-        return min(2 * math.ceil(needed / 2), int(sms * share) if self.crossing else sms)
+    def _enough(self, needed: float, sms: int) -> int:
+        """Round up to whole TPCs (2 SMs); at most half of the GPU if rows cross a link."""
+        return min(2 * math.ceil(needed / 2), sms // 2 if self.crossing else sms)
 
     def expected(self, tokens: int, of_copy: float = 1.0) -> int:
         """Load of an average rank whose ranks have so many tokens: one for each row, `of_copy` for each copy."""
@@ -198,12 +208,11 @@ def default_budget(
     traffic: TokenTraffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None
 ) -> Budget:
     """Return the default budget: the given values, limited to the GPU; otherwise those of the model. A rank with more
-    rows gets more: half of the GPU for a dispatch, which saturates memory, and `ADDING_SHARE` where rows are added."""
-    alone = traffic.ranks == 1
-    beyond = (0 if alone or dispatch else sms // 2, 0 if alone or combine else int(sms * ADDING_SHARE))
+    rows gets more in a dispatch: half of the GPU, which saturates memory."""
     return Budget(
-        dispatch or traffic.dispatch_sms(sms), combine or traffic.combine_sms(sms), combine or traffic.gather_sms(sms),
-        combine or traffic.scaled_sms(sms), most_dispatch, sms, beyond, (dispatch is None, combine is None),
+        dispatch or traffic.dispatch_sms(sms), combine or traffic.most_combine_sms(sms),
+        combine or traffic.gather_sms(sms), combine or traffic.scaled_sms(sms), most_dispatch, sms,
+        0 if traffic.ranks == 1 or dispatch else sms // 2, (dispatch is None, combine is None),
     )  # fmt: skip
 
 
@@ -220,9 +229,9 @@ class OperationSms:
         self._problem, self._sms = problem, sms
 
     @property
-    def beyond(self) -> tuple[int, int]:
-        """SMs that a rank with more rows than others may take in a dispatch and in a combine."""
-        return (0, 0) if self._aside else self.budget.beyond
+    def beyond(self) -> int:
+        """SMs that a rank with more rows than others may take in a dispatch."""
+        return 0 if self._aside else self.budget.beyond
 
     def traffic_of(self, rows: int, tokens: int, token_major: bool = False) -> TokenTraffic:
         """Return the traffic of an average rank. A combine does not know whether its rows are token-major, but a buffer
@@ -241,30 +250,27 @@ class OperationSms:
         return min(most, traffic.dispatch_sms(self._sms)) if self.budget.modelled[0] else most
 
     def combine(self, traffic: TokenTraffic) -> int:
-        """Return the SMs that push and sum the rows of that traffic. Sums in a format may use as many as a rank with
-        more rows, unless a budget was set."""
+        """Return the SMs that push and sum the rows of that traffic."""
         most = self.budget.combine
-        if not self.budget.modelled[1]:
-            return most
-        if traffic.sum_bytes:
-            most = max(most, self.beyond[1])
-        return min(most, traffic.combine_sms(self._sms))
+        needed = self._aside and self.budget.modelled[1]
+        return min(most, traffic.combine_sms(self._sms)) if needed else most
 
     def pulling(self, traffic: TokenTraffic, in_format: bool) -> int:
         """Return the SMs that fetch rows. Rows in a format are short and have scales to store, so they use as many as a
         rank with more rows, unless a budget was set."""
-        more = min(self.beyond[0], self.budget.most_dispatch) if in_format else 0
+        more = min(self.beyond, self.budget.most_dispatch) if in_format else 0
         return max(self.dispatch(traffic), more)
 
     def pushing(self, traffic: TokenTraffic, tokens: int, rows: bool) -> dict[str, int]:
-        """Return the number of blocks of a combine of that traffic and how they are dealt out. Without `rows` (of
-        weights alone) none may join."""
+        """Return the number of blocks of a combine of that traffic, and how many of them push: always, and in addition
+        on a rank with more rows. Without `rows` (of weights alone) there are none of the latter."""
         blocks = self.combine(traffic)
+        pushers = traffic.pushers(blocks)
         return {
-            "pushers": traffic.pushers(blocks),
-            "dealt": blocks,
+            "pushers": pushers,
             "expected": traffic.expected(tokens, SEND),
-            "blocks": max(blocks, self.beyond[1]) if rows else blocks,
+            "joining": max(0, blocks - pushers - traffic.summers) if rows and not traffic.across else 0,
+            "blocks": blocks,
         }
 
     def publishing(self, variant: tuple[Any, ...], pulling: int) -> int:

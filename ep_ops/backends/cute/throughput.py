@@ -204,7 +204,7 @@ class ThroughputPath:
         token_major = layout == TOKEN_MAJOR
         traffic = self.sms.traffic_of(capacity, tokens, token_major)
         pulling = self.sms.pulling(traffic, bool(how.format))
-        beyond = max(0, self.sms.beyond[0] - pulling) if pulling > 1 else 0
+        beyond = max(0, self.sms.beyond - pulling) if pulling > 1 else 0
         # A grid that may join has one block in any case.
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
@@ -244,7 +244,7 @@ class ThroughputPath:
         traffic = self.sms.traffic_of(route.num_rows, x.shape[0], token_major)
         pulling = self.sms.pulling(traffic, bool(how.format))
         recv_x, recv_scales, recv_weights = received
-        joining = max(0, self.sms.beyond[0] - pulling)
+        joining = max(0, self.sms.beyond - pulling)
         whole = self.rounds(route.max_tokens) == 1
         if not whole and weighted and token_major:
             with self._on_stream():
