@@ -181,12 +181,15 @@ def test_a_start_in_a_capture_that_fails(together):
     """Nothing of it runs, so the next start does not receive it."""
     with make("captured") as comm:
         x, idx = tokens()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, stream, pool = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
         with contextlib.suppress(KeyError, RuntimeError):
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 comm.dispatch_start(x, idx, max_tokens=TOKENS, capacity=2048, flight=0)
                 raise KeyError("the user's code fails while it is captured")
-        torch.cuda.set_stream(stream)  # torch leaves the one of the capture, where ending that raises
+        # Where ending the capture raises, torch leaves its stream, and its pool, which aborts the process at its exit.
+        torch.cuda.set_stream(stream)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch.cuda.synchronize()
         sent = comm.dispatch_wait(comm.dispatch_start(x, idx, max_tokens=400, flight=1))
         out = comm.combine(sent.x, sent.route)
