@@ -131,7 +131,7 @@ def sms(layout: Layout) -> list[int] | None:
         return None
     held, slices = layout.experts // layout.ranks, -(-layout.row_bytes // 4096)
     budget = TokenTraffic.of((held,) * layout.ranks, layout.top_k, layout.row_bytes, slices)
-    return [budget.dispatch_sms(H200_SMS), budget.combine_sms(H200_SMS)]
+    return [budget.dispatch_sms(H200_SMS), budget.most_combine_sms(H200_SMS)]
 
 
 def where(entry: Found) -> str:
