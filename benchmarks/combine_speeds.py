@@ -79,8 +79,12 @@ class Combines:
         return f"grouped {grouped}, token-major {copies}"
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> None:
+def measure(args: argparse.Namespace, device: torch.device) -> list[str]:
+    """Return the lines that rank 0 prints."""
+    lines: list[str] = []
+
     def say(text: str) -> None:
+        lines.append(text)
         if dist.get_rank() == 0:
             print(text, flush=True)
 
@@ -97,6 +101,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     say(f"the default again: {first.times(given)}")
     for combines in made:
         combines.comm.destroy()
+    return lines
 
 
 def main() -> None:
