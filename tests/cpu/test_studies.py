@@ -100,6 +100,7 @@ def combines_timed() -> list[str]:
     return combine_speeds.measure(combine_speeds.options().parse_args(text.split()), torch.device("cpu"))
 
 
+@pytest.mark.drawn
 def test_combine_speeds() -> None:
     lines = run_ranks(2, combines_timed)[0]
     starts = [f"communicator {heap}, y {y}:" for heap in (0, 1) for y in (0, 1)]
