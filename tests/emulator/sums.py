@@ -217,6 +217,12 @@ CHECKS = {
     "sums_few": lambda draw: few(draw, Shape((3, 0, 2), 4, 4, hidden=64, share=0.6), dtype=either(draw)),
     "sums_few_wide": lambda draw: few(draw, Shape((2, 2), 3, 3, hidden=draw.choice((480, 1056))), dtype=either(draw)),
     "sums_few_many_copies": lambda draw: few(draw, Shape((1,) * 6, 6, 3, hidden=128), dtype="bf16", times=1),
+    "sums_16_ranks": lambda draw: sums(
+        draw, Shape((1, 2) * 8, 6, 2, hidden=128, share=0.8), draw.choice((MX, POW2)), either(draw), times=1
+    ),
+    "sums_few_16_ranks": lambda draw: few(
+        draw, Shape((2, 1) * 8, 6, 1, hidden=128, share=0.8), draw.choice((MX, POW2)), either(draw), times=1
+    ),
     "sums_few_one_rank": lambda draw: few(draw, Shape((4,), 3, 4, hidden=128), dtype=either(draw)),
     "sums_few_tokens": lambda draw: few(draw, Shape((3, 2), 3, 4, hidden=64), dtype="bf16", token_major=True),
     "sums_few_across": lambda draw: few(
