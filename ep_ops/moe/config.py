@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ep_ops.config import Config, is_int
 from ep_ops.formats import combine_format_problem, format_of, layout_of
+from ep_ops.formats.quantize import refuse_hidden
 from ep_ops.records import ROW_LAYOUTS
 
 from .placement import problem_of
@@ -107,6 +108,8 @@ class MoECommunicatorConfig(Config):
         try:
             if format:
                 layout_of(format_of(format), scales_as)
+            for name in filter(None, (format, self.combine_format)):
+                refuse_hidden(self.hidden_size, format_of(name))
         except ValueError as error:
             return str(error)
         return None

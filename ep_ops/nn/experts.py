@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_ops.communicator import Communicator
 from ep_ops.config import default_experts
-from ep_ops.formats import combine_format_problem
+from ep_ops.formats import combine_format_problem, format_of
+from ep_ops.formats.quantize import refuse_hidden
 from ep_ops.nn.expert_mlp import Computed, SentTokens, end, expert_mlp, expert_rows, is_late
 from ep_ops.nn.grouped import TORCH, Gemms
 from ep_ops.nn.scaled import ROW
@@ -71,6 +72,8 @@ class Experts(nn.Module):
             raise ValueError(f"format is {ROW!r} on a communicator of {comm.dtype}; allowed: torch.bfloat16")
         if problem := combine_format_problem("combine_format", combine_format):
             raise ValueError(problem)
+        for name in filter(None, (format, combine_format)):
+            refuse_hidden(comm.hidden_size, format_of(name))
         check_size("intermediate_size", intermediate_size, 1)
         if dynamic and capacity is not None:
             raise ValueError(f"capacity is {capacity} and dynamic is True; allowed: one of the two")

@@ -262,6 +262,10 @@ def test_layer(split: bool) -> None:
         assert not torch.equal(*found)
         with pytest.raises(ValueError, match=f"combine_format is '{MX}'; allowed for a combine: ''"):
             ep_ops.nn.MoELayer(comm, 32, combine_format=MX)
+    with communicator(hidden_size=96) as comm:
+        for name in ("format", "combine_format"):
+            with pytest.raises(ValueError, match=f"hidden_size is 96; format 'wire:{POW2}' takes multiples"):
+                ep_ops.nn.Experts(comm, 32, **{name: f"wire:{POW2}"})
 
 
 @pytest.mark.parametrize("overlap", [False, True])

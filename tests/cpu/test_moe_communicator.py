@@ -293,6 +293,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(capacity=0, layout="padded"), "capacity is 0; allowed with layout 'padded'"),
     (dict(quant="e4m3"), "quant is 'e4m3'; allowed: an ep_ops.moe.Quant"),
     (dict(combine_format="e4m3/32/mx"), "combine_format is 'e4m3/32/mx'; allowed for a combine: ''"),
+    (dict(combine_format="wire:e4m3/128/pow2", hidden_size=96), "hidden_size is 96; format 'wire:e4m3/128/pow2' takes"),
+    (dict(quant=Quant("e4m3/32/mx"), hidden_size=40), "hidden_size is 40; format 'e4m3/32/mx' takes multiples of 32"),
     (dict(quant=Quant("e5m2")), "format is 'e5m2'; allowed"),
     (dict(quant=Quant("e4m3/row/fp32", "columns")), "scales_as is 'columns'; allowed for format"),
     (dict(quant=Quant("e4m3/32/mx", "", torch.ones(1))), "quant has scales; allowed"),
