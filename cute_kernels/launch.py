@@ -73,8 +73,9 @@ class Kernel(Launched):
     @property
     def one_block(self) -> dict[str, Any]:
         """Launch options of a kernel of which one block on a multiprocessor will do. Without them the assembler may
-        spill rather than take more than half of the registers, as it did where there are several NVLink domains."""
-        return {"min_blocks_per_mp": 1} if self.problem.domains else {}
+        spill rather than take more than half of the registers, as it did with several NVLink domains and from 32 ranks
+        on."""
+        return {"min_blocks_per_mp": 1} if self.problem.domains or self.problem.world_size > 16 else {}
 
     @property
     def linked(self) -> str:
