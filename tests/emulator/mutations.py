@@ -88,7 +88,7 @@ MUTATIONS = {
         "Int32(ptx.ld_relaxed_sys(flag) & ((1 << 27) - 1))",
     ),
     "staged": Mutation(
-        "across_pairs_small", STAGED, 'elif not ranks.wait("chunk", chunk_of(ranks, source, token), source, token):',
+        "throughput_waits", STAGED, 'elif not ranks.wait("chunk", chunk_of(ranks, source, token), source, token):',
         "elif token < 0:",
     ),
     "wanted": Mutation(
@@ -222,7 +222,8 @@ def found(mutation: Mutation) -> str:
             command = [sys.executable, "-W", "ignore", "-m", "emulator.main", mutation.check, str(seed)]
             ran = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
             if ran.returncode:
-                return f"seed {seed}: {ran.stderr.strip().splitlines()[-1][:160]}"
+                said = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
+                return f"seed {seed}: {said[-1][:160]}"
     return ""
 
 
