@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(1, 17)
+LONGEST = 300
+"""Seconds after which a check is ended: a kernel without a wait may never end."""
 
 
 class Mutation(NamedTuple):
@@ -220,7 +222,10 @@ def found(mutation: Mutation) -> str:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT / "tests"), str(ROOT)])}
         for seed in SEEDS:
             command = [sys.executable, "-W", "ignore", "-m", "emulator.main", mutation.check, str(seed)]
-            ran = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
+            try:
+                ran = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=LONGEST)
+            except subprocess.TimeoutExpired:
+                return f"seed {seed}: does not end in {LONGEST} s"
             if ran.returncode:
                 said = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
                 return f"seed {seed}: {said[-1][:160]}"
