@@ -83,7 +83,7 @@ MUTATIONS = {
         "half_launched", "alarm.py", "            sync.pass_on(ranks, failed)\n", "            pass\n"
     ),
     "weights told": Mutation(
-        "across_small", PUBLISH, "come = sync.await_word(ranks, flag, source, tile) >= 0", "come = flag != 0"
+        "across_two", PUBLISH, "come = sync.await_word(ranks, flag, source, tile) >= 0", "come = flag != 0"
     ),
     "rows told": Mutation(
         "across_small", STAGED, "Int32(sync.await_word(ranks, flag, source, token))",
