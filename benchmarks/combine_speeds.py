@@ -10,15 +10,19 @@ median, least and greatest µs over replays of a CUDA graph with 10 combines, on
 
 import argparse
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ep_ops
+from ep_ops import Communicator
+from ep_ops.bench.options import add_options, read
+from ep_ops.bench.ranks import Run, on_every_rank
 
+TIMEOUT = 120.0  # seconds that a rank waits for another, which may be compiling
 CHAIN, REPLAYS, LEAD = 10, 24, 3
 
 
@@ -29,6 +33,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--heaps", type=int, default=3, help="communicators (default: %(default)s)")
     parser.add_argument("--inputs", type=int, default=3, help="addresses of y (default: %(default)s)")
     parser.add_argument("--sms", default="38,60,76,88,96,112,132", metavar="N,N", help="default: %(default)s")
+    add_options(parser)
     return parser
 
 
@@ -62,7 +67,9 @@ class Combines:
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         sizes = dict(num_experts=args.experts, hidden_size=args.hidden, top_k=args.top_k)
-        self.comm = ep_ops.Communicator(**sizes, max_tokens_per_rank=args.tokens, device=device)
+        self.comm = Communicator(
+            **sizes, max_tokens_per_rank=args.tokens, device=device, backend=args.backend, timeout=TIMEOUT
+        )
         draw = torch.Generator(device).manual_seed(dist.get_rank())
         x = torch.randn(args.tokens, args.hidden, generator=draw, device=device).to(self.comm.dtype)
         idx = torch.rand(args.tokens, args.experts, generator=draw, device=device).topk(args.top_k).indices
@@ -79,15 +86,8 @@ class Combines:
         return f"grouped {grouped}, token-major {copies}"
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Return the lines that rank 0 prints."""
-    lines: list[str] = []
-
-    def say(text: str) -> None:
-        lines.append(text)
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
+def measure(args: argparse.Namespace, device: torch.device, say: Callable[[str], None]) -> None:
+    """Pass each measurement to ``say`` as a line of text. Collective."""
     made = [Combines(args, device) for _ in range(args.heaps)]
     inputs = [made[0].inputs() for _ in range(args.inputs)]
     for heap, combines in enumerate(made):
@@ -101,19 +101,24 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[str]:
     say(f"the default again: {first.times(given)}")
     for combines in made:
         combines.comm.destroy()
-    return lines
 
 
-def main() -> None:
-    args, gpu = options().parse_args(), torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    with torch.no_grad():
-        measure(args, device)
-    dist.destroy_process_group()
+@torch.no_grad()
+def measure_and_save(device: torch.device, args: argparse.Namespace) -> None:
+    run = Run(device, args, benchmark="speeds of a combine", lines=[])
+
+    def say(text: str) -> None:
+        run.found["lines"].append(text)
+        run.say(text)
+        run.save()
+
+    measure(args, device, say)
+    run.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return on_every_rank(measure_and_save, read(options(), argv), TIMEOUT)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

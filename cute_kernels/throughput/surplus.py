@@ -1,8 +1,9 @@
 """Surplus blocks, for a rank that has more rows than others.
 
-The number of rows of a rank is only known on the device. A grid is therefore launched with more blocks than an average
-rank needs, and those that have no work according to this rank's lists of arrivals exit immediately. Which blocks take
-part follows from the lists alone, so all blocks of the grid compute the same number.
+The number of rows of a rank is only known on the device. A dispatch is therefore launched with more blocks than an
+average rank needs, and those that have no work according to this rank's lists of arrivals exit immediately. In a
+combine, blocks that would otherwise sum join those that push. Which blocks join follows from the lists alone, so all
+blocks of the grid compute the same number.
 """
 
 from typing import Any, NamedTuple

@@ -25,8 +25,8 @@ class Budget:
         most_dispatch, most_combine: upper limits.
         beyond: SMs that a rank with more rows than others may use in a dispatch. 0 after a budget was set, which is a
             limit for these ranks as well.
-        modelled: whether ``dispatch`` and ``combine`` are results of a model, which is then evaluated again for
-            operations with fewer rows.
+        modelled: whether ``dispatch`` and ``combine`` are defaults. A model is then evaluated again for a dispatch with
+            fewer rows, and for a combine concurrent with computation.
     """
 
     def __init__(

@@ -234,8 +234,6 @@ def budgets(comm: Communicator, op: str) -> tuple[int | None, int | None]:
     if op in FORMATS:
         return max(now.dispatch, min(now.beyond, now.most_dispatch)), now.combine
     backend: Any = comm.backend
-    if op in SUMS:
-        return now.dispatch, backend.throughput.combine_sms(sums_format(op), "token_major" in op)
     if op in TOKEN_MAJOR:
         return backend.throughput.sms.token_major
     own = {"combine_gathered": now.gather, "combine_backward": now.scaled}

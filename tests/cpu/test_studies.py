@@ -96,8 +96,10 @@ def test_concurrent_gemm() -> None:
 
 
 def combines_timed() -> list[str]:
-    text = "--tokens 6 --hidden 64 --experts 4 --top-k 2 --heaps 2 --inputs 2 --sms 3,4"
-    return combine_speeds.measure(combine_speeds.options().parse_args(text.split()), torch.device("cpu"))
+    text = "--backend reference --tokens 6 --hidden 64 --experts 4 --top-k 2 --heaps 2 --inputs 2 --sms 3,4"
+    lines: list[str] = []
+    combine_speeds.measure(combine_speeds.options().parse_args(text.split()), torch.device("cpu"), lines.append)
+    return lines
 
 
 @pytest.mark.drawn

@@ -53,8 +53,9 @@ ENCODE, DECODE = 0.9, 1.5
 Estimated from the numbers of instructions; not measured."""
 ADDING_SHARE = 3 / 4
 """Share of the GPU for a combine that does not run concurrently with computation. With fewer SMs its time differs
-between processes (2 H100s, 4096 tokens, 9 processes: grouped rows 281 to 310 us with 60 SMs, 279 to 285 us with 88 to
-112; token-major rows 180 to 182 us with 88 to 112). On 2 and 4 H200s 96 SMs were as fast as fewer."""
+between processes (2 H100s, 4096 tokens, 6 to 9 processes: grouped rows 281 to 309 us with 60 SMs, 279 to 285 us with
+88 to 112; token-major rows 180 to 182 us with 88 to 112). On 2 and 4 H200s 96 SMs took at most 2 % longer than fewer.
+"""
 GATHER_SM = 68e9
 """Bytes per second that an SM of a gathering combine fetches and writes (8 SMs, which nearly saturate the link)."""
 SCALE_SLICE = 90e-9

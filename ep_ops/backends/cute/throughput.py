@@ -292,12 +292,6 @@ class ThroughputPath:
                 )  # fmt: skip
         return out
 
-    def combine_sms(self, format: str, token_major: bool) -> int:
-        """Return the SMs of a combine whose sums are sent in a format (empty: the rows' dtype). `token_major`: of
-        token-major rows."""
-        traffic = self.sms.average.copies if token_major else self.sms.average
-        return self.sms.combine(traffic.in_format(_sum_bytes(self._problem, format)))
-
     def _plan_combine(
         self, num_rows: int, most: int, tokens: int, weighted: bool, residual: bool, format: str
     ) -> list[Launch]:
