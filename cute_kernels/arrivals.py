@@ -107,6 +107,25 @@ def copy_of(ranks: Ranks, walk: Walk, item: Int32) -> Copy:
 
 
 @cute.jit
+def copies_of_other(ranks: Ranks, walk: Walk) -> Int32:
+    """Return how many copies there are of the tokens of the other one of two ranks."""
+    other = 1 - ranks.rank
+    return cutlass.min(walk.sources[other + 1] - walk.sources[other], walk.max_tokens)
+
+
+@cute.jit
+def copy_of_other(ranks: Ranks, walk: Walk, number: Int32) -> Copy:
+    """By each lane: a copy of a token of the other one of two ranks, by its number, if there is one."""
+    begin, end, home, source = Int32(0), Int32(0), Int32(0), 1 - ranks.rank
+    index = walk.sources[source] + number
+    if number < walk.max_tokens and index < walk.sources[source + 1]:
+        at = walk.lists.copies + Int64(index) * 8
+        begin, home = ptx.ld_pair(at)
+        end = ptx.ld_i32(at + 8)
+    return Copy(begin, end, home, source)
+
+
+@cute.jit
 def guarded(ranks: Ranks, num_rows: Int32, max_tokens: Int32, copy: Copy) -> Copy:
     """By each lane: the copy, without rows if its place in the lists or its home cannot be, which is reported. Whatever
     integers an operator is called with, nothing outside of its tensors is read or written."""

@@ -26,8 +26,10 @@ from .ring import Ring
 FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
 """Mark of a stage, as bits: its slice is the first of a sum; the last of a sum; the last of the item. For a sum over
 several NVLink domains: the slice belongs to this rank's own domain, whose rows are summed separately; it is the first
-of that sum; that sum is added to the others after it. If the other rows are in a format: the slice is of a row of the
-dtype."""
+of that sum; that sum is added to the others after it. If owners add their own rows: JOINS is the last of these, whose sum
+is rounded. If the other rows are in a format: the slice is of a row of the dtype."""
+OTHER_LANE = 31
+"""Lane of the other rank's sum if owners add their own rows, which lower lanes have."""
 
 
 class Notes(Carried):
@@ -59,7 +61,7 @@ class RowBases(NamedTuple):
 
     base: Int64
     extra: Any = None  # address of extra rows, if there are any
-    far: Any = None  # address of the sums of other NVLink domains, if there are any
+    far: Any = None  # address of sums of other NVLink domains, or of the other rank if owners add their own rows
 
 
 class Adder(NamedTuple):
@@ -83,7 +85,8 @@ class Adding:
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
     bit 32 of the mask says so; it is row `code` from `RowBases.extra`. FAR rows (internode/sums.py) are
     counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
-    separately. `wire`: layout of sums that are sent in a format. With `encodes`, a warp stores its sums in it; else the
+    separately. `own`: lanes below OTHER_LANE have rows of this rank, whose sum is rounded before the other rank's sum is
+    added, a row counted from `RowBases.far`. `wire`: layout of sums that are sent in a format. With `encodes`, a warp stores its sums in it; else the
     rows that it adds have it.
     """
 
@@ -94,6 +97,7 @@ class Adding:
     fetch: Callable[..., Any]
     extra: bool = False
     tree: bool = False
+    own: bool = False
     wire: SumSlices | None = None
     encodes: bool = False
 
@@ -140,7 +144,12 @@ class Adding:
                 mark = mark | END
         number = arch.shuffle_sync(row, k & 31)
         base = state.rows.base
-        if const_expr(state.rows.far is not None):
+        if const_expr(self.own):
+            if k == OTHER_LANE:
+                base = state.rows.far
+            if k < OTHER_LANE and left & ((1 << OTHER_LANE) - 1) == 0:
+                mark = mark | JOINS
+        elif const_expr(state.rows.far is not None):
             if number & FAR != 0:
                 base = state.rows.far
         if const_expr(self.tree):
@@ -151,7 +160,7 @@ class Adding:
             if number & CLOSES != 0:
                 mark = mark | JOINS
             # (Bits that lane 0's row brings to the extra one change nothing: all rows of this domain have joined.)
-        if const_expr(state.rows.far is not None):
+        if const_expr(state.rows.far is not None and not self.own):
             number = number & (CLOSES - 1)
         source = base + Int64(number) * shape.row_bytes
         if const_expr(self.extra and self.decodes):
@@ -166,7 +175,10 @@ class Adding:
                 source = state.rows.extra + Int64(code) * shape.row_bytes
         note = state.warp * shape.stages + stage
         if const_expr(self.weighted):
-            factor = arch.shuffle_sync(weight, k)
+            factor = arch.shuffle_sync(weight, k & 31)
+            if const_expr(self.own and self.extra):
+                if k == 32:
+                    factor = Float32(1.0)
             if arch.lane_idx() == 0:
                 (notes.weights + note).store(factor)
         if arch.lane_idx() == 0:
@@ -201,6 +213,9 @@ class Adding:
             self.add_encoded(ring.buffer + stage * shape.stride, mark, acc, part)
         else:
             self.add(at, mark, acc, part, notes.weights + note)
+        if const_expr(self.own):
+            if mark & JOINS != 0:
+                round_sum(slices, acc)
         if const_expr(self.wire is not None and self.encodes):
             if mark & LAST != 0:
                 store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)
@@ -250,6 +265,14 @@ class Adding:
                 values = numbers_at(wire, stage, u, scale_at(wire, stage, u))
                 for i in range_constexpr(n):
                     acc[n * u + i] = ptx.add_rn(acc[n * u + i], values[i])
+
+
+@cute.jit
+def round_sum(slices: cutlass.Constexpr[Slices], acc: Any) -> None:
+    """Round a sum to the dtype of rows, as if it were stored and then added to nothing (-0 becomes 0)."""
+    rounded = ptx.unpack(ptx.pack([acc[i] for i in range(slices.values)], slices.dtype), slices.dtype)
+    for i in range_constexpr(slices.values):
+        acc[i] = ptx.add_rn(rounded[i], Float32(0.0))
 
 
 @cute.jit

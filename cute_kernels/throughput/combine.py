@@ -7,6 +7,9 @@ set. The last blocks push as well, as many as this rank's rows require beyond th
 its copies that have rows (known from the route), adds their sums in fp32 over ascending ranks, and then adds the
 token's residual. Pushers never wait, so every wait ends.
 
+With two ranks, owners add this rank's rows where they are instead of having their sums staged (`adds_own`): memory
+limits such a combine, and half of all sums are then neither written nor read.
+
 A separate warp of each pushing block sets its flags (outbox.py), so that no row waits for a fence.
 
 Sums can be sent in a format (../quantized_sums.py): pushers quantize sums instead of rounding them, rows of staging
@@ -24,13 +27,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute import arch
 
 from .. import operation, ptx, sync
-from ..arrivals import Copy, begin_walk, copy_of, given_row, guarded, row_of, token_of
-from ..copies import copies_of
+from ..arrivals import (
+    Copy, begin_walk, copies_of_other, copy_of, copy_of_other, given_row, guarded, row_of, token_of,
+)  # fmt: skip
+from ..copies import Copies, copies_of
 from ..domains import index_of, slot_of, stager_of
+from ..experts import holder_of
 from ..formats import Form
 from ..heap import SEND, Heap
 from ..ids import block_ids, warp_id
@@ -39,7 +45,7 @@ from ..launch import RankArgs
 from ..quantized_sums import SumSlices
 from ..rows import zero_row
 from ..slices import Slices
-from .adder import Adding, Notes, RowBases, add_items
+from .adder import OTHER_LANE, Adding, Notes, RowBases, add_items
 from .outbox import close, deliver, new_outbox, post
 from .pipeline import Items, deal_out
 from .placing import offset_of_weight
@@ -106,6 +112,13 @@ class Combine(SlicedKernel):
         return super().slices
 
     @property
+    def adds_own(self) -> bool:
+        """Whether owners add the rows of their own rank, round their sum, and add the other rank's. Only with two
+        ranks: with more of them the link limits a combine, and a sum of two has the same bits in either order."""
+        p = self.problem
+        return self.rows and not self.format and p.world_size == 2 and p.num_domains == 1 and p.top_k <= OTHER_LANE
+
+    @property
     def in_format(self) -> SumSlices | None:
         """Layout of sums that are sent in the format; None without one."""
         if not self.format:
@@ -170,6 +183,8 @@ class Combine(SlicedKernel):
         pushers = args.pushers
         pushes = bid < pushers or bid >= dealt
         first = Int32(pushers)  # of the blocks that sum
+        last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
+        last[0] = Int32(-1)
         if const_expr(p.num_domains > 1):
             passers = cutlass.max((dealt - pushers) * int(PASSING * 16) // 16, 1)
             first = cutlass.min(pushers + passers, dealt - 1)
@@ -182,11 +197,11 @@ class Combine(SlicedKernel):
             item, step = warp * pushers + bid, pushers * self.WARPS
             walk = begin_walk(ranks, sources, args.arrivals, args.num_rows, args.max_tokens)
             total = walk.items
+            if const_expr(self.adds_own):
+                total = copies_of_other(ranks, walk)
             if const_expr(p.num_domains > 1):
                 # Behind what a rank that has given up pushes, a stager that is late would send a sum of it.
                 total = total * Int32(ranks.mark >= 0)
-            last = cute.make_rmem_tensor((1,), Int32)  # row that this lane has met
-            last[0] = Int32(-1)
             pushing = (ranks, walk, args, last)
             if const_expr(self.rows):
                 ring = Ring(self.ring, buffers, barriers, warp)
@@ -202,21 +217,25 @@ class Combine(SlicedKernel):
                         count += 1
                     item += step
                 close(outbox, warp, count)
-            # Reported after the loop, to keep the loop fast.
-            given_row(ranks, last[0], args.num_rows)
         elif bid >= first:
-            summing = (ranks, args)
+            summing = (ranks, args, last)
             item, step = warp * (dealt - first) + bid - first, (dealt - first) * self.WARPS
             if const_expr(self.rows):
                 ring = Ring(self.sum_ring, buffers, barriers, warp)
                 staging = ranks.at(ranks.own, "rows")
                 items = Items(item, item + step, step, args.tokens)
-                far = ranks.at(ranks.own, "rows_in") if p.num_domains > 1 else None
-                add_items(ring, notes, warp, self.adding(False), items, summing, RowBases(staging, args.residual, far))
+                bases = RowBases(staging, args.residual)
+                if const_expr(self.adds_own):
+                    bases = RowBases(args.y, args.residual, staging)
+                if const_expr(p.num_domains > 1):
+                    bases = RowBases(staging, args.residual, ranks.at(ranks.own, "rows_in"))
+                add_items(ring, notes, warp, self.adding(False), items, summing, bases)
             else:
                 while item < args.tokens:
                     self.fetch_sum(summing, item, self.peek_sum(summing, item))
                     item += step
+        # Reported after the loops, to keep them fast.
+        given_row(ranks, last[0], args.num_rows)
 
     def adding(self, pushing: bool) -> Adding:
         """Return how a warp adds rows that it pushes, or sums that have arrived."""
@@ -225,9 +244,13 @@ class Combine(SlicedKernel):
                 self.slices, self.weighted, self.scout_push, self.peek_push, self.fetch_push,
                 wire=self.in_format, encodes=True,
             )  # fmt: skip
+        if self.adds_own:
+            return Adding(
+                self.slices, self.weighted, self.scout_both, self.peek_both, self.fetch_both, self.residual, own=True
+            )  # fmt: skip
         return Adding(
             self.sum_slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual,
-            in_two_parts(self.problem), self.in_format,
+            in_two_parts(self.problem), wire=self.in_format,
         )  # fmt: skip
 
     @cute.jit
@@ -243,6 +266,8 @@ class Combine(SlicedKernel):
     def scout_push(self, context: Any, item: Int32) -> Copy:
         """Return the copy of an item, if there is one."""
         ranks, walk = context[:2]
+        if const_expr(self.adds_own):
+            return copy_of_other(ranks, walk, item)
         return copy_of(ranks, walk, item)
 
     @cute.jit
@@ -296,7 +321,7 @@ class Combine(SlicedKernel):
     @cute.jit
     def peek_sum(self, context: Any, token: Int32) -> tuple[Int32, Int32]:
         """Return a lane's entry of send_rows and topk_idx of one of this rank's tokens."""
-        ranks, args = context
+        args = context[1]
         lane = arch.lane_idx()
         row, expert = Int32(-1), Int32(-1)
         if token < args.tokens and lane < self.problem.top_k:
@@ -309,12 +334,10 @@ class Combine(SlicedKernel):
     def fetch_sum(self, context: Any, token: Int32, peeked: Any) -> tuple[Any, Int32, Float32, Int64, Int32]:
         """Return the staged rows of one of this rank's tokens (see add_items) after they have arrived: lane c has copy
         c."""
-        ranks, args = context
+        ranks, args, _ = context
         p = self.problem
         lane = arch.lane_idx()
         row, expert = peeked
-        entry = token * p.top_k + lane
-        at = Int64(entry) * 4
         # A lane with an entry that opens a copy waits for it, if the copy has a row.
         copy = copies_of(p, expert, row)
         number = lane * p.max_tokens + token
@@ -330,18 +353,11 @@ class Combine(SlicedKernel):
             held = (Int32(1) << count) - 1 if p.top_k < 32 else Int32((Int64(1) << count) - 1)
         if not complete:
             held = Int32(0)
-            row = Int32(-1)
         # Ordinary stores filled the staging, bulk copies read it.
         sync.fence_async()
         arch.sync_warp()
         if const_expr(self.scalars):
-            if lane < p.top_k:
-                value = Float32(0.0)
-                if const_expr(self.token_major):
-                    row = ((copy.mask >> copy.number) & 1) * Int32(copy.holder >= 0 and complete) - 1
-                if row >= 0:
-                    value = ptx.ld_f32(self.address_of_returned(ranks, copy.holder, token, lane))
-                ptx.st_f32(args.out_scalars + at, value)
+            self.return_scalar(ranks, args, token, copy, row, complete)
         target = args.out + Int64(token) * p.row_bytes
         rows = held
         if const_expr(self.residual):
@@ -353,6 +369,99 @@ class Combine(SlicedKernel):
             if rows == 0:
                 zero_row(p.row_bytes, target, lane)
         return rows, number, Float32(1.0), target, token
+
+    @cute.jit
+    def return_scalar(
+        self, ranks: sync.Ranks, args: CombineArgs, token: Int32, copy: Copies, row: Int32, complete: Boolean
+    ) -> None:
+        """By a warp, behind the waits for a token's copies: lane k, which has the row of the token's k-th expert, writes
+        the scalar of that expert; 0 if there is no row, or if the token is not `complete`."""
+        p = self.problem
+        lane = arch.lane_idx()
+        if not complete:
+            row = Int32(-1)
+        own = row  # the row of this rank that has the scalar
+        if const_expr(self.token_major):
+            if copy.holder != ranks.rank:
+                own = Int32(-1)
+            own = arch.warp_redux_sync(own, "max")
+            row = ((copy.mask >> copy.number) & 1) * Int32(copy.holder >= 0 and complete) - 1
+        if lane < p.top_k:
+            value = Float32(0.0)
+            if row >= 0:
+                at = self.address_of_returned(ranks, copy.holder, token, lane)
+                if const_expr(self.adds_own):
+                    if copy.holder == ranks.rank:
+                        at = args.row_scalars + Int64(own) * 4
+                        if const_expr(self.token_major):
+                            at = args.row_scalars + (Int64(own) * p.top_k + lane) * 4
+                value = ptx.ld_f32(at)
+            ptx.st_f32(args.out_scalars + Int64(token * p.top_k + lane) * 4, value)
+
+    @cute.jit
+    def scout_both(self, context: Any, token: Int32) -> tuple[Int32, Int32, Int32]:
+        """Return one of this rank's tokens, and a lane's entry of send_rows and topk_idx."""
+        row, expert = self.peek_sum(context, token)
+        return token, row, expert
+
+    @cute.jit
+    def peek_both(self, context: Any, scouted: Any) -> Float32:
+        """Return the weight of a lane's row, if it is a row of this rank. In place of a row after the last one, which
+        is reported, the last row is read."""
+        ranks, args, last = context
+        _, row, expert = scouted
+        weight = Float32(1.0)
+        if row >= 0 and expert >= 0 and expert < self.problem.num_experts:
+            if holder_of(self.problem, expert) == ranks.rank:
+                last[0] = cutlass.max(last[0], row)
+                if const_expr(self.weighted):
+                    row = cutlass.min(row, args.num_rows - 1)
+                    if row >= 0:
+                        weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
+        return weight
+
+    @cute.jit
+    def fetch_both(self, context: Any, scouted: Any, weight: Float32) -> tuple[Any, Int32, Float32, Int64, Int32]:
+        """Return the rows of this rank of one of its tokens, and the staged sum of the other rank after it has arrived
+        (see add_items): lane k has the row of the k-th expert, OTHER_LANE the sum."""
+        ranks, args, _ = context
+        p = self.problem
+        lane = arch.lane_idx()
+        token, row, expert = scouted
+        copy = copies_of(p, expert, row)
+        here = copy.holder == ranks.rank
+        arrived, other = Int32(1), Int32(0)
+        number = copy.number * p.max_tokens + token
+        if copy.expected != 0 and not here:
+            arrived = Int32(ranks.wait("token", number, copy.holder, token))
+            other = number + 1
+        other = arch.warp_redux_sync(other, "max")
+        # Hands what each lane acquired to the whole warp.
+        complete = arch.vote_all_sync(arrived != 0)
+        # Ordinary stores filled the staging, bulk copies read it.
+        sync.fence_async()
+        arch.sync_warp()
+        if here:
+            row = cutlass.min(row, args.num_rows - 1)
+        if const_expr(self.scalars):
+            self.return_scalar(ranks, args, token, copy, row, complete)
+        held = Int32(arch.vote_ballot_sync(here and row >= 0))
+        if lane == OTHER_LANE:
+            row, weight = other - 1, Float32(1.0)
+        if other != 0:
+            held = held | Int32(-(1 << OTHER_LANE))
+        if not complete:
+            held = Int32(0)
+        target = args.out + Int64(token) * p.row_bytes
+        rows = held
+        if const_expr(self.residual):
+            # One row more, added last.
+            rows = Int64(held) & 0xFFFFFFFF
+            if complete:
+                rows = rows | (Int64(1) << 32)
+        if rows == 0:
+            zero_row(p.row_bytes, target, lane)
+        return rows, row, weight, target, token
 
     @cute.jit
     def address_of_returned(self, ranks: sync.Ranks, holder: Int32, token: Int32, k: Int32) -> Int64:

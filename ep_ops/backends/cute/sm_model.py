@@ -168,21 +168,33 @@ class TokenTraffic:
         """Return how many of a combine's blocks have to sum."""
         return math.ceil(self._summing)
 
+    @property
+    def adds_own(self) -> bool:
+        """Whether the owners of tokens add the rows of their own rank in a combine (Combine.adds_own)."""
+        return self.ranks == 2 and not self.across and not self.sum_bytes
+
+    @property
+    def _sent(self) -> float:
+        """Sums of a combine that go to staging."""
+        return self.crossing if self.adds_own else self.reached
+
     @functools.cached_property
     def _pushing(self) -> float:
         """Number of SMs that add and send a combine's rows."""
         sending = SEND + ENCODE if self.sum_bytes else SEND
-        return PUSH_HEADROOM * self._adding(self.ranks, self.rows + sending * self.reached)
+        added = self.rows * self._sent / self.reached
+        return PUSH_HEADROOM * self._adding(1 if self.adds_own else self.ranks, added + sending * self._sent)
 
     @functools.cached_property
     def _summing(self) -> float:
-        """Number of SMs that sum what arrives."""
-        return SUM_HEADROOM * self._adding(1, (DECODE if self.sum_bytes else 1) * self.reached + 1)
+        """Number of SMs that sum what arrives, and add the rows of their own rank."""
+        own = self.rows * (1 - self._sent / self.reached)
+        return SUM_HEADROOM * self._adding(1, own + (DECODE if self.sum_bytes else 1) * self._sent + 1)
 
     def _adding(self, items: int, rows: float) -> float:
         """Return the SMs that process so many items, and add so many rows for each token, during a combine."""
         sums = self.sum_bytes / self.row_bytes if self.sum_bytes else 1.0
-        moved = self.rows + 2 * sums * self.reached + 1
+        moved = self.rows + 2 * sums * self._sent + 1
         seconds = self.row_bytes * max(self.crossing * sums / PUSH, moved / MEMORY)
         return (ADD_ITEM * items + (ADD_SLICE * self.slices + self.row_bytes / ADD) * rows) / seconds
 
