@@ -125,7 +125,7 @@ class Config:
             host (gloo); over NCCL its operations follow the timeout of the process group.
         dispatch_sms: multiprocessors (SMs) that a dispatch may take, at least 1. None: chosen by a model of the bytes
             moved, and more on ranks that receive more rows. :meth:`Communicator.sm_budget` changes it temporarily.
-        combine_sms: multiprocessors (SMs) that a combine may take, at least 1. None: three quarters of the GPU, and in
+        combine_sms: multiprocessors (SMs) that a combine may take, at least 1. None: five sixths of the GPU, and in
             split operations as many as a model of the bytes moved computes.
         latency_max_tokens: calls whose ``max_tokens`` is at most this run on the latency kernels of the cute backend,
             with bit-identical results, at least 0. 0: never. None: 256, or fewer if the sizes require it.

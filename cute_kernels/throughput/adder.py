@@ -26,8 +26,8 @@ from .ring import Ring
 FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
 """Mark of a stage, as bits: its slice is the first of a sum; the last of a sum; the last of the item. For a sum over
 several NVLink domains: the slice belongs to this rank's own domain, whose rows are summed separately; it is the first
-of that sum; that sum is added to the others after it. If owners add their own rows: JOINS is the last of these, whose sum
-is rounded. If the other rows are in a format: the slice is of a row of the dtype."""
+of that sum; that sum is added to the others after it (JOINS). If owners add their own rows, JOINS marks the last of
+these, whose sum is rounded. If the other rows are in a format: the slice is of a row of the dtype."""
 OTHER_LANE = 31
 """Lane of the other rank's sum if owners add their own rows, which lower lanes have."""
 
@@ -85,9 +85,9 @@ class Adding:
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
     bit 32 of the mask says so; it is row `code` from `RowBases.extra`. FAR rows (internode/sums.py) are
     counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
-    separately. `own`: lanes below OTHER_LANE have rows of this rank, whose sum is rounded before the other rank's sum is
-    added, a row counted from `RowBases.far`. `wire`: layout of sums that are sent in a format. With `encodes`, a warp stores its sums in it; else the
-    rows that it adds have it.
+    separately. `own`: lanes below OTHER_LANE hold rows of this rank, whose sum is rounded; OTHER_LANE holds the other
+    rank's sum, counted from `RowBases.far`, which is added to it. `wire`: layout of sums that are sent in a format.
+    With `encodes`, a warp stores its sums in it; else the rows that it adds have it.
     """
 
     slices: Slices

@@ -32,7 +32,15 @@ from cutlass.cute import arch
 
 from .. import operation, ptx, sync
 from ..arrivals import (
-    Copy, begin_walk, copies_of_other, copy_of, copy_of_other, given_row, guarded, row_of, token_of,
+    Copy,
+    begin_walk,
+    copies_of_other,
+    copy_of,
+    copy_of_other,
+    given_row,
+    guarded,
+    row_of,
+    token_of,
 )  # fmt: skip
 from ..copies import Copies, copies_of
 from ..domains import index_of, slot_of, stager_of
@@ -374,8 +382,8 @@ class Combine(SlicedKernel):
     def return_scalar(
         self, ranks: sync.Ranks, args: CombineArgs, token: Int32, copy: Copies, row: Int32, complete: Boolean
     ) -> None:
-        """By a warp, behind the waits for a token's copies: lane k, which has the row of the token's k-th expert, writes
-        the scalar of that expert; 0 if there is no row, or if the token is not `complete`."""
+        """By a warp, after the waits for a token's copies: lane k, which has the row of the token's k-th expert, writes
+        its scalar; 0 if there is no row, or if the token is not `complete`."""
         p = self.problem
         lane = arch.lane_idx()
         if not complete:

@@ -68,8 +68,8 @@ def few(draw: random.Random) -> None:
     given(both, both.ranks, draw, lambda: both.launches("combine", True, (True, True)), nothing)
 
 
-def many(draw: random.Random) -> None:
-    on = Steps(Shape((2, 3), 3, 3, alignment=4), draw)
+def many(draw: random.Random, experts: tuple[int, ...]) -> None:
+    on = Steps(Shape(experts, 3, 3, alignment=4), draw)
     on.inputs()
     on.dispatch(known=False)
 
@@ -80,4 +80,8 @@ def many(draw: random.Random) -> None:
     given(on, on.ranks, draw, lambda: [on.launch_combine(rank) for rank in range(on.ranks.world_size)], last)
 
 
-CHECKS = {"given_few": few, "given_many": many}
+CHECKS = {
+    "given_few": few,
+    "given_many": lambda draw: many(draw, (2, 1, 2)),
+    "given_many_own": lambda draw: many(draw, (2, 3)),  # of two ranks owners read their own rows
+}

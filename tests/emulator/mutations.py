@@ -164,7 +164,25 @@ MUTATIONS = {
         "latency_tokens", DISPATCH, "asked_expert(tables, source, k, entries, low, high) >= 0", "entries >= 0"
     ),
     "rows behind the last": Mutation(
-        "given_many", "throughput/combine.py", "        row = cutlass.min(row, args.num_rows - 1)\n", ""
+        "given_many", "throughput/combine.py",
+        "        last[0] = cutlass.max(last[0], row)\n        row = cutlass.min(row, args.num_rows - 1)\n",
+        "        last[0] = cutlass.max(last[0], row)\n",
+    ),
+    "own rows behind the last": Mutation(
+        "given_many_own", "throughput/combine.py",
+        "        if here:\n            row = cutlass.min(row, args.num_rows - 1)\n", "",
+    ),
+    "own sum left exact": Mutation(
+        "sums_rounded", "throughput/adder.py", "                round_sum(slices, acc)\n", "                pass\n"
+    ),
+    "own weight of another row": Mutation(
+        "sums_rounded", "throughput/combine.py", "args.recv_weights + Int64(row) * 4)\n        return weight",
+        "args.recv_weights + Int64(row ^ 1) * 4)\n        return weight",
+    ),
+    "own scalars from staging": Mutation(
+        "throughput_skewed", "throughput/combine.py",
+        "                    if copy.holder == ranks.rank:\n                        at = args.row_scalars",
+        "                    if copy.holder < 0:\n                        at = args.row_scalars",
     ),
     "few, rows behind the last": Mutation(
         "given_few", "latency/combine_sender.py",

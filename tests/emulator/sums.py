@@ -1,4 +1,4 @@
-"""Checks of combines whose sums are sent in a format, bit for bit, against tests/quantized.py."""
+"""Checks of combines whose sums are rounded or sent in a format, bit for bit, against tests/quantized.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def arrived(format: str) -> Any:
-    """Return the function from a sum [H] to its quantized and dequantized value."""
+    """Return the function from a sum [H] to its quantized and dequantized value; None if it is only rounded."""
+    if not format:
+        return None
 
     def sent(row: Tensor) -> Tensor:
         codes, scales = quantized.quantized(row[None], format.removeprefix("e4m3/"))
@@ -75,7 +77,7 @@ class Step:
 
 
 class Sums:
-    """Combines of all ranks in a format on the same heaps, by the throughput kernels or the latency kernels."""
+    """Combines of all ranks on the same heaps by the throughput or the latency kernels; no format: sums are rounded."""
 
     def __init__(
         self, draw: random.Random, shape: Shape, format: str, dtype: str, token_major: bool, latency: bool
@@ -155,7 +157,7 @@ class Sums:
             self.ranks.run(self.launches(step, outs))
         for rank, (out, want) in enumerate(zip(outs, step.wants, strict=True)):
             got = self.ranks.view(out, want.shape[0], want.shape[1] * want.itemsize // 4).view(want.dtype)
-            same(got, want, f"sums of rank {rank} in {self.format}")
+            same(got, want, f"sums of rank {rank} in {self.format or self.dtype}")
 
 
 def sums(
@@ -187,6 +189,8 @@ CHECKS = {
     "sums_wide": lambda draw: sums(draw, Shape((2, 1), 2, 2, hidden=1056), times=1),
     "sums_wide_bf16": lambda draw: sums(draw, Shape((2, 1), 2, 2, hidden=7296), dtype="bf16", times=1),
     "sums_one_rank": lambda draw: sums(draw, Shape((4,), 3, 4, hidden=32), dtype=either(draw)),
+    "sums_rounded": lambda draw: sums(draw, Shape((3, 2), 4, 5, hidden=96, share=0.7), "", "bf16", times=3),
+    "sums_rounded_tokens": lambda draw: sums(draw, Shape((2, 3), 3, 5, hidden=64, share=0.8), "", "bf16", True),
     "sums_four_ranks": lambda draw: sums(draw, Shape((2,) * 4, 6, 3, hidden=32), dtype="bf16"),
     "sums_tokens": lambda draw: sums(
         draw, Shape((3, 2), 3, 4, hidden=64, share=0.8), dtype="bf16", token_major=True

@@ -15,6 +15,7 @@ from launches import Recorder, allocate_on_cpu
 from cute_kernels.heap import SEND, Problem
 from cute_kernels.throughput.combine import Combine
 from cute_kernels.throughput.pull import Pull
+from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute.outputs import Outputs
 from ep_ops.backends.cute.sm_model import OperationSms, TokenTraffic, default_budget
 from ep_ops.backends.cute.throughput import ThroughputPath
@@ -50,14 +51,14 @@ def blocks_of(monkeypatch: pytest.MonkeyPatch, token_major: bool, asked: tuple[i
 
 def test_blocks_follow_the_rows_that_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dispatch of one row for each copy takes as many blocks as where the experts are the ranks. A combine takes
-    three quarters of the GPU, of which fewer push such rows."""
+    five sixths of the GPU, of which fewer push such rows."""
     load = TRAFFIC.expected(TOKENS)
     # The grid that joins has a block of its own, which a dispatch deals none to.
-    assert blocks_of(monkeypatch, False, (None, None)) == [(47, load), *[(48, load)] * 2, *[(98, 51)] * 2]
+    assert blocks_of(monkeypatch, False, (None, None)) == [(47, load), *[(48, load)] * 2, *[(110, 42)] * 2]
     copies = TokenTraffic.of((1, 1), 2, PROBLEM.row_bytes, 4)
     found = blocks_of(monkeypatch, True, (None, None))
-    assert [given[0] for given in found] == [29, 30, 30, 98, 98] and copies.dispatch_sms(SMS) == 30
-    assert [given[1] for given in found[3:]] == [32, 32] and copies.pushers(98) == 32
+    assert [given[0] for given in found] == [29, 30, 30, 110, 110] and copies.dispatch_sms(SMS) == 30
+    assert [given[1] for given in found[3:]] == [29, 29] and copies.pushers(110) == 29
     assert [given[1] for given in found[:3]] == pytest.approx([4 * TOKENS] * 3, rel=0.01)
 
 
@@ -65,28 +66,42 @@ def test_a_budget_that_was_set_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
     """Of rows of any kind; how many of it push still follows the rows."""
     assert [given[0] for given in blocks_of(monkeypatch, True, (40, 64))] == [40, 40, 40, 64, 64]
     assert [given[0] for given in blocks_of(monkeypatch, True, (None, 64))] == [29, 30, 30, 64, 64]
-    assert [given[0] for given in blocks_of(monkeypatch, True, (40, None))] == [40, 40, 40, 98, 98]
-    assert [given[1] for given in blocks_of(monkeypatch, True, (40, 64))[3:]] == [23, 23]
+    assert [given[0] for given in blocks_of(monkeypatch, True, (40, None))] == [40, 40, 40, 110, 110]
+    assert [given[1] for given in blocks_of(monkeypatch, True, (40, 64))[3:]] == [17, 17]
 
 
 def test_concurrent_combines_take_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of split operations leave the rest to computation: 38 SMs with a row for each copy, of which 17 push."""
+    """Those of split operations leave the rest to computation: 30 SMs with a row for each copy, of which 9 push."""
     budget, copies = default_budget(TRAFFIC, SMS, 100, None, None), TRAFFIC.copies
     aside = OperationSms(PROBLEM, budget, TRAFFIC, SMS, aside=True)
     load = TRAFFIC.expected(TOKENS, SEND)
-    assert aside.pushing(TRAFFIC, TOKENS, True) == {"pushers": 42, "expected": load, "joining": 0, "blocks": 60}
-    assert (aside.pushing(copies, TOKENS, True)["pushers"], aside.pushing(copies, TOKENS, True)["blocks"]) == (17, 38)
+    assert aside.pushing(TRAFFIC, TOKENS, True) == {"pushers": 24, "expected": load, "joining": 0, "blocks": 64}
+    assert (aside.pushing(copies, TOKENS, True)["pushers"], aside.pushing(copies, TOKENS, True)["blocks"]) == (9, 30)
     with budget.changed(None, 70):
         assert aside.pushing(copies, TOKENS, True)["blocks"] == 70
 
 
 def test_ranks_with_more_rows_push_with_more_blocks() -> None:
-    """With all that need not sum; across domains and with a small budget with no more than others."""
-    budget = default_budget(TRAFFIC, SMS, 100, None, None)
-    most = OperationSms(PROBLEM, budget, TRAFFIC, SMS).pushing(TRAFFIC, TOKENS, True)
-    assert (most["blocks"], most["pushers"], most["joining"]) == (98, 51, 98 - 51 - TRAFFIC.summers)
-    assert OperationSms(PROBLEM, budget, TRAFFIC, SMS).pushing(TRAFFIC, TOKENS, False)["joining"] == 0
-    across = dataclasses.replace(TRAFFIC, across=True)
-    assert OperationSms(PROBLEM, budget, across, SMS).pushing(across, TOKENS, True)["joining"] == 0
+    """With all that need not sum; across domains, with a small budget, and where owners add rows, with no more than
+    others."""
+    problem = dataclasses.replace(PROBLEM, world_size=4, experts_per_rank=(64,) * 4)
+    traffic = TokenTraffic.of(problem.experts_per_rank, problem.top_k, problem.row_bytes, 4)
+
+    def joining(traffic: TokenTraffic, budget: Budget, rows: bool = True) -> int:
+        return OperationSms(problem, budget, traffic, SMS).pushing(traffic, TOKENS, rows)["joining"]
+
+    budget = default_budget(traffic, SMS, 100, None, None)
+    pushers = traffic.pushers(110)
+    assert joining(traffic, budget) == 110 - pushers - traffic.summers > 0
+    assert joining(traffic, budget, False) == joining(dataclasses.replace(traffic, across=True), budget) == 0
+    assert joining(TRAFFIC, budget) == 0
     with budget.changed(None, 16):
-        assert OperationSms(PROBLEM, budget, TRAFFIC, SMS).pushing(TRAFFIC, TOKENS, True)["joining"] == 0
+        assert joining(traffic, budget) == 0
+
+
+def test_sums_in_a_format_are_all_pushed() -> None:
+    """Two ranks: owners add their own rows only if sums travel as rows, and then fewer blocks push."""
+    in_format = TRAFFIC.in_format(7616)
+    assert TRAFFIC.adds_own and not in_format.adds_own
+    assert TRAFFIC.pushers(110) < in_format.pushers(110)
+    assert [Combine(PROBLEM, True, True, False, format=form).adds_own for form in ("", "e4m3/32/mx")] == [True, False]

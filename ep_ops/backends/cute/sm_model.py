@@ -51,11 +51,15 @@ longer on 4 ranks, 6 to 9 % on 2 ranks, and 15 % if memory is saturated (36 and 
 ENCODE, DECODE = 0.9, 1.5
 """Cost of quantizing a sum that a combine sends in a format, and of adding one at its owner, relative to adding a row.
 Estimated from the numbers of instructions; not measured."""
-ADDING_SHARE = 3 / 4
-"""Share of the GPU for a combine that does not run concurrently with computation. With fewer SMs its time differs
-between processes (2 H100s, 4096 tokens, 6 to 9 processes: grouped rows 281 to 309 us with 60 SMs, 279 to 285 us with
-88 to 112; token-major rows 180 to 182 us with 88 to 112). On 2 and 4 H200s 96 SMs took at most 2 % longer than fewer.
-"""
+ADDING_SHARE = 5 / 6
+"""Share of the GPU for a combine that does not run concurrently with computation. 2 H100s, 4096 tokens: grouped rows
+took 277 us with 80 SMs, 262 with 98, 253 with 112 and 120, and with 60 between 257 and 302 us, depending on the process
+and the weights; token-major rows 180 to 184 us with 98 to 120. On 2 and 4 H200s 96 SMs took at most 2 % longer than
+fewer; more are not measured there."""
+SURPLUS_SHARE = 3 / 7
+"""Share of the GPU for a dispatch on a rank with more rows, and of rows in a format, which are short and have scales to
+store. 2 H100s, 4096 tokens, with at most 66, 60, 56 and 52 SMs: 1.93 times the mean rows on one rank took 433, 427, 424
+and 422 us, rows in a format 154, 150, 151 and 152 us."""
 GATHER_SM = 68e9
 """Bytes per second that an SM of a gathering combine fetches and writes (8 SMs, which nearly saturate the link)."""
 SCALE_SLICE = 90e-9
@@ -156,12 +160,16 @@ class TokenTraffic:
 
     def pushers(self, blocks: int) -> int:
         """Return how many of a combine's blocks (at least 2) push; the others sum. A quarter of the blocks beyond those
-        needed push, in case the GPU's link is faster than the model's, or more data crosses it."""
+        needed push, in case the GPU's link is faster than the model's, or more data crosses it. If owners add the rows
+        of their own rank, and a copy has several, memory limits both kinds of blocks, and they share the GPU as they
+        share the rows."""
         if self.across:
             return max(1, min(blocks - 1, round(blocks * ACROSS_PUSHING)))
-        enough, beyond = math.ceil(self._pushing), blocks - math.ceil(self._pushing + self._summing)
         share = round(blocks * self._pushing / (self._pushing + self._summing))
-        return max(1, min(blocks - 1, share, enough + max(0, beyond) // 4))
+        if not self.adds_own or self.rows < 2 * self.reached:
+            beyond = blocks - math.ceil(self._pushing + self._summing)
+            share = min(share, math.ceil(self._pushing) + max(0, beyond) // 4)
+        return max(1, min(blocks - 1, share))
 
     @property
     def summers(self) -> int:
@@ -172,6 +180,12 @@ class TokenTraffic:
     def adds_own(self) -> bool:
         """Whether the owners of tokens add the rows of their own rank in a combine (Combine.adds_own)."""
         return self.ranks == 2 and not self.across and not self.sum_bytes
+
+    @property
+    def pushes_all(self) -> bool:
+        """Whether all rows of a combine are added by blocks that push. Otherwise a rank with more rows has more for the
+        blocks that sum, too, and none of them joins those that push."""
+        return not self.across and not self.adds_own
 
     @property
     def _sent(self) -> float:
@@ -221,11 +235,11 @@ def default_budget(
     traffic: TokenTraffic, sms: int, most_dispatch: int, dispatch: int | None, combine: int | None
 ) -> Budget:
     """Return the default budget: the given values, limited to the GPU; otherwise those of the model. A rank with more
-    rows gets more in a dispatch: half of the GPU, which saturates memory."""
+    rows gets more in a dispatch."""
     return Budget(
         dispatch or traffic.dispatch_sms(sms), combine or traffic.most_combine_sms(sms),
         combine or traffic.gather_sms(sms), combine or traffic.scaled_sms(sms), most_dispatch, sms,
-        0 if traffic.ranks == 1 or dispatch else sms // 2, (dispatch is None, combine is None),
+        0 if traffic.ranks == 1 or dispatch else int(sms * SURPLUS_SHARE), (dispatch is None, combine is None),
     )  # fmt: skip
 
 
@@ -282,7 +296,7 @@ class OperationSms:
         return {
             "pushers": pushers,
             "expected": traffic.expected(tokens, SEND),
-            "joining": max(0, blocks - pushers - traffic.summers) if rows and not traffic.across else 0,
+            "joining": max(0, blocks - pushers - traffic.summers) if rows and traffic.pushes_all else 0,
             "blocks": blocks,
         }
 
