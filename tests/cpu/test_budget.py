@@ -28,12 +28,12 @@ def test_rows_of_a_token():
 
 def test_what_was_measured_to_be_enough():
     """4 ranks, 256 experts, 8 a token: 22 SMs fill the link in a dispatch, 10 in a gathering combine, and 20 that push
-    and 12 that sum in a combine; on 2 ranks 48, and some 44 that push, of 66 at most. Short rows take a few more."""
+    and 12 that sum in a combine; on 2 ranks 48, and of 112 that combine some 44 push. Short rows take a few more."""
     traffic = EVEN[4]
     assert (traffic.dispatch_sms(H200), traffic.combine_sms(H200), traffic.gather_sms(H200)) == (22, 32, 10)
     assert EVEN[2].dispatch_sms(H200) == 48 and 58 <= EVEN[2].combine_sms(H200) <= 66
-    assert [EVEN[n].most_combine_sms(H200) for n in (1, 2, 4)] == [EVEN[1].combine_sms(H200), 98, 98]
-    assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 43 <= EVEN[2].pushers(66) <= 47
+    assert [EVEN[n].most_combine_sms(H200) for n in (1, 2, 4)] == [EVEN[1].combine_sms(H200), 110, 110]
+    assert traffic.pushers(32) == 20 and traffic.pushers(64) == 28 and 42 <= EVEN[2].pushers(112) <= 46
     assert 42 <= traffic.scaled_sms(H200) <= 46 and 56 <= EVEN[2].scaled_sms(H200) <= 66
     assert TokenTraffic.of((64,) * 4, 1, *ROW).dispatch_sms(H200) == 20  # few rows, of which enough must be under way
     short = TokenTraffic.of((64,) * 4, 8, 4096, 1)
@@ -63,11 +63,11 @@ def test_what_is_asked_for_is_what_is_taken():
     asked = default_budget(traffic, H200, 100, 30, 40)
     assert (*now(asked), asked.gather, asked.scaled) == (30, 40, 40, 40)
     model = default_budget(traffic, H200, 100, None, None)
-    assert (*now(model), model.gather, model.scaled) == (22, 98, 10, 44)
+    assert (*now(model), model.gather, model.scaled) == (22, 110, 10, 44)
 
 
 def test_more_ranks_need_fewer():
-    """More of what is moved waits for the link."""
+    """More of what is moved waits for the link. On one rank a combine stages all sums, on two only half of them."""
     for choose in (
         TokenTraffic.dispatch_sms,
         TokenTraffic.combine_sms,
@@ -75,7 +75,7 @@ def test_more_ranks_need_fewer():
         TokenTraffic.scaled_sms,
     ):
         chosen = [choose(EVEN[world_size], H200) for world_size in EVEN]
-        assert chosen == sorted(chosen, reverse=True) and chosen[0] > chosen[2] > chosen[-1]
+        assert chosen[1:] == sorted(chosen[1:], reverse=True) and chosen[0] > chosen[2] > chosen[-1]
 
 
 @pytest.mark.parametrize("experts", [(1,), (256,), (3, 5), (0, 4), (64,) * 4, (1,) * 8])

@@ -161,7 +161,7 @@ def test_blocks() -> None:
     assert kernel.sum_bytes == 4 * 64 + 7168 and traffic.in_format(0) is traffic
     plain, more = traffic.combine_sms(SMS), quantized.combine_sms(SMS)
     assert plain < more == SMS // 2
-    assert quantized.pushers(98) > traffic.pushers(98)
-    for budget, want in ((Budget(20, 30), 30), (default_budget(traffic, SMS, 100, None, None), 98)):
+    assert quantized.pushers(110) > traffic.pushers(110)
+    for budget, want in ((Budget(20, 30), 30), (default_budget(traffic, SMS, 100, None, None), 110)):
         pushing = OperationSms(LARGE, budget, traffic, SMS).pushing(quantized, 64, True)
         assert (pushing["blocks"], pushing["pushers"]) == (want, quantized.pushers(want))
