@@ -143,25 +143,8 @@ class Adding:
             if piece == shape.pieces - 1:
                 mark = mark | END
         number = arch.shuffle_sync(row, k & 31)
-        base = state.rows.base
-        if const_expr(self.own):
-            if k == OTHER_LANE:
-                base = state.rows.far
-            if k < OTHER_LANE and left & ((1 << OTHER_LANE) - 1) == 0:
-                mark = mark | JOINS
-        elif const_expr(state.rows.far is not None):
-            if number & FAR != 0:
-                base = state.rows.far
-        if const_expr(self.tree):
-            if number & FAR == 0 and k < 32:
-                mark = mark | APART
-            if number & OPENS != 0:
-                mark = mark | BEGINS
-            if number & CLOSES != 0:
-                mark = mark | JOINS
-            # (Bits that lane 0's row brings to the extra one change nothing: all rows of this domain have joined.)
-        if const_expr(state.rows.far is not None and not self.own):
-            number = number & (CLOSES - 1)
+        base, number, more = self.found_at(state.rows, k, number, left)
+        mark = mark | more
         source = base + Int64(number) * shape.row_bytes
         if const_expr(self.extra and self.decodes):
             offset, length = piece * shape.piece_bytes, Int32(shape.bytes_of(piece))
@@ -190,6 +173,31 @@ class Adding:
             else:
                 ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
         return SumJob(held, left, piece, row, weight, target, code)
+
+    @cute.jit
+    def found_at(self, rows: RowBases, k: Int32, number: Int32, left: Any) -> tuple[Int64, Int32, Int32]:
+        """Return from where lane `k`'s row is counted, its number from there, and what it adds to the mark of a stage.
+        `left`: the lanes whose loads follow."""
+        base, mark = rows.base, Int32(0)
+        if const_expr(self.own):
+            if k == OTHER_LANE:
+                base = rows.far
+            if k < OTHER_LANE and left & ((1 << OTHER_LANE) - 1) == 0:
+                mark = mark | JOINS
+        elif const_expr(rows.far is not None):
+            if number & FAR != 0:
+                base = rows.far
+        if const_expr(self.tree):
+            if number & FAR == 0 and k < 32:
+                mark = mark | APART
+            if number & OPENS != 0:
+                mark = mark | BEGINS
+            if number & CLOSES != 0:
+                mark = mark | JOINS
+            # (Bits that lane 0's row brings to the extra one change nothing: all rows of this domain have joined.)
+        if const_expr(rows.far is not None and not self.own):
+            number = number & (CLOSES - 1)
+        return base, number, mark
 
     @cute.jit
     def use(self, state: Adder, ring: Ring, stage: Int32, phase: Int32) -> None:

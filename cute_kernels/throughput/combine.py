@@ -226,24 +226,31 @@ class Combine(SlicedKernel):
                     item += step
                 close(outbox, warp, count)
         elif bid >= first:
-            summing = (ranks, args, last)
-            item, step = warp * (dealt - first) + bid - first, (dealt - first) * self.WARPS
-            if const_expr(self.rows):
-                ring = Ring(self.sum_ring, buffers, barriers, warp)
-                staging = ranks.at(ranks.own, "rows")
-                items = Items(item, item + step, step, args.tokens)
-                bases = RowBases(staging, args.residual)
-                if const_expr(self.adds_own):
-                    bases = RowBases(args.y, args.residual, staging)
-                if const_expr(p.num_domains > 1):
-                    bases = RowBases(staging, args.residual, ranks.at(ranks.own, "rows_in"))
-                add_items(ring, notes, warp, self.adding(False), items, summing, bases)
-            else:
-                while item < args.tokens:
-                    self.fetch_sum(summing, item, self.peek_sum(summing, item))
-                    item += step
+            self.sum_tokens((ranks, args, last), shared, bid - first, dealt - first)
         # Reported after the loops, to keep them fast.
         given_row(ranks, last[0], args.num_rows)
+
+    @cute.jit
+    def sum_tokens(self, summing: Any, shared: Any, block: Int32, blocks: Int32) -> None:
+        """By a warp of the `block`-th of so many that sum: sum this rank's tokens."""
+        ranks, args, _ = summing
+        _, buffers, barriers, notes, _ = shared
+        warp = warp_id()
+        item, step = warp * blocks + block, blocks * self.WARPS
+        if const_expr(self.rows):
+            ring = Ring(self.sum_ring, buffers, barriers, warp)
+            staging = ranks.at(ranks.own, "rows")
+            items = Items(item, item + step, step, args.tokens)
+            bases = RowBases(staging, args.residual)
+            if const_expr(self.adds_own):
+                bases = RowBases(args.y, args.residual, staging)
+            if const_expr(self.problem.num_domains > 1):
+                bases = RowBases(staging, args.residual, ranks.at(ranks.own, "rows_in"))
+            add_items(ring, notes, warp, self.adding(False), items, summing, bases)
+        else:
+            while item < args.tokens:
+                self.fetch_sum(summing, item, self.peek_sum(summing, item))
+                item += step
 
     def adding(self, pushing: bool) -> Adding:
         """Return how a warp adds rows that it pushes, or sums that have arrived."""
