@@ -69,6 +69,29 @@ class SumSlices:
 
 
 @cute.jit
+def quantized(wire: cutlass.Constexpr[SumSlices], sums: Any) -> tuple[Int32, Any]:
+    """By a whole warp: quantize a lane's numbers of a vector. Return the exponent of their scale, and their codes."""
+    n = wire.numbers
+    amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")
+    stored, inverse = scale_of(wire.form.kind, of_group(amax, wire.form.block // n))
+    if const_expr(wire.form.kind != "mx"):
+        stored = stored >> 23
+    return stored, [ptx.encode(sums[i : i + 4], inverse) for i in range(0, n, 4)]
+
+
+@cute.jit
+def quantize_sum(wire: cutlass.Constexpr[SumSlices], acc: Any) -> None:
+    """By a whole warp: replace the slice of a sum in the lanes' registers by what another rank would add of it."""
+    n = wire.numbers
+    for u in range_constexpr(wire.plain.vectors):
+        stored, codes = quantized(wire, [acc[n * u + i] for i in range(n)])
+        scale = exact_scale("mx", stored)
+        values = [ptx.mul_rn(value, scale) for word in codes for value in ptx.decode(word)]
+        for i in range_constexpr(n):
+            acc[n * u + i] = ptx.add_rn(values[i], Float32(0.0))
+
+
+@cute.jit
 def store_slice(wire: cutlass.Constexpr[SumSlices], acc: Any, to: Int64, last: Int32) -> None:
     """By a whole warp: quantize the slice of a sum in the lanes' registers, and store it at `to`. `last` is not 0 for
     the last slice of the row. The numbers of lanes after the end of the row are undefined, but form whole blocks: their
@@ -81,12 +104,7 @@ def store_slice(wire: cutlass.Constexpr[SumSlices], acc: Any, to: Int64, last: I
     same, among = SCALED // n, 4 * SCALED // n
     words = Int32(0)
     for u in range_constexpr(vectors):
-        sums = [acc[n * u + i] for i in range(n)]
-        amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")
-        stored, inverse = scale_of(wire.form.kind, of_group(amax, wire.form.block // n))
-        if const_expr(wire.form.kind != "mx"):
-            stored = stored >> 23
-        codes = [ptx.encode(sums[i : i + 4], inverse) for i in range(0, n, 4)]
+        stored, codes = quantized(wire, [acc[n * u + i] for i in range(n)])
         number = u * 32 * n + lane * n
         word = stored << (8 * ((lane // same) & 3))
         if number < end:

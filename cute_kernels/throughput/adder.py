@@ -17,7 +17,7 @@ from .. import ptx
 from ..carried import Carried
 from ..copies import lowest
 from ..internode.sums import CLOSES, FAR, OPENS
-from ..quantized_sums import SumSlices, numbers_at, scale_at, store_slice
+from ..quantized_sums import SumSlices, numbers_at, quantize_sum, scale_at, store_slice
 from ..slices import Slices
 from .outbox import Outbox, close, post
 from .pipeline import Items, run
@@ -27,7 +27,7 @@ FIRST, LAST, END, APART, BEGINS, JOINS, PLAIN = 1, 2, 4, 8, 16, 32, 64
 """Mark of a stage, as bits: its slice is the first of a sum; the last of a sum; the last of the item. For a sum over
 several NVLink domains: the slice belongs to this rank's own domain, whose rows are summed separately; it is the first
 of that sum; that sum is added to the others after it (JOINS). If owners add their own rows, JOINS marks the last of
-these, whose sum is rounded. If the other rows are in a format: the slice is of a row of the dtype."""
+these, whose sum is rounded or quantized. If the other rows are in a format: the slice is of a row of the dtype."""
 OTHER_LANE = 31
 """Lane of the other rank's sum if owners add their own rows, which lower lanes have."""
 
@@ -85,9 +85,10 @@ class Adding:
     and the code to post when it is stored; an empty mask skips the item. If there may be an `extra` row, added last,
     bit 32 of the mask says so; it is row `code` from `RowBases.extra`. FAR rows (internode/sums.py) are
     counted from `RowBases.far`. `tree`: rows of this rank's own NVLink domain are summed
-    separately. `own`: lanes below OTHER_LANE hold rows of this rank, whose sum is rounded; OTHER_LANE holds the other
-    rank's sum, counted from `RowBases.far`, which is added to it. `wire`: layout of sums that are sent in a format.
-    With `encodes`, a warp stores its sums in it; else the rows that it adds have it.
+    separately. `own`: lanes below OTHER_LANE hold rows of this rank, whose sum is rounded or quantized as if it were
+    sent; OTHER_LANE holds the other rank's sum, counted from `RowBases.far`, which is added to it. `wire`: layout of
+    sums that are sent in a format. With `encodes`, a warp stores its sums in it; else it adds such sums, and rows of
+    the dtype if they are extra ones or its own.
     """
 
     slices: Slices
@@ -104,6 +105,11 @@ class Adding:
     @property
     def decodes(self) -> bool:
         return self.wire is not None and not self.encodes
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a warp adds rows in the format and rows of the dtype."""
+        return self.decodes and (self.extra or self.own)
 
     @property
     def stored_bytes(self) -> int:
@@ -145,17 +151,17 @@ class Adding:
         number = arch.shuffle_sync(row, k & 31)
         base, number, more = self.found_at(state.rows, k, number, left)
         mark = mark | more
-        source = base + Int64(number) * shape.row_bytes
-        if const_expr(self.extra and self.decodes):
-            offset, length = piece * shape.piece_bytes, Int32(shape.bytes_of(piece))
+        if const_expr(self.extra):
             if k == 32:
+                base, number = state.rows.extra, code
+        source = base + Int64(number) * shape.row_bytes
+        if const_expr(self.mixes):
+            offset, length = piece * shape.piece_bytes, Int32(shape.bytes_of(piece))
+            if k == 32 or (self.own and k < OTHER_LANE):
                 mark = mark | PLAIN
-                source = state.rows.extra + Int64(code) * self.slices.row_bytes
+                source = base + Int64(number) * self.slices.row_bytes
                 offset = piece * self.slices.slice_bytes
                 length = cutlass.min(self.slices.row_bytes - offset, self.slices.slice_bytes)
-        elif const_expr(self.extra):
-            if k == 32:
-                source = state.rows.extra + Int64(code) * shape.row_bytes
         note = state.warp * shape.stages + stage
         if const_expr(self.weighted):
             factor = arch.shuffle_sync(weight, k & 31)
@@ -168,7 +174,7 @@ class Adding:
             (notes.marks + note).store(mark)
             (notes.codes + note).store(code)
             (notes.targets + note).store(target + piece * self.stored_bytes)
-            if const_expr(self.extra and self.decodes):
+            if const_expr(self.mixes):
                 ring.load(stage, source + offset, length)
             else:
                 ring.load(stage, source + piece * shape.piece_bytes, shape.bytes_of(piece))
@@ -212,7 +218,7 @@ class Adding:
         if mark & FIRST != 0:
             for i in range_constexpr(slices.values):
                 acc[i] = Float32(0.0)
-        if const_expr(self.decodes and self.extra):
+        if const_expr(self.mixes):
             if mark & PLAIN != 0:
                 self.add(at, mark, acc, part, notes.weights + note)
             else:
@@ -223,7 +229,10 @@ class Adding:
             self.add(at, mark, acc, part, notes.weights + note)
         if const_expr(self.own):
             if mark & JOINS != 0:
-                round_sum(slices, acc)
+                if const_expr(self.wire is not None):
+                    quantize_sum(self.wire, acc)
+                else:
+                    round_sum(slices, acc)
         if const_expr(self.wire is not None and self.encodes):
             if mark & LAST != 0:
                 store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)

@@ -121,10 +121,11 @@ class Combine(SlicedKernel):
 
     @property
     def adds_own(self) -> bool:
-        """Whether owners add the rows of their own rank, round their sum, and add the other rank's. Only with two
-        ranks: with more of them the link limits a combine, and a sum of two has the same bits in either order."""
+        """Whether owners add the rows of their own rank, round or quantize their sum as if it were sent, and add the
+        other rank's. Only with two ranks: with more of them the link limits a combine, and a sum of two has the same
+        bits in either order."""
         p = self.problem
-        return self.rows and not self.format and p.world_size == 2 and p.num_domains == 1 and p.top_k <= OTHER_LANE
+        return self.rows and p.world_size == 2 and p.num_domains == 1 and p.top_k <= OTHER_LANE
 
     @property
     def in_format(self) -> SumSlices | None:
@@ -142,8 +143,8 @@ class Combine(SlicedKernel):
     def sum_ring(self) -> RingShape:
         wire = self.in_format
         if wire:
-            # With a residual a stage may also contain a slice of a row of the dtype.
-            room = max(wire.slice_bytes, wire.plain.slice_bytes if self.residual else 0)
+            # With a residual or own rows a stage may also contain a slice of a row of the dtype.
+            room = max(wire.slice_bytes, wire.plain.slice_bytes if self.residual or self.adds_own else 0)
             return RingShape.pieces_of(wire.row_bytes, self.WARPS, wire.slice_bytes, room)
         return RingShape.slices(self.sum_slices, self.WARPS)
 
@@ -261,7 +262,8 @@ class Combine(SlicedKernel):
             )  # fmt: skip
         if self.adds_own:
             return Adding(
-                self.slices, self.weighted, self.scout_both, self.peek_both, self.fetch_both, self.residual, own=True
+                self.slices, self.weighted, self.scout_both, self.peek_both, self.fetch_both, self.residual, own=True,
+                wire=self.in_format,
             )  # fmt: skip
         return Adding(
             self.sum_slices, False, self.scout_sum, self.peek_sum, self.fetch_sum, self.residual,

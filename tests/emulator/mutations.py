@@ -175,6 +175,10 @@ MUTATIONS = {
     "own sum left exact": Mutation(
         "sums_rounded", "throughput/adder.py", "                round_sum(slices, acc)\n", "                pass\n"
     ),
+    "own sum left exact, in a format": Mutation(
+        "sums_bf16", "throughput/adder.py", "                    quantize_sum(self.wire, acc)\n",
+        "                    pass\n",
+    ),
     "own weight of another row": Mutation(
         "sums_rounded", "throughput/combine.py", "args.recv_weights + Int64(row) * 4)\n        return weight",
         "args.recv_weights + Int64(row ^ 1) * 4)\n        return weight",
@@ -193,8 +197,9 @@ MUTATIONS = {
         "sums_bf16", QUANTIZED, "of_group(amax, wire.form.block // n)", "of_group(amax, wire.form.block // n // 2)"
     ),
     "sums, rounded before they are quantized": Mutation(
-        "sums_bf16", QUANTIZED, "        sums = [acc[n * u + i] for i in range(n)]\n",
-        "        sums = ptx.unpack(ptx.pack([acc[n * u + i] for i in range(n)], wire.plain.dtype), wire.plain.dtype)\n",
+        "sums_bf16", QUANTIZED, '    amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")\n',
+        "    sums = ptx.unpack(ptx.pack(sums, wire.plain.dtype), wire.plain.dtype)\n"
+        '    amax = largest(ptx.pack(sums, "fp32"), 0, n, "fp32")\n',
     ),
     "sums, codes behind the end of a row": Mutation("sums", QUANTIZED, "if number < end:", "if number >= 0:"),
     "sums, posted before they are stored": Mutation(

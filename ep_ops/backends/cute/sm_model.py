@@ -179,7 +179,7 @@ class TokenTraffic:
     @property
     def adds_own(self) -> bool:
         """Whether the owners of tokens add the rows of their own rank in a combine (Combine.adds_own)."""
-        return self.ranks == 2 and not self.across and not self.sum_bytes
+        return self.ranks == 2 and not self.across
 
     @property
     def pushes_all(self) -> bool:
