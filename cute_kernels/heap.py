@@ -65,7 +65,7 @@ NOTES), so that the largest word is of the latest operation."""
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them, but for FAILED, and
 # look at EPOCH and ALIVE, when some thread of it has last looked why it waits, by the clock of its GPU.
 EPOCH, FAILED, TICKET, REFUSED, LATE, ALIVE = 0, 1, 2, 3, 4, 5  # the first two are read together
-CLAIMS = 16  # a line of its own: all warps count here
+CLAIMS, PUSHES = 16, 17  # on a line of their own: numbers of items that warps have claimed; PUSHES: to push
 STATE_BYTES = 256
 
 
@@ -142,6 +142,11 @@ class Problem(RowSizes):
     def most_copies(self) -> int:
         """Largest number of copies of a token: it reaches no more ranks than it names experts."""
         return min(self.top_k, self.world_size)
+
+    @property
+    def has_room_for_pushes(self) -> bool:
+        """Whether staging has room for every token of every rank, so that rows can be pushed to it."""
+        return 1 < self.world_size == self.most_copies and self.num_domains == 1
 
     @property
     def tiles(self) -> int:

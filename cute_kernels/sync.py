@@ -16,7 +16,7 @@ Memory order:
   `fence_async` between its acquire and its copies. In a gather, the owner of the rows also executes one, because the
   writer of the rows is a kernel of the user.
 - A system-scope fence waits for all of its SM's outstanding stores to peers, and an SM executes one fence at a time.
-  Where many flags become due, one thread therefore fences once for all of them: warps of a combine pass theirs to
+  Where many flags become due, one thread therefore fences once for all of them: warps that push rows pass theirs to
   another warp of the block (throughput/outbox.py), staging blocks of a dispatch to a block that does nothing else
   (stage.py).
 - Every operation sets its `hello` flag at all ranks when it begins, and does not end before it has acquired all hellos.

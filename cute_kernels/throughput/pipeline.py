@@ -49,7 +49,8 @@ class Work(Protocol):
 
 class Items(NamedTuple):
     """Which items a warp does: `first` and `second`, as far as they are below `total`; then it claims what none of the
-    `step` warps has that two were dealt out to. `claims` is this rank's heap; without it the warp goes on in steps."""
+    `step` warps has that two were dealt out to. `claims` is the address of their counter; without it the warp goes on
+    in steps."""
 
     first: Int32
     second: Int32
@@ -70,9 +71,12 @@ class Ahead(NamedTuple):
 
 
 @cute.jit
-def deal_out(claims: Int64, item: Int32, step: Int32, total: Int32, dealt: Boolean) -> Items:
+def deal_out(
+    own: Int64, item: Int32, step: Int32, total: Int32, dealt: Boolean, counter: cutlass.Constexpr[int] = CLAIMS
+) -> Items:
     """Assign `item` and `item + step` to a warp with static items. A warp without static items claims its first two as
-    well."""
+    well. `own`: this rank's heap, and the word of it that counts claims."""
+    claims = own + counter * 8
     upcoming = item + step
     if not dealt:
         item = 2 * step + granted(claim(claims))
@@ -135,7 +139,7 @@ def run(work: cutlass.Constexpr[Work], ring: Ring, items: Items, lists: Any, sta
 
 
 @cute.jit
-def claim(own: Int64) -> Int32:
+def claim(counter: Int64) -> Int32:
     """By a whole warp: claims the next item of the operation that no warp has. The answer, in lane 0, is how many were
     claimed before; it is used late (`granted`), so that nobody waits for it.
 
@@ -144,7 +148,7 @@ def claim(own: Int64) -> Int32:
     """
     ticket = Int32(0)
     if arch.lane_idx() == 0:
-        ticket = ptx.atom_inc(own + CLAIMS * 8)
+        ticket = ptx.atom_inc(counter)
     return ticket
 
 

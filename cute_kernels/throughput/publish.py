@@ -5,16 +5,19 @@ Block roles, in the order of block indices:
                     their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
   announcing block  (one) sets the chunk flags at the peers
   staging blocks    copy x to staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py)
+Where rows are pushed (push.py), pushing blocks take the place of the announcing and the staging blocks.
 With several NVLink domains (internode/sending.py), a relaying block precedes the announcing block, and two thirds of
 the other blocks send rows to other domains. In domains of one rank all of them do, and there is no announcing block.
 
 Progress. A tile block sends before it waits, staging blocks never wait, and the announcing block waits for staging
-blocks. All waits therefore end if the tile blocks, the announcing block and one staging block are co-resident. They are
-the first blocks of the grid, and a communicator cannot be created on too few multiprocessors. Some multiprocessors are
-left free, so that a block of another kernel delays none of these blocks.
+blocks; pushing blocks never wait for other blocks. All waits therefore end if the tile blocks, the announcing block and
+one staging block, or one pushing block, are co-resident. They are the first blocks of the grid, and a communicator
+cannot be created on too few multiprocessors. Some multiprocessors are left free, so that a block of another kernel
+delays none of these blocks.
 
 The pull kernel is launched while this one runs (programmatic dependent launch) and uses the multiprocessors that this
-grid leaves free. It waits for the `placed` flags before it reads the route, and for chunk flags before it reads rows.
+grid leaves free. It waits for the `placed` flags before it reads the route, and for flags of chunks, or of pushed rows,
+before it reads rows.
 """
 
 from dataclasses import dataclass
@@ -28,11 +31,12 @@ from cutlass.cute import arch
 from .. import operation, ptx, sync
 from ..domains import is_near
 from ..formats import Form
-from ..heap import SHARED_BYTES, Heap
+from ..heap import RING_BYTES, SHARED_BYTES, Heap
 from ..ids import block_ids, thread_id, warp_id
 from ..internode.sending import BatchFiller, copy_rows, relay, row_in, send_rows, send_weights
 from ..launch import Kernel, RankArgs
 from .placing import finish_tile, new_tables, offset_of_weight, place_tile, place_weights
+from .push import Pushing
 from .ring import RingShape
 from .route import THREADS, Counters, publish_tile, put_messages, tile_of
 from .stage import announce, ring_shape, stage
@@ -41,7 +45,7 @@ from .stage_quantized import quantize_row, stage_quantized
 
 class PublishArgs(NamedTuple):
     """Arguments of :class:`Publish`. Along a known route `arrivals` is an input, and `send_rows`, `offs`, `counts` and
-    `dropped` are not used."""
+    `dropped` are not used, but `send_rows` is an input if rows are pushed."""
 
     ranks: RankArgs
     x: Int64
@@ -69,7 +73,7 @@ class Publish(Kernel):
     """`route`: exchange and place the route. `rows`: stage x. `weights`: publish the routing weights.
 
     `ends_operation`: nothing follows (ep::plan), so this kernel ends the epoch. `format`: what rows travel as; `given`:
-    x and its scales are in it already.
+    x and its scales are in it already. `pushes`: x is pushed instead of staged.
     """
 
     NAME, Args = "ep_publish", PublishArgs
@@ -81,6 +85,7 @@ class Publish(Kernel):
     ends_operation: bool
     format: str = ""
     given: bool = False
+    pushes: bool = False
 
     @property
     def published_bytes(self) -> int:
@@ -96,6 +101,12 @@ class Publish(Kernel):
     def ring(self) -> RingShape:
         """The ring of staging blocks, in the shared memory that tile blocks leave."""
         return ring_shape(self.problem, SHARED_BYTES - self.problem.placing_bytes)
+
+    @property
+    def pushing(self) -> Pushing:
+        """How pushing blocks push, in the shared memory that tile blocks leave."""
+        left = SHARED_BYTES - self.problem.placing_bytes if self.route else SHARED_BYTES
+        return Pushing(self.problem, min(RING_BYTES, left), not self.route)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -129,7 +140,9 @@ class Publish(Kernel):
     @cute.jit
     def do_rows(self, ranks: sync.Ranks, smem: Any, block: Int32, blocks: Int32, args: PublishArgs) -> None:
         """By `block` of so many: for ranks of this rank's domain."""
-        if block == 0:
+        if const_expr(self.pushes):
+            self.pushing.push(ranks, smem, args, block, blocks)
+        elif block == 0:
             announce(ranks, smem, args.tokens, self.format != "")
         elif const_expr(self.format != ""):
             form = Form(self.format, self.problem.hidden_size)

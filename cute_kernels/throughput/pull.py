@@ -70,7 +70,8 @@ class Fetch(NamedTuple):
 class Pull(Kernel):
     """`weights`: recv_weights has padding to clear too. `begins_operation`: no publish kernel goes before.
     `placed`: the publish kernel places the route that is read here. `joins`: another grid of this operation has
-    begun. `format` and `layout`: what rows travel as, and what they arrive as (delivery.py)."""
+    begun. `format` and `layout`: what rows travel as, and what they arrive as (delivery.py). `pushed`: peers push rows
+    to this rank's staging (push.py), from where they are fetched."""
 
     NAME, Args = "ep_pull", PullArgs
 
@@ -80,6 +81,7 @@ class Pull(Kernel):
     joins: bool = False
     format: str = ""
     layout: str = ""
+    pushed: bool = False
 
     @property
     def delivery(self) -> Delivery:
@@ -231,8 +233,9 @@ class Pull(Kernel):
         left, at = Int32(0), Int64(0)
         if copy.rows > 0:
             source, (token, _) = copy.source, token_of(self.problem, copy, args.max_tokens)
-            left = await_rows(ranks, known, source, token, self.format != "")
-            at = source_row(ranks, args.x, source, token, self.delivery, left) + piece * shape.piece_bytes
+            left = await_rows(ranks, known, source, token, self.format != "", self.pushed)
+            at = source_row(ranks, args.x, source, token, self.delivery, left, self.pushed)
+            at += piece * shape.piece_bytes
         if row >= 0:
             row = row * shape.pieces + piece
         return Fetch(cutlass.min(left, 1), at, piece, row)

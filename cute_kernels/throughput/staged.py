@@ -15,15 +15,18 @@ from ..heap import Problem
 from ..ids import thread_id
 from ..internode.sending import offset_of_batch, row_in
 from ..segments import padded
+from .push import slot_of_row
 
 
 @cute.jit
 def await_rows(
-    ranks: sync.Ranks, known: Any, source: Int32, token: Int32, own: cutlass.Constexpr[bool] = False
-) -> Int32:
+    ranks: sync.Ranks, known: Any, source: Int32, token: Int32, own: cutlass.Constexpr[bool] = False,
+    pushed: cutlass.Constexpr[bool] = False,
+) -> Int32:  # fmt: skip
     """By a whole warp, before bulk copies of a staged row: wait for the row. Return 0 if it never arrived (reported),
     else what `source_row` takes. `known` [W] in shared memory belongs to the warp: the ranks that have signaled that
-    all their rows are staged. `own`: this rank's rows are fetched from staging, too, instead of from x.
+    all their rows are staged. `own`: this rank's rows are fetched from staging, too, instead of from x. `pushed`: the
+    ranks push rows to this one.
 
     For a rank of another NVLink domain the result is 2 × (bit mask of the tokens whose rows the batch has) + 1.
     """
@@ -45,7 +48,11 @@ def await_rows(
             ready = arch.shuffle_sync(ready, 0)
     if staged:
         if arch.lane_idx() == 0:
-            if known[source] == 0:
+            if const_expr(pushed):
+                ready = Int32(ranks.wait("token", slot_of_row(ranks.heap.problem, source, token), source, token))
+                # Bulk copies come after what was acquired.
+                sync.fence_async()
+            elif known[source] == 0:
                 if ranks.seen("staged", source):
                     known[source] = Int8(1)
                 elif not ranks.wait("chunk", chunk_of(ranks, source, token), source, token):
@@ -73,15 +80,20 @@ def chunk_of(ranks: sync.Ranks, source: Int32, token: Int32) -> Int32:
 
 @cute.jit
 def source_row(
-    ranks: sync.Ranks, x: Int64, source: Int32, token: Int32, delivery: cutlass.Constexpr[Delivery], ready: Int32
-) -> Int64:
+    ranks: sync.Ranks, x: Int64, source: Int32, token: Int32, delivery: cutlass.Constexpr[Delivery], ready: Int32,
+    pushed: cutlass.Constexpr[bool] = False,
+) -> Int64:  # fmt: skip
     """Address of a token's row: this rank's own lies in x, unless rows travel in a format. Rows from other NVLink
-    domains lie with the stager. `ready`: what `await_rows` gave."""
+    domains lie with the stager, pushed rows with this rank. `ready`: what `await_rows` gave."""
     base = x
     if const_expr(delivery.format != ""):
         base = ranks.at(ranks.peer(source), "rows")
     elif source != ranks.rank:
-        base = ranks.at(ranks.peer(source), "rows")
+        if const_expr(pushed):
+            first = slot_of_row(ranks.heap.problem, source, Int32(0))
+            base = ranks.at(ranks.own, "rows") + Int64(first) * delivery.traveling_bytes
+        else:
+            base = ranks.at(ranks.peer(source), "rows")
     at = base + Int64(token) * delivery.traveling_bytes
     if const_expr(ranks.heap.problem.num_domains > 1):
         slot = slot_of(ranks, source)

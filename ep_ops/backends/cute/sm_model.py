@@ -300,15 +300,17 @@ class OperationSms:
             "blocks": blocks,
         }
 
-    def publishing(self, variant: tuple[Any, ...], pulling: int) -> int:
+    def publishing(self, variant: tuple[Any, ...], pulling: int, pushed: bool = False) -> int:
         """Return the number of blocks of a publish kernel of a `variant` (route, rows, weights, ...): tile blocks, and
         blocks that stage, announce and, across NVLink domains, send and relay rows. They leave `pulling` SMs to the
-        kernel that runs next, at the same time."""
+        kernel that runs next, at the same time. `pushed`: rows are pushed instead of staged."""
         route, rows, weights, *_ = variant
         tile_blocks = self._problem.tiles if route or weights else 0
         staging = self._sms - MARGIN - tile_blocks - pulling
         if self._aside:
             staging = min(staging, 1 + min(STAGING_BLOCKS, pulling))
+        if pushed:
+            staging = min(staging, PUSHING_BLOCKS)
         staging = max(row_blocks(self._problem), staging)
         return tile_blocks + (staging if rows else 0)
 
@@ -323,6 +325,10 @@ MARGIN = 2
 STAGING_BLOCKS = 16
 """SMs that the budget of a dispatch leaves to staging and announcing. One SM takes 3.9 ms for 59 MB; other smaller
 numbers are not measured."""
+
+
+PUSHING_BLOCKS = 16
+"""SMs that push rows along a known route. In the link benchmark 8 saturate the link; more are slower."""
 
 
 def most_pulling(problem: Problem, sms: int) -> int:

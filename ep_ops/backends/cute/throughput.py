@@ -30,30 +30,42 @@ from .sm_model import OperationSms, TokenTraffic
 from .streams import Side
 
 
+def pushes(problem: Problem, format: str, known: bool, token_major: bool) -> bool:
+    """Return whether a dispatch, along a `known` or a new route, pushes its rows. Otherwise it stages them, and the
+    ranks that receive them pull."""
+    return problem.has_room_for_pushes and not format and known and token_major
+
+
+def publisher(token_major: bool, known: bool, weighted: bool) -> Any:
+    """Return the kernel that publishes the rows of a dispatch."""
+    return PublishTokens if token_major and (weighted or not known) else Publish
+
+
 def kernels_of(problem: Problem) -> list[Any]:
     """Return every throughput kernel that the operators of such a communicator launch."""
     alone = problem.world_size == 1
-    rows_too = not alone  # a single rank reads its own rows where they are
-    publish = [(True, rows_too, weights, False) for weights in (False, True)]
-    publish += [(True, False, False, True)]
-    publish += [(False, rows_too, weights, False) for weights in (False, True) if rows_too or weights]
+    dispatch: list[Any] = [kind(problem, True, False, False, True) for kind in (Publish, PublishTokens)]
+    for known, token_major, weights in itertools.product((False, True), repeat=3):
+        pushed = pushes(problem, "", known, token_major)
+        if not (known and alone and not weights):
+            publish = publisher(token_major, known, weights)
+            # A single rank reads its own rows where they are.
+            dispatch.append(publish(problem, not known, not alone, weights, False, "", False, pushed))
+        first = alone and known and not weights
+        dispatch.append(Pull(problem, weights, first, not known, False, "", "", pushed))
+        if not alone and not known:
+            dispatch.append(Pull(problem, weights, False, True, True, "", "", pushed))
     combine: list[tuple[bool, ...]] = []
     combine += [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
     # With the gradients of weights, one for each row or `top_k`.
     combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in (False, True)]
     variants: dict[Any, Sequence[tuple[Any, ...]]] = {
-        Publish: publish,
-        PublishTokens: [v for v in publish if v[0] or v[2]],
-        Pull: [
-            (weights, alone and not placed and not weights, placed, joins)
-            for weights in (False, True)
-            for placed, joins in ((False, False), (True, False), *(() if alone else ((True, True),)))
-        ],
         Combine: combine,
-        PullScaled: [(alone,)],
+        PullScaled: [(alone, pushes(problem, "", True, False))],
         Gather: [] if problem.domains else [()],  # rows of other domains are copied
     }
-    return [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
+    others = [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
+    return [*dict.fromkeys(dispatch), *others]
 
 
 def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
@@ -133,7 +145,7 @@ class ThroughputPath:
         blocks = self.sms.publishing(variant, 0)
         if token_major:
             blocks += bool(self._problem.domains)  # local ids are relayed
-        publish = self._kernel(PublishTokens if token_major else Publish, *variant)
+        publish = self._kernel(publisher(token_major, False, False), *variant)
         with self._course:
             publish(
                 terms,
@@ -209,15 +221,16 @@ class ThroughputPath:
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
         sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity, slots=slots)
-        variant = (True, self._stages(how), weighted, False, how.format, how.given)
+        pushed = pushes(self._problem, how.format, False, token_major)
+        variant = (True, self._stages(how), weighted, False, how.format, how.given, pushed)
         publish = functools.partial(
-            self._kernel(PublishTokens if token_major else Publish, *variant), terms, tokens=tokens, capacity=capacity,
-            blocks=self.sms.publishing(variant, pulling), **sizes_of,
+            self._kernel(publisher(token_major, False, weighted), *variant), terms, tokens=tokens, capacity=capacity,
+            blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
         )  # fmt: skip
         zeros = int(how.zeros and not token_major)  # there is no padding
         pulls: list[Launch] = [
             functools.partial(
-                self._kernel(Pull, weighted, False, True, joins, how.format, how.layout), terms, zeros=zeros,
+                self._kernel(Pull, weighted, False, True, joins, how.format, how.layout, pushed), terms, zeros=zeros,
                 dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks, **sizes_of,
             )
             for joins, blocks in ((False, dealt), (True, joining)) if blocks
@@ -250,6 +263,7 @@ class ThroughputPath:
             with self._on_stream():
                 recv_weights.zero_()  # a round does not know what lies behind the last copy
         zeros = int(how.zeros and not token_major)
+        pushed = pushes(self._problem, how.format, True, token_major)
         for here, part in self._parts(route):
             of_x = _of(x, here)
             publish = self._publishing(
@@ -262,8 +276,9 @@ class ThroughputPath:
                 how,
                 _of(delivery.scales, here),
                 cleared=whole,
+                pushed=pushed,
             )
-            pull = self._kernel(Pull, weighted, publish is None, False, False, how.format, how.layout)
+            pull = self._kernel(Pull, weighted, publish is None, False, False, how.format, how.layout, pushed)
             with self._course:
                 if publish is not None:
                     publish()
@@ -354,8 +369,9 @@ class ThroughputPath:
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         for here, part in self._parts(route):
             of_out = _of(grad_out, here)
-            publish = self._publishing(terms, blocks, of_out, None, None, part)
-            pull = self._kernel(PullScaled, publish is None)
+            pushed = pushes(self._problem, "", True, False)
+            publish = self._publishing(terms, blocks, of_out, None, None, part, pushed=pushed)
+            pull = self._kernel(PullScaled, publish is None, pushed)
             with self._course:
                 if publish is not None:
                     publish()
@@ -381,17 +397,18 @@ class ThroughputPath:
         scales: Tensor | None = None,
         *,
         cleared: bool = True,
+        pushed: bool = False,
     ) -> Callable[[], None] | None:
         """Return what launches the publish kernel of a known route, or None if it has nothing to do. `cleared`: the
-        weights of token-major rows behind the last copy are."""
-        variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given)
+        weights of token-major rows behind the last copy are. `pushed`: rows are pushed."""
+        variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given, pushed)
         if not any(variant[:4]):
             return None
         return functools.partial(
-            self._kernel(PublishTokens if route.layout == TOKEN_MAJOR and variant[2] else Publish, *variant),
+            self._kernel(publisher(route.layout == TOKEN_MAJOR, True, variant[2]), *variant),
             terms,
-            x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
+            x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights, send_rows=route.send_rows,
             arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],
             max_tokens=route.max_tokens, capacity=route.num_rows if cleared else 0, num_rows=route.num_rows,
-            alignment=1, slots=0, blocks=self.sms.publishing(variant, pulling),
+            alignment=1, slots=0, blocks=self.sms.publishing(variant, pulling, pushed),
         )  # fmt: skip
