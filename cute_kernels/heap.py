@@ -65,7 +65,9 @@ NOTES), so that the largest word is of the latest operation."""
 # Words (8 bytes each) of the rank's own state, at the start of the heap; peers do not touch them, but for FAILED, and
 # look at EPOCH and ALIVE, when some thread of it has last looked why it waits, by the clock of its GPU.
 EPOCH, FAILED, TICKET, REFUSED, LATE, ALIVE = 0, 1, 2, 3, 4, 5  # the first two are read together
-CLAIMS, PUSHES = 16, 17  # on a line of their own: numbers of items that warps have claimed; PUSHES: to push
+# On a line of their own: numbers of items that warps have claimed. PUSHES are those of blocks that push rows while the
+# next kernel of the operation claims its items. Both are set to 0 together, as 16 aligned bytes.
+CLAIMS, PUSHES = 16, 17
 STATE_BYTES = 256
 
 
@@ -145,7 +147,7 @@ class Problem(RowSizes):
 
     @property
     def has_room_for_pushes(self) -> bool:
-        """Whether staging has room for every token of every rank, so that rows can be pushed to it."""
+        """Whether staging has room for every token of every rank, so that a dispatch can push rows to it."""
         return 1 < self.world_size == self.most_copies and self.num_domains == 1
 
     @property

@@ -85,7 +85,7 @@ def finish(ranks: Ranks, blocks: Int32, fetched: cutlass.Constexpr[bool] = False
                 if const_expr(ranks.heap.problem.num_domains > 1):
                     end_refused(ranks)
                 note_met(ranks)
-                ptx.st_v4(ranks.own + CLAIMS * 8, (Int32(0),) * 4)  # and PUSHES
+                ptx.st_v4(ranks.own + CLAIMS * 8, (Int32(0),) * 4)  # PUSHES, too
                 ptx.st_u64(ranks.own + TICKET * 8, Int64(0))
                 ptx.st_u64(ranks.own + EPOCH * 8, ranks.epoch + 1)
 

@@ -1,4 +1,4 @@
-"""The loop of a warp that moves rows through its ring, shared by pull, combine and gather.
+"""The loop of a warp that moves rows through its ring, shared by pull, push, combine and gather.
 
 A warp processes items. The first two are static; then it claims items that no other warp has, because SMs are not
 equally fast. For each item it loads the entries of the lists step by step, two items ahead, so that it never waits for
@@ -75,7 +75,7 @@ def deal_out(
     own: Int64, item: Int32, step: Int32, total: Int32, dealt: Boolean, counter: cutlass.Constexpr[int] = CLAIMS
 ) -> Items:
     """Assign `item` and `item + step` to a warp with static items. A warp without static items claims its first two as
-    well. `own`: this rank's heap, and the word of it that counts claims."""
+    well. `own`: this rank's heap. `counter`: the word of it that counts claims."""
     claims = own + counter * 8
     upcoming = item + step
     if not dealt:

@@ -5,12 +5,12 @@ Block roles, in the order of block indices:
                     their experts (route.py); wait for the tiles of all ranks; place them (placing.py)
   announcing block  (one) sets the chunk flags at the peers
   staging blocks    copy x to staging, chunk by chunk (stage.py), or quantize it on the way (stage_quantized.py)
-Where rows are pushed (push.py), pushing blocks take the place of the announcing and the staging blocks.
+If rows are pushed (push.py), pushing blocks take the place of the announcing and the staging blocks.
 With several NVLink domains (internode/sending.py), a relaying block precedes the announcing block, and two thirds of
 the other blocks send rows to other domains. In domains of one rank all of them do, and there is no announcing block.
 
 Progress. A tile block sends before it waits, staging blocks never wait, and the announcing block waits for staging
-blocks; pushing blocks never wait for other blocks. All waits therefore end if the tile blocks, the announcing block and
+blocks; pushing blocks wait for no block. All waits therefore end if the tile blocks, the announcing block and
 one staging block, or one pushing block, are co-resident. They are the first blocks of the grid, and a communicator
 cannot be created on too few multiprocessors. Some multiprocessors are left free, so that a block of another kernel
 delays none of these blocks.
@@ -45,7 +45,7 @@ from .stage_quantized import quantize_row, stage_quantized
 
 class PublishArgs(NamedTuple):
     """Arguments of :class:`Publish`. Along a known route `arrivals` is an input, and `send_rows`, `offs`, `counts` and
-    `dropped` are not used, but `send_rows` is an input if rows are pushed."""
+    `dropped` are not used; `send_rows` is an input if rows are pushed."""
 
     ranks: RankArgs
     x: Int64
@@ -104,7 +104,7 @@ class Publish(Kernel):
 
     @property
     def pushing(self) -> Pushing:
-        """How pushing blocks push, in the shared memory that tile blocks leave."""
+        """How pushing blocks push. Along a new route their ring has the shared memory that tile blocks leave."""
         left = SHARED_BYTES - self.problem.placing_bytes if self.route else SHARED_BYTES
         return Pushing(self.problem, min(RING_BYTES, left), not self.route)
 

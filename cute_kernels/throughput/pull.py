@@ -1,4 +1,6 @@
-"""Second kernel of a throughput dispatch: fetch each row once from its owner and store it to all its rows.
+"""Second kernel of a throughput dispatch: fetch each token's row once and store it to all its rows here.
+
+A row is fetched from its owner, or from this rank's own staging if peers push rows (push.py).
 
 Each warp owns a ring of row-sized stages in shared memory. A bulk copy loads a row over NVLink, then each lane that
 holds one of its rows starts a bulk copy to it. Rows never pass through registers, and duplicates cross the link once.
@@ -71,7 +73,7 @@ class Pull(Kernel):
     """`weights`: recv_weights has padding to clear too. `begins_operation`: no publish kernel goes before.
     `placed`: the publish kernel places the route that is read here. `joins`: another grid of this operation has
     begun. `format` and `layout`: what rows travel as, and what they arrive as (delivery.py). `pushed`: peers push rows
-    to this rank's staging (push.py), from where they are fetched."""
+    to this rank's staging."""
 
     NAME, Args = "ep_pull", PullArgs
 

@@ -59,12 +59,11 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class PullScaled(SlicedKernel):
-    """`begins_operation`: no publish kernel goes before (a single rank). `pushed`: as in Pull."""
+    """`begins_operation`: no publish kernel goes before (a single rank)."""
 
     NAME, Args, WARPS = "ep_pull_scaled", PullScaledArgs, 15
 
     begins_operation: bool
-    pushed: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -149,13 +148,12 @@ class PullScaled(SlicedKernel):
         weight, gradient = Float32(0.0), Int64(0)
         if held != 0:
             source, (token, _) = copy.source, token_of(self.problem, copy, args.max_tokens)
-            ready = await_rows(ranks, known, source, token, False, self.pushed)
+            ready = await_rows(ranks, known, source, token)
             if ready != 0:
                 piece = Int32(-1)
                 if row >= 0:
                     weight = ptx.ld_f32(args.recv_weights + Int64(row) * 4)
-                delivery = Delivery(self.problem)
-                gradient = source_row(ranks, args.grad_out, source, token, delivery, ready, self.pushed)
+                gradient = source_row(ranks, args.grad_out, source, token, Delivery(self.problem), ready)
         return Products(held, Int32(0), piece, row, weight, gradient)
 
     @cute.jit

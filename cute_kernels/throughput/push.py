@@ -1,8 +1,12 @@
-"""Pushing: rows go straight to the ranks that have a copy of their token.
+"""Pushing of token-major rows: each row goes straight from x to the staging of the ranks that its token reaches.
 
-A bulk copy loads a row from x, another one stores it in the staging of a peer, at [this rank][token]. When the row is
-visible there, another warp of the block sets its flag (outbox.py). Pushing waits for no rank and no other block, not
-even for the route: which ranks a token reaches follows from its expert ids.
+A bulk copy loads a row from x, and another one stores it in the staging of a peer, at [this rank][token]. Pushing waits
+for no rank and no other block, not even for the route: which ranks a token reaches follows from its expert ids.
+
+Memory order. The bulk store of a row is complete, and visible to the lane that issued it, when that lane's wait for the
+bulk group returns. Only then the lane posts the row's flag (release, block scope). Another warp of the block acquires
+the post, fences at system scope and sets the flag (outbox.py). The rank that acquires the flag executes `fence_async`
+before its bulk copies read the row.
 """
 
 from dataclasses import dataclass
@@ -21,33 +25,34 @@ from .pipeline import deal_out, run
 from .ring import BOOKKEEPING, MAX_PIECE, Ring, RingShape, init_ring_barriers
 
 LAG = 2
-"""Number of pieces that a warp stores before it waits until an earlier one is visible at the peer."""
+"""Number of bulk groups, one for each piece, that a warp leaves in flight: after it has started the store of a piece,
+it waits for the piece that it stored LAG pieces earlier."""
 
 
 class PushJob(NamedTuple):
-    """The job of an item."""
+    """The job of an item: the pieces of a row that are to be loaded."""
 
-    left: Int32  # pieces to load
-    source: Int64  # address of the next one
-    target: Int64  # where it goes
-    code: Int32  # of the row's flag
+    left: Int32  # number of pieces
+    source: Int64  # address of the next piece
+    target: Int64  # the address at the peer where it goes
+    code: Int32  # the code of the row's flag
 
 
 class Pusher(NamedTuple):
-    """State of a warp, in addition to its ring."""
+    """State of a warp that pushes, in addition to its ring."""
 
-    targets: Any  # of each stage: where its piece goes
-    codes: Any  # of each stage: the code of the row's flag if the piece is its last one, else -1
+    targets: Any  # of each stage: the address at the peer where its piece goes
+    codes: Any  # of each stage: the code of the row's flag (outbox.py) if the piece is the row's last one, else -1
     outbox: Outbox
     warp: Int32
-    late: Any  # [LAG] codes of the latest pieces, the oldest first
-    count: Any  # [1] codes posted
+    late: Any  # [LAG] codes of pieces whose stores may be in flight, the oldest first
+    count: Any  # [1] number of codes posted
 
 
 @dataclass(frozen=True)
 class Pushing:
     """How a warp pushes rows (pipeline.Work). An item is a token and a peer. `ring_bytes`: shared memory of a block's
-    ring. `known`: the route is known, and copies that have been dropped are not pushed."""
+    ring. `known`: the route is known, so that copies which the peer drops are not pushed."""
 
     problem: Problem
     ring_bytes: int
@@ -63,13 +68,13 @@ class Pushing:
         return self.problem.world_size - 1
 
     def scout(self, lists: Any, item: Int32) -> Int32:
-        """Return nothing, because nothing has to be loaded first."""
+        """Return the item: nothing has to be loaded before `peek`."""
         return item
 
     @cute.jit
     def peek(self, lists: Any, item: Int32) -> tuple[Int32, Int32]:
-        """Return a lane's expert id of the item's token, and whether it has a row (its entry of `send_rows`), -1 for
-        none."""
+        """Return the expert id that the item's token has at k = lane, and the row of that (token, k) (its entry of
+        `send_rows`; along a new route 0). A lane behind the last k returns -1 for both."""
         _, args = lists
         top_k, lane = self.problem.top_k, arch.lane_idx()
         token = item // self.peers
@@ -91,7 +96,7 @@ class Pushing:
         p = self.problem
         expert, row = peeked
         token = item // self.peers
-        # Rotated from token to token, so that all links are busy.
+        # Consecutive tokens begin with different peers, so that all links are busy.
         peer = (ranks.rank + 1 + (item + token) % self.peers) % p.world_size
         first, end = local_experts(p, peer)
         left = Int32(0)
@@ -136,7 +141,7 @@ class Pushing:
 
     @cute.jit
     def push(self, ranks: sync.Ranks, smem: Any, args: Any, block: Int32, blocks: Int32) -> None:
-        """By `block` of so many that push: its share of the rows."""
+        """By block `block` of `blocks`: push a share of the rows, and set the flags of those rows."""
         shape, p = self.ring, self.problem
         stages = shape.warps * shape.stages
         barriers = smem.allocate_array(Int64, stages)
@@ -169,7 +174,8 @@ class Pushing:
 
 @cute.jit
 def post_late(state: Pusher, code: Int32) -> None:
-    """By a whole warp: post the oldest of the late codes, and add one."""
+    """By a whole warp, when the piece stored LAG pieces ago is visible at its peer: post the code of its row, unless it
+    is -1. `code` is that of the piece stored last."""
     late, count = state.late, state.count
     if late[0] >= 0:
         post(state.outbox, state.warp, count[0], late[0])
@@ -180,5 +186,5 @@ def post_late(state: Pusher, code: Int32) -> None:
 
 
 def slot_of_row(problem: Problem, source: Int32, token: Int32) -> Int32:
-    """Return the row of staging, and the flag, of a pushed row at the rank that receives it."""
+    """Return the number of a pushed row's place in the staging of the rank that receives it, and of its flag."""
     return source * problem.max_tokens + token

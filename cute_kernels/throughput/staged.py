@@ -25,8 +25,8 @@ def await_rows(
 ) -> Int32:  # fmt: skip
     """By a whole warp, before bulk copies of a staged row: wait for the row. Return 0 if it never arrived (reported),
     else what `source_row` takes. `known` [W] in shared memory belongs to the warp: the ranks that have signaled that
-    all their rows are staged. `own`: this rank's rows are fetched from staging, too, instead of from x. `pushed`: the
-    ranks push rows to this one.
+    all their rows are staged. `own`: this rank's rows are fetched from staging, too, instead of from x. `pushed`:
+    peers push rows to this rank's staging.
 
     For a rank of another NVLink domain the result is 2 × (bit mask of the tokens whose rows the batch has) + 1.
     """

@@ -108,7 +108,7 @@ def griddepcontrol_launch_dependents() -> None:
     me().triggered = True
 
 
-# mbarriers and bulk copies, which are complete at once.
+# mbarriers and bulk copies. Loads are complete at once; some stores, drawn, as late as the thread's waits allow.
 
 
 class Phases:
@@ -156,7 +156,50 @@ def nothing(*_: Any, **__: Any) -> None:
     """What orders memory, or waits for what is complete at once here."""
 
 
-cp_async_bulk_commit_group = cp_async_bulk_wait_group = mbarrier_init_fence = nothing
+class Store:
+    """A bulk store. `words`: in shared memory at first, then those that it has read."""
+
+    def __init__(self, address: Any, words: memoryview) -> None:
+        self.address, self.words, self.has_read, self.written = int(address), words, False, False
+
+    def read(self) -> None:
+        if not self.has_read:
+            self.words, self.has_read = memoryview(bytes(self.words)).cast("I"), True
+
+    def write(self) -> None:
+        self.read()
+        if not self.written:
+            machine.memory().store_words(self.address, self.words, 16)
+            self.written = True
+
+
+def start_store(address: Any, words: memoryview) -> None:
+    """In the thread's current bulk group."""
+    store = Store(address, words)
+    if machine.draw.random() < 0.5:
+        store.write()
+    me().stores[-1].append(store)
+
+
+def cp_async_bulk_commit_group() -> None:
+    me().stores.append([])
+
+
+def cp_async_bulk_wait_group(most: int, read: bool = False) -> None:
+    """Until no more than `most` of the thread's groups, the latest ones, have stores that are not complete, or, with
+    `read`, that may still read shared memory."""
+    groups = me().stores
+    ended = len(groups) - 1 - most  # the last group is not committed
+    for store in [store for group in groups[: max(ended, 0)] for store in group]:
+        if read:
+            store.read()
+        else:
+            store.write()
+    if not read:
+        del groups[: max(ended, 0)]
+
+
+mbarrier_init_fence = nothing
 fence_proxy = fence_acq_rel_sys = nothing
 
 

@@ -15,10 +15,7 @@ from torch import Tensor
 from . import formats, latency, throughput
 from .ranks import Ranks, numbered, same
 from .routes import Shape, drawn
-from .threads import Launch
-
-NONE = ("send_rows", "offs", "counts", "dropped", "recv_idx")
-"""What a dispatch along a known route does not write."""
+from .threads import QUIET_TURNS, TICK, Launch, run
 
 
 class Truth:
@@ -83,8 +80,11 @@ class Checked:
             )
             same(self.ranks.view(at["recv_idx"], *want.local_idx.shape), want.local_idx, f"local ids of rank {rank}")
 
-    def check_rows(self, weighted: bool, rows: bool) -> None:
+    def check_rows(self, weighted: bool, rows: bool, only: int | None = None) -> None:
+        """Of all ranks, or of `only` one."""
         for rank, ((x, weights), at) in enumerate(zip(self.truth.expected, self.at, strict=True)):
+            if only not in (None, rank):
+                continue
             held = self.truth.rows[rank].covered
             if rows:
                 same(self.ranks.floats(at["recv_x"], *x.shape)[held], x[held], f"rows of rank {rank}")
@@ -102,6 +102,24 @@ class Steps(Checked, throughput.Steps):
 
     def dispatch(self, known: bool, weighted: bool = True, call: Any = None) -> None:  # type: ignore[override]
         """Along a new route, or along the route that was found before; rows of a `call` travel in a format."""
+        launches: list[Launch] = []
+        for rank in range(self.ranks.world_size):
+            self.launch_dispatch(launches, rank, known, weighted, call)
+        self.ranks.run(launches)
+        if not known:
+            self.check_plan()
+        for rank, at in enumerate(self.at):
+            if call:
+                call.check(self, rank, at)
+        self.check_rows(weighted, call is None)
+
+    def check_received(self, only: int | None = None) -> None:
+        self.check_rows(True, True, only)
+
+    def launch_dispatch(
+        self, launches: list[Launch], rank: int, known: bool, weighted: bool = True, call: Any = None
+    ) -> None:
+        """A rank's kernels."""
         from cute_kernels import marks
         from cute_kernels.throughput.publish import Publish
         from cute_kernels.throughput.publish_tokens import PublishTokens
@@ -110,31 +128,22 @@ class Steps(Checked, throughput.Steps):
         form, layout, given = (call.name, call.layout, call.given) if call else ("", "", False)
         kind = "dispatch_planned" if known else "dispatch"
         terms = marks.pack(kind, self.truth.case.max_tokens, weighted, format=form, token_major=True)
-        staged = self.staged or bool(form)
-        none = {**(dict.fromkeys(NONE, 0) if known else {}), **({} if weighted else {"recv_weights": 0})}
-        launches: list[Launch] = []
-        for rank in range(self.ranks.world_size):
-            self.renew(rank)
-            if call:
-                self.at[rank].update(call.room(self, rank))
-            first = len(launches)
-            make: Any = Publish if known and not weighted else PublishTokens
-            publish = make(self.problem, not known, staged, weighted, False, form, given)
-            blocks = publish.tile_blocks + self.staging * staged
-            launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
-            how = (False, not known, False, form, layout)
-            pull = Pull(self.problem, weighted, *how)
-            launches.append(self.launch(rank, pull, terms, first, blocks=2 + self.joining * known, **{"zeros": 0}))
-            if self.joining and not known:
-                late = Pull(self.problem, weighted, False, True, True, form, layout)
-                launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining, **{"zeros": 0}))
-        self.ranks.run(launches)
-        if not known:
-            self.check_plan()
-        for rank, at in enumerate(self.at):
-            if call:
-                call.check(self, rank, at)
-        self.check_rows(weighted, call is None)
+        staged, pushed = self.staged or bool(form), self.problem.has_room_for_pushes and not form
+        none = dict.fromkeys(("offs", "counts", "dropped", "recv_idx"), 0) if known else {}
+        none |= {} if weighted else {"recv_weights": 0}
+        self.renew(rank)
+        if call:
+            self.at[rank].update(call.room(self, rank))
+        first = len(launches)
+        make: Any = Publish if known and not weighted else PublishTokens
+        publish = make(self.problem, not known, staged, weighted, False, form, given, pushed)
+        blocks = publish.tile_blocks + self.staging * staged
+        launches.append(self.launch(rank, publish, terms, blocks=blocks, **none))
+        pull = Pull(self.problem, weighted, False, not known, False, form, layout, pushed)
+        launches.append(self.launch(rank, pull, terms, first, blocks=2 + self.joining * known, **{"zeros": 0}))
+        if self.joining and not known:
+            late = Pull(self.problem, weighted, False, True, True, form, layout, pushed)
+            launches.append(self.launch(rank, late, terms, first + 1, blocks=self.joining, **{"zeros": 0}))
 
     def plan(self) -> None:
         """The first half of a dynamic dispatch."""
@@ -199,6 +208,45 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2) -> None:
     on.dispatch(known=False, weighted=False)
 
 
+def pushed(shape: Shape, draw: random.Random, late: bool = False) -> None:
+    """Dispatches whose rows are pushed, along new and known routes, with weights and without. `late`: one rank is."""
+    on = Steps(shape, draw, joining=draw.choice((0, 2)))
+    on.ranks.late = draw.randrange(len(shape.experts)) if late else None
+    for weighted in (True, False):
+        on.inputs()
+        on.dispatch(known=False, weighted=weighted)
+        for blocks in (1, draw.choice((2, 3))):
+            on.staging = blocks  # that push
+            on.dispatch(known=True, weighted=False)
+    on.dispatch(known=True)
+
+
+def garbage(shape: Shape, draw: random.Random) -> None:
+    """A rank's route is overwritten: in a dispatch along it, kernels read and write nothing outside, and all of them
+    end. Ranks report what they find, or that they wait for a row that nobody pushes."""
+    from cute_kernels import sync
+
+    on = Steps(shape, draw)
+    on.inputs()
+    on.dispatch(known=False)
+    rank = draw.randrange(on.ranks.world_size)
+    rows, tokens = on.truth.case.capacity[rank], on.truth.case.topk_idx[rank]
+    sizes = {"arrivals": 4 * rows + on.ranks.world_size + 3, "send_rows": tokens.numel(), "topk_idx": tokens.numel()}
+    for name, count in sizes.items():
+        ints = on.ranks.view(on.at[rank][name], count)
+        for i in range(count):
+            if draw.random() < 0.5:
+                ints[i] = draw.choice((draw.randint(-3, rows + 3), draw.randint(-(2**31), 2**31 - 1)))
+    usual, sync.POLLS_PER_CHECK, on.ranks.timeout_ns = sync.POLLS_PER_CHECK, 8, 500 * TICK
+    launches: list[Launch] = []
+    for each in range(on.ranks.world_size):
+        on.launch_dispatch(launches, each, known=True)
+    run(launches, draw, quiet_turns=QUIET_TURNS + 1500)
+    sync.POLLS_PER_CHECK = usual
+    for each in range(on.ranks.world_size):
+        assert on.ranks.reported(each)[0][0] in (0, sync.TIMEOUT, sync.PEER_FAILED)
+
+
 def across(shape: Shape, draw: random.Random) -> None:
     """Where there are several NVLink domains; half of it, drawn, along a second route."""
     on = Steps(shape, draw)
@@ -261,6 +309,16 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
         Shape((2, 0, 3, 2), 3, 3, domains=((0, 3), (1, 2)), wire="nvshmem", share=draw.choice((0.5, 1.0))), draw
     ),
     "tokens_across_alone": lambda draw: across(Shape((3, 4), 5, 4, domains=((0,), (1,)), wire="nvlink"), draw),
+    "pushes": lambda draw: pushed(Shape((2, 3), 3, 12, hidden=100), draw),
+    "pushes_late": lambda draw: pushed(Shape((2, 1, 2), 3, 3), draw, late=True),
+    "pushes_wide": lambda draw: pushed(Shape((2, 0, 1, 3), 4, 3, hidden=264, share=draw.choice((0.5, 1.0))), draw),
+    "pushes_garbage": lambda draw: garbage(Shape((2, 3), 3, 4), draw),
+    "pushes_refused": lambda draw: throughput.refused(Shape((3, 0, 2), 3, 3, share=0.4), draw, Steps),
+    "pushes_absent": lambda draw: throughput.absent(
+        Shape((3, 0, 2), 3, 3), draw, warned=draw.random() < 0.5, known=draw.random() < 0.5, make=Steps
+    ),
+    "pushes_half_launched": lambda draw: throughput.half(Shape((2, 2), 2, 2), draw, Steps),
+    "tokens_staged": lambda draw: pushed(Shape((2, 1, 2), 2, 3), draw),
     "tokens_columns": lambda draw: formatted(
         Shape((2, 3), 3, 4, hidden=256, share=0.7), draw,
         formats.Call("e4m3/128/pow2", "columns", draw.random() < 0.5, zeros=False),

@@ -6,13 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from . import machine
+from . import copies, machine
 from .latency import Blocks, Pair
 from .network import LATE, network
 from .ranks import Ranks
 from .routes import Shape
 from .threads import QUIET_TURNS, TICK, Launch, run
-from .throughput import Steps, begun
+from .throughput import Make, Steps, begun
 
 TIMEOUT = 500
 """Rounds. Ranks that live wait for each other for less, on a network that is not `SLOW`."""
@@ -23,10 +23,10 @@ Build = Callable[[list[Launch], int], None]
 """Appends a rank's launches of an operation."""
 
 
-def throughput(shape: Shape, draw: random.Random, kind: str) -> None:
+def throughput(shape: Shape, draw: random.Random, kind: str, make: Make = Steps) -> None:
     """In a "dispatch", one along a "known" route, or a "combine"."""
     since = machine.clock
-    on: Steps = begun(shape, draw, known=kind != "dispatch")
+    on: Steps = begun(shape, draw, kind != "dispatch", make)
 
     def combine(launches: list[Launch], rank: int) -> None:
         launches.append(on.launch_combine(rank))
@@ -38,7 +38,7 @@ def throughput(shape: Shape, draw: random.Random, kind: str) -> None:
         if kind == "combine":
             on.truth.check_combined(on.ranks, on.of("out"), weighted=True, only=rank)
         else:
-            on.truth.check_rows(on.ranks, on.of("recv_x"), on.of("recv_weights"), only=rank)
+            on.check_received(rank)
 
     die(on.ranks, draw, combine if kind == "combine" else dispatch, combine, check, (machine.clock - since) // TICK)
 
@@ -122,6 +122,9 @@ def die(ranks: Ranks, draw: random.Random, build: Build, then: Build, check: Cal
 CHECKS: dict[str, Callable[[random.Random], None]] = {
     "death_dispatch": lambda draw: throughput(Shape((3, 0, 2), 3, 3, slots=(0, 2, 3), share=0.4), draw, "dispatch"),
     "death_known": lambda draw: throughput(Shape((3, 1, 2), 3, 3, alignment=4), draw, "known"),
+    "death_tokens": lambda draw: throughput(
+        Shape((3, 1, 2), 3, 3), draw, draw.choice(("dispatch", "known")), copies.Steps
+    ),
     "death_combine": lambda draw: throughput(Shape((3, 1, 2), 3, 3, alignment=4), draw, "combine"),
     "death_across": lambda draw: throughput(
         Shape((1, 2, 0, 1), 2, 3, domains=((0, 2), (1, 3)), wire="nvshmem"), draw, draw.choice(("dispatch", "combine"))

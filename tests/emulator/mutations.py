@@ -44,7 +44,7 @@ SUMS, SENDING = "internode/sums.py", "internode/sending.py"
 SYNC, OPERATION = "sync.py", "operation.py"
 LANES = "{}arch.sync_warp()\n"
 FAR, DISPATCH, COMBINE = "latency/far.py", "latency/dispatch.py", "latency/combine.py"
-PUBLISH, STAGED = "throughput/publish.py", "throughput/staged.py"
+PUBLISH, STAGED, PUSH = "throughput/publish.py", "throughput/staged.py", "throughput/push.py"
 PLACE = "latency/place_tokens.py"
 STORED = """            if mark & LAST != 0:
                 store_slice(self.wire, acc, (notes.targets + note).load(), mark & END)
@@ -92,6 +92,20 @@ MUTATIONS = {
     "staged": Mutation(
         "throughput_waits", STAGED, 'elif not ranks.wait("chunk", chunk_of(ranks, source, token), source, token):',
         "elif token < 0:",
+    ),
+    "pushed rows visible": Mutation(
+        "pushes", PUSH, "        arch.cp_async_bulk_wait_group(LAG)\n", "",
+    ),
+    "pushed rows awaited": Mutation(
+        "pushes_late", STAGED,
+        'Int32(ranks.wait("token", slot_of_row(ranks.heap.problem, source, token), source, token))', "Int32(1)",
+    ),
+    "pushed rows, of the last token": Mutation(
+        "pushes", PUSH, "args.tokens * self.peers", "(args.tokens - 1) * self.peers",
+    ),
+    "pushed rows, claims of the next operation": Mutation(
+        "pushes_wide", OPERATION, "ptx.st_v4(ranks.own + CLAIMS * 8, (Int32(0),) * 4)",
+        "ptx.st_u64(ranks.own + CLAIMS * 8, Int64(0))",
     ),
     "wanted": Mutation(
         "across_small", SUMS, "        came = sync.await_word(ranks, ranks.own + word, owner, batch)\n",

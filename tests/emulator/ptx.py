@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from .arch import Phases, mbarrier_wait, phases, sync_threads
+from .arch import Phases, mbarrier_wait, phases, start_store, sync_threads
 from .machine import memory
 from .numbers import Int32, Int64, Uint32, float_of, word_of
 from .threads import look_again, me
@@ -230,4 +230,4 @@ def bulk_load(smem_ptr: Any, addr: Any, nbytes: Any, mbarrier: Any) -> None:
 
 
 def bulk_store(addr: Any, smem_ptr: Any, nbytes: Any) -> None:
-    memory().store_words(addr, smem_ptr.raw(int(nbytes)).cast("I"), 16)
+    start_store(addr, smem_ptr.raw(int(nbytes)).cast("I"))

@@ -63,7 +63,7 @@ def parts(on: throughput.Steps, row: int = 0, scales: int = 0) -> Iterator[list[
         yield told
 
 
-NONE = dict.fromkeys(("send_rows", "offs", "counts", "dropped", "recv_idx"), 0)
+NONE = dict.fromkeys(("offs", "counts", "dropped", "recv_idx"), 0)
 """What the publish kernel of a round does not write."""
 
 
@@ -199,8 +199,9 @@ def token_major(shape: Shape, draw: random.Random, tokens: int) -> None:
     on.plan()
     for rank, at in enumerate(on.at):  # what a round does not clear
         on.ranks.view(at["recv_weights"], on.truth.case.capacity[rank] * shape.top_k).zero_()
-    publish = PublishTokens(on.problem, False, True, True, False)
-    Dispatch(on, "dispatch", publish, Pull(on.problem, True, False, False, False), zeros=False).run()
+    pushes = on.problem.has_room_for_pushes
+    publish = PublishTokens(on.problem, False, True, True, False, pushes=pushes)
+    Dispatch(on, "dispatch", publish, Pull(on.problem, True, False, False, False, pushed=pushes), zeros=False).run()
     on.check_rows(weighted=True, rows=True)
     combine(on, Combine(on.problem, True, False, True, False, True), row_scalars="weights")
     on.check_sums(on.of("out"))
@@ -317,6 +318,7 @@ CHECKS: dict[str, Callable[[random.Random], None]] = {
     "rounds_tokens": lambda draw: token_major(
         Shape((3, 2), 4, 6, share=0.8, domains=((0,), (1,)), wire="nvshmem"), draw, draw.choice((2, 4))
     ),
+    "rounds_pushed": lambda draw: token_major(Shape((3, 0, 2), 4, 5, share=0.8), draw, draw.choice((2, 3))),
     "rounds_formats": lambda draw: formatted(
         Shape((2, 2), 2, 5, hidden=160, alignment=4), draw, draw.choice((2, 3)),
         formats.Call(

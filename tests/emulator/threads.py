@@ -67,6 +67,7 @@ class Thread(greenlet):
         self.result: Any = None
         self.began = self.triggered = False
         self.allocated = 0  # arrays of shared memory that it has come to
+        self.stores: list[list[Any]] = [[]]  # bulk stores of each group that is not known to be complete
 
     def go_on(self) -> bool:
         """Returns whether it did more than look again."""
@@ -121,9 +122,14 @@ def start(launch: Launch, after: list[Thread], draw: random.Random) -> list[list
         block = Block(
             index, int(args.blocks), count, after, launch.behind + (draw.randint(0, launch.late) if index else 0)
         )
-        threads = [Thread(lambda: kernel.kernel(args), block, i) for i in range(count)]
+        threads = [Thread(lambda: run_thread(kernel, args), block, i) for i in range(count)]
         warps += [threads[i : i + WARP] for i in range(0, count, WARP)]
     return warps
+
+
+def run_thread(kernel: Any, args: Any) -> None:
+    kernel.kernel(args)
+    assert not any(me().stores), "a thread has left before its bulk stores were complete"
 
 
 def arrive(thread: Thread) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,7 +76,11 @@ class Steps:
         self.ranks.run(launches)
         if not known:
             self.truth.check_plan(self.ranks, self.at)
-        self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"))
+        self.check_received()
+
+    def check_received(self, only: int | None = None) -> None:
+        """What the last dispatch gave all ranks, or `only` one."""
+        self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=only)
 
     def launch_dispatch(self, launches: list[Launch], rank: int, known: bool) -> None:
         """A rank's kernels."""
@@ -135,7 +140,7 @@ class Steps:
         self.ranks.operations += 1
         for other in range(self.ranks.world_size):
             if other != rank:
-                self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=other)
+                self.check_received(other)
 
     def given_up(self, rank: int, why: bytes) -> list[tuple[int, int]]:
         """Run the next dispatch of the other ranks while the host of `rank` gives up. Return the report of each rank,
@@ -199,7 +204,7 @@ class Steps:
         run(launches, self.draw)
         said = self.ranks.reported(rank)
         if not any(reason for reason, _ in said):
-            self.truth.check_rows(self.ranks, self.of("recv_x"), self.of("recv_weights"), only=rank)
+            self.check_received(rank)
         return said
 
     def garbage(self, rank: int) -> list[tuple[int, int]]:
@@ -343,9 +348,12 @@ def of_many_ranks(shape: Shape, draw: random.Random) -> None:
     across(shape, draw)
 
 
-def begun(shape: Shape, draw: random.Random, known: bool = False) -> Steps:
+Make = Callable[[Shape, random.Random], Steps]
+
+
+def begun(shape: Shape, draw: random.Random, known: bool = False, make: Make = Steps) -> Steps:
     """Behind a dispatch, and before one along a new route or, with `known`, the same."""
-    on = Steps(shape, draw)
+    on = make(shape, draw)
     on.inputs()
     on.dispatch(known=False)
     if not known:
@@ -353,11 +361,11 @@ def begun(shape: Shape, draw: random.Random, known: bool = False) -> Steps:
     return on
 
 
-def refused(shape: Shape, draw: random.Random) -> None:
+def refused(shape: Shape, draw: random.Random, make: Make = Steps) -> None:
     """A rank refuses a dispatch: all others say so, and the operations behind it are as ever."""
     from cute_kernels.sync import REFUSAL
 
-    on = begun(shape, draw)
+    on = begun(shape, draw, make=make)
     told = on.without(1, refuses=True)
     on.ranks.check_wire()
     assert all(said[0] == (0, 0) for said in told), told
@@ -376,13 +384,13 @@ def disagreeing(shape: Shape, draw: random.Random) -> None:
     assert any(said[0][0] == MISMATCH for said in told), told
 
 
-def half(shape: Shape, draw: random.Random) -> None:
+def half(shape: Shape, draw: random.Random, make: Make = Steps) -> None:
     """A rank launches the first kernel of a dispatch but not the second. When its host gives up, all ranks report that
     and have its reason. If the rank begins another operation, that operation ends immediately."""
     from cute_kernels.heap import REASON_BYTES
     from cute_kernels.sync import HALF, PEER_FAILED
 
-    on = begun(shape, draw)
+    on = begun(shape, draw, make=make)
     victim, why = len(shape.experts) - 1, b"no room".ljust(REASON_BYTES, b"\0")
     on.half(victim)
     on.inputs()
@@ -399,13 +407,13 @@ def half(shape: Shape, draw: random.Random) -> None:
     run(launches, draw)
 
 
-def absent(shape: Shape, draw: random.Random, warned: bool, known: bool) -> None:
+def absent(shape: Shape, draw: random.Random, warned: bool, known: bool, make: Make = Steps) -> None:
     """A rank comes when all others have given up: they say whom they waited for, and so does it in the end, which takes
     nothing from them for good. What it has not been warned of is right."""
     from cute_kernels.marks import unpack_alarm
     from cute_kernels.sync import PEER_FAILED, TIMEOUT
 
-    on = begun(shape, draw, known)
+    on = begun(shape, draw, known, make)
     told = on.without(1, refuses=False, known=known)
     for rank, said in enumerate(told):
         assert rank == 1 or said[0][0] in (TIMEOUT, PEER_FAILED), told

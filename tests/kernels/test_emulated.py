@@ -22,7 +22,7 @@ ALWAYS = ("latency", "throughput", "throughput_dropping")
 ONE_OF = ("death_few_dispatch", "wire_nvshmem", "across_small", "across_wide")
 DRAWN = 2
 """How many of the other checks are run, others each time. EP_OPS_ALL_CHECKS=1: all, which takes an hour."""
-SLOW = ("across_", "death_", "domains_", "formats_", "rounds", "tokens", "latency_across", "throughput_")
+SLOW = ("across_", "death_", "domains_", "formats_", "pushes", "rounds", "tokens", "latency_across", "throughput_")
 """How the names of those begin that may take minutes: they are never drawn."""
 
 

@@ -116,6 +116,27 @@ def test_publish_tokens(arch: str) -> None:
     assert atomics.count("red.relaxed.cta.shared.add.u32") == 4  # rows ahead, entries of experts and tiles, dropped
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("route", [True, False], ids=["new", "known"])
+def test_pushes(route: bool, arch: str) -> None:
+    """A row is visible at the peer before its flag is posted, and a fence stands between the post and the flag."""
+    ptx = compiled_ptx(PublishTokens(LARGE, route, True, True, False, pushes=True), arch)
+    assert not flags_without_barrier(ptx)
+    assert count(ptx, BULK_IN) == 1 and count(ptx, BULK_OUT) == 1
+    assert count(ptx, "st.release.gpu.global") == count(ptx, "ld.acquire.gpu.global") == 0, "nothing is announced"
+    assert count(ptx, "griddepcontrol.launch_dependents") == 1
+    steps = {
+        BULK_OUT: "store ", "cp.async.bulk.wait_group.read": "read ", "cp.async.bulk.wait_group": "complete ",
+        "st.release.cta.shared.b32": "post ", "ld.acquire.cta.shared.b32": "look ", "fence.acq_rel.sys": "fence ",
+        "st.relaxed.sys.global.b64": "flag ",
+    }  # fmt: skip
+    found = "".join(steps.get(name, "") for name in re.findall(r"^\s*(?:@!?%p\d+ )?([\w.:]+)", ptx, re.MULTILINE))
+    # A worker that posts looks whether its outbox is full; the warp that sets flags looks for posts, and posts that it
+    # has taken them.
+    expected = "store read complete (look post )+complete (look post )+post (look )+fence (flag )+post "
+    assert re.fullmatch(expected, found), found
+
+
 @pytest.mark.parametrize(
     ("world_size", "even", "uneven"),
     [(1, 8190, 8190), (2, 8188, 6369), (8, 8179, 2726), (32, 8140, 826), (72, 8070, 380)],

@@ -13,10 +13,11 @@ from launches import PROBLEM, across, joins, throughput
 
 from cute_kernels.internode.wire import Nvlink
 from cute_kernels.throughput.combine import Combine
+from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from ep_ops.backends.budget import Budget
 from ep_ops.backends.cute import sm_model
-from ep_ops.backends.cute.throughput import ThroughputPath
+from ep_ops.backends.cute.throughput import ThroughputPath, pushes
 from ep_ops.records import Delivery, Route, Sizes
 
 
@@ -72,6 +73,32 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pull["blocks"] == pull["dealt"] == pull_back["blocks"] == dispatch
         assert pull["joining"] == pull_back["joining"] == 0
         assert add["blocks"] == add_back["blocks"] == combine
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_blocks_that_push(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of those that stage, at most so many, of token-major rows without a format alone."""
+    budget = Budget(20, 30, 22, 24)
+    path, recorder = throughput(budget, monkeypatch)
+    if aside:
+        path = ThroughputPath(recorder, path._outputs, budget, path.sms.average, side=object())  # type: ignore[arg-type]
+    x, idx = torch.zeros(7, 64, dtype=torch.bfloat16), torch.zeros(7, 4, dtype=torch.int32)
+
+    def published(layout: str) -> list[tuple[bool, int]]:
+        recorder.launched.clear()
+        recv_x, _, _, *placed = path.dispatch(x, None, idx, Sizes(48, 1, 0, 100, layout), Delivery())
+        route = Route(idx, *placed[:4], 1, 48, 100, layout=layout)
+        path.along("dispatch_planned", x, None, route, Delivery())
+        path.combine_backward(x, recv_x, torch.zeros(48), route)
+        publish = [(kernel, given) for kernel, _, given in recorder.launched if isinstance(kernel, Publish)]
+        return [(kernel.pushes, given["blocks"]) for kernel, given in publish]
+
+    new, known, backward = published("token_major")
+    assert new == (True, PROBLEM.tiles + sm_model.PUSHING_BLOCKS) and known == (True, sm_model.PUSHING_BLOCKS)
+    assert not backward[0] and not any(pushed for pushed, _ in published("grouped"))
+    narrow = dataclasses.replace(PROBLEM, top_k=PROBLEM.world_size - 1)  # staging has no room
+    assert not any(pushes(problem, "", True) for problem in (narrow, across(Nvlink())))
+    assert pushes(PROBLEM, "", True) and not pushes(PROBLEM, "e4m3/32/mx", True)
 
 
 def test_blocks_across_domains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,9 @@ from .sm_model import OperationSms, TokenTraffic
 from .streams import Side
 
 
-def pushes(problem: Problem, format: str, known: bool, token_major: bool) -> bool:
-    """Return whether a dispatch, along a `known` or a new route, pushes its rows. Otherwise it stages them, and the
-    ranks that receive them pull."""
-    return problem.has_room_for_pushes and not format and known and token_major
+def pushes(problem: Problem, format: str, token_major: bool) -> bool:
+    """Return whether a dispatch pushes its rows. Otherwise it stages them, and the ranks that receive them pull."""
+    return problem.has_room_for_pushes and token_major and not format
 
 
 def publisher(token_major: bool, known: bool, weighted: bool) -> Any:
@@ -46,7 +45,7 @@ def kernels_of(problem: Problem) -> list[Any]:
     alone = problem.world_size == 1
     dispatch: list[Any] = [kind(problem, True, False, False, True) for kind in (Publish, PublishTokens)]
     for known, token_major, weights in itertools.product((False, True), repeat=3):
-        pushed = pushes(problem, "", known, token_major)
+        pushed = pushes(problem, "", token_major)
         if not (known and alone and not weights):
             publish = publisher(token_major, known, weights)
             # A single rank reads its own rows where they are.
@@ -61,7 +60,7 @@ def kernels_of(problem: Problem) -> list[Any]:
     combine += [(rows, False, True, False, token_major) for rows in (False, True) for token_major in (False, True)]
     variants: dict[Any, Sequence[tuple[Any, ...]]] = {
         Combine: combine,
-        PullScaled: [(alone, pushes(problem, "", True, False))],
+        PullScaled: [(alone,)],
         Gather: [] if problem.domains else [()],  # rows of other domains are copied
     }
     others = [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
@@ -221,7 +220,7 @@ class ThroughputPath:
         dealt, joining = (pulling - 1, 1 + beyond) if beyond else (pulling, 0)
         terms = marks.pack("dispatch", max_tokens, weighted, format=how.format, token_major=token_major)
         sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity, slots=slots)
-        pushed = pushes(self._problem, how.format, False, token_major)
+        pushed = pushes(self._problem, how.format, token_major)
         variant = (True, self._stages(how), weighted, False, how.format, how.given, pushed)
         publish = functools.partial(
             self._kernel(publisher(token_major, False, weighted), *variant), terms, tokens=tokens, capacity=capacity,
@@ -263,7 +262,7 @@ class ThroughputPath:
             with self._on_stream():
                 recv_weights.zero_()  # a round does not know what lies behind the last copy
         zeros = int(how.zeros and not token_major)
-        pushed = pushes(self._problem, how.format, True, token_major)
+        pushed = pushes(self._problem, how.format, token_major)
         for here, part in self._parts(route):
             of_x = _of(x, here)
             publish = self._publishing(
@@ -369,9 +368,8 @@ class ThroughputPath:
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         for here, part in self._parts(route):
             of_out = _of(grad_out, here)
-            pushed = pushes(self._problem, "", True, False)
-            publish = self._publishing(terms, blocks, of_out, None, None, part, pushed=pushed)
-            pull = self._kernel(PullScaled, publish is None, pushed)
+            publish = self._publishing(terms, blocks, of_out, None, None, part)
+            pull = self._kernel(PullScaled, publish is None)
             with self._course:
                 if publish is not None:
                     publish()
