@@ -9,11 +9,11 @@ If rows are pushed (push.py), pushing blocks take the place of the announcing an
 With several NVLink domains (internode/sending.py), a relaying block precedes the announcing block, and two thirds of
 the other blocks send rows to other domains. In domains of one rank all of them do, and there is no announcing block.
 
-Progress. A tile block sends before it waits, staging blocks never wait, and the announcing block waits for staging
-blocks; pushing blocks wait for no block. All waits therefore end if the tile blocks, the announcing block and
-one staging block, or one pushing block, are co-resident. They are the first blocks of the grid, and a communicator
-cannot be created on too few multiprocessors. Some multiprocessors are left free, so that a block of another kernel
-delays none of these blocks.
+Progress. A tile block sends before it waits, staging and pushing blocks never wait, and the announcing block waits for
+staging blocks. All waits therefore end if the tile blocks, the announcing block and one staging block are co-resident,
+or the tile blocks and one pushing block. They are the first blocks of the grid, and a communicator cannot be created on
+too few multiprocessors. Some multiprocessors are left free, so that a block of another kernel delays none of these
+blocks.
 
 The pull kernel is launched while this one runs (programmatic dependent launch) and uses the multiprocessors that this
 grid leaves free. It waits for the `placed` flags before it reads the route, and for flags of chunks, or of pushed rows,

@@ -37,7 +37,7 @@ TOLERANCE = 0.03
 """By which share code may differ in size. Registers and shared memory may not grow, nor may the stack."""
 KERNELS: dict[str, Any] = {
     "publish": Publish(LARGE, True, True, True, False),
-    "publish token-major": PublishTokens(LARGE, True, True, True, False),
+    "publish token-major": PublishTokens(LARGE, True, True, True, False, pushes=True),
     "pull": Pull(LARGE, True, False, True),
     "combine": Combine(LARGE, True, True, False),
     "combine, sums in a format": Combine(LARGE, True, True, False, format="e4m3/32/mx"),

@@ -40,20 +40,25 @@ def publisher(token_major: bool, known: bool, weighted: bool) -> Any:
     return PublishTokens if token_major and (weighted or not known) else Publish
 
 
+def _dispatch_kernels(problem: Problem) -> list[Any]:
+    """Return the kernels of plans, and of dispatches of rows without a format."""
+    alone = problem.world_size == 1  # a single rank reads its own rows where they are
+    found: list[Any] = [kind(problem, True, False, False, True) for kind in (Publish, PublishTokens)]
+    for known, token_major, weights in itertools.product((False, True), repeat=3):
+        pushed = pushes(problem, "", token_major)
+        first = alone and known and not weights  # nothing is published
+        if not first:
+            publish = publisher(token_major, known, weights)
+            found.append(publish(problem, not known, not alone, weights, False, "", False, pushed))
+        found.append(Pull(problem, weights, first, not known, False, "", "", pushed))
+        if not alone and not known:
+            found.append(Pull(problem, weights, False, True, True, "", "", pushed))
+    return list(dict.fromkeys(found))
+
+
 def kernels_of(problem: Problem) -> list[Any]:
     """Return every throughput kernel that the operators of such a communicator launch."""
     alone = problem.world_size == 1
-    dispatch: list[Any] = [kind(problem, True, False, False, True) for kind in (Publish, PublishTokens)]
-    for known, token_major, weights in itertools.product((False, True), repeat=3):
-        pushed = pushes(problem, "", token_major)
-        if not (known and alone and not weights):
-            publish = publisher(token_major, known, weights)
-            # A single rank reads its own rows where they are.
-            dispatch.append(publish(problem, not known, not alone, weights, False, "", False, pushed))
-        first = alone and known and not weights
-        dispatch.append(Pull(problem, weights, first, not known, False, "", "", pushed))
-        if not alone and not known:
-            dispatch.append(Pull(problem, weights, False, True, True, "", "", pushed))
     combine: list[tuple[bool, ...]] = []
     combine += [(True, weights, False, residual) for weights in (False, True) for residual in (False, True)]
     # With the gradients of weights, one for each row or `top_k`.
@@ -64,7 +69,7 @@ def kernels_of(problem: Problem) -> list[Any]:
         Gather: [] if problem.domains else [()],  # rows of other domains are copied
     }
     others = [kernel(problem, *variant) for kernel, made in variants.items() for variant in made]
-    return [*dict.fromkeys(dispatch), *others]
+    return [*_dispatch_kernels(problem), *others]
 
 
 def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
