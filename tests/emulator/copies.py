@@ -213,14 +213,15 @@ def steps(shape: Shape, draw: random.Random, joining: int = 2) -> None:
 
 
 def pushed(shape: Shape, draw: random.Random, late: bool = False) -> None:
-    """Dispatches whose rows are pushed, along new and known routes, with weights and without. `late`: one rank is."""
+    """Dispatches along new and known routes, with weights and without, whose rows are pushed if staging has room for
+    them. `late`: one rank is."""
     on = Steps(shape, draw, joining=draw.choice((0, 2)))
     on.ranks.late = draw.randrange(len(shape.experts)) if late else None
     for weighted in (True, False):
         on.inputs()
         on.dispatch(known=False, weighted=weighted)
         for blocks in (1, draw.choice((2, 3))):
-            on.staging = blocks  # that push
+            on.staging = blocks + (not on.problem.has_room_for_pushes)  # where rows are staged, one announces them
             on.dispatch(known=True, weighted=False)
     on.dispatch(known=True)
 
