@@ -8,10 +8,11 @@ on sequences that follow a rule, so that the loss falls. ``--checkpointing`` and
 activation checkpointing and compiled blocks for both runs; ``--cuda-graphs`` has the run with ep_ops captured by the
 trainer (the other cannot be).
 
-What is replaced: the tokenizer, the data and the attention (scaled_dot_product_attention). Without a GPU also: the
-device and its memory statistics, FSDP2's averages (sums, all that gloo has), and the change of timeouts. With PyTorch
-2.11 also: how FSDP2 is applied to a block with experts (older_fsdp.py), and the loss, which is not computed in chunks;
-and the run with the all-to-all dispatcher is not compiled, because Inductor fails in its backward there.
+What is replaced: the tokenizer, the data, the attention (scaled_dot_product_attention), and the function that changes
+timeouts, if PyTorch lacks the one that torchtitan calls. Without a GPU also: the device and its memory statistics,
+FSDP2's averages (sums, all that gloo has), and the change of timeouts. With PyTorch 2.11 also: how FSDP2 is applied to
+a block with experts (older_fsdp.py), and the loss, which is not computed in chunks; and the run with the all-to-all
+dispatcher is not compiled, because Inductor fails in its backward there.
 
 The exit status is 0 if every loss and every norm differs by less than ``--tolerance``, relatively, if the loss fell,
 and if each layer dispatched once for each step (twice under full checkpointing).
@@ -50,6 +51,8 @@ if CPU:  # before anything reads the device's name
 OLDER_FSDP = not hasattr(fsdp, "DataParallelMeshDims")
 if OLDER_FSDP:
     older_fsdp.install()
+if not hasattr(dist, "set_timeout"):
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout
 
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend
