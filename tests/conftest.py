@@ -15,7 +15,7 @@ LONG = (
 )  # fmt: skip
 
 
-DRAWN = 1 / 5
+DRAWN = 1 / 8
 """Which part of the cases is run of tests that are marked `drawn`."""
 
 
