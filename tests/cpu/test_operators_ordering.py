@@ -60,7 +60,7 @@ def _eager_and_compiled(tokens, train, dynamic):
     [
         pytest.param(((8, 512), (512, 8)), True, True, id="training", marks=pytest.mark.drawn),
         pytest.param(((8, 512), (512, 8)), True, False, id="training, static", marks=pytest.mark.drawn),
-        pytest.param(((0, 5), (512, 0)), True, False, id="no tokens"),
+        pytest.param(((0, 5), (512, 0)), True, False, id="no tokens", marks=pytest.mark.drawn),
         pytest.param(((8, 512), (512, 8)), False, False, id="inference", marks=pytest.mark.drawn),
     ],
 )

@@ -38,6 +38,7 @@ def guarded(problem: Problem) -> list[Any]:
     ]
 
 
+@pytest.mark.drawn
 def test_only_given_routes_are_looked_at() -> None:
     """Kernels whose route was placed in the same operation do not check rows. 72 ranks, because test_ptx.py compiles
     fewer, for sm_100a as well."""
