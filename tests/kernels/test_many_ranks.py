@@ -47,7 +47,8 @@ def kernels(made: Problem) -> list[Any]:
     largest = [
         Publish(made, True, True, True, False), Pull(made, True, False, True, True), PullScaled(made, False),
         Combine(made, True, True, False, True), Combine(made, True, False, True), Gather(made),
-        PublishTokens(made, True, True, True, False), Combine(made, True, False, True, False, True),
+        PublishTokens(made, True, True, True, False, pushes=made.has_room_for_pushes),
+        Combine(made, True, False, True, False, True),
         *(kind(made, tokens, True) for kind in LATENCY),
     ]  # fmt: skip
     assert set(largest) < set(found) and {type(kernel) for kernel in largest} == {type(kernel) for kernel in found}
