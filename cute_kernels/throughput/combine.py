@@ -7,8 +7,8 @@ set. The last blocks push as well, as many as this rank's rows require beyond th
 its copies that have rows (known from the route), adds their sums in fp32 over ascending ranks, and then adds the
 token's residual. Pushers never wait, so every wait ends.
 
-With two ranks, owners add this rank's rows where they are instead of having their sums staged (`adds_own`): memory
-limits such a combine, and half of all sums are then neither written nor read.
+With two ranks, owners also add the rows that their own rank has of their tokens (`adds_own`), and pushers process the
+other rank's tokens only. Memory limits such a combine, and half of all sums then need not be staged.
 
 A separate warp of each pushing block sets its flags (outbox.py), so that no row waits for a fence.
 
@@ -375,17 +375,23 @@ class Combine(SlicedKernel):
         arch.sync_warp()
         if const_expr(self.scalars):
             self.return_scalar(ranks, args, token, copy, row, complete)
-        target = args.out + Int64(token) * p.row_bytes
+        rows, target = self.with_residual(args, token, held, complete)
+        return rows, number, Float32(1.0), target, token
+
+    @cute.jit
+    def with_residual(self, args: CombineArgs, token: Int32, held: Int32, complete: Boolean) -> tuple[Any, Int64]:
+        """By a whole warp: return the bit mask of the rows to add, with the residual as one more, which is added last,
+        and the address of the token's sum. If there is nothing to add, the sum is set to zeros."""
+        target = args.out + Int64(token) * self.problem.row_bytes
         rows = held
         if const_expr(self.residual):
-            # One row more, added last.
             rows = Int64(held) & 0xFFFFFFFF
             if complete:
                 rows = rows | (Int64(1) << 32)
         if const_expr(self.rows):
             if rows == 0:
-                zero_row(p.row_bytes, target, lane)
-        return rows, number, Float32(1.0), target, token
+                zero_row(self.problem.row_bytes, target, arch.lane_idx())
+        return rows, target
 
     @cute.jit
     def return_scalar(
@@ -403,6 +409,9 @@ class Combine(SlicedKernel):
                 own = Int32(-1)
             own = arch.warp_redux_sync(own, "max")
             row = ((copy.mask >> copy.number) & 1) * Int32(copy.holder >= 0 and complete) - 1
+            if const_expr(self.adds_own):
+                if copy.holder == ranks.rank:
+                    row = cutlass.min(row, own)  # nothing is read if y has no row at all
         if lane < p.top_k:
             value = Float32(0.0)
             if row >= 0:
@@ -469,15 +478,7 @@ class Combine(SlicedKernel):
             held = held | Int32(-(1 << OTHER_LANE))
         if not complete:
             held = Int32(0)
-        target = args.out + Int64(token) * p.row_bytes
-        rows = held
-        if const_expr(self.residual):
-            # One row more, added last.
-            rows = Int64(held) & 0xFFFFFFFF
-            if complete:
-                rows = rows | (Int64(1) << 32)
-        if rows == 0:
-            zero_row(p.row_bytes, target, lane)
+        rows, target = self.with_residual(args, token, held, complete)
         return rows, row, weight, target, token
 
     @cute.jit

@@ -7,6 +7,7 @@ meant to alter them, `PYTHONPATH=.:tests python tests/kernels/test_code_size.py`
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -32,6 +33,8 @@ from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
 
+PAIR = dataclasses.replace(LARGE, world_size=2, experts_per_rank=(128, 128))
+"""Two ranks: owners add the rows of their own rank."""
 RECORDED = Path(__file__).with_name("code_sizes.json")
 TOLERANCE = 0.03
 """By which share code may differ in size. Registers and shared memory may not grow, nor may the stack."""
@@ -40,6 +43,8 @@ KERNELS: dict[str, Any] = {
     "publish token-major": PublishTokens(LARGE, True, True, True, False, pushes=True),
     "pull": Pull(LARGE, True, False, True),
     "combine": Combine(LARGE, True, True, False),
+    "combine of two ranks": Combine(PAIR, True, True, False),
+    "combine of two ranks, sums in a format": Combine(PAIR, True, True, False, format="e4m3/32/mx"),
     "combine, sums in a format": Combine(LARGE, True, True, False, format="e4m3/32/mx"),
     "combine backward": PullScaled(LARGE, False),
     "gather": Gather(LARGE),

@@ -77,7 +77,7 @@ def test_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("aside", [False, True])
 def test_blocks_that_push(aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of those that stage, at most so many, of token-major rows without a format alone."""
+    """Token-major rows without a format are pushed by PUSHING_BLOCKS blocks. No other rows are pushed."""
     budget = Budget(20, 30, 22, 24)
     path, recorder = throughput(budget, monkeypatch)
     if aside:

@@ -53,8 +53,8 @@ ENCODE, DECODE = 0.9, 1.5
 Estimated from the numbers of instructions; not measured."""
 ADDING_SHARE = 5 / 6
 """Share of the GPU for a combine that does not run concurrently with computation. 2 H100s, 4096 tokens: grouped rows
-took 277 us with 80 SMs, 262 with 98, 253 with 112 and 120, and with 60 between 257 and 302 us, depending on the process
-and the weights; token-major rows 180 to 184 us with 98 to 120. On 2 and 4 H200s 96 SMs took at most 2 % longer than
+took 277 us with 80 SMs, 262 with 98, 253 with 112 and 120, and with 60 between 257 and 302 us, depending on how many of
+them push; token-major rows 180 to 185 us with 98 to 120. On 2 and 4 H200s 96 SMs took at most 2 % longer than
 fewer; more are not measured there."""
 SURPLUS_SHARE = 3 / 7
 """Share of the GPU for a dispatch on a rank with more rows, and of rows in a format, which are short and have scales to
