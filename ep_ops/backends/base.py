@@ -34,6 +34,12 @@ class Backend(Protocol):
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors: ...
 
+    def bind_dispatch(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> Callable[..., DispatchTensors] | None:
+        """Return a function that runs :meth:`dispatch` faster for other tensors of the same shapes and dtypes as these,
+        without scales, or None if there is none. It takes (x, topk_weights, topk_idx)."""
+
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
@@ -47,6 +53,12 @@ class Backend(Protocol):
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
         """Return out [T, H]. ``format``: format in which sums are sent, one of ``COMBINE_FORMATS`` or empty."""
+
+    def bind_combine(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
+    ) -> Callable[..., Tensor] | None:
+        """Return a function that runs :meth:`combine` faster for other tensors of the same shapes and dtypes as these,
+        without a residual, or None if there is none. It takes (y, recv_weights, *route.tensors)."""
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """Return out [T, H]."""

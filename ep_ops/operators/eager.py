@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,24 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from .. import registry
+from ..backends.base import Backend
 from .rejection import reject
+
+
+class Unchecked(NamedTuple):
+    """How an operator runs on a backend without checks."""
+
+    bind: Callable[[Backend, tuple[Any, ...], int], Callable[..., Any]]
+    """Function from (backend, arguments, number of tensors that the arguments begin with) to a function that takes
+    these tensors and runs the operator with the other arguments."""
+    interrupted: Callable[[Backend, tuple[Any, ...], BaseException], None]
+    """Informs the other ranks that the operator raises on this rank; takes (backend, arguments, error)."""
+
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """Operator name -> what runs on a CPU or a GPU."""
-UNCHECKED: dict[str, Callable[..., Any]] = {}
-"""The same without checks, for arguments like those of an earlier call; takes (communicator, arguments)."""
+UNCHECKED: dict[str, Unchecked] = {}
+"""How it runs without checks, for arguments like those of an earlier call."""
 DIFFERENTIABLE: dict[str, Callable[..., Any]] = {}
 """The same with its gradient, of operators that have one."""
 
@@ -50,7 +62,7 @@ _MOST_ACCEPTED = 1024  # calls that a communicator remembers
 _ALIGNED = 16  # bytes: rows begin at multiples of it
 
 
-def learn(name: str, run: Callable[..., Any], unchecked: Callable[..., Any] | None = None) -> None:
+def learn(name: str, run: Callable[..., Any], unchecked: Unchecked | None = None) -> None:
     """Register what runs a defined operator, and the types of its arguments."""
     arguments = getattr(torch.ops.ep, name).default._schema.arguments
     IMPLEMENTATIONS[name], _PLAIN[name] = run, set()
@@ -78,9 +90,14 @@ def call(name: str, *args: Any) -> Any:
             known = comm.accepted.get(key)
     except (KeyError, TypeError, AttributeError):  # not remembered, or invalid, which is detected below
         pass
-    if known is not None and known.check(*(tensors if all_given else _given(tensors))):
-        if rows.data_ptr() % _ALIGNED == 0:
-            return UNCHECKED[name](comm, args)
+    if known is not None:
+        check, run = known
+        if check(*(tensors if all_given else _given(tensors))) and rows.data_ptr() % _ALIGNED == 0:
+            try:
+                return run(*tensors)
+            except BaseException as error:
+                UNCHECKED[name].interrupted(comm.backend, args, error)
+                raise
     types = tuple(map(type, args))
     if not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta:
         return _dispatched(name, args, types)
@@ -89,7 +106,7 @@ def call(name: str, *args: Any) -> Any:
         return DIFFERENTIABLE.get(name, getattr(torch.ops.ep, name))(*args)
     results = IMPLEMENTATIONS[name](*args)
     if key is not None and not asks:
-        _accept(comm.accepted, key, tensors, others)
+        _accept(comm, key, args, count)
     return results
 
 
@@ -105,10 +122,12 @@ def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> An
     return getattr(torch.ops.ep, name)(*args)
 
 
-def _accept(accepted: dict[Any, Any], key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """Remember a call that has passed its checks, the second time that it occurs. From then on tensors with the same
-    types, dtypes, devices, sizes and strides are accepted, without gradients and in the same modes."""
-    if any(isinstance(other, Tensor) for other in others):
+def _accept(comm: registry.Living, key: Any, args: tuple[Any, ...], count: int) -> None:
+    """Remember a call that has passed its checks, the second time that it occurs: what checks its tensors, of which its
+    arguments begin with ``count``, and what runs it. From then on tensors with the same types, dtypes, devices, sizes
+    and strides are accepted, without gradients and in the same modes."""
+    accepted, tensors = comm.accepted, args[:count]
+    if any(isinstance(other, Tensor) for other in args[count:]):
         return
     if key not in accepted:
         if len(accepted) >= _MOST_ACCEPTED:
@@ -118,7 +137,8 @@ def _accept(accepted: dict[Any, Any], key: Any, tensors: tuple[Any, ...], others
     given = _given(tensors)
     sizes: list[Any] = [list(tensor.shape) for tensor in given]
     strides: list[Any] = [list(tensor.stride()) for tensor in given]
-    accepted[key] = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    guards = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    accepted[key] = guards.check, UNCHECKED[key[0]].bind(comm.backend, args, count)
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:

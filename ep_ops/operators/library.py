@@ -16,7 +16,7 @@ CONTIGUOUS = torch.Tag.needs_contiguous_strides
 
 def define(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = (CONTIGUOUS,),
-    unchecked: Callable[..., Any] | None = None,
+    unchecked: eager.Unchecked | None = None,
 ) -> None:  # fmt: skip
     """Define an operator for CPUs and GPUs.
 
@@ -25,7 +25,7 @@ def define(
         run: its implementation.
         fake: returns empty results, for tracing.
         tags: tags besides ``pt2_compliant_tag``.
-        unchecked: runs it without checks; takes (communicator, arguments).
+        unchecked: how it runs without checks.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))

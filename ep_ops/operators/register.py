@@ -10,33 +10,35 @@ from typing import Any
 import torch
 
 from .. import checks, registry
+from ..backends.base import Backend
+from .eager import Unchecked
 from .library import CONTIGUOUS, define, differentiate
 from .rejection import reject
 from .table import OPERATORS, Operator
 
 
-def _unchecked(op: Operator) -> Callable[..., Any]:
-    """Return a function that passes (communicator, arguments in schema order) to the communicator's backend."""
-    name, record, run = op.name, op.arguments, op.run
+def _unchecked(op: Operator) -> Unchecked:
+    """Return how an operator runs on a backend without checks."""
+    name, record, run, bind, new = op.name, op.arguments, op.run, op.bind, tuple.__new__
 
-    def unchecked(comm: registry.Living, args: tuple[Any, ...]) -> Any:
-        a = tuple.__new__(record, args)
-        try:
-            return run(comm.backend, a)
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # the error of this rank must not be hidden
-                again = functools.partial(run, comm.backend, a)
-                flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
-                comm.backend.interrupted(name, error, again, flight, max_tokens)
-            raise
+    def bound(backend: Backend, args: tuple[Any, ...], tensors: int) -> Callable[..., Any]:
+        found = None if bind is None else bind(backend, new(record, args))
+        others = args[tensors:]
+        return found or (lambda *given: run(backend, new(record, given + others)))
 
-    return unchecked
+    def interrupted(backend: Backend, args: tuple[Any, ...], error: BaseException) -> None:
+        a = new(record, args)
+        with contextlib.suppress(Exception):  # the error of this rank must not be hidden
+            flight, max_tokens = getattr(a, "flight", 0), getattr(a, "max_tokens", 0)
+            backend.interrupted(name, error, functools.partial(run, backend, a), flight, max_tokens)
+
+    return Unchecked(bound, interrupted)
 
 
-def _implementation(op: Operator, unchecked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that finds the communicator, checks the arguments and runs ``unchecked``. Errors reach all
-    ranks."""
-    name, record, check = op.name, op.arguments, op.check
+def _implementation(op: Operator, interrupted: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function that finds the communicator, checks the arguments and passes them to the communicator's
+    backend. Errors reach all ranks."""
+    name, record, check, run = op.name, op.arguments, op.check, op.run
     whole, split, living = len(record._fields), "flight" in record._fields, registry.living
 
     def implementation(*args: Any) -> Any:
@@ -48,7 +50,11 @@ def _implementation(op: Operator, unchecked: Callable[..., Any]) -> Callable[...
             check(comm, a)
         except (TypeError, ValueError) as error:
             reject(name, comm.backend, error, getattr(a, "flight", 0), getattr(a, "max_tokens", 0))
-        return unchecked(comm, a)
+        try:
+            return run(comm.backend, a)
+        except BaseException as error:
+            interrupted(comm.backend, a, error)
+            raise
 
     implementation.__name__ = name
     return implementation
@@ -87,7 +93,7 @@ def _register_gradient(op: Operator) -> None:
 for _op in OPERATORS:
     # An operator that synchronizes cannot be captured in a CUDA graph; Inductor splits the graph around it.
     _tags = (CONTIGUOUS, torch.Tag.cudagraph_unsafe) if _op.exact else (CONTIGUOUS,)
-    _run = _unchecked(_op)
-    define(_op.name + _op.schema, _implementation(_op, _run), _fake(_op), _tags, _run)
+    _runs = _unchecked(_op)
+    define(_op.name + _op.schema, _implementation(_op, _runs.interrupted), _fake(_op), _tags, _runs)
     if _op.gradient is not None:
         _register_gradient(_op)

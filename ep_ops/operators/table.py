@@ -50,6 +50,7 @@ class Operator:
     run: Callable[[Backend, Any], Any]
     fake: Callable[[Any], Any]
     gradient: Gradient | None = None
+    bind: Callable[[Backend, Any], Callable[..., Any] | None] | None = None  # see Backend.bind_dispatch
     starts: str | None = None  # the operator that this one ends, where it is the wait of a split operation
     exact: bool = False  # sizes of outputs depend on data: waits for the device
 
@@ -130,6 +131,9 @@ OPERATORS: tuple[Operator, ...] = (
         ),
         meta_kernels.dispatch,
         gradients.OF_DISPATCH,
+        lambda backend, a: backend.bind_dispatch(
+            a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
+        ),
     ),
     Operator(
         "dispatch_dynamic",
@@ -169,6 +173,7 @@ OPERATORS: tuple[Operator, ...] = (
         lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual, a.format),
         meta_kernels.combine,
         gradients.OF_COMBINE,
+        lambda backend, a: backend.bind_combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual, a.format),
     ),
     Operator(
         "combine_gathered",

@@ -124,6 +124,20 @@ class CuteBackend:
         path = self.latency if self._has_latency(sizes, delivery) else self.throughput
         return path.dispatch(x, topk_weights, topk_idx, sizes, delivery)
 
+    def bind_dispatch(
+        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
+    ) -> Callable[..., DispatchTensors] | None:
+        if self.latency.deal is not None or not self._has_latency(sizes, delivery):
+            return None
+        begin, how = self._begin, row_format(delivery)
+        run = self.latency.dispatches(topk_weights is not None, topk_idx.shape[0], sizes, how)
+
+        def dispatch(x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor) -> DispatchTensors:
+            begin()
+            return run(x, topk_weights, topk_idx, None)
+
+        return dispatch
+
     def _has_latency(self, sizes: Sizes, delivery: Delivery) -> bool:
         """Return whether the latency kernels run a dispatch."""
         return sizes.max_tokens <= self._latency_tokens and row_format(delivery).latency
@@ -168,6 +182,22 @@ class CuteBackend:
         if residual is None and self._sums_latency(route, format):
             return self.latency.combine(y, recv_weights, route, format)
         return self.throughput.combine(y, recv_weights, route, residual, format)
+
+    def bind_combine(
+        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
+    ) -> Callable[..., Tensor] | None:
+        format = format.removeprefix("wire:")
+        if residual is not None or self.latency.deal is not None or not self._sums_latency(route, format):
+            return None
+        begin, run = self._begin, self.latency.combines(recv_weights is not None, route, format)
+
+        def combine(
+            y: Tensor, recv_weights: Tensor | None, topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor, *_: Tensor
+        ) -> Tensor:
+            begin()
+            return run(y, recv_weights, topk_idx, send_rows, arrivals)
+
+        return combine
 
     def _sums_latency(self, route: Route, format: str) -> bool:
         """Return whether the latency kernels run a combine whose sums are sent in a format."""
@@ -411,8 +441,9 @@ class CuteBackend:
         is not split."""
         self._course.counts = False
         self._failures.check(self._late)
-        self._forget_lost()
-        self._order.check()
+        if self._order.started:
+            self._forget_lost()
+            self._order.check()
         self._course.begin()
 
     # ------------------------------------------------------------------ lifetime

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from cute_kernels.latency.sizes import WARPS
 
 from ...formats import OF_TOKENS
 from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Route, Sizes
-from .launcher import Launch, Launcher, Plans
+from .launcher import Launcher, Plans
 from .outputs import Outputs
 from .row_format import RowFormat, row_format
 
@@ -28,8 +28,13 @@ SMALL_BATCH_TOKENS = 16
 NOTHING: Any = DispatchTensors(*[None] * len(DispatchTensors._fields))  # type: ignore[arg-type]
 """The outputs of a kernel that only sends."""
 
-PARTS = ((True, True), (True, False), (False, True))
+PARTS = WHOLE, *_ = ((True, True), (True, False), (False, True))
 """Whether a kernel sends and receives: a whole operation, a start, a wait."""
+
+Dispatches = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], DispatchTensors]
+"""Runs dispatches of the same sizes and format; takes (x, topk_weights, topk_idx, scales)."""
+Combines = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Any]
+"""Runs combines of the same sizes and format; takes (y, recv_weights, topk_idx, send_rows, arrivals)."""
 
 Deal = tuple[int, int, int]
 """Roles of a kernel's blocks: number that send, first that receives, number of blocks."""
@@ -123,91 +128,87 @@ class LatencyPath:
     ) -> DispatchTensors:  # fmt: skip
         """Run ep::dispatch. It is complete when the kernel ends, because the kernel has seen every row that any rank
         sends here."""
-        token_major = sizes.layout == TOKEN_MAJOR
-        received = self._outputs.received(
-            x, topk_weights is not None, sizes.capacity, row_format(delivery), sizes.slots, token_major
-        )
-        placed = self._outputs.placed(topk_idx, sizes.capacity, token_major)
-        out: DispatchTensors = tuple.__new__(DispatchTensors, (*received, *placed))
-        self._launch_dispatch((send, True), x, topk_weights, topk_idx, sizes, delivery, out)
-        return out
+        run = self.dispatches(topk_weights is not None, topk_idx.shape[0], sizes, row_format(delivery), (send, True))
+        return run(x, topk_weights, topk_idx, delivery.scales)
 
     def send_dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> None:
         """Run the first part of a dispatch. The second part is a dispatch that does not `send`."""
-        self._launch_dispatch((True, False), x, topk_weights, topk_idx, sizes, delivery, NOTHING)
+        run = self.dispatches(topk_weights is not None, topk_idx.shape[0], sizes, row_format(delivery), (True, False))
+        run(x, topk_weights, topk_idx, delivery.scales)
 
-    def _launch_dispatch(
-        self,
-        part: tuple[bool, bool],
-        x: Tensor,
-        topk_weights: Tensor | None,
-        topk_idx: Tensor,
-        sizes: Sizes,
-        delivery: Delivery,
-        out: DispatchTensors,
-    ) -> None:
-        key = part, topk_weights is not None, sizes, row_format(delivery), self.deal
-        launch = self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))
-        with self._course:
-            launch(
-                x=x, topk_weights=topk_weights, scales=delivery.scales, topk_idx=topk_idx, tokens=topk_idx.shape[0],
-                recv_x=out.recv_x, recv_scales=out.recv_scales, recv_weights=out.recv_weights, recv_idx=out.recv_idx,
-                send_rows=out.send_rows, arrivals=out.arrivals, offs=out.offs, counts=out.counts, dropped=out.dropped,
-            )  # fmt: skip
+    def dispatches(
+        self, weighted: bool, tokens: int, sizes: Sizes, how: RowFormat, part: tuple[bool, bool] = WHOLE
+    ) -> Dispatches:
+        """Return the function that runs dispatches which differ only in tensors."""
+        key = weighted, tokens, sizes, how, part, self.deal
+        return self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))
 
-    def _plan_dispatch(self, part: tuple[bool, bool], weighted: bool, sizes: Sizes, how: RowFormat) -> Launch:
-        """Return the launch of dispatches that differ only in tensors."""
+    def _plan_dispatch(
+        self, weighted: bool, tokens: int, sizes: Sizes, how: RowFormat, part: tuple[bool, bool]
+    ) -> Dispatches:
         token_major, max_tokens = sizes.layout == TOKEN_MAJOR, sizes.max_tokens
-        senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
         # Where rows only leave it is all the same how they arrive.
         layout, by_token = (how.layout, token_major) if part[1] else ("", False)
         launch = self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)
         terms = marks.pack("dispatch", max_tokens, weighted, latency=True, format=how.format, token_major=token_major)
-        return functools.partial(
-            launch, terms, max_tokens=max_tokens, capacity=sizes.capacity, alignment=sizes.alignment, slots=sizes.slots,
-            zeros=int(how.zeros), senders=senders, first_receiver=first_receiver, blocks=blocks,
-        )  # fmt: skip
+        senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
+        capacity, alignment, slots, zeros = sizes.capacity, sizes.alignment, sizes.slots, int(how.zeros)
+        make = self._outputs.dispatched(weighted, tokens, sizes, how) if part[1] else lambda: NOTHING
+        course = self._course
+
+        def run(x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, scales: Tensor | None) -> DispatchTensors:
+            out = make()
+            recv_x, recv_scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
+            with course:
+                launch(
+                    terms, x=x, topk_weights=topk_weights, scales=scales, topk_idx=topk_idx, recv_x=recv_x,
+                    recv_scales=recv_scales, recv_weights=recv_weights, recv_idx=recv_idx, send_rows=send_rows,
+                    arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, tokens=tokens, max_tokens=max_tokens,
+                    capacity=capacity, alignment=alignment, slots=slots, zeros=zeros, senders=senders,
+                    first_receiver=first_receiver, blocks=blocks,
+                )  # fmt: skip
+            return out
+
+        return run
 
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "", *, send: bool = True
     ) -> Tensor:
         """Run ep::combine. It is complete when the kernel ends, because the kernel has seen every sum that the route
         expects."""
-        out = self._outputs.tokens(y, route.topk_idx.shape[0])
-        self._launch_combine((send, True), y, recv_weights, route, format, out)
-        return out
+        run = self.combines(recv_weights is not None, route, format, (send, True))
+        return run(y, recv_weights, route.topk_idx, route.send_rows, route.arrivals)
 
     def send_combine(self, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = "") -> None:
         """Run the first part of a combine. The second part is a combine that does not `send`."""
-        self._launch_combine((True, False), y, recv_weights, route, format, None)
+        run = self.combines(recv_weights is not None, route, format, (True, False))
+        run(y, recv_weights, route.topk_idx, route.send_rows, route.arrivals)
 
-    def _launch_combine(
-        self,
-        part: tuple[bool, bool],
-        y: Tensor,
-        recv_weights: Tensor | None,
-        route: Route,
-        format: str,
-        out: Tensor | None,
-    ) -> None:
-        key = part, recv_weights is not None, route.max_tokens, route.num_rows, format, self.deal
-        launch = self._plans.get(key) or self._plans.add(key, self._plan_combine(*key[:-1]))
-        with self._course:
-            launch(
-                y=y, recv_weights=recv_weights, topk_idx=route.topk_idx, send_rows=route.send_rows,
-                arrivals=route.arrivals, out=out, tokens=route.topk_idx.shape[0],
-            )  # fmt: skip
+    def combines(self, weighted: bool, route: Route, format: str, part: tuple[bool, bool] = WHOLE) -> Combines:
+        """Return the function that runs combines which differ only in tensors."""
+        key = weighted, route.topk_idx.shape[0], route.max_tokens, route.num_rows, format, part, self.deal
+        return self._plans.get(key) or self._plans.add(key, self._plan_combine(*key[:-1]))
 
     def _plan_combine(
-        self, part: tuple[bool, bool], weighted: bool, max_tokens: int, num_rows: int, format: str
-    ) -> Launch:
-        """Return the launch of combines that differ only in tensors."""
+        self, weighted: bool, tokens: int, max_tokens: int, num_rows: int, format: str, part: tuple[bool, bool]
+    ) -> Combines:
         row_packets = LatencyCombine(self._problem, self.tokens, weighted, format=format).row_packets
         senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
-        return functools.partial(
-            self._kernel(LatencyCombine, self.tokens, weighted, *part, format),
-            marks.pack("combine", max_tokens, latency=True, format=format),
-            max_tokens=max_tokens, num_rows=num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
-        )  # fmt: skip
+        launch = self._kernel(LatencyCombine, self.tokens, weighted, *part, format)
+        terms = marks.pack("combine", max_tokens, latency=True, format=format)
+        make = self._outputs.tokens if part[1] else lambda tokens: None
+        course = self._course
+
+        def run(y: Tensor, recv_weights: Tensor | None, topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor) -> Any:
+            out = make(tokens)
+            with course:
+                launch(
+                    terms, y=y, recv_weights=recv_weights, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals,
+                    out=out, tokens=tokens, max_tokens=max_tokens, num_rows=num_rows, senders=senders,
+                    first_receiver=first_receiver, blocks=blocks,
+                )  # fmt: skip
+            return out
+
+        return run

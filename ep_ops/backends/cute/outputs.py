@@ -12,12 +12,14 @@ from cute_kernels.heap import Problem
 
 from ... import arrivals
 from ...formats import Grid, format_of, scales_shape
-from ...records import NO_IDS, NO_SCALES, Placed, Received
+from ...records import NO_IDS, NO_SCALES, TOKEN_MAJOR, DispatchTensors, Placed, Received, Sizes
 from .row_format import AS_GIVEN, RowFormat
 from .sizing import DTYPES
 
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of an output."""
 New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-"""What makes an output: (shape, strides, dtype) -> a tensor whose values are undefined."""
+"""Allocator of an output of a :data:`Kind`; the values are undefined."""
 
 
 _new = tuple.__new__  # makes records in a third of the time
@@ -41,47 +43,71 @@ class Outputs:
         self._local = (num_local_experts,)
         self._device = device
 
-    def placed(self, topk_idx: Tensor, num_rows: int, token_major: bool = False) -> Placed:
-        new, (tokens, top_k) = allocator(self._device), topk_idx.shape
-        ints, local = torch.int32, self._local
-        made = (
-            new((tokens, top_k), (top_k, 1), ints),
-            new((arrivals.size(num_rows, self._world_size),), (1,), ints),
-            new(local, (1,), ints),
-            new(local, (1,), ints),
-            new(local, (1,), ints),
-            new((num_rows, top_k), (top_k, 1), ints) if token_major else NO_IDS[self._device],
-        )
-        return _new(Placed, made)
+    def dispatched(
+        self, weighted: bool, tokens: int, sizes: Sizes, how: RowFormat = AS_GIVEN
+    ) -> Callable[[], DispatchTensors]:
+        """Return a function that allocates the results of a dispatch of `tokens` tokens."""
+        device, token_major = self._device, sizes.layout == TOKEN_MAJOR
+        rows, scales, weights = self._received(weighted, sizes.capacity, how, sizes.slots, token_major)
+        sent, lists, local, ids = self._placed(tokens, sizes.capacity, token_major)
+        no_scales, no_ids = NO_SCALES[device], NO_IDS[device]
+
+        def make() -> DispatchTensors:
+            new = allocator(device)
+            made = (
+                new(*rows), no_scales if scales is None else new(*scales), new(*weights),
+                new(*sent), new(*lists), new(*local), new(*local), new(*local), no_ids if ids is None else new(*ids),
+            )  # fmt: skip
+            return _new(DispatchTensors, made)
+
+        return make
+
+    def placed(self, tokens: int, num_rows: int, token_major: bool = False) -> Placed:
+        """Allocate the results of a plan."""
+        new, (sent, lists, local, ids) = allocator(self._device), self._placed(tokens, num_rows, token_major)
+        recv_idx = NO_IDS[self._device] if ids is None else new(*ids)
+        return _new(Placed, (new(*sent), new(*lists), new(*local), new(*local), new(*local), recv_idx))
 
     def received(
-        self, x: Tensor, weighted: bool, num_rows: int, how: RowFormat = AS_GIVEN, slots: int = 0,
-        token_major: bool = False,
-    ) -> Received:  # fmt: skip
-        """Allocate received rows of x, or of gradients like x, with their scales and weights."""
-        new, hidden = allocator(self._device), x.shape[1]
-        dtype = x.dtype if not how.format else torch.float8_e4m3fn if how.layout else self._dtype
-        rows = new((num_rows, hidden), (hidden, 1), dtype)
-        scales = self._scales(new, how, num_rows, slots) if how.layout else NO_SCALES[self._device]
-        if weighted and token_major:
-            weights = new((num_rows, self._top_k), (self._top_k, 1), torch.float32)
-        else:
-            weights = new((num_rows if weighted else 0,), (1,), torch.float32)
-        return _new(Received, (rows, scales, weights))
+        self, weighted: bool, num_rows: int, how: RowFormat = AS_GIVEN, slots: int = 0, token_major: bool = False
+    ) -> Received:
+        """Allocate received rows, or rows of gradients, with their scales and weights."""
+        new = allocator(self._device)
+        rows, scales, weights = self._received(weighted, num_rows, how, slots, token_major)
+        return _new(Received, (new(*rows), NO_SCALES[self._device] if scales is None else new(*scales), new(*weights)))
 
-    def _scales(self, new: New, how: RowFormat, num_rows: int, slots: int) -> Tensor:
-        grid = Grid(num_rows, slots, self._local[0], self._hidden)
-        shape, dtype = scales_shape(format_of(how.format), how.layout, grid)
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * size)
-        return new(tuple(shape), tuple(strides), dtype)
+    def _placed(self, tokens: int, num_rows: int, token_major: bool) -> tuple[Kind, Kind, Kind, Kind | None]:
+        """Return the kinds of `send_rows`, `arrivals`, each tensor of the local experts, and `recv_idx`."""
+        top_k, ints = self._top_k, torch.int32
+        lists = arrivals.size(num_rows, self._world_size)
+        ids = _kind(ints, num_rows, top_k) if token_major else None
+        return _kind(ints, tokens, top_k), _kind(ints, lists), _kind(ints, *self._local), ids
 
-    def tokens(self, y: Tensor, tokens: int) -> Tensor:
-        """Allocate [tokens, H] for the sums of rows `y`."""
-        hidden = y.shape[1]
-        return allocator(self._device)((tokens, hidden), (hidden, 1), y.dtype)
+    def _received(
+        self, weighted: bool, num_rows: int, how: RowFormat, slots: int, token_major: bool
+    ) -> tuple[Kind, Kind | None, Kind]:
+        """Return the kinds of the fields of `Received`."""
+        rows = _kind(torch.float8_e4m3fn if how.layout else self._dtype, num_rows, self._hidden)
+        scales = None
+        if how.layout:
+            grid = Grid(num_rows, slots, self._local[0], self._hidden)
+            shape, dtype = scales_shape(format_of(how.format), how.layout, grid)
+            scales = _kind(dtype, *shape)
+        shape = (num_rows, self._top_k) if weighted and token_major else (num_rows if weighted else 0,)
+        return rows, scales, _kind(torch.float32, *shape)
+
+    def tokens(self, tokens: int) -> Tensor:
+        """Allocate [tokens, H] for sums of rows."""
+        return allocator(self._device)((tokens, self._hidden), (self._hidden, 1), self._dtype)
 
     def scalars(self, shape: tuple[int, ...]) -> Tensor:
         """Allocate float32 for weights or their gradients."""
         return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+
+def _kind(dtype: torch.dtype, *shape: int) -> Kind:
+    """Return the kind of contiguous tensors."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return shape, tuple(strides), dtype

@@ -138,7 +138,7 @@ class ThroughputPath:
     def plan(self, topk_idx: Tensor, sizes: Sizes, num_rows: int | None = None) -> Placed:
         """Run a plan whose lists have room for `num_rows` rows, or for the capacity if None."""
         num_rows, token_major = sizes.capacity if num_rows is None else num_rows, sizes.layout == TOKEN_MAJOR
-        placed = self._outputs.placed(topk_idx, num_rows, token_major)
+        placed = self._outputs.placed(topk_idx.shape[0], num_rows, token_major)
         terms = marks.pack("plan", sizes.max_tokens, rows=False, token_major=token_major)
         self._plan(terms, topk_idx, placed, sizes, num_rows)
         return placed
@@ -190,8 +190,8 @@ class ThroughputPath:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         how, weighted, token_major = row_format(delivery), topk_weights is not None, sizes.layout == TOKEN_MAJOR
-        received = self._outputs.received(x, weighted, sizes.capacity, how, sizes.slots, token_major)
-        placed = self._outputs.placed(topk_idx, sizes.capacity, token_major)
+        received = self._outputs.received(weighted, sizes.capacity, how, sizes.slots, token_major)
+        placed = self._outputs.placed(topk_idx.shape[0], sizes.capacity, token_major)
         recv_x, recv_scales, recv_weights = received
         if self.rounds(sizes.max_tokens) > 1:
             terms = marks.pack("dispatch", sizes.max_tokens, weighted, format=how.format, token_major=token_major)
@@ -248,7 +248,7 @@ class ThroughputPath:
     def along(self, kind: str, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
         """Dispatch along a known route, as an operation of that kind."""
         how, weighted, token_major = row_format(delivery), topk_weights is not None, route.layout == TOKEN_MAJOR
-        received = self._outputs.received(x, weighted, route.num_rows, how, route.slots, token_major)
+        received = self._outputs.received(weighted, route.num_rows, how, route.slots, token_major)
         terms = marks.pack(kind, route.max_tokens, weighted, format=how.format, token_major=token_major)
         self._along(terms, x, topk_weights, route, delivery, received)
         return received
@@ -299,7 +299,7 @@ class ThroughputPath:
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None, format: str = ""
     ) -> Tensor:
-        out = self._outputs.tokens(y, route.topk_idx.shape[0])
+        out = self._outputs.tokens(route.topk_idx.shape[0])
         of = route.num_rows, route.max_tokens, out.shape[0], recv_weights is not None, residual is not None, format
         key = *of, self.sms.budget.asked
         launches = self._plans.get(key) or self._plans.add(key, self._plan_combine(*of))
@@ -330,7 +330,7 @@ class ThroughputPath:
     def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
         """Run a gathered combine. `bases`: a table of the address of row 0 at each rank, which has `num_rows` rows."""
         tokens = route.topk_idx.shape[0]
-        out = self._outputs.tokens(y, tokens)
+        out = self._outputs.tokens(tokens)
         launch, blocks = self._kernel(Gather), self.sms.budget.gather
         terms = marks.pack("combine_gathered", route.max_tokens)
         with self._course:
@@ -347,7 +347,7 @@ class ThroughputPath:
         topk_idx, outputs, token_major = route.topk_idx, self._outputs, route.layout == TOKEN_MAJOR
         traffic = self.sms.traffic_of(route.num_rows, topk_idx.shape[0], token_major)
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
-        grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(grad_recv_x, topk_idx.shape[0])
+        grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
         launch = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
         terms = marks.pack("dispatch_backward", route.max_tokens, scalars, rows, token_major=token_major)
@@ -368,7 +368,7 @@ class ThroughputPath:
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route
     ) -> tuple[Tensor, Tensor]:
         """Run the backward of a weighted combine."""
-        grad_y, _, grad_weights = self._outputs.received(grad_out, True, route.num_rows)
+        grad_y, _, grad_weights = self._outputs.received(True, route.num_rows)
         blocks = self.sms.budget.scaled
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)
         for here, part in self._parts(route):

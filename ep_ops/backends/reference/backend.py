@@ -104,6 +104,12 @@ class ReferenceBackend:
     ) -> DispatchTensors:
         return self._dispatch("dispatch", x, topk_weights, topk_idx, sizes, delivery)
 
+    def bind_dispatch(self, *args: Any, **kwargs: Any) -> None:
+        """Return None: no call is faster than :meth:`dispatch`."""
+
+    def bind_combine(self, *args: Any, **kwargs: Any) -> None:
+        """Return None: no call is faster than :meth:`combine`."""
+
     @_whole
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
