@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -182,29 +183,27 @@ class Launcher(launcher.Launcher):
         return current if raw == current.cuda_stream else torch.cuda.ExternalStream(raw, self.device)
 
     def get(self, kernel: Any, *variant: Any) -> Any:
-        launch = super().get(kernel, *variant)
-        mail = self.mail
+        bind, mail = super().get(kernel, *variant), self.mail
         if mail is None or kernel in LATER:
-            return launch
+            return bind
+        return lambda terms, **numbers: functools.partial(self.launch, mail, kernel, bind(terms, **numbers))
 
-        def launched(terms: int, **given: Any) -> None:
-            if mail not in _awake:  # launches are kept from before
-                return launch(terms, **given)
-            with torch.cuda.device(self.device):
-                stream = self.stream_of(self._stream(self.device.index))
-                if kernel is RaiseAlarm:  # no operation: what it has put is delivered behind it
-                    launch(terms, **given)
-                    mail.stream.wait_stream(stream)
-                    self.send(0)
-                    return
-                number = mail.begins(stream)
+    def launch(self, mail: Mail, kernel: Any, launch: Any, *args: Any, **by_name: Any) -> None:
+        if mail not in _awake:  # launches are kept from before
+            return launch(*args, **by_name)
+        with torch.cuda.device(self.device):
+            stream = self.stream_of(self._stream(self.device.index))
+            if kernel is RaiseAlarm:  # no operation: what it has put is delivered behind it
+                launch(*args, **by_name)
                 mail.stream.wait_stream(stream)
-                self.send(number)
-                mail.follows(stream)
-                self.hold(number, COURIERS, stream)
-                launch(terms, **given)
-
-        return launched
+                self.send(0)
+                return
+            number = mail.begins(stream)
+            mail.stream.wait_stream(stream)
+            self.send(number)
+            mail.follows(stream)
+            self.hold(number, COURIERS, stream)
+            launch(*args, **by_name)
 
 
 def wake(comm: Any) -> None:

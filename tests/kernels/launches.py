@@ -47,13 +47,18 @@ class Recorder:
     def get(self, kernel: Any, *variant: Any) -> Callable[..., None]:
         tensors, numbers = names(kernel.Args)
 
-        def launch(terms: int, **values: Any) -> None:
-            assert set(numbers) <= set(values) <= {*tensors, *numbers}
-            assert all(values.get(name) is None or isinstance(values[name], torch.Tensor) for name in tensors)
-            assert all(type(values[name]) is int for name in numbers)
-            self.launched.append((kernel(self.problem, *variant), terms, values))
+        def bind(terms: int, **values: Any) -> Callable[..., None]:
+            assert set(values) == set(numbers) and all(type(value) is int for value in values.values())
 
-        return launch
+            def launch(*given: Any, **by_name: Any) -> None:
+                assert len(given) <= len(tensors) and set(by_name) <= set(tensors[len(given) :])
+                on = {**dict(zip(tensors, given, strict=False)), **by_name}
+                assert all(value is None or isinstance(value, torch.Tensor) for value in on.values())
+                self.launched.append((kernel(self.problem, *variant), terms, {**on, **values}))
+
+            return launch
+
+        return bind
 
 
 def allocate_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

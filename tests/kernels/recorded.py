@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -97,19 +98,24 @@ class Launches(Recorder):
     def get(self, kernel: Any, *variant: Any) -> Any:
         if kernel is Refuse:
 
-            def refuse(terms: int, **values: Any) -> None:
+            def refuse(terms: int, text: torch.Tensor) -> None:
                 self.on.done.append(("launches", self.on.current.name, "Refuse"))
-                self.on.refused.append((marks.unpack_refusal(marks.unpack(terms)[1])[1], *told(values["text"])))
+                self.on.refused.append((marks.unpack_refusal(marks.unpack(terms)[1])[1], *told(text)))
 
-            return refuse
-        launch = super().get(kernel, *variant)
+            return lambda terms, blocks: functools.partial(refuse, terms)
+        bind = super().get(kernel, *variant)
 
-        def noted(terms: int, **values: Any) -> None:
-            stream = self.raw(0) if self.raw else self.on.current.name
-            launch(terms, **values)
-            self.on.done.append(("launches", stream, kernel.__name__))
+        def bound(terms: int, **values: Any) -> Any:
+            launch = bind(terms, **values)
 
-        return noted
+            def noted(*given: Any, **by_name: Any) -> None:
+                stream = self.raw(0) if self.raw else self.on.current.name
+                launch(*given, **by_name)
+                self.on.done.append(("launches", stream, kernel.__name__))
+
+            return noted
+
+        return bound
 
 
 def route_of(placed: Any, max_tokens: int) -> Route:

@@ -59,19 +59,22 @@ def test_a_launcher_passes_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -
     )  # fmt: skip
     made = launcher.Launcher(PROBLEM, heap, 132, (1, 5, 6))  # type: ignore[arg-type]
     rows = torch.zeros(4)
-    launch = made.get(Pull, True, False, True)
-    assert made.get(Pull, True, False, True) is launch
+    bind = made.get(Pull, True, False, True)
+    assert made.get(Pull, True, False, True) is bind
     numbers = dict(
         blocks=3, joining=4, expected=7, dealt=3, num_rows=8, alignment=2, max_tokens=1, slots=9, zeros=1
     )  # fmt: skip
-    launch(9, **numbers, arrivals=rows, x=None)
+    launch = bind(9, **numbers)
+    launch(arrivals=rows, x=None)
     ranks = (table.data_ptr(), 20, 1, 5, 6, 9)  # the table of all heaps, and this rank's own
     assert calls == [(*ranks, 0, rows.data_ptr(), 0, 0, 0, 0, 0, 1, 2, 8, 9, 1, 3, 7, 4, 3, 77)]
     assert len(calls[0]) == len(KERNELS[Pull].signature())
+    launch(None, rows)
+    assert calls.pop() == calls[0]
     with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
-        launch(9, **numbers, rows=rows)
+        launch(rows=rows)
     with pytest.raises(TypeError, match="'num_rows', 'slots', 'zeros', and 'blocks'"):
-        launch(9, joining=4, expected=7, dealt=3, alignment=2, max_tokens=1, x=rows)
+        bind(9, joining=4, expected=7, dealt=3, alignment=2, max_tokens=1)
 
 
 @pytest.mark.parametrize(("wire", "told"), [(Nvlink(), None), (Nvshmem("lib.bc"), nvshmem.register)])

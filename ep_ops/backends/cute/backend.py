@@ -412,9 +412,9 @@ class CuteBackend:
         self._flights.follow()
         text = torch.frombuffer(bytearray(pack_reason(reason, turns)), dtype=torch.uint8).to(self._device)
         tokens = max(0, self._latency_tokens) if self._across else 0
-        refuse = self._launcher.get(Refuse, tokens)
+        bind = self._launcher.get(Refuse, tokens)
         for turn in range(first, turns):
-            refuse(marks.pack_refusal(self._rank, turn), text=text, blocks=1)
+            bind(marks.pack_refusal(self._rank, turn), blocks=1)(text)
 
     def _turns(self, operator: str, max_tokens: Any) -> int:
         """Return the number of kernel operations that an operator consists of.
@@ -528,7 +528,7 @@ def raise_alarm(launcher: Launcher, why: str) -> None:
     text = None
     if why:
         text = torch.frombuffer(bytearray(pack_reason(why)), dtype=torch.uint8).to(launcher.device)
-    launcher.get(RaiseAlarm)(0, text=text, blocks=1)
+    launcher.get(RaiseAlarm)(0, blocks=1)(text)
 
 
 def _combine_backward(

@@ -151,10 +151,13 @@ class LatencyPath:
         token_major, max_tokens = sizes.layout == TOKEN_MAJOR, sizes.max_tokens
         # Where rows only leave it is all the same how they arrive.
         layout, by_token = (how.layout, token_major) if part[1] else ("", False)
-        launch = self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)
-        terms = marks.pack("dispatch", max_tokens, weighted, latency=True, format=how.format, token_major=token_major)
         senders, first_receiver, blocks = self._dispatch_deal(max_tokens, *part)
-        capacity, alignment, slots, zeros = sizes.capacity, sizes.alignment, sizes.slots, int(how.zeros)
+        bind = self._kernel(LatencyDispatch, self.tokens, weighted, *part, how.format, layout, how.given, by_token)
+        launch = bind(
+            marks.pack("dispatch", max_tokens, weighted, latency=True, format=how.format, token_major=token_major),
+            tokens=tokens, max_tokens=max_tokens, capacity=sizes.capacity, alignment=sizes.alignment,
+            slots=sizes.slots, zeros=int(how.zeros), senders=senders, first_receiver=first_receiver, blocks=blocks,
+        )  # fmt: skip
         make = self._outputs.dispatched(weighted, tokens, sizes, how) if part[1] else lambda: NOTHING
         course = self._course
 
@@ -163,11 +166,8 @@ class LatencyPath:
             recv_x, recv_scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
             with course:
                 launch(
-                    terms, x=x, topk_weights=topk_weights, scales=scales, topk_idx=topk_idx, recv_x=recv_x,
-                    recv_scales=recv_scales, recv_weights=recv_weights, recv_idx=recv_idx, send_rows=send_rows,
-                    arrivals=arrivals, offs=offs, counts=counts, dropped=dropped, tokens=tokens, max_tokens=max_tokens,
-                    capacity=capacity, alignment=alignment, slots=slots, zeros=zeros, senders=senders,
-                    first_receiver=first_receiver, blocks=blocks,
+                    x, topk_weights, scales, topk_idx, send_rows, arrivals, offs, counts, dropped, recv_x,
+                    recv_weights, recv_scales, recv_idx,
                 )  # fmt: skip
             return out
 
@@ -196,19 +196,17 @@ class LatencyPath:
     ) -> Combines:
         row_packets = LatencyCombine(self._problem, self.tokens, weighted, format=format).row_packets
         senders, first_receiver, blocks = self._combine_deal(max_tokens, row_packets, *part)
-        launch = self._kernel(LatencyCombine, self.tokens, weighted, *part, format)
-        terms = marks.pack("combine", max_tokens, latency=True, format=format)
+        launch = self._kernel(LatencyCombine, self.tokens, weighted, *part, format)(
+            marks.pack("combine", max_tokens, latency=True, format=format), tokens=tokens, max_tokens=max_tokens,
+            num_rows=num_rows, senders=senders, first_receiver=first_receiver, blocks=blocks,
+        )  # fmt: skip
         make = self._outputs.tokens if part[1] else lambda tokens: None
         course = self._course
 
         def run(y: Tensor, recv_weights: Tensor | None, topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor) -> Any:
             out = make(tokens)
             with course:
-                launch(
-                    terms, y=y, recv_weights=recv_weights, topk_idx=topk_idx, send_rows=send_rows, arrivals=arrivals,
-                    out=out, tokens=tokens, max_tokens=max_tokens, num_rows=num_rows, senders=senders,
-                    first_receiver=first_receiver, blocks=blocks,
-                )  # fmt: skip
+                launch(y, recv_weights, topk_idx, send_rows, arrivals, out)
             return out
 
         return run

@@ -11,7 +11,7 @@ import torch
 from cute_kernels import jit
 from cute_kernels.domains import position_words
 from cute_kernels.heap import Problem
-from cute_kernels.launch import Kernel, names
+from cute_kernels.launch import Kernel, RankArgs, names
 
 from ...symmetric import SymmetricBuffer, nvshmem
 from .course import Course
@@ -19,8 +19,10 @@ from .course import Course
 MOST_PLANS = 1024
 
 Launch = Callable[..., None]
-"""Launches a kernel, called with (terms, **arguments). The arguments (`kernel.Args`) are passed by name: tensors, None
-or left out if there is none; all numbers."""
+"""Launches a kernel on tensors, passed in the order of `kernel.Args`, which is fastest, or by name. None or left out if
+there is none."""
+Bind = Callable[..., Launch]
+"""Returns the launch of a kernel with (terms, **numbers): all numbers of `kernel.Args`, by name."""
 
 
 class Plans(dict[Any, Any]):
@@ -54,11 +56,11 @@ class Launcher:
             words = [*heap.addresses, *position_words(problem.domains)]
             self._table = torch.tensor(words, dtype=torch.int64, device=device)
         self._ranks = (self._table.data_ptr(), heap.addresses[rest[0]], *rest)
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[Any, Bind] = {}
         self._stream = stream or torch._C._cuda_getCurrentRawStream
 
-    def get(self, kernel: type[Kernel], *variant: Any) -> Launch:
-        """Return the launch of `kernel(problem, *variant)`, which is compiled at its first use."""
+    def get(self, kernel: type[Kernel], *variant: Any) -> Bind:
+        """Return what binds launches of `kernel(problem, *variant)`, which is compiled at its first use."""
         found = self._launches.get((kernel, variant))
         if found is None:
             function = self._compiled(kernel(self.problem, *variant))
@@ -79,26 +81,30 @@ class Launcher:
 
 
 @functools.cache
-def _template(args: type[Any]) -> Callable[..., Launch]:
-    """Return a function that creates launches from (compiled function, values of `RankArgs` before the terms, device
-    index, its stream). It is generated as text, as namedtuple does, because a call by keyword that Python checks costs
-    less than half of a loop over names, and launching is most of the host time of an operator."""
+def _template(args: type[Any]) -> Callable[..., Bind]:
+    """Return a function from (compiled function, values of `RankArgs` before the terms, device index, its stream) to
+    the :data:`Bind` of a kernel. It is generated as text, as namedtuple does, because launching is most of the host
+    time of an operator: numbers are bound once, and a call by position costs half of a call by keyword."""
     tensors, numbers = names(args)
-    parameters = ", ".join([*(f"{name}=None" for name in tensors), *numbers])
-    given = ", ".join([*(f"0 if {name} is None else {name}.data_ptr()" for name in tensors), *numbers])
+    ranks = [f"_{name}" for name in RankArgs._fields[:-1]]
+    addresses = [f"0 if {name} is None else {name}.data_ptr()" for name in tensors]
+    given = ", ".join([*ranks, "terms", *addresses, *numbers])
     scope: dict[str, Any] = {
         "_device": torch._C._cuda_getDevice,
         "_on": torch.cuda.device,
     }
     text = f"""
-def launches(_function, _ranks, _index, _stream):
-    def launch(terms, *, {parameters}):
-        if _device() != _index:
-            with _on(_index):
-                _function(*_ranks, terms, {given}, _stream(_index))
-        else:
-            _function(*_ranks, terms, {given}, _stream(_index))
-    return launch
+def binds(_function, _ranks, _index, _stream):
+    {", ".join(ranks)} = _ranks
+    def bind(terms, *, {", ".join(numbers)}):
+        def launch({", ".join(f"{name}=None" for name in tensors)}):
+            if _device() != _index:
+                with _on(_index):
+                    _function({given}, _stream(_index))
+            else:
+                _function({given}, _stream(_index))
+        return launch
+    return bind
 """
     exec(text, scope)
-    return scope["launches"]
+    return scope["binds"]

@@ -149,14 +149,14 @@ class ThroughputPath:
         blocks = self.sms.publishing(variant, 0)
         if token_major:
             blocks += bool(self._problem.domains)  # local ids are relayed
-        publish = self._kernel(publisher(token_major, False, False), *variant)
+        publish = self._kernel(publisher(token_major, False, False), *variant)(
+            terms, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens, capacity=sizes.capacity, num_rows=num_rows,
+            alignment=sizes.alignment, slots=sizes.slots, blocks=blocks,
+        )  # fmt: skip
         with self._course:
             publish(
-                terms,
                 topk_idx=topk_idx, send_rows=placed.send_rows, arrivals=placed.arrivals, offs=placed.offs,
-                counts=placed.counts, dropped=placed.dropped, tokens=topk_idx.shape[0], max_tokens=sizes.max_tokens,
-                capacity=sizes.capacity, num_rows=num_rows, alignment=sizes.alignment, slots=sizes.slots,
-                blocks=blocks, recv_idx=placed.recv_idx,
+                counts=placed.counts, dropped=placed.dropped, recv_idx=placed.recv_idx,
             )  # fmt: skip
 
     def rounds(self, max_tokens: int) -> int:
@@ -227,15 +227,14 @@ class ThroughputPath:
         sizes_of = dict(max_tokens=max_tokens, alignment=alignment, num_rows=capacity, slots=slots)
         pushed = pushes(self._problem, how.format, token_major)
         variant = (True, self._stages(how), weighted, False, how.format, how.given, pushed)
-        publish = functools.partial(
-            self._kernel(publisher(token_major, False, weighted), *variant), terms, tokens=tokens, capacity=capacity,
-            blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
+        publish = self._kernel(publisher(token_major, False, weighted), *variant)(
+            terms, tokens=tokens, capacity=capacity, blocks=self.sms.publishing(variant, pulling, pushed), **sizes_of,
         )  # fmt: skip
         zeros = int(how.zeros and not token_major)  # there is no padding
         pulls: list[Launch] = [
-            functools.partial(
-                self._kernel(Pull, weighted, False, True, joins, how.format, how.layout, pushed), terms, zeros=zeros,
-                dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks, **sizes_of,
+            self._kernel(Pull, weighted, False, True, joins, how.format, how.layout, pushed)(
+                terms, zeros=zeros, dealt=dealt, expected=traffic.expected(tokens), joining=joining, blocks=blocks,
+                **sizes_of,
             )
             for joins, blocks in ((False, dealt), (True, joining)) if blocks
         ]  # fmt: skip
@@ -282,17 +281,17 @@ class ThroughputPath:
                 cleared=whole,
                 pushed=pushed,
             )
-            pull = self._kernel(Pull, weighted, publish is None, False, False, how.format, how.layout, pushed)
+            pull = self._kernel(Pull, weighted, publish is None, False, False, how.format, how.layout, pushed)(
+                terms, max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, slots=part.slots,
+                zeros=zeros, dealt=pulling, expected=traffic.expected(of_x.shape[0]), joining=joining,
+                blocks=pulling + joining,
+            )  # fmt: skip
             with self._course:
                 if publish is not None:
                     publish()
                 pull(
-                    terms,
                     x=of_x, arrivals=part.arrivals, offs=part.offs, counts=part.counts, recv_x=recv_x,
-                    recv_weights=recv_weights, recv_scales=recv_scales, max_tokens=part.max_tokens,
-                    alignment=part.alignment, num_rows=part.num_rows, slots=part.slots, zeros=zeros, dealt=pulling,
-                    expected=traffic.expected(of_x.shape[0]), joining=joining,
-                    blocks=pulling + joining,
+                    recv_weights=recv_weights, recv_scales=recv_scales,
                 )  # fmt: skip
             zeros = 0  # padding is that of all rounds
 
@@ -318,27 +317,23 @@ class ThroughputPath:
         each = self._problem.max_tokens
         traffic = self.sms.traffic_of(num_rows, tokens).in_format(_sum_bytes(self._problem, format))
         terms = marks.pack("combine", most, format=format)
-        launch = functools.partial(self._kernel(Combine, True, weighted, False, residual, False, format), terms)
+        bind = self._kernel(Combine, True, weighted, False, residual, False, format)
         rounds: list[Launch] = []
         for first in range(0, max(most, 1), each):
             max_tokens = min(each, most - first)
             here = min(max(tokens - first, 0), each)
             pushing = self.sms.pushing(traffic, here, True)
-            rounds.append(functools.partial(launch, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **pushing))
+            rounds.append(bind(terms, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **pushing))
         return rounds
 
     def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
         """Run a gathered combine. `bases`: a table of the address of row 0 at each rank, which has `num_rows` rows."""
         tokens = route.topk_idx.shape[0]
         out = self._outputs.tokens(tokens)
-        launch, blocks = self._kernel(Gather), self.sms.budget.gather
         terms = marks.pack("combine_gathered", route.max_tokens)
+        launch = self._kernel(Gather)(terms, tokens=tokens, num_rows=num_rows, blocks=self.sms.budget.gather)
         with self._course:
-            launch(
-                terms,
-                topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, bases=bases, tokens=tokens,
-                num_rows=num_rows, blocks=blocks,
-            )  # fmt: skip
+            launch(topk_idx=route.topk_idx, send_rows=route.send_rows, out=out, bases=bases)
         return out
 
     def dispatch_backward(
@@ -349,18 +344,17 @@ class ThroughputPath:
         rows, scalars = grad_recv_x is not None, grad_recv_weights is not None
         grad_x = outputs.scalars((0,)) if grad_recv_x is None else outputs.tokens(topk_idx.shape[0])
         grad_weights = outputs.scalars(topk_idx.shape if scalars else (0,))
-        launch = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
+        bind = self._kernel(Combine, rows, False, scalars, False, scalars and token_major)
         terms = marks.pack("dispatch_backward", route.max_tokens, scalars, rows, token_major=token_major)
         for here, part in self._parts(route):
             tokens, pushing = part.topk_idx.shape[0], self.sms.pushing(traffic, part.topk_idx.shape[0], rows)
             of_x = _of(grad_x, here) if rows else grad_x
             of_weights = _of(grad_weights, here) if scalars else grad_weights
+            launch = bind(terms, tokens=tokens, max_tokens=part.max_tokens, num_rows=part.num_rows, **pushing)
             with self._course:
                 launch(
-                    terms,
                     y=grad_recv_x, row_scalars=grad_recv_weights, topk_idx=part.topk_idx, send_rows=part.send_rows,
-                    arrivals=part.arrivals, out=of_x, out_scalars=of_weights, tokens=tokens,
-                    max_tokens=part.max_tokens, num_rows=part.num_rows, **pushing,
+                    arrivals=part.arrivals, out=of_x, out_scalars=of_weights,
                 )  # fmt: skip
         return grad_x, grad_weights
 
@@ -374,17 +368,17 @@ class ThroughputPath:
         for here, part in self._parts(route):
             of_out = _of(grad_out, here)
             publish = self._publishing(terms, blocks, of_out, None, None, part)
-            pull = self._kernel(PullScaled, publish is None)
+            pull = self._kernel(PullScaled, publish is None)(
+                terms, max_tokens=part.max_tokens, alignment=part.alignment, num_rows=part.num_rows, blocks=blocks
+            )
             with self._course:
                 if publish is not None:
                     publish()
                 # Without y the rows of grad_y stand in for it: the products that come of them are thrown away.
                 pull(
-                    terms,
                     grad_out=of_out, y=grad_y if y is None else y, recv_weights=recv_weights,
                     arrivals=part.arrivals, offs=part.offs, counts=part.counts, grad_y=grad_y,
-                    grad_weights=grad_weights, max_tokens=part.max_tokens, alignment=part.alignment,
-                    num_rows=part.num_rows, blocks=blocks,
+                    grad_weights=grad_weights,
                 )  # fmt: skip
         return grad_y, grad_weights[:0].clone() if y is None else grad_weights
 
@@ -407,11 +401,12 @@ class ThroughputPath:
         variant = (False, self._stages(how), topk_weights is not None, False, how.format, how.given, pushed)
         if not any(variant[:4]):
             return None
+        launch = self._kernel(publisher(route.layout == TOKEN_MAJOR, True, variant[2]), *variant)(
+            terms, tokens=route.topk_idx.shape[0], max_tokens=route.max_tokens,
+            capacity=route.num_rows if cleared else 0, num_rows=route.num_rows, alignment=1, slots=0,
+            blocks=self.sms.publishing(variant, pulling, pushed),
+        )  # fmt: skip
         return functools.partial(
-            self._kernel(publisher(route.layout == TOKEN_MAJOR, True, variant[2]), *variant),
-            terms,
-            x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights, send_rows=route.send_rows,
-            arrivals=route.arrivals, recv_weights=recv_weights, tokens=route.topk_idx.shape[0],
-            max_tokens=route.max_tokens, capacity=route.num_rows if cleared else 0, num_rows=route.num_rows,
-            alignment=1, slots=0, blocks=self.sms.publishing(variant, pulling, pushed),
+            launch, x=x, scales=scales, topk_idx=route.topk_idx, topk_weights=topk_weights,
+            send_rows=route.send_rows, arrivals=route.arrivals, recv_weights=recv_weights,
         )  # fmt: skip
