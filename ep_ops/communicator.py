@@ -433,6 +433,7 @@ class Communicator(Methods):
         if self.destroyed:
             return
         self.destroyed = True
+        self.accepted.clear()  # so that every later call asks the registry
         registry.remove(self.name)
         unsaid = None
         missing: list[int] = []

@@ -26,9 +26,9 @@ from .rejection import reject
 class Unchecked(NamedTuple):
     """How an operator runs on a backend without checks."""
 
-    bind: Callable[[Backend, tuple[Any, ...], int], Callable[..., Any]]
-    """Function from (backend, arguments, number of tensors that the arguments begin with) to a function that takes
-    these tensors and runs the operator with the other arguments."""
+    bind: Callable[[Backend, tuple[Any, ...], tuple[Any, ...]], Callable[..., Any]]
+    """Function from (backend, tensors that the arguments begin with, other arguments) to a function that runs the
+    operator for other tensors like these."""
     interrupted: Callable[[Backend, tuple[Any, ...], BaseException], None]
     """Informs the other ranks that the operator raises on this rank; takes (backend, arguments, error)."""
 
@@ -55,9 +55,9 @@ _ARGUMENTS: dict[str, tuple[frozenset[type], ...]] = {}
 
 _PLAIN: dict[str, set[tuple[type, ...]]] = {}
 """Operator name -> types of arguments that were found to be plain."""
-_POSITIONS: dict[str, tuple[int, ...]] = {}
-"""Operator name -> number of tensors that its arguments begin with, and where among its arguments are the rows, the
-tensor that may be None (0: none may), ``topk_idx`` and ``comm``. Only operators whose calls are remembered."""
+_POSITIONS: dict[str, tuple[int, int, int]] = {}
+"""Operator name -> where among its tensors are the rows, the one that may be None (0: none may), and ``topk_idx``. Only
+operators whose calls are remembered."""
 _MOST_ACCEPTED = 1024  # calls that a communicator remembers
 _ALIGNED = 16  # bytes: rows begin at multiples of it
 
@@ -72,23 +72,28 @@ def learn(name: str, run: Callable[..., Any], unchecked: Unchecked | None = None
     optional = [i for i, kind in enumerate(kinds[:count]) if kind != "Tensor"]
     if unchecked is not None and "topk_idx" in names and len(optional) <= 1 and optional != [0]:
         UNCHECKED[name] = unchecked
-        places = names.index("topk_idx"), names.index("comm")
-        _POSITIONS[name] = count, int(names[0] == "ticket"), *(optional or [0]), *places
+        _POSITIONS[name] = int(names[0] == "ticket"), *(optional or [0]), names.index("topk_idx")
 
 
 def call(name: str, *args: Any) -> Any:
     """Return ``torch.ops.ep.<name>(*args)``. All arguments must be given."""
     if _heeded():
         return _dispatched(name, args, tuple(map(type, args)))
+    return _run(name, args)[0]
+
+
+def repeat(comm: registry.Living, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+    """Return ``torch.ops.ep.<name>(*tensors, *others)`` of a communicator, and remember the call. ``tensors`` are those
+    that the arguments begin with. A call like an earlier one is not checked again."""
+    if _heeded():
+        return call(name, *tensors, *others)
     key = known = None
     try:
-        count, rows_at, optional_at, ids_at, comm_at = _POSITIONS[name]
-        rows, comm = args[rows_at], _living[args[comm_at]]
-        if not rows.requires_grad:
-            tensors, others, all_given = args[:count], args[count:], args[optional_at] is not None
-            key = name, others, all_given, rows.shape[0], args[ids_at].shape[0]
-            known = comm.accepted.get(key)
-    except (KeyError, TypeError, AttributeError):  # not remembered, or invalid, which is detected below
+        rows_at, optional_at, ids_at = _POSITIONS[name]
+        rows, all_given = tensors[rows_at], tensors[optional_at] is not None
+        key = name, others, all_given, rows.shape[0], tensors[ids_at].shape[0]
+        known = comm.accepted.get(key)
+    except (TypeError, AttributeError):  # invalid, which is detected below
         pass
     if known is not None:
         check, run = known
@@ -96,18 +101,23 @@ def call(name: str, *args: Any) -> Any:
             try:
                 return run(*tensors)
             except BaseException as error:
-                UNCHECKED[name].interrupted(comm.backend, args, error)
+                UNCHECKED[name].interrupted(comm.backend, tensors + others, error)
                 raise
+    results, alone = _run(name, tensors + others)
+    if alone and key is not None:
+        _accept(comm, key, tensors, others)
+    return results
+
+
+def _run(name: str, args: tuple[Any, ...]) -> tuple[Any, bool]:
+    """Return the results of a call that only autograd may intercept, and whether the implementation alone has run."""
     types = tuple(map(type, args))
     if not (types in _PLAIN[name] or _plain(name, types)) or _first(args).is_meta:
-        return _dispatched(name, args, types)
+        return _dispatched(name, args, types), False
     asks = _asks(*args)
     if asks and _is_grad_enabled():
-        return DIFFERENTIABLE.get(name, getattr(torch.ops.ep, name))(*args)
-    results = IMPLEMENTATIONS[name](*args)
-    if key is not None and not asks:
-        _accept(comm, key, args, count)
-    return results
+        return DIFFERENTIABLE.get(name, getattr(torch.ops.ep, name))(*args), False
+    return IMPLEMENTATIONS[name](*args), not asks
 
 
 def _given(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -122,12 +132,12 @@ def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> An
     return getattr(torch.ops.ep, name)(*args)
 
 
-def _accept(comm: registry.Living, key: Any, args: tuple[Any, ...], count: int) -> None:
-    """Remember a call that has passed its checks, the second time that it occurs: what checks its tensors, of which its
-    arguments begin with ``count``, and what runs it. From then on tensors with the same types, dtypes, devices, sizes
-    and strides are accepted, without gradients and in the same modes."""
-    accepted, tensors = comm.accepted, args[:count]
-    if any(isinstance(other, Tensor) for other in args[count:]):
+def _accept(comm: registry.Living, key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+    """Remember a call that has passed its checks, the second time that it occurs: what checks its tensors, and what
+    runs it. From then on tensors with the same types, dtypes, devices, sizes and strides are accepted, without
+    gradients and in the same modes."""
+    accepted = comm.accepted
+    if any(isinstance(other, Tensor) for other in others):
         return
     if key not in accepted:
         if len(accepted) >= _MOST_ACCEPTED:
@@ -138,7 +148,7 @@ def _accept(comm: registry.Living, key: Any, args: tuple[Any, ...], count: int) 
     sizes: list[Any] = [list(tensor.shape) for tensor in given]
     strides: list[Any] = [list(tensor.stride()) for tensor in given]
     guards = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    accepted[key] = guards.check, UNCHECKED[key[0]].bind(comm.backend, args, count)
+    accepted[key] = guards.check, UNCHECKED[key[0]].bind(comm.backend, tensors, others)
 
 
 def _first(args: tuple[Any, ...]) -> Tensor:

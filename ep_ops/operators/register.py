@@ -21,9 +21,8 @@ def _unchecked(op: Operator) -> Unchecked:
     """Return how an operator runs on a backend without checks."""
     name, record, run, bind, new = op.name, op.arguments, op.run, op.bind, tuple.__new__
 
-    def bound(backend: Backend, args: tuple[Any, ...], tensors: int) -> Callable[..., Any]:
-        found = None if bind is None else bind(backend, new(record, args))
-        others = args[tensors:]
+    def bound(backend: Backend, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
+        found = None if bind is None else bind(backend, new(record, tensors + others))
         return found or (lambda *given: run(backend, new(record, given + others)))
 
     def interrupted(backend: Backend, args: tuple[Any, ...], error: BaseException) -> None:

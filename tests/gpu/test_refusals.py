@@ -105,7 +105,7 @@ def without(comm: Any, name: str, launched: bool) -> Callable[..., Any]:
     def found(kernel: Any, *variant: Any) -> Any:
         if kernel.__name__ != name:
             return get(kernel, *variant)
-        return failing if launched else failing()
+        return (lambda terms, **numbers: failing) if launched else failing()
 
     return found
 
