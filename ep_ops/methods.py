@@ -29,7 +29,6 @@ from .records import (
     no_route,
 )
 
-
 _new = tuple.__new__  # makes records in a third of the time
 
 

@@ -85,7 +85,7 @@ def call(name: str, *args: Any) -> Any:
 def repeat(comm: registry.Living, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
     """Return ``torch.ops.ep.<name>(*tensors, *others)`` of a communicator, and remember the call. ``tensors`` are those
     that the arguments begin with. A call like an earlier one is not checked again."""
-    if _heeded():
+    if _traced():
         return call(name, *tensors, *others)
     key = known = None
     try:
@@ -103,6 +103,8 @@ def repeat(comm: registry.Living, name: str, tensors: tuple[Any, ...], others: t
             except BaseException as error:
                 UNCHECKED[name].interrupted(comm.backend, tensors + others, error)
                 raise
+    if _intercepted():
+        return call(name, *tensors, *others)
     results, alone = _run(name, tensors + others)
     if alone and key is not None:
         _accept(comm, key, tensors, others)
@@ -229,17 +231,26 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch.autograd._profiler_enabled
 
 
-def _heeded() -> bool:
-    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators."""
+def _traced() -> bool:
+    """Return whether a tracer, profiler or mode intercepts operators that leaves their dispatch keys unchanged, so that
+    `TensorGuards` do not notice it."""
     return (
         _is_compiling()
         or get_eval_frame_callback() is not None  # Dynamo would trace into this code
-        or _dispatch_modes() > 0
         or _function_modes() > 0
-        or _transforms() is not None
         or _profiler_enabled()
         or forward_ad._current_level >= 0  # torch.func.jvp also enters a level
     )
+
+
+def _intercepted() -> bool:
+    """Return whether a mode or transform intercepts operators by their dispatch keys."""
+    return _dispatch_modes() > 0 or _transforms() is not None
+
+
+def _heeded() -> bool:
+    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators."""
+    return _traced() or _intercepted()
 
 
 def _plain(name: str, types: tuple[type, ...]) -> bool:

@@ -294,6 +294,33 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
     assert kernels(device) == ["Refuse"], "it cannot run"
 
 
+def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, failures: Failures) -> None:
+    """Before it launches, as any other call; what is left of the course is that of the operator."""
+    run = backend.bind_dispatch(X, None, IDX, FEW, PLAIN)
+    run(X, None, IDX)
+    assert (backend._course.open, backend._course.ended) == (False, 1) and kernels(device) == ["LatencyDispatch"]
+    refused_by_a_peer(failures, "dispatch", 8, 1)
+    with pytest.raises(ValueError, match="rejected by rank 1: why") as told:
+        run(X, None, IDX)
+    assert not backend._course.counts and kernels(device) == []
+    again = functools.partial(backend.dispatch, X, None, IDX, FEW, PLAIN)
+    backend.interrupted("dispatch", told.value, again, 0, 8)
+    assert kernels(device) == ["LatencyDispatch"], "its results are dropped"
+
+
+def test_a_bound_call_that_cannot_launch(backend: Any, device: Device, failures: Failures) -> None:
+    """Whether its kernel runs is unknown: the communicator fails."""
+    get = backend.latency._kernel
+    backend.latency._kernel = lambda *variant: lambda terms, **numbers: raises(OOM)
+    run = backend.bind_combine(X, None, route_of((IDX,) * 4, 8))
+    backend.latency._kernel = get
+    with pytest.raises(torch.OutOfMemoryError) as told:
+        run(X, None, IDX, IDX, IDX, IDX, IDX)
+    assert backend._course.open
+    backend.interrupted("combine", told.value, run, 0, 8)
+    assert kernels(device) == ["RaiseAlarm"] and failures.has_failed()
+
+
 def test_a_call_that_tells_of_one_of_two(backend: Any, device: Device, failures: Failures) -> None:
     """What is left to tell does not keep it from running: the next call tells that, and runs as well."""
     refused_by_a_peer(failures, "dispatch", 400, 1)

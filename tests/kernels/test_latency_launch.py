@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from launches import Recorder, allocate_on_cpu
+from recorded import FEW, IDX, MANY, PLAIN, WEIGHTS, X
 
 from cute_kernels import marks
 from cute_kernels.heap import Problem
@@ -26,6 +27,7 @@ from ep_ops.config import consecutive_domains
 from ep_ops.records import Delivery, Route, Sizes
 
 SMS = 132
+OF_ROUTE = "topk_idx", "send_rows", "arrivals"
 
 
 @pytest.fixture(params=[(1, 1), (4, 4), (4, 2)], ids=["alone", "one_domain", "two_domains"])
@@ -111,6 +113,52 @@ def test_token_major_launches(name: str, weighted: bool, monkeypatch) -> None:
     for kernel, terms, _ in recorder.launched:
         agreed = marks.unpack(terms)[1]
         assert kernel in compiled and agreed.kind == "dispatch" and agreed.token_major and agreed.latency
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weighted"])
+@pytest.mark.parametrize("name", ["", "wire:e4m3/32/mx"])
+def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monkeypatch) -> None:
+    """They launch what the operators launch, with every tensor in its place."""
+    launched = backend._launcher.launched
+    sizes, how = FEW._replace(alignment=1), Delivery(None, name, "", False)
+    dispatch = backend.bind_dispatch(X, weights, IDX, sizes, how)
+    route = Route(IDX, *backend.dispatch(X, weights, IDX, sizes, how)[3:7], 1, 32, 8)
+    out = dispatch(X, weights, IDX)
+    (kernel, terms, one), (other_kernel, other_terms, other) = launched
+    assert kernel == other_kernel and terms == other_terms and set(one) == set(other) == set(kernel.Args._fields[1:])
+    given = dict(x=X, topk_weights=weights, topk_idx=IDX, scales=None, **out._asdict())
+    assert all(other[name] is tensor for name, tensor in given.items())
+    numbers = {name: value for name, value in one.items() if type(value) is int}
+    assert numbers == {name: other[name] for name in numbers} and numbers["tokens"] == 5
+
+    launched.clear()
+    y, by = out.recv_x, None if weights is None else out.recv_weights
+    combine = backend.bind_combine(y, by, route, None, name)
+    backend.combine(y, by, route, None, name)
+    sums = combine(y, by, *route.tensors)
+    (kernel, terms, one), (other_kernel, other_terms, other) = launched
+    assert kernel == other_kernel and terms == other_terms and set(one) == set(other) == set(kernel.Args._fields[1:])
+    given = dict(y=y, recv_weights=by, out=sums, **{name: getattr(route, name) for name in OF_ROUTE})
+    assert all(other[name] is tensor for name, tensor in given.items())
+    numbers = {name: value for name, value in one.items() if type(value) is int}
+    assert numbers == {name: other[name] for name in numbers}
+
+    backend.dispatch_start(0, X, weights, IDX, sizes, how)
+    for call in (lambda: dispatch(X, weights, IDX), lambda: combine(y, by, *route.tensors)):
+        with pytest.raises(RuntimeError, match="before an operator that is not split"):
+            call()
+
+
+def test_calls_that_are_not_bound(backend: Any) -> None:
+    """Those of throughput kernels, and all while a benchmark chooses the roles of blocks."""
+    route = Route(IDX, IDX, IDX, IDX, IDX, 16, 32, 8)
+    assert backend.bind_dispatch(X, None, IDX, MANY, PLAIN) is None
+    assert backend.bind_dispatch(X, None, IDX, FEW, Delivery(None, "e4m3/row/fp32", "rows")) is None
+    assert backend.bind_combine(X, None, route, X) is None
+    assert backend.bind_combine(X, None, route._replace(max_tokens=400)) is None
+    assert backend.bind_dispatch(X, None, IDX, FEW, PLAIN) is not None and backend.bind_combine(X, None, route)
+    backend.latency.deal = 1, 1, 3
+    assert backend.bind_dispatch(X, None, IDX, FEW, PLAIN) is backend.bind_combine(X, None, route) is None
 
 
 def test_formats_that_token_major_rows_do_not_have() -> None:

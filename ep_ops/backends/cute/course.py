@@ -33,5 +33,10 @@ class Course:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
-            self.open = False
-            self.ended += 1
+            self.end()
+
+    def end(self) -> None:
+        """Note that an operation has been launched completely. Latency paths set :attr:`open` before their launch and
+        call this after it, which takes less time than ``with``."""
+        self.open = False
+        self.ended += 1

@@ -164,11 +164,12 @@ class LatencyPath:
         def run(x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, scales: Tensor | None) -> DispatchTensors:
             out = make()
             recv_x, recv_scales, recv_weights, send_rows, arrivals, offs, counts, dropped, recv_idx = out
-            with course:
-                launch(
-                    x, topk_weights, scales, topk_idx, send_rows, arrivals, offs, counts, dropped, recv_x,
-                    recv_weights, recv_scales, recv_idx,
-                )  # fmt: skip
+            course.open = True
+            launch(
+                x, topk_weights, scales, topk_idx, send_rows, arrivals, offs, counts, dropped, recv_x, recv_weights,
+                recv_scales, recv_idx,
+            )  # fmt: skip
+            course.end()
             return out
 
         return run
@@ -205,8 +206,9 @@ class LatencyPath:
 
         def run(y: Tensor, recv_weights: Tensor | None, topk_idx: Tensor, send_rows: Tensor, arrivals: Tensor) -> Any:
             out = make(tokens)
-            with course:
-                launch(y, recv_weights, topk_idx, send_rows, arrivals, out)
+            course.open = True
+            launch(y, recv_weights, topk_idx, send_rows, arrivals, out)
+            course.end()
             return out
 
         return run

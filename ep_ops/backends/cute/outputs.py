@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,16 @@ New = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 _new = tuple.__new__  # makes records in a third of the time
+# Looked up once, because attribute lookups take a noticeable part of a decode step.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # builds for CPUs have none
+_deterministic = torch._C._get_deterministic_algorithms
 
 
 def allocator(device: torch.device) -> New:
     """Return an allocator for a CUDA device. It allocates as compiled graphs do, which takes half the host time of
     torch.empty, but it only supports the current device, and does not fill memory if deterministic algorithms are
     enabled."""
-    if torch._C._cuda_getDevice() == device.index and not torch._C._get_deterministic_algorithms():
+    if _current_device() == device.index and not _deterministic():
         return _empty_strided_cuda
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
