@@ -328,4 +328,3 @@ class Member(Protocol):
     symmetric_rows: int
     strict: bool
     multiprocessors: int  # of the GPU that this process has; 0: there is no GPU
-    accepted: dict[Any, Any]  # eager calls that have passed their checks (operators/eager.py)

@@ -45,6 +45,7 @@ class Methods:
     dtype: torch.dtype
     weights_dtype: torch.dtype
     backend: Backend
+    accepted: dict[Any, Any]  # eager calls that have passed their checks (operators/eager.py)
     expert_ids: ExpertIds | None
     plan_args: tuple[int, int, str]  # arguments of operators that plan: num_local_experts, world_size, name
     warned_rows: float  # a larger default capacity causes a warning

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from torch.distributed.tensor import DTensor
 from .. import registry
 from ..backends.base import Backend
 from .rejection import reject
+
+
+class Caller(Protocol):
+    """The attributes of a communicator that remembers its calls."""
+
+    backend: Backend
+    accepted: dict[Any, Any]  # calls that have passed their checks, see _accept
 
 
 class Unchecked(NamedTuple):
@@ -36,9 +43,10 @@ class Unchecked(NamedTuple):
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """Operator name -> what runs on a CPU or a GPU."""
 UNCHECKED: dict[str, Unchecked] = {}
-"""How it runs without checks, for arguments like those of an earlier call."""
+"""Operator name -> how it runs without checks, for arguments like those of an earlier call. Only operators whose calls
+are remembered."""
 DIFFERENTIABLE: dict[str, Callable[..., Any]] = {}
-"""The same with its gradient, of operators that have one."""
+"""Operator name -> its implementation with its gradient, of operators that have one."""
 
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": frozenset({Tensor, torch.nn.Parameter}),
@@ -72,7 +80,7 @@ def learn(name: str, run: Callable[..., Any], unchecked: Unchecked | None = None
     optional = [i for i, kind in enumerate(kinds[:count]) if kind != "Tensor"]
     if unchecked is not None and "topk_idx" in names and len(optional) <= 1 and optional != [0]:
         UNCHECKED[name] = unchecked
-        _POSITIONS[name] = int(names[0] == "ticket"), *(optional or [0]), names.index("topk_idx")
+        _POSITIONS[name] = int(names[0] == "ticket"), max(optional, default=0), names.index("topk_idx")
 
 
 def call(name: str, *args: Any) -> Any:
@@ -82,7 +90,7 @@ def call(name: str, *args: Any) -> Any:
     return _run(name, args)[0]
 
 
-def repeat(comm: registry.Living, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
+def repeat(comm: Caller, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
     """Return ``torch.ops.ep.<name>(*tensors, *others)`` of a communicator, and remember the call. ``tensors`` are those
     that the arguments begin with. A call like an earlier one is not checked again."""
     if _traced():
@@ -134,7 +142,7 @@ def _dispatched(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -> An
     return getattr(torch.ops.ep, name)(*args)
 
 
-def _accept(comm: registry.Living, key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+def _accept(comm: Caller, key: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     """Remember a call that has passed its checks, the second time that it occurs: what checks its tensors, and what
     runs it. From then on tensors with the same types, dtypes, devices, sizes and strides are accepted, without
     gradients and in the same modes."""
@@ -221,7 +229,6 @@ def refuse_transforms(name: str, args: tuple[Any, ...]) -> None:
 
 
 # Looked up once, because attribute lookups take a noticeable part of a decode step.
-_living = registry.living
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _asks = torch._C._any_requires_grad
