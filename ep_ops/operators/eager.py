@@ -26,6 +26,7 @@ from .rejection import reject
 class Caller(Protocol):
     """The attributes of a communicator that remembers its calls."""
 
+    name: str
     backend: Backend
     accepted: dict[Any, Any]  # calls that have passed their checks, see _accept
 
@@ -147,7 +148,8 @@ def _accept(comm: Caller, key: Any, tensors: tuple[Any, ...], others: tuple[Any,
     runs it. From then on tensors with the same types, dtypes, devices, sizes and strides are accepted, without
     gradients and in the same modes."""
     accepted = comm.accepted
-    if any(isinstance(other, Tensor) for other in others):
+    # One that was destroyed may have passed the call to a communicator of the same name.
+    if any(isinstance(other, Tensor) for other in others) or registry.living.get(comm.name) is not comm:
         return
     if key not in accepted:
         if len(accepted) >= _MOST_ACCEPTED:

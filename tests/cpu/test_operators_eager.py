@@ -351,6 +351,21 @@ def test_what_a_backend_binds(comm, monkeypatch):
     assert torch.equal(again(), outs[0])
 
 
+@torch.no_grad()
+def test_a_destroyed_communicator_remembers_nothing(comm, monkeypatch):
+    """Another one of its name may run its calls, but its own backend never does again."""
+    args = given()
+    many(comm, *args)
+    comm.destroy()
+    assert not comm.accepted
+    monkeypatch.setattr(comm.backend, "dispatch", lambda *args: pytest.fail("runs on a destroyed backend"))
+    with ep_ops.Communicator(config=comm.config, device="cpu") as other:
+        assert other.name == comm.name
+        many(comm, *args)
+        many(comm, *args)
+    assert not comm.accepted
+
+
 MOST_CALLS = {
     "plan": (15, 12),
     "dispatch": (16, 17),
