@@ -19,8 +19,9 @@ CHUNK_BYTES = 28 * 1024
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2, 8
 """The fewest and the most tokens of a chunk of staged rows."""
 
-BATCH_BYTES = 64 * 1024
-"""About how many bytes of rows cross to another NVLink domain in one put."""
+BATCH_BYTES = 128 * 1024
+"""About how many bytes of rows cross to another NVLink domain in one put. NVSHMEM between 2 H100s, 4096 tokens of
+14 KiB, with 64, 128 and 256 KiB: a dispatch takes 401, 364 and 355 us, of 512 tokens 85, 88 and 83 us."""
 MOST_BATCH_TOKENS = 16
 """The most tokens that the rows of one put are of: a bit for each has to fit into its word."""
 

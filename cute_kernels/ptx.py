@@ -51,6 +51,11 @@ def ld_u64_pair(addr: Int64) -> tuple[Int64, Int64]:
     return _get([Int64, Int64], "ld.relaxed.gpu.global.v2.b64 {{$w0}, {$w1}}, [{$r0}];", addr)
 
 
+def prefetch(addr: Int64) -> None:
+    """Fetch the line at an address into L2."""
+    _run("prefetch.global.L2 [{$r0}];", addr)
+
+
 def ld_pair(addr: Int64) -> tuple[Int32, Int32]:
     """Load two ints at a multiple of 8 bytes."""
     return _get([Int32, Int32], "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];", addr)

@@ -48,3 +48,17 @@ def add_rows(
                     values = [ptx.mul_rn(value, w) for value in values]
                 for i in range_constexpr(numbers):
                     acc[i] = ptx.add_rn(acc[i], values[i])
+
+
+@cute.jit
+def fetch_rows(
+    sizes: cutlass.Constexpr[RowSizes], args: Any, row: Int32, offset: Int32, batch: cutlass.Constexpr[int]
+) -> None:  # fmt: skip
+    """By the whole warp: fetch the rows that the lanes hold into L2, except the first `batch`, which `add_rows` loads
+    first. Each lane fetches the line at byte `offset` of a row."""
+    left = arch.vote_ballot_sync(row >= 0)
+    for _ in range_constexpr(batch):
+        left = left & (left - 1)
+    while left != 0:
+        k, left = pop_lowest(left)
+        ptx.prefetch(args.y + Int64(arch.shuffle_sync(row, k)) * sizes.row_bytes + offset)

@@ -72,7 +72,7 @@ class Layout:
     @property
     def batch_tokens(self) -> int:
         """Consecutive tokens whose rows are one put, many tokens."""
-        return max(1, min(self.most_batch_tokens, 2**16 // self.row_bytes))
+        return max(1, min(self.most_batch_tokens, 2**17 // self.row_bytes))
 
     @property
     def batches(self) -> int:

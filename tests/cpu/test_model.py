@@ -325,7 +325,7 @@ def test_what_binds() -> None:
 
     apart = dataclasses.replace(layout, domains=2, domain_ranks=1, round_tokens=500)
     far = model_formulas.dispatch_bytes(apart).far
-    constant = 20 + 8 + 0.5 + 6 * 10_000 / 10e3
+    constant = 20 + 8 + 0.5 + 13 * 10_000 / 10e3
     assert far > 1000 * 1e4
     assert model_formulas.many_us(GPU, WIRE, apart, "dispatch") == pytest.approx(2 * constant + far / 10e3)
     dear = dataclasses.replace(WIRE, put=1000.0)

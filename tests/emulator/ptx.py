@@ -35,6 +35,10 @@ def ld_u64_pair(addr: Any) -> tuple[Int64, Int64]:
     return memory().load_long(addr), memory().load_long(addr + 8)
 
 
+def prefetch(addr: Any) -> None:
+    memory().load(addr)
+
+
 def ld_pair(addr: Any) -> tuple[Int32, Int32]:
     first, second = memory().load_words(addr, 2, 8)
     return Int32(first), Int32(second)

@@ -78,9 +78,10 @@ SUM_HEADROOM = 1.3
 ACROSS_LEFT = 4
 """Multiprocessors that a combine leaves free with several NVLink domains. Its blocks also put sums on the wire, and
 more of them are faster (2 domains of one H200: 60 blocks 1017 us, 96 blocks 527 us, 128 blocks 428 us)."""
-ACROSS_PUSHING = 3 / 8
-"""Share of its blocks that push there (of 128: with 32 it took 414 us, with 48 385 us, with 64 455 us; not measured in
-domains of several ranks)."""
+ACROSS_PUSHING, ACROSS_ENCODING = 9 / 32, 11 / 32
+"""Share of its blocks that push there; if sums are sent in a format, those have more to do. 2 H100s over NVSHMEM, of 128
+blocks 32, 36, 40 and 48: 371, 376, 379 and 398 us; in a format 375, 344, 318 and 323 us. Not measured in domains of
+several ranks."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class TokenTraffic:
         of their own rank, and a copy has several, memory limits both kinds of blocks, and they share the GPU as they
         share the rows."""
         if self.across:
-            return max(1, min(blocks - 1, round(blocks * ACROSS_PUSHING)))
+            share = ACROSS_ENCODING if self.sum_bytes else ACROSS_PUSHING
+            return max(1, min(blocks - 1, round(blocks * share)))
         share = round(blocks * self._pushing / (self._pushing + self._summing))
         if not self.adds_own or self.rows < 2 * self.reached:
             beyond = blocks - math.ceil(self._pushing + self._summing)
