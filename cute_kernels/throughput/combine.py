@@ -60,7 +60,7 @@ from .placing import offset_of_weight
 from .ring import Ring, RingShape, SlicedKernel, init_ring_barriers
 from .surplus import BlockBudget, Parts, count_parts
 
-PASSING = 9 / 16
+PASSING = 5 / 8
 """Share of the blocks that do not push which pass sums on, with several NVLink domains; the others sum, for which each
 token requires a fence over NVSHMEM. 2 H100s over NVSHMEM, 128 blocks, 4096 tokens of 14 KiB: with 36 that push, 58 that
 pass on and 34 that sum 376 us; with 48, 60 and 20 467 us. Over stores, with 40, 50 and 38 326 us, with 48, 60 and 20
