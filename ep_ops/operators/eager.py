@@ -94,8 +94,9 @@ def call(name: str, *args: Any) -> Any:
 def repeat(comm: Caller, name: str, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
     """Return ``torch.ops.ep.<name>(*tensors, *others)`` of a communicator, and remember the call. ``tensors`` are those
     that the arguments begin with. A call like an earlier one is not checked again."""
-    if _traced():
-        return call(name, *tensors, *others)
+    if _heeded():
+        args = tensors + others
+        return _dispatched(name, args, tuple(map(type, args)))
     key = known = None
     try:
         rows_at, optional_at, ids_at = _POSITIONS[name]
@@ -112,8 +113,6 @@ def repeat(comm: Caller, name: str, tensors: tuple[Any, ...], others: tuple[Any,
             except BaseException as error:
                 UNCHECKED[name].interrupted(comm.backend, tensors + others, error)
                 raise
-    if _intercepted():
-        return call(name, *tensors, *others)
     results, alone = _run(name, tensors + others)
     if alone and key is not None:
         _accept(comm, key, tensors, others)
@@ -240,26 +239,18 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch.autograd._profiler_enabled
 
 
-def _traced() -> bool:
-    """Return whether a tracer, profiler or mode intercepts operators that leaves their dispatch keys unchanged, so that
-    `TensorGuards` do not notice it."""
+def _heeded() -> bool:
+    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators. (Guards of tensors
+    notice transforms and most modes, but not FakeTensorMode.)"""
     return (
         _is_compiling()
         or get_eval_frame_callback() is not None  # Dynamo would trace into this code
+        or _dispatch_modes() > 0
         or _function_modes() > 0
+        or _transforms() is not None
         or _profiler_enabled()
         or forward_ad._current_level >= 0  # torch.func.jvp also enters a level
     )
-
-
-def _intercepted() -> bool:
-    """Return whether a mode or transform intercepts operators by their dispatch keys."""
-    return _dispatch_modes() > 0 or _transforms() is not None
-
-
-def _heeded() -> bool:
-    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators."""
-    return _traced() or _intercepted()
 
 
 def _plain(name: str, types: tuple[type, ...]) -> bool:
