@@ -240,8 +240,8 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 def _heeded() -> bool:
-    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators. Guards of tensors
-    notice transforms and most modes, but not FakeTensorMode."""
+    """Return whether a tracer, mode, transform or profiler, other than autograd, intercepts operators. Guards notice
+    transforms and most modes, but not FakeTensorMode."""
     return (
         _is_compiling()
         or get_eval_frame_callback() is not None  # Dynamo would trace into this code
