@@ -20,14 +20,14 @@ _numbers: dict[str, itertools.count[int]] = {}  # by name of the group
 def group_of(group: Any) -> dist.ProcessGroup | None:
     """Return the process group that was passed as ``group``. TypeError or ValueError for anything else."""
     if group is not None and not hasattr(group, "size"):
-        raise TypeError(f"group is {group!r}; allowed: a process group of torch.distributed, or None")
+        raise TypeError(f"group is {group!r}; allowed: a process group, a DeviceMesh of one dimension, or None")
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             warnings.warn(
-                "this communicator is of this process alone: torch.distributed is not initialized, though WORLD_SIZE is"
-                f" {os.environ['WORLD_SIZE']}. Call torch.distributed.init_process_group() before.",
+                "this communicator consists of this process alone, because torch.distributed is not initialized, but"
+                f" WORLD_SIZE is {os.environ['WORLD_SIZE']}. Call torch.distributed.init_process_group() first.",
                 RuntimeWarning, stacklevel=3,
             )  # fmt: skip
         return None
@@ -55,7 +55,7 @@ def device_of(device: torch.device | str | int | None) -> tuple[torch.device, st
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        why = f"device is '{device}', but torch {torch.__version__} sees no GPU; pass device='cpu' or none"
+        why = f"device is '{device}', but torch {torch.__version__} sees no GPU; pass device='cpu', or leave it out"
         return torch.device("cpu"), why
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -33,8 +33,10 @@ from .records import FLIGHTS, INT32_LIMIT, MAX_ALIGNMENT, PADDED, ROW_LAYOUTS, T
 _INT32 = torch.int32
 _ROW_BYTES = 16  # rows begin at multiples of it, as bulk copies require
 WIRE = tuple(name for name, form in FORMATS.items() if form.wire)
+_QUANTIZED = ", ".join(repr(name) for name, form in FORMATS.items() if not form.wire)
 _MOST_HIDDEN = 2**16  # limit of rows in a format on GPUs: the ring of a pulling block holds whole rows
-_AS_PLANNED = "as many rows as arrivals was planned for"
+_OF_ROUTE = "the rows of the route"
+_OF_IDS = "the tokens of topk_idx"
 _EXACT = ", ".join(repr(layout) for layout in ROW_LAYOUTS if layout != PADDED)
 _FLIGHTS = range(FLIGHTS)
 
@@ -74,12 +76,12 @@ def dispatch_planned(m: Member, a: Any) -> None:
 
 def combine(m: Member, a: Any) -> None:
     rows = _route(m, a)
-    _rows(m, "y", a.y, rows, _AS_PLANNED)
+    _rows(m, "y", a.y, rows, _OF_ROUTE)
     if a.recv_weights is not None:
         _row_weights(m, "recv_weights", a.recv_weights, (rows,))
     residual = getattr(a, "residual", None)  # split operations take none
     if residual is not None:
-        _rows(m, "residual", residual, a.topk_idx.shape[0], "rows as topk_idx has")
+        _rows(m, "residual", residual, a.topk_idx.shape[0], _OF_IDS)
     grad_format = getattr(a, "grad_format", "")  # likewise
     if grad_format:
         if grad_format not in WIRE:
@@ -95,7 +97,7 @@ def combine(m: Member, a: Any) -> None:
 
 
 def combine_gathered(m: Member, a: Any) -> None:
-    _rows(m, "y", a.y, _route(m, a), _AS_PLANNED)
+    _rows(m, "y", a.y, _route(m, a), _OF_ROUTE)
 
 
 def dispatch_backward(m: Member, a: Any) -> None:
@@ -105,7 +107,7 @@ def dispatch_backward(m: Member, a: Any) -> None:
     if a.grad_recv_x is None and a.grad_recv_weights is None:
         raise ValueError("grad_recv_x and grad_recv_weights are both None; one of them must be given")
     if a.grad_recv_x is not None:
-        _rows(m, "grad_recv_x", a.grad_recv_x, rows, _AS_PLANNED)
+        _rows(m, "grad_recv_x", a.grad_recv_x, rows, _OF_ROUTE)
     if a.grad_recv_weights is not None:
         shape = (rows, m.top_k) if a.layout == TOKEN_MAJOR else (rows,)
         _row_weights(m, "grad_recv_weights", a.grad_recv_weights, shape)
@@ -114,9 +116,9 @@ def dispatch_backward(m: Member, a: Any) -> None:
 def combine_backward(m: Member, a: Any) -> None:
     rows = _route(m, a)
     _num_rows(a.num_rows, rows)
-    _rows(m, "grad_out", a.grad_out, a.topk_idx.shape[0], "rows as topk_idx has")
+    _rows(m, "grad_out", a.grad_out, a.topk_idx.shape[0], _OF_IDS)
     if a.y is not None:
-        _rows(m, "y", a.y, rows, _AS_PLANNED)
+        _rows(m, "y", a.y, rows, _OF_ROUTE)
     if a.recv_weights is not None:
         _row_weights(m, "recv_weights", a.recv_weights, (rows,))
 
@@ -154,7 +156,7 @@ def _alignment(alignment: int) -> None:
 
 def _num_rows(num_rows: int, planned: int) -> None:
     if num_rows != planned:
-        raise ValueError(f"num_rows is {num_rows}; allowed: {planned} ({_AS_PLANNED})")
+        raise ValueError(f"num_rows is {num_rows}; allowed: {planned} ({_OF_ROUTE})")
 
 
 def _layout(layout: str, alignment: int, slots: int) -> None:
@@ -215,13 +217,20 @@ def _of_tokens(comm: Member, a: Any) -> None:
     if a.format or a.scales is not None or a.scales_as:
         _delivery(comm, a)
     else:
-        _rows(comm, "x", a.x, shape[0], "rows as topk_idx has")
+        _rows(comm, "x", a.x, shape[0], _OF_IDS)
     if a.topk_weights is not None:
         _tensor(comm, "topk_weights", a.topk_weights, comm.weights_dtype, shape, "the shape of topk_idx")
 
 
 def _route(comm: Member, a: Any) -> int:
-    """Check the tensors of a route and return the number of rows that it was planned for."""
+    """Check the tensors of a route and return its number of rows."""
+    try:
+        return _rows_of_route(comm, a)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}. Pass a route of communicator {comm.name!r}.") from None
+
+
+def _rows_of_route(comm: Member, a: Any) -> int:
     arrivals = a.arrivals
     if arrivals is None:
         _no_tensor("arrivals")
@@ -271,14 +280,14 @@ def _divides(comm: Member, argument: str, form: Format) -> None:
 
 def _delivery(comm: Member, a: Any) -> None:
     """Check the rows and scales of a dispatch with a format."""
-    count, why = a.topk_idx.shape[0], "rows as topk_idx has"
+    count, why = a.topk_idx.shape[0], _OF_IDS
     if a.layout == TOKEN_MAJOR and a.scales_as in LAYOUTS and a.scales_as not in OF_TOKENS:
         allowed = ", ".join(map(repr, OF_TOKENS))
         raise ValueError(f"scales_as is {a.scales_as!r}; allowed for token-major rows: {allowed}, '' for the first")
     if not a.format:
         if a.scales is not None or a.scales_as:
             given = "scales are given" if a.scales is not None else f"scales_as is {a.scales_as!r}"
-            raise ValueError(f"format is '' and {given}; allowed: the format of quantized rows, {', '.join(FORMATS)}")
+            raise ValueError(f"format is '' and {given}; allowed: the format of quantized rows, {_QUANTIZED}")
         return _rows(comm, "x", a.x, count, why)
     form = format_of(a.format)
     layout_of(form, a.scales_as)
@@ -300,7 +309,7 @@ def _rows(comm: Member, name: str, rows: Tensor, count: int, why: str, dtype: to
         _no_tensor(name)
     shape = rows.shape
     if len(shape) != 2 or shape[1] != comm.hidden_size or shape[0] != count:
-        allowed = f"[{count} ({why}), hidden_size {comm.hidden_size}]"
+        allowed = f"[{count}, {comm.hidden_size}] ({why}, hidden_size)"
         raise ValueError(f"{name} has shape {tuple(shape)}; allowed: {allowed}")
     wanted = comm.dtype if dtype is None else dtype
     if rows.dtype is not wanted or rows.device != comm.device or not rows.is_contiguous():
@@ -316,7 +325,7 @@ def _no_tensor(name: str) -> NoReturn:
 
 def _row_weights(comm: Member, name: str, weights: Tensor, shape: tuple[int, ...]) -> None:
     each = "one" if len(shape) == 1 else "top_k"
-    hint = f"{each} for each row; pass None where there are no weights"
+    hint = f"{each} for each row of the route, like the weights that dispatch returns; pass None for no weights"
     _tensor(comm, name, weights, comm.weights_dtype, shape, hint)
 
 
@@ -332,7 +341,7 @@ def _tensor(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype, shape: 
 def _wrong_kind(comm: Member, name: str, tensor: Tensor, dtype: torch.dtype) -> NoReturn:
     """Raise the error for a wrong dtype, device or stride. Callers test first, because each call costs host time."""
     if tensor.dtype is not dtype:
-        also = " (and int64 in methods of Communicator)" if name == "topk_idx" else ""
+        also = ", or torch.int64 in methods of Communicator" if name == "topk_idx" else ""
         raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {dtype}{also}")
     if tensor.device != comm.device:
         raise ValueError(f"{name} is on {tensor.device}; communicator {comm.name!r} is on {comm.device}")

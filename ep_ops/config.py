@@ -75,19 +75,19 @@ _SECONDS: Rule = {
     "parse": float,
 }
 _WIRE = _one_of(
-    *WIRES, parse=str, variable="EP_OPS_WIRE", hint="set EP_OPS_WIRE alike in the environment of all ranks"
+    *WIRES, parse=str, variable="EP_OPS_WIRE", hint="set EP_OPS_WIRE to the same value on all ranks"
 )  # fmt: skip
 _CHECK = _one_of(
     "0", "1", variable="EP_OPS_CHECK", hint="set EP_OPS_CHECK in the environment of all ranks or of none"
 )  # fmt: skip
 _BUNDLE = _one_of(
     "0", "1", variable="EP_OPS_BUNDLE",
-    hint="set EP_OPS_BUNDLE and NVSHMEM_REMOTE_TRANSPORT alike in the environment of all ranks",
+    hint="set EP_OPS_BUNDLE and NVSHMEM_REMOTE_TRANSPORT to the same values on all ranks",
 )  # fmt: skip
 _NAME: Rule = {
     "holds": lambda value: isinstance(value, str),
     "words": "a str",
-    "hint": "pass name= where ranks have made different numbers of communicators",
+    "hint": "pass name= if ranks have created different numbers of communicators",
 }
 
 
@@ -209,7 +209,8 @@ class Config:
     def _sizes_problem(self) -> str | None:
         size = self.hidden_size * self.dtype.itemsize
         if size % 16:
-            return f"hidden_size {self.hidden_size} of {self.dtype} makes rows of {size} bytes; need a multiple of 16"
+            made = f"rows of {size} bytes in {self.dtype}; allowed: a multiple of 16 bytes"
+            return f"hidden_size is {self.hidden_size}, which makes {made}"
         if self.domain_size is not None and self.world_size % self.domain_size:
             return f"domain_size is {self.domain_size}; it must be a divisor of the {self.world_size} ranks"
         if self.backend == "cute" and self.device_type != "cuda":

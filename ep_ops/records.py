@@ -164,7 +164,7 @@ class Route(NamedTuple):
     def segments(self) -> Segments:
         """Return the segments of the local experts. ValueError for token-major rows, which have no segments."""
         if self.layout == TOKEN_MAJOR:
-            raise ValueError("token-major rows are not grouped by expert; take ep_ops.nn.expert_lists")
+            raise ValueError("token-major rows are not grouped by expert; use ep_ops.nn.expert_lists")
         return Segments(self.offs, self.counts, self.alignment)
 
     @property

@@ -79,7 +79,7 @@ def dense_loss(kind: str, x: Tensor, target: Tensor) -> float:
     sizes: Any = type("Sizes", (), dict(top_k=TOP_K, num_experts=EXPERTS, hidden_size=HIDDEN, dtype=torch.float32))
     for number in range(STAGES * (2 if kind == "interleaved" else 1)):
         x = Block(DenseMoE(sizes, WIDTH, seed=number))(x)
-    return float(loss_of(x, target))
+    return float(loss_of(x, target).detach())
 
 
 def main(kind: str = "1f1b") -> None:

@@ -63,7 +63,7 @@ def layout_of(form: Format, scales_as: str) -> str:
     """Return the layout that ``scales_as`` means ("": the first). ValueError if the format does not have it."""
     if form.wire:
         if scales_as:
-            raise ValueError(f"scales_as is {scales_as!r}; format {form.name!r} brings no scales; allowed: ''")
+            raise ValueError(f"scales_as is {scales_as!r}; format {form.name!r} returns no scales; allowed: ''")
         return ""
     if not scales_as:
         return form.layouts[0]

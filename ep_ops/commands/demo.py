@@ -2,7 +2,7 @@
 
 A sequence names one of DIALECTS dialects and then follows that dialect's permutation of the vocabulary. Predicting a
 token takes attention to the dialect's name and a table of DIALECTS x VOCABULARY facts, which the experts learn. Without
-the dialect the loss is log(DIALECTS) nats a token, without any knowledge log(VOCABULARY).
+the dialect the loss is log(DIALECTS) nats per token, and for uniform predictions log(VOCABULARY).
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class Printer:
         comm, compiler = self.comm, self.compiler
         self.say(
             f"{comm.world_size} rank(s), {comm.num_experts} experts, top {comm.top_k}, hidden size {comm.hidden_size}, "
-            f"{comm.max_tokens_per_rank} tokens a rank and step"
+            f"{comm.max_tokens_per_rank} tokens per rank and step"
         )
         if compiler == "aot_eager":
             self.say("no C++ compiler was found: the model is traced as one graph, but runs uncompiled")
@@ -262,8 +262,8 @@ class Printer:
         self.say(f"ran on     {comm.world_size} x {device}, backend {comm.backend.name}, {self.options.dtype}, {how}")
         self.say(f"speed      {speed}; {self.warm - self.began:.1f} s for the first step and its check")
         self.say(
-            f"loss       {first:.3f} -> {last:.3f} nats a token"
-            f" (knowing nothing: {math.log(VOCABULARY):.3f}, all but the dialect: {math.log(DIALECTS):.3f})"
+            f"loss       {first:.3f} -> {last:.3f} nats per token"
+            f" (uniform predictions: {math.log(VOCABULARY):.3f}; without the dialect: {math.log(DIALECTS):.3f})"
         )
 
 

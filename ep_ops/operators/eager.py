@@ -177,9 +177,8 @@ def _reject_misfits(name: str, args: tuple[Any, ...], types: tuple[type, ...]) -
         kind, given = str(argument.type), by_name[argument.name]
         if not _fits(kind, given):
             found = "None" if given is None else f"a {type(given).__name__}"
-            reason = f"{argument.name} is {found}; allowed: {_ALLOWED[kind]}"
-            if isinstance(given, DTensor):
-                reason += f" of this rank alone, as {argument.name}.to_local() returns"
+            own = f"this rank's tensor, {argument.name}.to_local()"
+            reason = f"{argument.name} is {found}; allowed: {own if isinstance(given, DTensor) else _ALLOWED[kind]}"
             comm = registry.living.get(by_name.get("comm", ""))
             error = TypeError(reason)
             if comm is None:

@@ -144,7 +144,7 @@ def test_good_sizes_pass(comm: ep_ops.Communicator, name: str) -> None:
     check(comm, name, arguments | nobody)
 
 
-ROW_TENSORS = ("y", "grad_recv_x", "recv_weights", "grad_recv_weights")  # as many rows as arrivals was planned for
+ROW_TENSORS = ("y", "grad_recv_x", "recv_weights", "grad_recv_weights")  # the rows of the route
 
 
 def of_rows(name: str, num_rows: int) -> dict[str, Any]:

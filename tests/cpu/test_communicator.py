@@ -58,7 +58,7 @@ def test_alone() -> None:
     ({"top_k": 7}, "top_k is 7; it must be at most num_experts, which is 6"),
     ({"top_k": 33}, "top_k is 33; it must be an int from 1 to 32"),
     ({"hidden_size": -8}, "hidden_size is -8"),
-    ({"hidden_size": 12}, "hidden_size 12 of torch.bfloat16 makes rows of 24 bytes; need a multiple of 16"),
+    ({"hidden_size": 12}, "hidden_size is 12, which makes rows of 24 bytes in torch.bfloat16; allowed: a multiple"),
     ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
     ({"max_tokens_per_rank": 2**30}, "exceeds the 2**31 rows"),
     ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.bfloat16"),
@@ -341,7 +341,7 @@ def _disagree(field: str, values: list[Any]) -> None:
     ("symmetric_rows", [4, 8], "ranks disagree on symmetric_rows"),
     ("name", ["a", "b"], "ranks disagree on name: 'a' on ranks [0]; 'b' on ranks [1]; pass name="),
     ("top_k", [2, 0], "rank 1: top_k is 0; it must be an int from 1 to 32"),
-    ("hidden_size", [9, 8], "rank 0: hidden_size 9 of"),
+    ("hidden_size", [9, 8], "rank 0: hidden_size is 9, which"),
 ])  # fmt: skip
 def test_disagreement_is_told_on_every_rank(field: str, values: list[Any], text: str) -> None:
     for error in run_ranks(2, _disagree, field, values, return_exceptions=True):

@@ -112,7 +112,7 @@ def without_experts_on_one_rank() -> None:
 def misuse(comm: ep_ops.Communicator) -> None:
     experts, ids, weights = Experts(comm, F), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
     x = DTensor.from_local(torch.randn(3, H), comm.expert_mesh(), [Replicate()])
-    with pytest.raises(TypeError, match=r"x is a DTensor; allowed: a tensor of this rank alone, as x.to_local\(\)"):
+    with pytest.raises(TypeError, match=r"x is a DTensor; allowed: this rank's tensor, x.to_local\(\)"):
         experts(x, ids, weights)
     with pytest.raises(TypeError, match=r"topk_idx is a DTensor; .* topk_idx.to_local\(\)"):
         experts(x.to_local(), DTensor.from_local(ids, comm.expert_mesh(), [Replicate()]), weights)

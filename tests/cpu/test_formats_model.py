@@ -366,7 +366,7 @@ def refusals() -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "layout": ({"scales_as": "swizzled/torch"}, ValueError, r"scales_as is 'swizzled/torch'; allowed for format"),
         "unknown layout": ({"scales_as": "diagonal"}, ValueError, r"scales_as is 'diagonal'; allowed .* 'packed'"),
         "wire layout": (
-            {"format": f"wire:{POW2}", "scales_as": "rows"}, ValueError, "brings no scales; allowed: ''",
+            {"format": f"wire:{POW2}", "scales_as": "rows"}, ValueError, "returns no scales; allowed: ''",
         ),
         "wire and scales": (
             {"format": f"wire:{POW2}", "x": codes, "scales": scales}, ValueError, "quantizes x itself; allowed: none",

@@ -269,10 +269,10 @@ REFUSALS = {
     "tokens": "topk_idx has 6 tokens; allowed: at most max_tokens_per_rank 5",
     "dtype": "x has dtype torch.float64; allowed: torch.float32",
     "num_rows": "num_rows is -1",
-    "rows": "y has shape (5, 8); allowed: [28 (as many rows as arrivals was planned for), hidden_size 8]",
+    "rows": "y has shape (5, 8); allowed: [28, 8] (the rows of the route, hidden_size)",
     "max_tokens": "max_tokens is 6; allowed: 0..max_tokens_per_rank 5",
     "gathered": "y lies in symmetric memory, and not at its beginning",
-    "start": "x has shape (3, 8); allowed: [4 (rows as topk_idx has), hidden_size 8]",
+    "start": "x has shape (3, 8); allowed: [4, 8] (the tokens of topk_idx, hidden_size)",
 }
 
 

@@ -249,7 +249,7 @@ def test_gradient_transforms_are_refused(comm: ep_ops.Communicator) -> None:
 
 def test_not_initialized_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(RuntimeWarning, match="of this process alone.*init_process_group") as told:
+    with pytest.warns(RuntimeWarning, match="this process alone.*init_process_group") as told:
         ep_ops.Communicator(**SIZES).destroy()
     assert [one.filename for one in told] == [__file__]  # it points at the line that is to be mended
 
