@@ -280,7 +280,7 @@ class Communicator(Methods):
         for one in formats:
             if isinstance(one, str) or len(one) != 2:
                 raise ValueError(
-                    f"formats has {one!r}; allowed: pairs of format and scales_as, as ('e4m3/128/pow2', 'columns')"
+                    f"formats has {one!r}; allowed: pairs (format, scales_as), such as ('e4m3/128/pow2', 'columns')"
                 )
         for name, scales_as in formats:
             layout_of(format_of(name), scales_as)

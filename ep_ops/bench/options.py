@@ -95,8 +95,11 @@ def add_domain_options(options: argparse.ArgumentParser) -> None:
         "--domain-size",
         type=positive,
         metavar="N",
-        help="declare NVLink domains of N ranks (EP_OPS_WIRE: over what)",
+        help="declare NVLink domains of N ranks (EP_OPS_WIRE selects the transport between them)",
     )
     options.add_argument(
-        "--staging-bytes", type=positive, metavar="N", help="bound on the kernels' symmetric memory: rounds"
+        "--staging-bytes",
+        type=positive,
+        metavar="N",
+        help="bound on the symmetric memory of the kernels; larger calls run in rounds",
     )

@@ -56,10 +56,16 @@ def parser() -> argparse.ArgumentParser:
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs where there are any"
     )
     demo.add_argument("--ranks", type=positive, help="processes (default: one per GPU, CPU: 2)")
-    demo.add_argument("--decode", action="store_true", help="instead: decode steps, on GPUs as one CUDA graph")
+    demo.add_argument(
+        "--decode", action="store_true", help="run decode steps instead of training, on GPUs in a CUDA graph"
+    )
     demo.add_argument("--steps", type=positive, help="training steps (default: 60), or decode steps (300, CPU: 20)")
-    demo.add_argument("--tokens", type=positive, default=8, help="of each rank in a decode step (default: %(default)s)")
-    demo.add_argument("--sequences", type=positive, help="of 32 tokens, per rank and step (default: 128, CPU: 16)")
+    demo.add_argument(
+        "--tokens", type=positive, default=8, help="tokens of each rank in a decode step (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--sequences", type=positive, help="sequences of 32 tokens, per rank and step (default: 128, CPU: 16)"
+    )
     demo.add_argument("--hidden-size", type=hidden_size, help="a multiple of 32 (default: 512, CPU: 64)")
     demo.add_argument(
         "--backend", choices=("auto", "cute", "reference"), default="auto", help="auto: cute where it can run"
@@ -70,19 +76,19 @@ def parser() -> argparse.ArgumentParser:
     ahead = commands.add_parser(
         "compile",
         help="compile a communicator's kernels into the disk cache, with all cores; needs no GPU",
-        description="Compiles what an ep_ops.Communicator of these arguments launches into EP_OPS_CACHE_DIR.",
+        description="Compile the kernels of an ep_ops.Communicator with these arguments into EP_OPS_CACHE_DIR.",
     )
-    ahead.add_argument("--ranks", type=positive, required=True, help="of the communicator's group")
+    ahead.add_argument("--ranks", type=positive, required=True, help="number of ranks of the communicator")
     add_options(ahead)
     ahead.add_argument(
         "--format", action="append", default=[], metavar="NAME=LAYOUT",
-        help="rows in a format as well, as e4m3/128/pow2=columns (repeatable; without =LAYOUT its first one)",
+        help="also compile for rows in a format, such as e4m3/128/pow2=columns (repeatable; default: its first layout)",
     )  # fmt: skip
-    ahead.add_argument("--arch", type=arch, help="as sm_90a, sm_100a (default: this host's GPU's)")
+    ahead.add_argument("--arch", type=arch, help="such as sm_90a or sm_100a (default: that of this host's GPU)")
     ahead.set_defaults(run=run_compile)
 
     doctor = commands.add_parser(
-        "doctor", help="print versions, GPUs, how they reach each other, and the backend to be chosen"
+        "doctor", help="print versions, GPUs, how they are connected, and the backend that will be used"
     )
     doctor.set_defaults(run=run_doctor)
     commands.add_parser(

@@ -107,8 +107,8 @@ def _steps(comm: ep_ops.Communicator, options: DecodeOptions) -> None:
     if comm.rank == 0:
         print(
             f"{comm.world_size} ranks, {comm.backend.name} backend: {options.layers} layers of {options.experts}"
-            f" experts, top {options.top_k}, hidden {options.hidden_size}, {options.tokens} tokens a rank\n"
-            f"{options.steps} decode steps: {took:.0f} µs a step, {took / options.layers:.0f} µs a layer;"
+            f" experts, top {options.top_k}, hidden {options.hidden_size}, {options.tokens} tokens per rank\n"
+            f"{options.steps} decode steps: {took:.0f} µs per step, {took / options.layers:.0f} µs per layer;"
             f" {'replayed against eager' if on_gpu else 'the same steps again'}: {error:.1e}"
         )
     # On a CPU matrix products round as the addresses of their operands happen to lie, so that steps differ a little.

@@ -45,7 +45,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     if x.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; allowed: both torch.bfloat16 or both torch.float16")
     if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1] or w.shape[1] % 8 or w.shape[2] % 8:
-        allowed = f"[{offs.shape[0]} (as offs has), {x.shape[1]} (as rows have), N], both multiples of 8"
+        allowed = f"[{offs.shape[0]}, {x.shape[1]}, N] (the entries of offs, the columns of x), multiples of 8"
         raise ValueError(f"w has shape {tuple(w.shape)}; allowed: {allowed}")
     return _GroupedMM.apply(x, w, offs)
 

@@ -44,7 +44,7 @@ class MoECommunicatorConfig(Config):
             logical and physical experts are the same.
         mode: kernels for dispatch and combine; gradients always use throughput kernels. "latency", "throughput", or
             "auto": latency kernels for calls whose ``max_tokens`` is at most ``latency_max_tokens``. Results are
-            bit-identical. The reference backend ignores it.
+            bit-identical. The reference backend checks the mode, and runs the same code in each.
         layout: order of received rows. "grouped": [R, H], contiguous segments by local expert; "padded": [local
             experts, slots, H]; "token_major": [R, H], one row for each (token, rank).
         capacity: size of the receive buffer. None: the worst case, without drops. An int: R rows, or for "padded" the

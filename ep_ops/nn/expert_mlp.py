@@ -50,7 +50,7 @@ def expert_mlp(
     Differentiable, also under ``torch.compile(fullgraph=True)`` and in CUDA graphs. If ``gemms.late``, backward
     computes the gradients of w_in and w_out while the gradient of x is being sent, with the same bits. In this
     case the gradients of the experts' inputs and outputs, [R, H] each, are in memory at the same time. On GPUs this
-    order is tested in eager mode only.
+    order is not tested with activation checkpointing.
 
     Args:
         comm: the communicator, with hidden size H.

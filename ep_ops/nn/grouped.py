@@ -27,7 +27,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         ValueError: w has the wrong shape.
     """
     if w.dim() != 3 or w.shape[0] != offs.shape[0] or w.shape[1] != x.shape[1]:
-        allowed = f"[{offs.shape[0]} (as offs has), {x.shape[1]} (as rows have), N]"
+        allowed = f"[{offs.shape[0]}, {x.shape[1]}, N] (the entries of offs, the columns of x)"
         raise ValueError(f"w has shape {tuple(w.shape)}; allowed: {allowed}")
     if w.dtype != x.dtype and autocasts(x.device.type):
         w = w.to(x.dtype)

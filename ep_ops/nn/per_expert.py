@@ -83,5 +83,5 @@ def mask_rows(x: Tensor, route: Route) -> Tensor:
     """
     holds = expert_of_rows(route) >= 0
     if x.shape[:1] != holds.shape:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected [{holds.shape[0]} (num_rows of the route), ...]")
+        raise ValueError(f"x has shape {tuple(x.shape)}; allowed: [{holds.shape[0]}, ...] (the rows of the route)")
     return torch.where(holds.view(-1, *[1] * (x.ndim - 1)), x, 0)

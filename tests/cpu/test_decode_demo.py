@@ -15,4 +15,4 @@ def test_decode_steps():
     command = [sys.executable, "-m", "ep_ops", "demo", "--decode", "--device", "cpu", "--steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"2 decode steps: \d+ µs a step.*the same steps again: \d", done.stdout), done.stdout
+    assert re.search(r"2 decode steps: \d+ µs per step.*the same steps again: \d", done.stdout), done.stdout
