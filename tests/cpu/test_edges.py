@@ -235,9 +235,7 @@ def test_what_layers_are_made_of_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=rf"x has shape \(3, 16\); expected \[{rows.route.num_rows} \(num_rows"):
             nn.mask_rows(torch.randn(3, 16), rows.route)
         for shape in ((9, 16, 4), (held, 8, 4), (held, 16)):
-            with pytest.raises(
-                ValueError, match=rf"w has shape \({shape[0]}, .*; allowed: \[{held}, 16, N\]"
-            ):
+            with pytest.raises(ValueError, match=rf"w has shape \({shape[0]}, .*; allowed: \[{held}, 16, N\]"):
                 grouped_mm(rows.x, torch.randn(shape), rows.route.offs)
         with pytest.raises(ValueError, match="formats has 'e4m3/128/pow2'; allowed: pairs"):
             comm.warmup(["e4m3/128/pow2"])  # type: ignore[list-item]
