@@ -167,10 +167,10 @@ def _layout(layout: str, alignment: int, slots: int) -> None:
         raise ValueError(f"alignment is {alignment}; allowed with layout {TOKEN_MAJOR!r}: 1 (it has no segments)")
     if layout != PADDED:
         if slots:
-            raise ValueError(f"slots is {slots} and layout {layout!r}; slots are for layout {PADDED!r}")
+            raise ValueError(f"slots is {slots}, with layout {layout!r}; allowed: 0 (only layout {PADDED!r} has slots)")
     elif slots <= 0 or slots % alignment:
         raise ValueError(
-            f"slots is {slots} and layout {PADDED!r}; allowed: positive multiples of alignment {alignment}"
+            f"slots is {slots}, with layout {PADDED!r}; allowed: positive multiples of alignment {alignment}"
         )
 
 

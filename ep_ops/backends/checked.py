@@ -69,8 +69,8 @@ class CheckedBackend:
         self._given: dict[int, tuple[str, tuple[Any, ...]]] = {}  # flight -> operator, arguments of its start
         if member.rank == 0:
             warnings.warn(
-                f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} runs on the reference backend,"
-                " too, and is compared, which is slow",
+                f"EP_OPS_CHECK is 1: every operation of communicator {member.name!r} also runs on the reference"
+                " backend, to compare the results, which is slow",
                 RuntimeWarning, stacklevel=4,
             )  # fmt: skip
 

@@ -54,7 +54,7 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
     if why:
         backend = "reference"
         if None not in facts and exchange.rank == 0:
-            warnings.warn(f"backend 'auto' takes 'reference', which is slow: {why}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"backend 'auto' selects 'reference', which is slow: {why}", RuntimeWarning, stacklevel=3)
     elif backend == "cute":
         agreed = _with_latency_kernels(exchange, agreed, facts)
     return dataclasses.replace(agreed, backend=backend)

@@ -13,7 +13,7 @@ def stand_in_for_deep_ep() -> None:
     """
     asked = os.environ.get("EP_OPS_DEEP_EP", "")
     if asked not in ("", "0", "1"):
-        raise ValueError(f"EP_OPS_DEEP_EP is {asked!r}; allowed: 1 (ep_ops stands in for DeepEP), 0")
+        raise ValueError(f"EP_OPS_DEEP_EP is {asked!r}; allowed: 0, or 1 (ep_ops replaces DeepEP)")
     if asked == "1":
         from ep_ops.integrations import deep_ep
 

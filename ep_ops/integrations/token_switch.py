@@ -85,7 +85,7 @@ class EpOpsTokenSwitch(TokenSwitch):
     def comm(self) -> Communicator:
         """Return the communicator, which the first routing creates. RuntimeError before."""
         if self._comm is None:
-            raise RuntimeError("there is no communicator before the first create_routing, which tells top_k")
+            raise RuntimeError("there is no communicator before the first create_routing, which determines top_k")
         return self._comm
 
     def create_routing(

@@ -290,7 +290,7 @@ INTS = [
     ("capacity", -4, "allowed: 0..2**31 - 1"),
     ("capacity", 2**31, "allowed: 0..2**31 - 1"),
     ("capacity", 2, "multiple of alignment 4"),
-    ("slots", 8, "slots are for layout 'padded'"),
+    ("slots", 8, "allowed: 0 (only layout 'padded' has slots)"),
     ("num_rows", -1, "allowed: 24"),
     ("num_rows", 2**31, "allowed: 24"),
     ("num_local_experts", EXPERTS + 1, "has 3 on this rank"),
@@ -318,7 +318,7 @@ def test_layouts(comm: ep_ops.Communicator, name: str) -> None:
         refused(comm, name, ValueError, "layout is 'padded'", "allowed with exact sizes: 'grouped'", layout="padded")
         return
     for slots in (0, -8, 6):
-        text = f"slots is {slots} and layout 'padded'; allowed: positive multiples of alignment 4"
+        text = f"slots is {slots}, with layout 'padded'; allowed: positive multiples of alignment 4"
         refused(comm, name, ValueError, text, layout="padded", slots=slots)
 
 

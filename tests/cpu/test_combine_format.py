@@ -177,7 +177,10 @@ def disagreeing() -> str:
 
 def test_ranks_that_disagree() -> None:
     """The error is raised on all ranks, and the communicator remains usable."""
-    assert run_ranks(2, disagreeing) == ["combine: ranks disagree on format: ['', 'e4m3/32/mx'] by rank"] * 2
+    assert (
+        run_ranks(2, disagreeing)
+        == ["combine: ranks disagree on format: ['', 'e4m3/32/mx'] by rank; all ranks must pass the same"] * 2
+    )
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -135,11 +135,11 @@ REFUSED: dict[str, tuple[Callable[[ep_ops.Communicator, Tensor, Tensor], Any], s
     "no layout": (lambda c, x, idx: c.dispatch(x, idx, layout=None), "layout is None; allowed: a str"),
     "padded without slots": (
         lambda c, x, idx: c.dispatch(x, idx, layout="padded"),
-        "slots is 0 and layout 'padded'; allowed: positive multiples of alignment",
+        "slots is 0, with layout 'padded'; allowed: positive multiples of alignment",
     ),
     "slots without padded": (
         lambda c, x, idx: c.dispatch(x, idx, slots=16),
-        "slots is 16 and layout 'grouped'; slots are for layout 'padded'",
+        "slots is 16, with layout 'grouped'; allowed: 0 (only layout 'padded' has slots)",
     ),
     "slots and capacity": (
         lambda c, x, idx: c.dispatch(x, idx, layout="padded", slots=16, capacity=64),

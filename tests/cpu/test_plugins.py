@@ -112,5 +112,5 @@ def test_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         plugins.stand_in_for_deep_ep()
         assert "deep_ep" not in sys.modules
     monkeypatch.setenv("EP_OPS_DEEP_EP", "yes")
-    with pytest.raises(ValueError, match="EP_OPS_DEEP_EP is 'yes'; allowed: 1"):
+    with pytest.raises(ValueError, match="EP_OPS_DEEP_EP is 'yes'; allowed: 0, or 1"):
         plugins.stand_in_for_deep_ep()

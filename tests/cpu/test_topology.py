@@ -350,7 +350,7 @@ def test_ranks_of_two_domains(backend: str) -> None:
     elif backend == "cute":
         assert first == second == [refused]
     else:
-        assert first == [*second, f"backend 'auto' takes 'reference', which is slow: {refused}"]
+        assert first == [*second, f"backend 'auto' selects 'reference', which is slow: {refused}"]
         assert second[0] == "reference"
 
 
@@ -359,7 +359,7 @@ def test_values_that_kernels_do_not_take() -> None:
     why = "staging_bytes is 1000; in 64 rounds"
     first, second = run_ranks(2, agreed, "aa", {}, {"backend": "auto"}, why)
     assert second == ["reference", ((0, 1),), "auto"]
-    assert first == [*second, f"backend 'auto' takes 'reference', which is slow: {why}"]
+    assert first == [*second, f"backend 'auto' selects 'reference', which is slow: {why}"]
 
 
 def test_the_wire_that_was_asked_for() -> None:

@@ -141,7 +141,10 @@ class ReferenceBackend:
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
-        given = {"recv_weights given": int(recv_weights is not None), "residual given": int(residual is not None)}
+        given = {
+            "whether recv_weights is given": int(recv_weights is not None),
+            "whether residual is given": int(residual is not None),
+        }
         self._meeting.along("combine", {**given, **quantized.agreed(format)}, route)
         return self.rows.to_tokens(y, recv_weights, route, residual, format)
 
@@ -245,8 +248,8 @@ class ReferenceBackend:
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
         same = {
-            "grad_recv_x given": int(grad_recv_x is not None),
-            "grad_recv_weights given": int(grad_recv_weights is not None),
+            "whether grad_recv_x is given": int(grad_recv_x is not None),
+            "whether grad_recv_weights is given": int(grad_recv_weights is not None),
             "layout": layout_index(route.layout),
         }
         self._meeting.along("dispatch_backward", same, route)
@@ -261,7 +264,10 @@ class ReferenceBackend:
     def combine_backward(
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        same = {"y given": int(y is not None), "recv_weights given": int(recv_weights is not None)}
+        same = {
+            "whether y is given": int(y is not None),
+            "whether recv_weights is given": int(recv_weights is not None),
+        }
         self._meeting.along("combine_backward", same, route)
         grad_y, _, none = self.rows.to_rows(grad_out, None, route, Delivery())
         if recv_weights is None:
@@ -324,4 +330,4 @@ class ReferenceBackend:
 
 def _terms(topk_weights: Tensor | None, delivery: Delivery) -> dict[str, int]:
     """Return the values of a dispatch that ranks must agree on."""
-    return {"topk_weights given": int(topk_weights is not None), **quantized.agreed(delivery.format)}
+    return {"whether topk_weights is given": int(topk_weights is not None), **quantized.agreed(delivery.format)}

@@ -75,8 +75,11 @@ class Meeting:
             values = gathered[:, column].tolist()
             if len(set(values)) > 1:
                 self.stage = "settled"
-                values = [NAMES[field][value] for value in values] if field in NAMES else values
-                raise ValueError(f"{operator}: ranks disagree on {field}: {values} by rank")
+                names = (False, True) if field.startswith("whether ") else NAMES.get(field)
+                values = values if names is None else [names[value] for value in values]
+                raise ValueError(
+                    f"{operator}: ranks disagree on {field}: {values} by rank; all ranks must pass the same"
+                )
         return gathered[:, len(same) : len(same) + len(own)]
 
     def gather(self, operator: str, problem: str | None, values: Sequence[int] = ()) -> tuple[Tensor, list[str]]:
