@@ -24,11 +24,11 @@ class Changed:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._right, name)
-        if name != "backward_wait" and "ticket" in OUTPUTS.get(name, ("ticket",)):
+        if name not in OUTPUTS and name != "wait":
             return found
 
         def run(*args: Any) -> Any:
-            operator = f"{args[1]}_wait" if name == "backward_wait" else name
+            operator = f"{args[1]}_wait" if name == "wait" else name
             results = found(*args)
             alone = isinstance(results, torch.Tensor)
             changed = self._change(operator, [results] if alone else list(results))

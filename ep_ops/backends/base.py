@@ -13,9 +13,6 @@ from torch import Tensor
 from ..records import Delivery, DispatchTensors, Operation, Placed, Received, Route, Sizes
 from .budget import Budget
 
-Blank = Callable[[], tuple[Tensor, Tensor]]
-"""What makes tensors of the sizes that the wait of a gradient returns."""
-
 Formats = Sequence[tuple[str, str]]
 """Formats of rows, each with the layout of its scales ("": the first): see docs/formats.md."""
 
@@ -34,12 +31,6 @@ class Backend(Protocol):
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors: ...
 
-    def bind_dispatch(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> Callable[..., DispatchTensors] | None:
-        """Return a function that runs :meth:`dispatch` faster for other tensors of the same shapes and dtypes as these,
-        without scales, or None if there is none. It takes (x, topk_weights, topk_idx)."""
-
     def dispatch_dynamic(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
@@ -53,12 +44,6 @@ class Backend(Protocol):
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
         """Return out [T, H]. ``format``: format in which sums are sent, one of ``COMBINE_FORMATS`` or empty."""
-
-    def bind_combine(
-        self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
-    ) -> Callable[..., Tensor] | None:
-        """Return a function that runs :meth:`combine` faster for other tensors of the same shapes and dtypes as these,
-        without a residual, or None if there is none. It takes (y, recv_weights, *route.tensors)."""
 
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
         """Return out [T, H]."""
@@ -74,35 +59,19 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return grad_y [R, H], and grad_recv_weights [R] ([0] unless y and recv_weights are given)."""
 
-    # Split operations, each in a flight 0 .. FLIGHTS - 1. A ticket is float32 [0]. Waits take the arguments of their
-    # starts, except those of gradients, and return the results of the whole operation.
+    def bind(self, operator: str, *args: Any) -> Callable[..., Any] | None:
+        """Return a function that runs ``operator`` faster for other tensors of the same shapes and dtypes as these
+        arguments of its method, or None if there is none. It takes (x, topk_weights, topk_idx) for a dispatch, and
+        (y, recv_weights, *route.tensors) for a combine."""
 
-    def dispatch_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> Tensor: ...
+    # Split operations, each in a flight 0 .. FLIGHTS - 1, of "dispatch", "combine" and their gradients.
 
-    def dispatch_wait(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors: ...
+    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
+        """Start ``operator`` with the arguments of its method, and return the ticket, float32 [0]."""
 
-    def dispatch_backward_start(
-        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> Tensor: ...
-
-    def combine_start(
-        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
-    ) -> Tensor: ...
-
-    def combine_wait(
-        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
-    ) -> Tensor: ...
-
-    def combine_backward_start(
-        self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-    ) -> Tensor: ...
-
-    def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
-        """Finish the started ``operator``, "dispatch_backward" or "combine_backward"."""
+    def wait(self, flight: int, operator: str, *args: Any) -> Any:
+        """Finish ``operator`` and return its results. ``args``: those of the start, or for gradients a function that
+        makes two tensors of the sizes of the results."""
 
     def end_flights(self) -> None:
         """Wait for the split operations in progress and drop their results. Raises nothing."""

@@ -18,11 +18,10 @@ from torch import Tensor
 from .. import arrivals
 from ..config import Member
 from ..records import DispatchTensors, Placed, Received, Route
-from .base import Backend, Blank
+from .base import Backend
 from .reference import ReferenceBackend
 from .split import parts_of
 
-_STARTED = ("ticket",)
 _TO_TOKENS = ("grad_x", "grad_topk_weights")
 _TO_ROWS = ("grad_y", "grad_recv_weights")
 
@@ -35,17 +34,9 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "combine_gathered": ("out",),
     "dispatch_backward": _TO_TOKENS,
     "combine_backward": _TO_ROWS,
-    "dispatch_start": _STARTED,
-    "dispatch_wait": DispatchTensors._fields,
-    "dispatch_backward_start": _STARTED,
-    "dispatch_backward_wait": _TO_TOKENS,
-    "combine_start": _STARTED,
-    "combine_wait": ("out",),
-    "combine_backward_start": _STARTED,
-    "combine_backward_wait": _TO_ROWS,
 }
-"""Operator -> the names of what a backend returns for it. What is not in this table is not compared. (The waits of
-gradients are one method of a backend.)"""
+"""Operator -> the names of what a backend returns for it, and for the wait of a split operation. Other methods of a
+backend are not compared."""
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""
@@ -77,18 +68,18 @@ class CheckedBackend:
     def __getattr__(self, name: str) -> Any:
         """Return a compared operator, or another attribute of the backend."""
         found = getattr(self._backend, name)
-        return functools.partial(self._run, name) if name in OUTPUTS else found
+        return functools.partial(self._run, name, found) if name in OUTPUTS else found
 
-    def bind_dispatch(self, *args: Any) -> None:
-        """Return None, so that every dispatch is compared."""
+    def bind(self, operator: str, *args: Any) -> None:
+        """Return None, so that every call is compared."""
 
-    def bind_combine(self, *args: Any) -> None:
-        """Return None, so that every combine is compared."""
+    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
+        return self._run(f"{operator}_start", self._backend.start, flight, operator, *args)
 
-    def backward_wait(self, flight: int, operator: str, blank: Blank) -> Any:
-        return self._run(f"{operator}_wait", flight, blank)
+    def wait(self, flight: int, operator: str, *args: Any) -> Any:
+        return self._run(f"{operator}_wait", self._backend.wait, flight, operator, *args)
 
-    def _run(self, operator: str, *args: Any) -> Any:
+    def _run(self, operator: str, method: Callable[..., Any], *args: Any) -> Any:
         whole, part = parts_of(operator)
         self._unmet = False
         if _capturing(self._device):
@@ -97,12 +88,9 @@ class CheckedBackend:
                 " 1: it is compared on the host. Run without CUDA graphs, or without EP_OPS_CHECK."
             )
         try:
-            if part == "wait" and "backward" in whole:
-                got = self._backend.backward_wait(args[0], whole, args[1])
-            else:
-                got = getattr(self._backend, operator)(*args)
+            got = method(*args)
             if part == "start":
-                self._given[args[0]] = whole, args[1:]
+                self._given[args[0]] = whole, args[2:]
                 return got
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
@@ -113,8 +101,6 @@ class CheckedBackend:
         self._operations += 1
         if part:
             _, args = self._given.pop(args[0])
-            if whole == "combine":  # split operations take no residual
-                args = *args[:3], None, *args[3:]
         expected = getattr(self._reference, whole)(*args)
         slack = self._rounding(*args) if whole == "combine_backward" else None
         found = self._reference.exchange.all_gather_text(self._difference(whole, args, got, expected, slack))
@@ -128,12 +114,9 @@ class CheckedBackend:
         return got
 
     def end_flights(self) -> None:
-        for flight, (whole, args) in [*self._given.items()]:
+        for flight, (whole, _) in [*self._given.items()]:
             with contextlib.suppress(Exception):
-                if "backward" in whole:
-                    self._run(f"{whole}_wait", flight, None)
-                else:
-                    self._run(f"{whole}_wait", flight, *args)
+                self.wait(flight, whole)
 
     def interrupted(
         self, operator: str, error: BaseException, again: Callable[[], Any], flight: int = 0, max_tokens: Any = 0

@@ -19,10 +19,10 @@ from .table import OPERATORS, Operator
 
 def _unchecked(op: Operator) -> Unchecked:
     """Return how an operator runs on a backend without checks."""
-    name, record, run, bind, new = op.name, op.arguments, op.run, op.bind, tuple.__new__
+    name, record, run, new = op.name, op.arguments, op.run, tuple.__new__
 
     def bound(backend: Backend, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
-        found = None if bind is None else bind(backend, new(record, tensors + others))
+        found = backend.bind(name, *op.given(new(record, tensors + others)))
         return found or (lambda *given: run(backend, new(record, given + others)))
 
     def interrupted(backend: Backend, args: tuple[Any, ...], error: BaseException) -> None:

@@ -32,6 +32,7 @@ import meta_kernels
 
 from .. import checks
 from ..backends.base import Backend
+from ..backends.split import parts_of
 from ..config import Member
 from ..records import GROUPED, UNBOUNDED, Delivery, Placed, Received, Route, Sizes
 from . import gradients
@@ -40,18 +41,16 @@ from .gradients import Gradient
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, ``torch.ops.ep.<name>``. ``check``, ``run`` and ``fake`` take the operator's arguments as a record
-    with the schema's names."""
+    """One operator, ``torch.ops.ep.<name>``. ``check``, ``given`` and ``fake`` take the operator's arguments as a
+    record with the schema's names."""
 
     name: str
     schema: str
     does: str  # a sentence for the documentation
     check: Callable[[Member, Any], None]  # raises TypeError or ValueError; ``flight`` has been checked
-    run: Callable[[Backend, Any], Any]
+    given: Callable[[Any], tuple[Any, ...]]  # the arguments of the backend's method
     fake: Callable[[Any], Any]
     gradient: Gradient | None = None
-    bind: Callable[[Backend, Any], Callable[..., Any] | None] | None = None  # see Backend.bind_dispatch
-    starts: str | None = None  # the operator that this one ends, where it is the wait of a split operation
     exact: bool = False  # sizes of outputs depend on data: waits for the device
 
     @functools.cached_property
@@ -60,6 +59,20 @@ class Operator:
         arguments = torch._C.parse_schema(f"ep::{self.name}{self.schema}").arguments
         defaults = [a.default_value for a in arguments if a.has_default_value()]
         return collections.namedtuple(self.name, [a.name for a in arguments], defaults=defaults)
+
+    @functools.cached_property
+    def run(self) -> Callable[[Backend, Any], Any]:
+        """Return what runs the operator on a backend: the method of its name, or the start or wait of that method."""
+        (whole, part), given = parts_of(self.name), self.given
+        if part:
+            return lambda backend, a: getattr(backend, part)(a.flight, whole, *given(a))
+        return lambda backend, a: getattr(backend, whole)(*given(a))
+
+    @property
+    def starts(self) -> str | None:
+        """Return the operator that this one ends, if it is the wait of a split operation."""
+        whole, part = parts_of(self.name)
+        return f"{whole}_start" if part == "wait" else None
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -86,10 +99,30 @@ def route(a: Any, num_rows: int, layout: str = GROUPED, slots: int = 0) -> Route
     return _new(Route, (*tensors, a.alignment, num_rows, a.max_tokens, None, slots, layout, None, None))
 
 
-def route_back(a: Any) -> Route:
-    """Return the route of the gradients of a dispatch."""
+# The arguments of backends' methods, from those of operators.
+
+
+def _sent(a: Any) -> tuple[Any, ...]:
+    return a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
+
+
+def _sent_exactly(a: Any) -> tuple[Any, ...]:
+    sizes = UNBOUNDED, a.alignment, 0, a.max_tokens, a.layout
+    return a.x, a.topk_weights, a.topk_idx, _new(Sizes, sizes), _new(Delivery, _delivery(a))
+
+
+def _returned(a: Any) -> tuple[Any, ...]:
+    """Split combines take no residual."""
+    return a.y, a.recv_weights, route(a, a.y.size(0)), getattr(a, "residual", None), a.format
+
+
+def _of_rows(a: Any) -> tuple[Any, ...]:
     rows = a.grad_recv_weights if a.grad_recv_x is None else a.grad_recv_x
-    return route(a, rows.size(0), a.layout)
+    return a.grad_recv_x, a.grad_recv_weights, route(a, rows.size(0), a.layout)
+
+
+def _of_sums(a: Any) -> tuple[Any, ...]:
+    return a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)
 
 
 _ROUTE = "Tensor topk_idx, Tensor send_rows, Tensor arrivals, Tensor offs, Tensor counts"
@@ -117,7 +150,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor topk_idx, {_SIZES}, {_COMM}) -> ({_PLACED})",
         "compute a route, without sending rows",
         checks.plan,
-        lambda backend, a: backend.plan(a.topk_idx, _new(Sizes, _sizes(a))),
+        lambda a: (a.topk_idx, _new(Sizes, _sizes(a))),
         meta_kernels.plan,
     ),
     Operator(
@@ -126,27 +159,16 @@ OPERATORS: tuple[Operator, ...] = (
         "send tokens [T, H] and weights [T, K] to the ranks of their experts; return the received rows [R, H]. The"
         " caller sets R. Does not synchronize the host on GPUs",
         checks.dispatch,
-        lambda backend, a: backend.dispatch(
-            a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
-        ),
+        _sent,
         meta_kernels.dispatch,
         gradients.OF_DISPATCH,
-        lambda backend, a: backend.bind_dispatch(
-            a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
-        ),
     ),
     Operator(
         "dispatch_dynamic",
         f"({_TOKENS}, int alignment, SymInt max_tokens, {_COMM}, {_DELIVERY}) -> {_DISPATCHED}",
         "`dispatch` with R equal to the number of rows that arrive; synchronizes the host once",
         checks.dispatch_dynamic,
-        lambda backend, a: backend.dispatch_dynamic(
-            a.x,
-            a.topk_weights,
-            a.topk_idx,
-            _new(Sizes, (UNBOUNDED, a.alignment, 0, a.max_tokens, a.layout)),
-            _new(Delivery, _delivery(a)),
-        ),
+        _sent_exactly,
         meta_kernels.dispatch_dynamic,
         gradients.OF_DISPATCH,
         exact=True,
@@ -157,9 +179,7 @@ OPERATORS: tuple[Operator, ...] = (
         f" {_DELIVERY}) -> ({_RECEIVED})",
         "`dispatch` along an existing route",
         checks.dispatch_planned,
-        lambda backend, a: backend.dispatch_planned(
-            a.x, a.topk_weights, route(a, a.num_rows, a.layout, a.slots), _new(Delivery, _delivery(a))
-        ),
+        lambda a: (a.x, a.topk_weights, route(a, a.num_rows, a.layout, a.slots), _new(Delivery, _delivery(a))),
         meta_kernels.dispatch_planned,
         gradients.OF_DISPATCH,
     ),
@@ -170,10 +190,9 @@ OPERATORS: tuple[Operator, ...] = (
         " each token [T, H], plus an optional residual. The order of summation is fixed. Sums and gradients can be sent"
         " [quantized](formats.md#sums-on-the-wire)",
         checks.combine,
-        lambda backend, a: backend.combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual, a.format),
+        _returned,
         meta_kernels.combine,
         gradients.OF_COMBINE,
-        lambda backend, a: backend.bind_combine(a.y, a.recv_weights, route(a, a.y.size(0)), a.residual, a.format),
     ),
     Operator(
         "combine_gathered",
@@ -181,7 +200,7 @@ OPERATORS: tuple[Operator, ...] = (
         "`combine` without weights. The rank of each token reads the token's rows from symmetric memory"
         " (`Communicator.empty_rows`) on the other ranks",
         checks.combine_gathered,
-        lambda backend, a: backend.combine_gathered(a.y, route(a, a.y.size(0))),
+        lambda a: (a.y, route(a, a.y.size(0))),
         meta_kernels.combine,
         gradients.OF_GATHERED,
     ),
@@ -190,7 +209,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_GRADIENTS}) -> {_TO_TOKENS}",
         "gradients of a dispatch",
         checks.dispatch_backward,
-        lambda backend, a: backend.dispatch_backward(a.grad_recv_x, a.grad_recv_weights, route_back(a)),
+        _of_rows,
         meta_kernels.dispatch_backward,
     ),
     Operator(
@@ -198,7 +217,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_COMBINE_GRADIENTS}) -> {_TO_ROWS}",
         "gradients of a combine",
         checks.combine_backward,
-        lambda backend, a: backend.combine_backward(a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)),
+        _of_sums,
         meta_kernels.combine_backward,
     ),
     Operator(
@@ -206,9 +225,7 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> Tensor ticket",
         "start a dispatch, which then runs concurrently with the current stream",
         checks.dispatch,
-        lambda backend, a: backend.dispatch_start(
-            a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
-        ),
+        _sent,
         meta_kernels.dispatch_start,
         gradients.OF_DISPATCH_START,
     ),
@@ -217,19 +234,16 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor ticket, {_TOKENS}, {_SIZES}, {_COMM}, {_DELIVERY}, {_FLIGHT}) -> {_DISPATCHED}",
         "finish a started dispatch; return what `dispatch` returns",
         checks.dispatch,
-        lambda backend, a: backend.dispatch_wait(
-            a.flight, a.x, a.topk_weights, a.topk_idx, _new(Sizes, _sizes(a)), _new(Delivery, _delivery(a))
-        ),
+        _sent,
         meta_kernels.dispatch,
         gradients.OF_DISPATCH_WAIT,
-        starts="dispatch_start",
     ),
     Operator(
         "dispatch_backward_start",
         f"({_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
         "start the gradients of a dispatch",
         checks.dispatch_backward,
-        lambda backend, a: backend.dispatch_backward_start(a.flight, a.grad_recv_x, a.grad_recv_weights, route_back(a)),
+        _of_rows,
         meta_kernels.dispatch_backward_start,
     ),
     Operator(
@@ -237,18 +251,15 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_WAIT}, SymInt tokens, SymInt hidden, int top_k, str comm, {_FLIGHT}) -> {_TO_TOKENS}",
         "finish the gradients of a dispatch",
         _accept,
-        lambda backend, a: backend.backward_wait(
-            a.flight, "dispatch_backward", functools.partial(meta_kernels.dispatch_backward_wait, a)
-        ),
+        lambda a: (functools.partial(meta_kernels.dispatch_backward_wait, a),),
         meta_kernels.dispatch_backward_wait,
-        starts="dispatch_backward_start",
     ),
     Operator(
         "combine_start",
         f"({_COMBINE}, {_FLIGHT}, {_SUMS}) -> Tensor ticket",
         "start a combine, which then runs concurrently with the current stream",
         checks.combine,
-        lambda backend, a: backend.combine_start(a.flight, a.y, a.recv_weights, route(a, a.y.size(0)), a.format),
+        _returned,
         meta_kernels.combine_start,
         gradients.OF_COMBINE_START,
     ),
@@ -257,19 +268,16 @@ OPERATORS: tuple[Operator, ...] = (
         f"(Tensor ticket, {_COMBINE}, {_FLIGHT}, {_SUMS}) -> Tensor out",
         "finish a started combine; return what `combine` returns",
         checks.combine,
-        lambda backend, a: backend.combine_wait(a.flight, a.y, a.recv_weights, route(a, a.y.size(0)), a.format),
+        _returned,
         meta_kernels.combine,
         gradients.OF_COMBINE_WAIT,
-        starts="combine_start",
     ),
     Operator(
         "combine_backward_start",
         f"({_COMBINE_GRADIENTS}, {_FLIGHT}) -> Tensor ticket",
         "start the gradients of a combine",
         checks.combine_backward,
-        lambda backend, a: backend.combine_backward_start(
-            a.flight, a.grad_out, a.y, a.recv_weights, route(a, a.num_rows)
-        ),
+        _of_sums,
         meta_kernels.combine_backward_start,
     ),
     Operator(
@@ -277,11 +285,8 @@ OPERATORS: tuple[Operator, ...] = (
         f"({_WAIT}, SymInt num_rows, SymInt hidden, bool scalars, str comm, {_FLIGHT}) -> {_TO_ROWS}",
         "finish the gradients of a combine",
         _accept,
-        lambda backend, a: backend.backward_wait(
-            a.flight, "combine_backward", functools.partial(meta_kernels.combine_backward_wait, a)
-        ),
+        lambda a: (functools.partial(meta_kernels.combine_backward_wait, a),),
         meta_kernels.combine_backward_wait,
-        starts="combine_backward_start",
     ),
 )
 

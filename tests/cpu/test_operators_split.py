@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -168,15 +169,13 @@ def test_micro_batches_in_turns(backend, monkeypatch):
     torch._dynamo.reset()
     with toy.communicator() as comm:
         calls = []
-        for name in {name for name, _ in TURNS} | {"dispatch_backward_start", "combine_backward_start"}:
-            run = getattr(comm.backend, name)
-            note = lambda flight, *args, name=name, run=run: calls.append((name, flight)) or run(flight, *args)  # noqa: E731
-            monkeypatch.setattr(comm.backend, name, note)
-        wait = comm.backend.backward_wait
-        monkeypatch.setattr(
-            comm.backend, "backward_wait",
-            lambda flight, name, blank: calls.append((f"{name}_wait", flight)) or wait(flight, name, blank),
-        )  # fmt: skip
+
+        def note(part, run, flight, operator, *args):
+            calls.append((f"{operator}_{part}", flight))
+            return run(flight, operator, *args)
+
+        for part in ("start", "wait"):
+            monkeypatch.setattr(comm.backend, part, functools.partial(note, part, getattr(comm.backend, part)))
         layer = torch.compile(in_turns, fullgraph=True) if backend else in_turns
         got = train_turns(layer, comm)
         other = {"start": "wait", "wait": "start"}

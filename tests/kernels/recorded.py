@@ -25,13 +25,6 @@ X, IDX, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 2, dt
 
 
 PLAIN = Delivery()
-NOTHING: Any = (None,) * 5
-
-
-def wait(backend: Any, operator: str, flight: int) -> Any:
-    """A wait, which needs nothing but the flight."""
-    given = NOTHING if operator == "dispatch" else NOTHING[:3]
-    return getattr(backend, f"{operator}_wait")(flight, *given)
 
 
 class Device:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from recorded import FEW, IDX, IN_THREE, MANY, NOTHING, PLAIN, PROBLEM, Device, X, route_of, told
+from recorded import FEW, IDX, IN_THREE, MANY, PLAIN, PROBLEM, Device, X, route_of, told
 
 from cute_kernels import marks, sync
 from cute_kernels.heap import REASON_BYTES, REFUSED, STATE_BYTES
@@ -21,6 +21,7 @@ from ep_ops.backends.cute import watch
 from ep_ops.backends.cute.backend import raise_alarm
 from ep_ops.backends.cute.failures import Failures
 from ep_ops.backends.cute.report import Report
+from ep_ops.backends.split import parts_of
 from ep_ops.records import UNBOUNDED, Sizes
 
 MOST = PROBLEM.max_tokens
@@ -29,7 +30,8 @@ OOM = torch.OutOfMemoryError("no room")
 
 def call(on: Any, operator: str, *args: Any, flight: int = 0, max_tokens: Any = 0) -> Any:
     """As the operators' implementations do it."""
-    run = functools.partial(getattr(on, operator), *args)
+    whole, part = parts_of(operator)
+    run = functools.partial(getattr(on, part or whole), *((args[0], whole, *args[1:]) if part else args))
     try:
         return run()
     except BaseException as error:
@@ -213,11 +215,11 @@ def test_between_the_halves_of_a_dynamic_dispatch(
 
 def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) -> None:
     """Of few tokens the wait receives: in its place the operation is refused. The flight is free afterwards."""
-    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend.latency._kernel, get = raises(OOM), backend.latency._kernel
     with pytest.raises(torch.OutOfMemoryError):
-        call(backend, "dispatch_wait", 0, *NOTHING)
+        call(backend, "dispatch_wait", 0)
     assert kernels(device) == ["Refuse"] and [turns for *_, turns in device.refused] == [1]
     backend.latency._kernel = get
     backend._latency_beside._kernel, get = raises(OOM), backend._latency_beside._kernel
@@ -227,7 +229,7 @@ def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) ->
     assert kernels(device) == ["Refuse"] and not backend._order.started
     # Receiving what the flight under way is sent fails: that one's wait may still come, so nobody can be refused.
     backend._latency_beside._kernel = get
-    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     backend._latency_beside._kernel = raises(OOM)
     device.take()
     with pytest.raises(torch.OutOfMemoryError):
@@ -237,17 +239,17 @@ def test_a_start_and_a_wait(backend: Any, device: Device, failures: Failures) ->
 
 def test_a_wait_whose_operation_has_run(backend: Any, device: Device, failures: Failures) -> None:
     """The start has launched the whole operation, so a failing wait sends no rejection."""
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     backend._flights._join = raises(OOM)
     device.take()
     with pytest.raises(torch.OutOfMemoryError):
-        call(backend, "dispatch_wait", 0, *NOTHING)
+        call(backend, "dispatch_wait", 0)
     assert kernels(device) == [] and not failures.has_failed()
 
 
 def test_what_no_rank_runs(backend: Any, device: Device, failures: Failures) -> None:
     """A call in the wrong order raises on every rank, and no rejection is sent."""
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     device.take()
     with pytest.raises(RuntimeError, match="before an operator that is not split"):
         call(backend, "dispatch", X, None, IDX, MANY, PLAIN, max_tokens=400)
@@ -256,7 +258,7 @@ def test_what_no_rank_runs(backend: Any, device: Device, failures: Failures) -> 
 
 def test_flights_end_though_one_raises(backend: Any, device: Device, failures: Failures) -> None:
     for flight in (0, 1):
-        backend.dispatch_start(flight, X, None, IDX, MANY, PLAIN)
+        backend.start(flight, "dispatch", X, None, IDX, MANY, PLAIN)
     refused_by_a_peer(failures, "dispatch", 400, 1)
     backend.end_flights()
     assert not backend._flights._under_way and not backend._order.started
@@ -296,7 +298,7 @@ def test_a_call_that_tells_of_an_earlier_one_runs(backend: Any, device: Device, 
 
 def test_a_bound_call_tells_of_an_earlier_one(backend: Any, device: Device, failures: Failures) -> None:
     """Before it launches, as any other call; what is left of the course is that of the operator."""
-    run = backend.bind_dispatch(X, None, IDX, FEW, PLAIN)
+    run = backend.bind("dispatch", X, None, IDX, FEW, PLAIN)
     run(X, None, IDX)
     assert (backend._course.open, backend._course.ended) == (False, 1) and kernels(device) == ["LatencyDispatch"]
     refused_by_a_peer(failures, "dispatch", 8, 1)
@@ -312,7 +314,7 @@ def test_a_bound_call_that_cannot_launch(backend: Any, device: Device, failures:
     """Whether its kernel runs is unknown: the communicator fails."""
     get = backend.latency._kernel
     backend.latency._kernel = lambda *variant: lambda terms, **numbers: raises(OOM)
-    run = backend.bind_combine(X, None, route_of((IDX,) * 4, 8))
+    run = backend.bind("combine", X, None, route_of((IDX,) * 4, 8))
     backend.latency._kernel = get
     with pytest.raises(torch.OutOfMemoryError) as told:
         run(X, None, IDX, IDX, IDX, IDX, IDX)

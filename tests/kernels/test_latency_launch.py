@@ -121,7 +121,7 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
     """They launch what the operators launch, with every tensor in its place."""
     launched = backend._launcher.launched
     sizes, how = FEW._replace(alignment=1), Delivery(None, name, "", False)
-    dispatch = backend.bind_dispatch(X, weights, IDX, sizes, how)
+    dispatch = backend.bind("dispatch", X, weights, IDX, sizes, how)
     route = Route(IDX, *backend.dispatch(X, weights, IDX, sizes, how)[3:7], 1, 32, 8)
     out = dispatch(X, weights, IDX)
     (kernel, terms, one), (other_kernel, other_terms, other) = launched
@@ -133,7 +133,7 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
 
     launched.clear()
     y, by = out.recv_x, None if weights is None else out.recv_weights
-    combine = backend.bind_combine(y, by, route, None, name)
+    combine = backend.bind("combine", y, by, route, None, name)
     backend.combine(y, by, route, None, name)
     sums = combine(y, by, *route.tensors)
     (kernel, terms, one), (other_kernel, other_terms, other) = launched
@@ -143,7 +143,7 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
     numbers = {name: value for name, value in one.items() if type(value) is int}
     assert numbers == {name: other[name] for name in numbers}
 
-    backend.dispatch_start(0, X, weights, IDX, sizes, how)
+    backend.start(0, "dispatch", X, weights, IDX, sizes, how)
     for call in (lambda: dispatch(X, weights, IDX), lambda: combine(y, by, *route.tensors)):
         with pytest.raises(RuntimeError, match="before an operator that is not split"):
             call()
@@ -152,13 +152,13 @@ def test_bound_calls(name: str, weights: torch.Tensor | None, backend: Any, monk
 def test_calls_that_are_not_bound(backend: Any) -> None:
     """Those of throughput kernels, and all while a benchmark chooses the roles of blocks."""
     route = Route(IDX, IDX, IDX, IDX, IDX, 16, 32, 8)
-    assert backend.bind_dispatch(X, None, IDX, MANY, PLAIN) is None
-    assert backend.bind_dispatch(X, None, IDX, FEW, Delivery(None, "e4m3/row/fp32", "rows")) is None
-    assert backend.bind_combine(X, None, route, X) is None
-    assert backend.bind_combine(X, None, route._replace(max_tokens=400)) is None
-    assert backend.bind_dispatch(X, None, IDX, FEW, PLAIN) is not None and backend.bind_combine(X, None, route)
+    assert backend.bind("dispatch", X, None, IDX, MANY, PLAIN) is None
+    assert backend.bind("dispatch", X, None, IDX, FEW, Delivery(None, "e4m3/row/fp32", "rows")) is None
+    assert backend.bind("combine", X, None, route, X) is None
+    assert backend.bind("combine", X, None, route._replace(max_tokens=400)) is None
+    assert backend.bind("dispatch", X, None, IDX, FEW, PLAIN) is not None and backend.bind("combine", X, None, route)
     backend.latency.deal = 1, 1, 3
-    assert backend.bind_dispatch(X, None, IDX, FEW, PLAIN) is backend.bind_combine(X, None, route) is None
+    assert backend.bind("dispatch", X, None, IDX, FEW, PLAIN) is backend.bind("combine", X, None, route) is None
 
 
 def test_formats_that_token_major_rows_do_not_have() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from recorded import FEW, IDX, IN_THREE, MANY, PLAIN, PROBLEM, WEIGHTS, Computes, Device, X, route_of, wait
+from recorded import FEW, IDX, IN_THREE, MANY, PLAIN, PROBLEM, WEIGHTS, Computes, Device, X, route_of
 
 
 def on_the_side(done: list[tuple[str, str, Any]], event: int, *kernels: str) -> bool:
@@ -24,23 +24,23 @@ def on_the_side(done: list[tuple[str, str, Any]], event: int, *kernels: str) -> 
 
 def test_many_tokens(backend: Any, device: Device) -> None:
     """Everything is launched by the start; the wait orders the caller's stream behind it, and hands out results."""
-    backend.dispatch_start(1, X, WEIGHTS, IDX, MANY, PLAIN)
+    backend.start(1, "dispatch", X, WEIGHTS, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 3, "Publish", "Pull")
     written = backend.side.launched[-1][2]
-    recv_x, _, recv_weights, *placed = wait(backend, "dispatch", 1)
+    recv_x, _, recv_weights, *placed = backend.wait(1, "dispatch")
     assert device.take() == [("waits for", "caller", 3)] and recv_x is written["recv_x"]
     route = route_of(placed, 400)
-    backend.combine_start(0, recv_x, recv_weights, route)
+    backend.start(0, "combine", recv_x, recv_weights, route, None, "")
     assert on_the_side(device.take(), 2, "Combine")
-    assert wait(backend, "combine", 0) is backend.side.launched[-1][2]["out"]
+    assert backend.wait(0, "combine") is backend.side.launched[-1][2]["out"]
     device.take()
-    backend.combine_backward_start(0, X, recv_x, recv_weights, route)
+    backend.start(0, "combine_backward", X, recv_x, recv_weights, route)
     assert on_the_side(device.take(), 2, "Publish", "PullScaled")
-    assert backend.backward_wait(0, "combine_backward", None)[0] is backend.side.launched[-1][2]["grad_y"]
+    assert backend.wait(0, "combine_backward")[0] is backend.side.launched[-1][2]["grad_y"]
     device.take()
-    backend.dispatch_backward_start(0, recv_x, recv_weights, route)
+    backend.start(0, "dispatch_backward", recv_x, recv_weights, route)
     assert on_the_side(device.take(), 2, "Combine")
-    assert backend.backward_wait(0, "dispatch_backward", None)[0] is backend.side.launched[-1][2]["out"]
+    assert backend.wait(0, "dispatch_backward")[0] is backend.side.launched[-1][2]["out"]
     assert not backend._flights._under_way and not backend._order.started
 
 
@@ -64,94 +64,94 @@ def test_rounds(weighted: bool, backend: Any, device: Device) -> None:
     given = WEIGHTS if weighted else None
     with Computes(device):
         for flight in (0, 1):
-            backend.dispatch_start(flight, X, given, IDX, IN_THREE, PLAIN)
+            backend.start(flight, "dispatch", X, given, IDX, IN_THREE, PLAIN)
             moving = launched(*["cut", "Publish", "Pull"] * 3)
             assert started(2 + flight) == [*launched("Publish"), *moving]
-        recv_x, _, recv_weights, *placed = wait(backend, "dispatch", 1)
+        recv_x, _, recv_weights, *placed = backend.wait(1, "dispatch")
         assert device.take() == [("waits for", "caller", 3)]
-        wait(backend, "dispatch", 0)
+        backend.wait(0, "dispatch")
         route, row_weights = route_of(placed, IN_THREE.max_tokens), recv_weights if weighted else None
         device.take()
-        backend.combine_start(0, recv_x, row_weights, route)
+        backend.start(0, "combine", recv_x, row_weights, route, None, "")
         assert started(2) == launched(*["cut", "Combine"] * 3)
-        wait(backend, "combine", 0)
+        backend.wait(0, "combine")
         device.take()
-        backend.dispatch_backward_start(0, recv_x, row_weights, route)
+        backend.start(0, "dispatch_backward", recv_x, row_weights, route)
         assert started(2) == launched(*["cut", "Combine"] * 3)
-        backend.backward_wait(0, "dispatch_backward", None)
+        backend.wait(0, "dispatch_backward")
         device.take()
-        backend.combine_backward_start(0, X, recv_x, row_weights, route)
+        backend.start(0, "combine_backward", X, recv_x, row_weights, route)
         assert started(2) == launched(*["cut", "Publish", "PullScaled" if weighted else "Pull"] * 3)
-        backend.backward_wait(0, "combine_backward", None)
+        backend.wait(0, "combine_backward")
         device.take()
         tokens = IN_THREE._replace(alignment=1, layout="token_major")
-        backend.dispatch_start(0, X, given, IDX, tokens, PLAIN)
+        backend.start(0, "dispatch", X, given, IDX, tokens, PLAIN)
         along = ["cut", "PublishTokens" if weighted else "Publish", "Pull"] * 3
         assert started(2) == launched("PublishTokens", *along)
-        wait(backend, "dispatch", 0)
+        backend.wait(0, "dispatch")
     assert not backend._flights._under_way and not backend._order.started
 
 
 def test_two_under_way(backend: Any, device: Device) -> None:
     """In the order of their starts on the side stream, each with an event, awaited in any order."""
     for flight in (0, 1):
-        backend.dispatch_start(flight, X, None, IDX, MANY, PLAIN)
+        backend.start(flight, "dispatch", X, None, IDX, MANY, PLAIN)
         assert on_the_side(device.take(), 2 + flight, "Publish", "Pull")
     first, second = (given["recv_x"] for kernel, _, given in backend.side.launched if type(kernel).__name__ == "Pull")
     with pytest.raises(RuntimeError, match="flight 1 is in use: ep::dispatch_start must be followed"):
-        backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+        backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
     with pytest.raises(
         RuntimeError, match="ep::combine_wait was called, but ep::dispatch_start was called in flight 0"
     ):
-        wait(backend, "combine", 0)
+        backend.wait(0, "combine")
     with pytest.raises(RuntimeError, match="before an operator that is not split"):
         backend.dispatch(X, None, IDX, MANY, PLAIN)
     assert device.take() == []
-    assert wait(backend, "dispatch", 1)[0] is second and device.take() == [("waits for", "caller", 3)]
-    assert wait(backend, "dispatch", 0)[0] is first and device.take() == [("waits for", "caller", 2)]
+    assert backend.wait(1, "dispatch")[0] is second and device.take() == [("waits for", "caller", 3)]
+    assert backend.wait(0, "dispatch")[0] is first and device.take() == [("waits for", "caller", 2)]
     with pytest.raises(RuntimeError, match="ep::dispatch_wait was called, but nothing was started in flight 0"):
-        wait(backend, "dispatch", 0)
+        backend.wait(0, "dispatch")
     backend.dispatch(X, None, IDX, MANY, PLAIN)
     assert ("launches", "caller", "Pull") in device.take()
 
 
 def test_few_tokens(backend: Any, device: Device) -> None:
     """The start sends beside the caller's stream, the wait receives on it."""
-    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
+    backend.start(0, "dispatch", X, WEIGHTS, IDX, FEW, PLAIN)
     assert on_the_side(device.take(), 2, "LatencyDispatch")
-    recv_x, _, recv_weights, *placed = wait(backend, "dispatch", 0)
+    recv_x, _, recv_weights, *placed = backend.wait(0, "dispatch")
     done = [each for each in device.take() if each[0] != "allocates"]
     assert done == [("waits for", "caller", 2), ("launches", "caller", "LatencyDispatch")]
     send, receive = backend.side.launched[0], backend._launcher.launched[0]
     assert (send[0].send, send[0].receive) == (True, False) and receive[2]["recv_x"] is recv_x
     assert (receive[0].send, receive[0].receive) == (False, True)
-    backend.combine_start(0, recv_x, recv_weights, route_of(placed, 8))
+    backend.start(0, "combine", recv_x, recv_weights, route_of(placed, 8), None, "")
     assert on_the_side(device.take(), 2, "LatencyCombine")
-    assert wait(backend, "combine", 0) is backend._launcher.launched[-1][2]["out"]
+    assert backend.wait(0, "combine") is backend._launcher.launched[-1][2]["out"]
 
 
 def test_few_tokens_and_another_start(backend: Any, device: Device) -> None:
     """It receives first, beside the caller's stream: between sending and receiving nothing may come."""
-    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
-    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+    backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
     done = device.take()
     second = done.index(("records", "side", 2)) + 1
     assert on_the_side(done[:second], 2, "LatencyDispatch") and on_the_side(done[second:], 3, "Publish", "Pull")
     assert backend.side.launched[1][0].receive and not backend.side.launched[1][0].send
-    assert wait(backend, "dispatch", 0)[0] is backend.side.launched[1][2]["recv_x"]
+    assert backend.wait(0, "dispatch")[0] is backend.side.launched[1][2]["recv_x"]
     assert device.take() == [("waits for", "caller", 2)]
-    wait(backend, "dispatch", 1)
+    backend.wait(1, "dispatch")
 
 
 def test_flights_that_are_ended(backend: Any, device: Device) -> None:
     """What has only been sent is received, so that this rank's number of operations remains that of its peers."""
-    backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
-    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, WEIGHTS, IDX, FEW, PLAIN)
+    backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
     backend.end_flights()
     assert not backend._flights._under_way and not backend._order.started
     device.take()
-    backend.dispatch_start(1, X, None, IDX, FEW, PLAIN)
+    backend.start(1, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend.end_flights()
     assert [kernel for what, _, kernel in device.take() if what == "launches"] == ["LatencyDispatch"]
@@ -160,10 +160,10 @@ def test_flights_that_are_ended(backend: Any, device: Device) -> None:
 
 def test_another_stream_waits(backend: Any, device: Device) -> None:
     """The allocator learns who used what, since memory goes back to the stream that it came from."""
-    backend.dispatch_start(0, X, WEIGHTS, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, WEIGHTS, IDX, MANY, PLAIN)
     device.take()
     device.current = device.stream("other")
-    assert len(wait(backend, "dispatch", 0)) == 9
+    assert len(backend.wait(0, "dispatch")) == 9
     assert device.take() == [("waits for", "other", 2), ("uses", "side", 3), ("uses", "other", 9)]
 
 
@@ -173,27 +173,27 @@ def test_another_start_on_another_stream(backend: Any, device: Device) -> None:
     caller, other = device.current, device.stream("other")
     for waits in (caller, other):
         device.current = caller
-        backend.dispatch_start(0, X, WEIGHTS, IDX, FEW, PLAIN)
+        backend.start(0, "dispatch", X, WEIGHTS, IDX, FEW, PLAIN)
         device.current = other
-        backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+        backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
         device.current = waits
         device.take()
-        assert len(wait(backend, "dispatch", 0)) == 9
+        assert len(backend.wait(0, "dispatch")) == 9
         assert device.take() == [("waits for", waits.name, 2), ("uses", "side", 3), ("uses", waits.name, 9)]
-        wait(backend, "dispatch", 1)
+        backend.wait(1, "dispatch")
 
 
 def test_a_capture_that_failed(backend: Any, device: Device) -> None:
     """Nothing of what was started in it runs, so nobody receives it, and its flight is free."""
     for after in ("start", "whole", "refusal", "capture"):
         device.capturing = 1
-        backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
+        backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
         device.capturing = 0
         device.take()
         if after == "start":
-            backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+            backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
             assert on_the_side(device.take(), 3, "Publish", "Pull")
-            wait(backend, "dispatch", 1)
+            backend.wait(1, "dispatch")
         elif after == "whole":
             backend.dispatch(X, None, IDX, MANY, PLAIN)
             assert [kernel for what, _, kernel in device.take() if what == "launches"] == ["Publish", "Pull"]
@@ -203,24 +203,24 @@ def test_a_capture_that_failed(backend: Any, device: Device) -> None:
         else:
             device.capturing = 2
             with pytest.raises(RuntimeError, match="start was captured in a CUDA graph, its wait was captured in anot"):
-                wait(backend, "dispatch", 0)
-            backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
-            wait(backend, "dispatch", 0)
+                backend.wait(0, "dispatch")
+            backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
+            backend.wait(0, "dispatch")
             device.capturing = 0
         assert not backend._order.started and not backend._flights._under_way, after
 
 
 def test_a_start_that_runs_and_one_that_is_captured(backend: Any, device: Device) -> None:
     """What runs is received where it runs, not in the capture of another one; its wait finds that."""
-    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     device.capturing = 1
-    backend.dispatch_start(1, X, None, IDX, MANY, PLAIN)
+    backend.start(1, "dispatch", X, None, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 3, "Publish", "Pull")
-    wait(backend, "dispatch", 1)
+    backend.wait(1, "dispatch")
     device.capturing = 0
     device.take()
-    wait(backend, "dispatch", 0)
+    backend.wait(0, "dispatch")
     assert [done for done in device.take() if done[0] == "launches"] == [("launches", "caller", "LatencyDispatch")]
     assert not backend._launcher.launched[-1][0].send
 
@@ -228,22 +228,22 @@ def test_a_start_that_runs_and_one_that_is_captured(backend: Any, device: Device
 def test_graphs(backend: Any, device: Device) -> None:
     """Start and wait are captured together, or neither is."""
     device.capturing = 1
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 2, "Publish", "Pull")
-    wait(backend, "dispatch", 0)
+    backend.wait(0, "dispatch")
     device.capturing = 0
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     device.capturing = 1
     with pytest.raises(RuntimeError, match="'ep': ep::dispatch_wait: its wait is captured in a CUDA graph, its start"):
-        wait(backend, "dispatch", 0)
+        backend.wait(0, "dispatch")
     device.capturing = 0
-    wait(backend, "dispatch", 0)  # it is still under way
+    backend.wait(0, "dispatch")  # it is still under way
     device.capturing = 1
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     device.capturing = 0
     with pytest.raises(RuntimeError, match="its start was captured in a CUDA graph, its wait was not"):
-        wait(backend, "dispatch", 0)
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)  # that one is forgotten
+        backend.wait(0, "dispatch")
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)  # that one is forgotten
 
 
 def test_refusals(backend: Any, device: Device) -> None:
@@ -251,7 +251,7 @@ def test_refusals(backend: Any, device: Device) -> None:
     refuse = ("launches", "caller", "Refuse")
     backend.reject("dispatch_start", "why")
     assert device.take() == [refuse]
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     device.take()
     backend.reject("combine_start", "why", 1)
     assert device.take() == [("waits for", "caller", 2), refuse], "behind what is under way"
@@ -260,7 +260,7 @@ def test_refusals(backend: Any, device: Device) -> None:
         assert device.take() == [], "its peers do not run it"
     backend.reject("dispatch_wait", "why", 0)
     assert device.take() == [("waits for", "caller", 2)] and not backend._order.started, "it has run"
-    backend.dispatch_start(0, X, None, IDX, FEW, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, FEW, PLAIN)
     device.take()
     backend.reject("dispatch_wait", "why", 0)
     assert device.take() == [("waits for", "caller", 2), refuse], "in the place of what receives"
@@ -281,7 +281,7 @@ def test_refusals_of_what_goes_in_rounds(backend: Any, device: Device) -> None:
     backend._across = True  # there rows are copied, as those of any combine
     backend.reject("combine_gathered", "why", 0, 2 * most)
     assert device.take() == [refuse] * 2
-    backend.dispatch_start(0, X, None, IDX, IN_THREE, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, IN_THREE, PLAIN)
     device.take()
     backend.reject("combine_start", "why", 1, 2 * most)
     assert device.take() == [("waits for", "caller", 2), *[refuse] * 2], "behind all rounds of what is under way"
@@ -298,8 +298,8 @@ def test_a_start_that_fails(backend: Any, device: Device) -> None:
 
     backend._beside._kernel = fails
     with pytest.raises(OSError, match="no room"):
-        backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+        backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     backend._beside._kernel = get
     device.take()
-    backend.dispatch_start(0, X, None, IDX, MANY, PLAIN)
+    backend.start(0, "dispatch", X, None, IDX, MANY, PLAIN)
     assert on_the_side(device.take(), 2, "Publish", "Pull")

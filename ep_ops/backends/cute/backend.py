@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from ...records import (
     Route,
     Sizes,
 )  # fmt: skip
-from ..base import Blank, Formats, lies_elsewhere, not_gatherable
+from ..base import Formats, lies_elsewhere, not_gatherable
 from ..split import Order, parts_of, ticket
 from . import latency, throughput
 from .course import Course
@@ -41,7 +42,7 @@ from .outputs import Outputs
 from .row_format import row_format
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
 from .sm_model import TokenTraffic, default_budget, most_pulling
-from .streams import Flights, Given, Run
+from .streams import Flights, Given
 from .throughput import ThroughputPath, kernels_of, route_of
 
 __all__ = ["CuteBackend", "all_kernels", "kernels_of"]
@@ -124,10 +125,15 @@ class CuteBackend:
         path = self.latency if self._has_latency(sizes, delivery) else self.throughput
         return path.dispatch(x, topk_weights, topk_idx, sizes, delivery)
 
-    def bind_dispatch(
+    def bind(self, operator: str, *args: Any) -> Callable[..., Any] | None:
+        if self.latency.deal is not None or operator not in ("dispatch", "combine"):
+            return None
+        return self._bind_dispatch(*args) if operator == "dispatch" else self._bind_combine(*args)
+
+    def _bind_dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> Callable[..., DispatchTensors] | None:
-        if self.latency.deal is not None or not self._has_latency(sizes, delivery):
+        if not self._has_latency(sizes, delivery):
             return None
         begin, how = self._begin, row_format(delivery)
         run = self.latency.dispatches(topk_weights is not None, topk_idx.shape[0], sizes, how)
@@ -183,11 +189,11 @@ class CuteBackend:
             return self.latency.combine(y, recv_weights, route, format)
         return self.throughput.combine(y, recv_weights, route, residual, format)
 
-    def bind_combine(
+    def _bind_combine(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Callable[..., Tensor] | None:
         format = format.removeprefix("wire:")
-        if residual is not None or self.latency.deal is not None or not self._sums_latency(route, format):
+        if residual is not None or not self._sums_latency(route, format):
             return None
         begin, run = self._begin, self.latency.combines(recv_weights is not None, route, format)
 
@@ -227,76 +233,37 @@ class CuteBackend:
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
         self._begin()
-        return _combine_backward(self.throughput, grad_out, y, recv_weights, route)
+        return self.throughput.combine_backward(grad_out, y, recv_weights, route)
 
     # Split operations (streams.py).
 
-    def dispatch_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> Tensor:
-        args, given = (x, topk_weights, topk_idx, sizes, delivery), (x, topk_weights, topk_idx, delivery.scales)
-        if not self._has_latency(sizes, delivery):
-            self._start(flight, "dispatch", given, lambda: self._beside.dispatch(*args))
-        else:
-            beside, here = self._latency_beside, self.latency
-            receive = lambda: beside.dispatch(*args, send=False), lambda: here.dispatch(*args, send=False)
-            self._start(flight, "dispatch", given, lambda: beside.send_dispatch(*args), receive)
-        return ticket(x)
-
-    def dispatch_wait(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
-        return self._wait(flight, "dispatch")
-
-    def combine_start(
-        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
-    ) -> Tensor:
-        format = format.removeprefix("wire:")
-        args, given = (y, recv_weights, route, format), (y, recv_weights, *route.tensors)
-        if not self._sums_latency(route, format):
-            self._start(flight, "combine", given, lambda: self._beside.combine(*args[:3], None, format))
-        else:
-            beside, here = self._latency_beside, self.latency
-            receive = lambda: beside.combine(*args, send=False), lambda: here.combine(*args, send=False)
-            self._start(flight, "combine", given, lambda: beside.send_combine(*args), receive)
-        return ticket(y)
-
-    def combine_wait(
-        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
-    ) -> Tensor:
-        return self._wait(flight, "combine")
-
-    def dispatch_backward_start(
-        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> Tensor:
-        args, given = (grad_recv_x, grad_recv_weights, route), (grad_recv_x, grad_recv_weights, *route.tensors)
-        self._start(flight, "dispatch_backward", given, lambda: self._beside.dispatch_backward(*args))
-        return ticket(route.topk_idx)
-
-    def combine_backward_start(
-        self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-    ) -> Tensor:
-        args, given = (grad_out, y, recv_weights, route), (grad_out, y, recv_weights, *route.tensors)
-        self._start(flight, "combine_backward", given, lambda: _combine_backward(self._beside, *args))
-        return ticket(grad_out)
-
-    def backward_wait(self, flight: int, operator: str, _: Blank) -> tuple[Tensor, Tensor]:
-        return self._wait(flight, operator)
-
-    def _start(
-        self, flight: int, operator: str, given: Given, run: Run, receive: tuple[Run, Run] | None = None
-    ) -> None:
+    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
         self._course.counts = False
+        latency_args: tuple[Any, ...] | None = None  # for the latency path, if it runs the operator
+        if operator == "combine":
+            y, recv_weights, route, residual, format = args
+            format = format.removeprefix("wire:")
+            args = y, recv_weights, route, residual, format
+            latency_args = (y, recv_weights, route, format) if self._sums_latency(route, format) else None
+        elif operator == "dispatch" and self._has_latency(*args[3:]):
+            latency_args = args
+        run, receive = functools.partial(getattr(self._beside, operator), *args), None
+        if latency_args is not None:
+            paths = self._latency_beside, self.latency
+            run = functools.partial(getattr(self._latency_beside, f"send_{operator}"), *latency_args)
+            beside, here = (functools.partial(getattr(path, operator), *latency_args, send=False) for path in paths)
+            receive = beside, here
         self._failures.check(self._late)
         self._forget_lost()
         self._order.free(flight)
         self._course.begin()
         self._flights.settle()
         self._course.begin()  # what that has launched is of another call
-        self._flights.start(flight, given, run, receive)
+        self._flights.start(flight, _tensors(args), run, receive)
         self._order.start(flight, operator)  # it has not, where that raises
+        return ticket(self._device)
 
-    def _wait(self, flight: int, operator: str) -> Any:
+    def wait(self, flight: int, operator: str, *args: Any) -> Any:
         self._course.counts = False
         self._order.begun(flight, operator)
         problem = self._flights.problem(flight)
@@ -315,7 +282,7 @@ class CuteBackend:
         self._forget_lost()
         for flight, operator in [*self._order.started.items()]:
             with contextlib.suppress(Exception):
-                self._wait(flight, operator)
+                self.wait(flight, operator)
 
     # Exceptions.
 
@@ -364,7 +331,7 @@ class CuteBackend:
         try:
             again()
             if part == "start":
-                self._wait(flight, whole)
+                self.wait(flight, whole)
         except BaseException as error:
             if not isinstance(error, ValueError) or self._course.counts:
                 self.interrupted(operator, error, again, flight, max_tokens)
@@ -474,12 +441,12 @@ class CuteBackend:
                     if layout == GROUPED:
                         self.combine(out.recv_x, row_weights, route)
                         self.combine(out.recv_x, row_weights, route, x)
-                self.dispatch_start(0, x, given, topk_idx, every[0], plain)
-                started = self.dispatch_wait(0, x, given, topk_idx, every[0], plain)
+                self.start(0, "dispatch", x, given, topk_idx, every[0], plain)
+                started = self.wait(0, "dispatch")
                 if layout == GROUPED:
-                    small = started.recv_x, row_weights, _route(topk_idx, started, every[0])
-                    self.combine_start(0, *small)
-                    self.combine_wait(0, *small)
+                    small = _route(topk_idx, started, every[0])
+                    self.start(0, "combine", started.recv_x, row_weights, small, None, "")
+                    self.wait(0, "combine")
                     self.combine_backward(x, out.recv_x, row_weights, route)
                     self.combine_backward(x, None, row_weights, route)
                 self.dispatch_planned(x, given, route, plain)
@@ -531,13 +498,10 @@ def raise_alarm(launcher: Launcher, why: str) -> None:
     launcher.get(RaiseAlarm)(0, blocks=1)(text)
 
 
-def _combine_backward(
-    path: ThroughputPath, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-) -> tuple[Tensor, Tensor]:
-    if recv_weights is not None:
-        return path.combine_backward(grad_out, y, recv_weights, route)
-    grad_y = path.along("combine_backward", grad_out, None, route, Delivery()).recv_x
-    return grad_y, grad_out.new_empty(0, dtype=torch.float32)
+def _tensors(args: tuple[Any, ...]) -> Given:
+    """Return the tensors of an operator's arguments, including those in records."""
+    flat = itertools.chain.from_iterable(arg if isinstance(arg, tuple) else (arg,) for arg in args)
+    return tuple(value for value in flat if isinstance(value, Tensor))
 
 
 def _route(topk_idx: Tensor, out: DispatchTensors, sizes: Sizes) -> Route:

@@ -359,9 +359,11 @@ class ThroughputPath:
         return grad_x, grad_weights
 
     def combine_backward(
-        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor, route: Route
+        self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        """Run the backward of a weighted combine."""
+        if recv_weights is None:
+            grad_y, _, none = self.along("combine_backward", grad_out, None, route, Delivery())
+            return grad_y, none
         grad_y, _, grad_weights = self._outputs.received(True, route.num_rows)
         blocks = self.sms.budget.scaled
         terms = marks.pack("combine_backward", route.max_tokens, scalars=True)

@@ -13,7 +13,7 @@ from ... import arrivals
 from ...config import Member
 from ...records import TOKEN_MAJOR, UNKNOWN_ROW, Delivery, DispatchTensors, Operation, Placed, Received, Route, Sizes
 from .. import split
-from ..base import Blank, Formats, lies_elsewhere, not_gatherable
+from ..base import Formats, lies_elsewhere, not_gatherable
 from ..budget import Budget
 from . import copies, quantized
 from .meeting import Meeting, layout_index
@@ -57,7 +57,7 @@ class ReferenceBackend:
         self._meeting = Meeting(self.rows, self._waits, member.name, member.number)
         self._order = split.Order(member.name)
         self._in_start = False  # whether an operation runs as part of its start
-        self._ended: dict[int, tuple[Tensor, ...] | Tensor] = {}  # flight -> result for its wait
+        self._ended: dict[int, Any] = {}  # flight -> result for its wait
 
     def _begin(self) -> None:
         """Begin an operator that is neither start nor wait."""
@@ -103,12 +103,6 @@ class ReferenceBackend:
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
         return self._dispatch("dispatch", x, topk_weights, topk_idx, sizes, delivery)
-
-    def bind_dispatch(self, *args: Any, **kwargs: Any) -> None:
-        """Return None: no call is faster than :meth:`dispatch`."""
-
-    def bind_combine(self, *args: Any, **kwargs: Any) -> None:
-        """Return None: no call is faster than :meth:`combine`."""
 
     @_whole
     def dispatch_dynamic(
@@ -169,51 +163,17 @@ class ReferenceBackend:
             y = self.empty_rows(y.shape[0]).copy_(y)
         return self.rows.to_tokens(y, None, route)
 
+    def bind(self, operator: str, *args: Any) -> None:
+        """Return None: no call is faster than the operator's method."""
+
     # ------------------------------------------------------------------ split operations
 
-    def dispatch_start(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> Tensor:
-        return self._start(flight, "dispatch", split.ticket(x), x, topk_weights, topk_idx, sizes, delivery)
-
-    def dispatch_wait(
-        self, flight: int, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
-        return self._wait(flight, "dispatch", x, topk_weights, topk_idx, sizes, delivery)
-
-    def combine_start(
-        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
-    ) -> Tensor:
-        return self._start(flight, "combine", split.ticket(y), y, recv_weights, route, None, format)
-
-    def combine_wait(
-        self, flight: int, y: Tensor, recv_weights: Tensor | None, route: Route, format: str = ""
-    ) -> Tensor:
-        return self._wait(flight, "combine", y, recv_weights, route, None, format)
-
-    def dispatch_backward_start(
-        self, flight: int, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
-    ) -> Tensor:
-        made = split.ticket(route.topk_idx)
-        return self._start(flight, "dispatch_backward", made, grad_recv_x, grad_recv_weights, route)
-
-    def combine_backward_start(
-        self, flight: int, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
-    ) -> Tensor:
-        return self._start(flight, "combine_backward", split.ticket(grad_out), grad_out, y, recv_weights, route)
-
-    def backward_wait(self, flight: int, operator: str, blank: Blank) -> tuple[Tensor, Tensor]:
-        if not self.strict and flight not in self._order.started:
-            grad_rows, grad_weights = blank()
-            return grad_rows.zero_(), grad_weights.zero_()
-        self._take(flight, operator)
-        return self._ended.pop(flight)  # type: ignore[return-value]
-
-    def _start(self, flight: int, operator: str, made: Tensor, *args: Any) -> Tensor:
+    def start(self, flight: int, operator: str, *args: Any) -> Tensor:
         """Run the whole operation and keep its result for the wait. Without ``strict``, tools call waits without
         starts: waits with arguments run the operation, others return zeros."""
         self._meeting.stage = "before"
         self._waits.check()
+        made = split.ticket(self.ranks.device)
         if self.strict:
             self._order.free(flight)
         elif "backward" not in operator:
@@ -226,16 +186,17 @@ class ReferenceBackend:
         self._order.start(flight, operator)
         return made
 
-    def _wait(self, flight: int, operator: str, *args: Any) -> Any:
+    def wait(self, flight: int, operator: str, *args: Any) -> Any:
+        """Return the result of the start. A wait meets no other rank, because the operation has run in its start."""
         if not self.strict:
-            return getattr(self, operator)(*args)
-        self._take(flight, operator)
-        return self._ended.pop(flight)
-
-    def _take(self, flight: int, operator: str) -> None:
-        """End a split operation. A wait meets no other rank, because the operation has run in its start."""
+            if "backward" not in operator:
+                return getattr(self, operator)(*args)
+            if flight not in self._order.started:
+                (blank,) = args
+                return tuple(tensor.zero_() for tensor in blank())
         self._meeting.stage = "settled"
         self._order.wait(flight, operator)
+        return self._ended.pop(flight)
 
     def end_flights(self) -> None:
         self._order.started.clear()
