@@ -122,7 +122,8 @@ def hidden_size(text: str) -> int:
 def run_demo(args: argparse.Namespace) -> int:
     import torch
 
-    from ep_ops.commands.demo import Options, demo
+    from ep_ops.commands.decode import decode
+    from ep_ops.commands.demo import Options, train
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = args.device if args.device != "auto" else ("cuda" if gpus else "cpu")
@@ -138,30 +139,28 @@ def run_demo(args: argparse.Namespace) -> int:
         print("ep-ops demo: --backend cute needs a GPU; --device is cpu, or torch sees no GPU", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, terminate)
-    if args.decode:
-        from ep_ops.commands.decode import DecodeOptions, decode
-
-        hidden = args.hidden_size or (1024 if on_gpu else 64)
-        steps = args.steps or (300 if on_gpu else 20)
-        return ended(decode, DecodeOptions(device, ranks, steps, args.tokens, hidden_size=hidden, backend=args.backend))
+    steps, hidden = (300 if on_gpu else 20, 1024) if args.decode else (60, 512)
     options = Options(
         device=device,
         ranks=ranks,
-        steps=args.steps or 60,
+        steps=args.steps or steps,
+        tokens=args.tokens,
         sequences=args.sequences or (128 if on_gpu else 16),
-        hidden_size=args.hidden_size or (512 if on_gpu else 64),
+        hidden_size=args.hidden_size or (hidden if on_gpu else 64),
         backend=args.backend,
         compiled=not args.eager,
     )
-    return ended(demo, options)
+    return ended(decode if args.decode else train, options)
 
 
-def ended(run: Callable[[Any], None], options: Any) -> int:
-    """Run a demo and return its exit code."""
+def ended(run: Callable[..., None], options: Any) -> int:
+    """Run a demo in one process for each rank and return its exit code."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+    from ep_ops.commands.launch import launch
+
     try:
-        run(options)
+        launch(run, options.ranks, options)
     except (ProcessRaisedException, ProcessExitedException) as failure:
         print(f"\nep-ops demo failed:{failure}", file=sys.stderr)
         return 1

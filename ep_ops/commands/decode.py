@@ -6,7 +6,6 @@ product, and returns the results with ``Communicator.combine``. On GPUs the whol
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from typing import Any
@@ -16,38 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ep_ops
-from ep_ops.commands.launch import launch, process_group
+from ep_ops.commands.demo import Options
+from ep_ops.commands.launch import process_group
 
-
-@dataclasses.dataclass(frozen=True)
-class DecodeOptions:
-    """Options of the demo. Sizes are for each rank."""
-
-    device: str  # "cuda" | "cpu"
-    ranks: int
-    steps: int = 300
-    tokens: int = 8
-    hidden_size: int = 1024
-    experts: int = 64
-    top_k: int = 8
-    layers: int = 4
-    backend: str = "auto"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+EXPERTS, TOP_K, LAYERS = 64, 8, 4
 
 
 class DecodeLayer(nn.Module):
     """Router, dispatch, experts, combine, and a residual connection."""
 
-    def __init__(self, comm: ep_ops.Communicator, options: DecodeOptions, seed: int) -> None:
+    def __init__(self, comm: ep_ops.Communicator, options: Options, seed: int) -> None:
         super().__init__()
         self.comm, self.tokens = comm, options.tokens
         draw = torch.Generator().manual_seed(seed)
         hidden, new = options.hidden_size, {"device": comm.device, "dtype": options.dtype}
-        self.router = nn.Parameter(torch.randn(hidden, options.experts, generator=draw).to(comm.device))
-        scale = torch.randn(options.experts, hidden, hidden, generator=draw)
+        self.router = nn.Parameter(torch.randn(hidden, EXPERTS, generator=draw).to(comm.device))
+        scale = torch.randn(EXPERTS, hidden, hidden, generator=draw)
         own = slice(comm.first_local_expert, comm.first_local_expert + comm.num_local_experts)
         self.experts = nn.Parameter((scale[own] / hidden**0.5).to(**new))
 
@@ -67,18 +50,15 @@ class DecodeLayer(nn.Module):
         return self.comm.world_size * self.tokens
 
 
-def decode(options: DecodeOptions) -> None:
-    """Run the demo, print µs per step, and compare replayed steps with eager ones. CPUs run eager steps again."""
-    launch(_rank, options.ranks, options)
-
-
-def _rank(rank: int, port: int, world_size: int, options: DecodeOptions) -> None:
+def decode(rank: int, port: int, world_size: int, options: Options) -> None:
+    """Run one process of the demo, which prints µs per step and compares replayed steps with eager ones. CPUs run eager
+    steps again."""
     device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
     with process_group(rank, port, world_size, device), torch.no_grad():
         with ep_ops.Communicator(
-            num_experts=options.experts,
+            num_experts=EXPERTS,
             hidden_size=options.hidden_size,
-            top_k=options.top_k,
+            top_k=TOP_K,
             max_tokens_per_rank=options.tokens,
             dtype=options.dtype,
             device=device,
@@ -87,8 +67,8 @@ def _rank(rank: int, port: int, world_size: int, options: DecodeOptions) -> None
             _steps(comm, options)
 
 
-def _steps(comm: ep_ops.Communicator, options: DecodeOptions) -> None:
-    model = nn.Sequential(*(DecodeLayer(comm, options, seed) for seed in range(options.layers)))
+def _steps(comm: ep_ops.Communicator, options: Options) -> None:
+    model = nn.Sequential(*(DecodeLayer(comm, options, seed) for seed in range(LAYERS)))
     draw = torch.Generator(device=comm.device).manual_seed(comm.rank)
     shape = (options.tokens, options.hidden_size)
     first = torch.randn(shape, generator=draw, device=comm.device).to(options.dtype)
@@ -106,9 +86,9 @@ def _steps(comm: ep_ops.Communicator, options: DecodeOptions) -> None:
     comm.check_errors()
     if comm.rank == 0:
         print(
-            f"{comm.world_size} ranks, {comm.backend.name} backend: {options.layers} layers of {options.experts}"
-            f" experts, top {options.top_k}, hidden {options.hidden_size}, {options.tokens} tokens per rank\n"
-            f"{options.steps} decode steps: {took:.0f} µs per step, {took / options.layers:.0f} µs per layer;"
+            f"{comm.world_size} ranks, {comm.backend.name} backend: {LAYERS} layers of {EXPERTS}"
+            f" experts, top {TOP_K}, hidden {options.hidden_size}, {options.tokens} tokens per rank\n"
+            f"{options.steps} decode steps: {took:.0f} µs per step, {took / LAYERS:.0f} µs per layer;"
             f" {'replayed against eager' if on_gpu else 'the same steps again'}: {error:.1e}"
         )
     # On a CPU matrix products round as the addresses of their operands happen to lie, so that steps differ a little.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ep_ops
-from ep_ops.commands.launch import launch, process_group
+from ep_ops.commands.launch import process_group
 from ep_ops.nn import DenseMoE, MoELayer
 
 VOCABULARY, DIALECTS, LENGTH, HEADS = 32, 4, 32, 4
@@ -29,12 +29,13 @@ VOCABULARY, DIALECTS, LENGTH, HEADS = 32, 4, 32, 4
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of `ep-ops demo`. Sizes are per rank."""
+    """Options of `ep-ops demo`, which trains, and of `ep-ops demo --decode`. Sizes are per rank."""
 
     device: str  # "cuda" | "cpu"
     ranks: int
     steps: int
-    sequences: int  # per rank and step
+    tokens: int  # in a decode step
+    sequences: int  # in a training step
     hidden_size: int
     backend: str
     compiled: bool
@@ -265,8 +266,3 @@ class Printer:
             f"loss       {first:.3f} -> {last:.3f} nats per token"
             f" (uniform predictions: {math.log(VOCABULARY):.3f}; without the dialect: {math.log(DIALECTS):.3f})"
         )
-
-
-def demo(options: Options) -> None:
-    """Run the demo. Raises the exception of a process, and KeyboardInterrupt on Ctrl-C."""
-    launch(train, options.ranks, options)
