@@ -154,8 +154,7 @@ class Buffer(LowLatency):
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("topk_idx or topk_weights are given with handle, which has them; allowed: None")
             route = handle.route
-            comm = self.communicators.of(rows, handle.num_experts, route.topk_idx.shape[1], route.max_tokens)
-            again = comm.dispatch_planned(rows, route, **asked)
+            again = self.communicators.along(rows, handle.num_experts, route).dispatch_planned(rows, route, **asked)
             return with_scales(again.x, again.scales, scales), None, None, None, None, after(async_finish)
 
         if num_tokens_per_expert is None or num_tokens_per_rank is None or is_token_in_rank is None:
@@ -169,16 +168,15 @@ class Buffer(LowLatency):
             first = torch.arange(self.group_size, device=rows.device) * (num_experts // self.group_size)
             ids = torch.where(is_token_in_rank, first, -1)
         if num_worst_tokens:
-            comm = self.communicators.of(rows, num_experts, ids.shape[1], num_worst_tokens // self.group_size)
+            room: dict[str, Any] = {"capacity": num_worst_tokens}
             bound = num_worst_tokens // self.group_size
-            room: dict[str, Any] = {"capacity": num_worst_tokens, "max_tokens": bound}
-            sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", **room, **asked)
-            counts: list[int] = []
         else:
+            room = {"exact": True}
             bound = self.max_tokens_per_rank or self.communicators.agreed(rows.shape[0], rows.device)
-            comm = self.communicators.of(rows, num_experts, ids.shape[1], bound)
-            room = {"exact": True, "max_tokens": bound}
-            sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", **room, **asked)
+        comm = self.communicators.of(rows, num_experts, ids.shape[1], bound)
+        sent = comm.dispatch(rows, ids, topk_weights, layout="token_major", max_tokens=bound, **room, **asked)
+        counts: list[int] = []
+        if not num_worst_tokens:
             named = sent.route.counts
             if topk_idx is None:
                 own = num_experts // self.group_size

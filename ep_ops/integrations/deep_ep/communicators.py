@@ -42,6 +42,10 @@ class Communicators:
             self._captured.append(found)
         return found
 
+    def along(self, x: Tensor, num_experts: int, route: Route) -> Communicator:
+        """Return the communicator for rows like ``x`` along a route."""
+        return self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens)
+
     def agreed(self, tokens: int, device: torch.device) -> int:
         """Return the largest number of tokens of any rank. Waits for all ranks."""
         return int(Exchange(self._group, device).all_gather(torch.tensor(tokens, device="cpu")).max())
@@ -64,7 +68,7 @@ class Communicators:
             slots: rows of each (token, rank) pair, int32 [N, K], -1 for none; needed for two biases if a pair has
                 several.
         """
-        comm = self.of(x, num_experts, route.topk_idx.shape[1], route.max_tokens)
+        comm = self.along(x, num_experts, route)
         several = route.layout != TOKEN_MAJOR
         if not isinstance(bias, tuple) and (round_partial or not several):
             return comm.combine(x.contiguous(), route, residual=bias)
@@ -76,7 +80,7 @@ class Communicators:
             wide = wide.index_copy_(0, first, pairs.float())[:-1]
         else:
             wide = x.float()
-        out = self.of(wide, num_experts, route.topk_idx.shape[1], route.max_tokens).combine(wide, route)
+        out = self.along(wide, num_experts, route).combine(wide, route)
         if bias is not None:
             out = out + (bias[0].float() + bias[1].float() if isinstance(bias, tuple) else bias.float())
         return out.to(x.dtype)

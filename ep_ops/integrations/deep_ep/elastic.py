@@ -196,7 +196,7 @@ class ElasticBuffer:
             if topk_idx is not None or do_cpu_sync:
                 raise ValueError("topk_idx or do_cpu_sync is given with handle, which decides both; allowed: None")
             route = handle.route
-            comm = self._communicator(rows, handle.num_experts, route)
+            comm = self.communicators.along(rows, handle.num_experts, route)
             again = comm.dispatch_planned(rows, route, topk_weights, zeros=True, **asked)
             received = with_scales(again.x, again.scales, scales)
             return received, handle.local_idx, again.weights, handle, after(async_with_compute_stream)
@@ -259,11 +259,7 @@ class ElasticBuffer:
         elif topk_weights is not None:
             if not self.allow_multiple_reduction:
                 raise ValueError("topk_weights of expanded rows are given; they need allow_multiple_reduction")
-            comm = self._communicator(x, experts, route)
+            comm = self.communicators.along(x, experts, route)
             given = topk_weights.float().contiguous()
             _, weights = torch.ops.ep.dispatch_backward(None, given, *route.tensors, *route.ints, comm.name)
         return out, weights, after(async_with_compute_stream)
-
-    def _communicator(self, rows: Tensor, num_experts: int, route: Route) -> Any:
-        """Return the communicator for rows along a route."""
-        return self.communicators.of(rows, num_experts, route.topk_idx.shape[1], route.max_tokens)
