@@ -71,6 +71,11 @@ def lack(config: Config, multiprocessors: int) -> str | None:
     found = problem_with(config) or too_small(config, multiprocessors)
     if found is not None or not across(config) or config.wire != "nvshmem":
         return found
+    return lack_across()
+
+
+def lack_across() -> str | None:
+    """Return what this process lacks for NVSHMEM between NVLink domains, or None."""
     from ..symmetric import nvshmem
 
     return nvshmem.problem() or no_device_library()

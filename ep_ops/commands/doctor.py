@@ -127,20 +127,13 @@ def symmetric_memory() -> list[str]:
 
 
 def nvshmem() -> str:
+    from ep_ops.backends import lack_across
     from ep_ops.symmetric.nvshmem import loaded
 
     if lack := lack_across():
         return f"not usable: {lack}"
     version, path = loaded()
     return f"{'.'.join(map(str, version))} ({path})"
-
-
-def lack_across() -> str | None:
-    """Return what NVSHMEM lacks for kernels across NVLink domains, or None."""
-    from ep_ops.backends import no_device_library
-    from ep_ops.symmetric.nvshmem import problem
-
-    return problem() or no_device_library()
 
 
 def nvlink_domain() -> list[str]:
@@ -163,6 +156,7 @@ def nvlink_domain() -> list[str]:
 
 def backend() -> list[str]:
     """Return what ``Communicator(backend="auto")`` selects with one process per visible GPU, and why not cute."""
+    from ep_ops.backends import lack_across
     from ep_ops.group.topology import choose_backend, divide, gpu_facts
 
     count = gpu_count()
