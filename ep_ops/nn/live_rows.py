@@ -18,7 +18,7 @@ compiled by the first call that needs it, which must precede the capture of a CU
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def _checked(x: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor, int, int]
         raise ValueError(
             f"gate_and_up has shape {tuple(x.shape)}; allowed: [{route.num_rows}, 2F], the rows of the route"
         )
-    return x, segments.offs, segments.counts, segments.alignment, route.slots
+    return x, *segments, route.slots
 
 
 def _format(name: str, scales_as: str) -> tuple[formats.Format, str]:
@@ -116,19 +116,6 @@ def _format(name: str, scales_as: str) -> tuple[formats.Format, str]:
 
 
 # The operators take gates and ups x [R, 2F], and offs, counts, alignment and slots, which determine the rows.
-
-
-class _Rows(NamedTuple):
-    """The operators' arguments after x."""
-
-    offs: Tensor
-    counts: Tensor
-    alignment: int
-    slots: int
-
-    @property
-    def segments(self) -> Segments:
-        return Segments(self.offs, self.counts, self.alignment)
 
 
 _ROWS = "Tensor offs, Tensor counts, int alignment, SymInt slots"
@@ -161,14 +148,14 @@ def _fake_swiglu(x: Tensor, *_: Any) -> Tensor:
 
 
 def _swiglu(x: Tensor, *along: Any) -> Tensor:
-    rows, hidden = _Rows(*along), x.shape[1] // 2
+    segments, slots, hidden = Segments(*along[:3]), along[3], x.shape[1] // 2
     kernels = kernels_of(x, hidden)
     if kernels is None:
-        kept, live = _covered(x, rows)
+        kept, live = _covered(x, segments)
         gate, up = _wide(x, kept).chunk(2, 1)
         return torch.where(live, (torch.nn.functional.silu(gate) * up).to(x.dtype), torch.nan)
     out = _fake_swiglu(x)
-    kernels.swiglu(_kernel(x, hidden), x.contiguous(), out, rows.segments, rows.slots)
+    kernels.swiglu(_kernel(x, hidden), x.contiguous(), out, segments, slots)
     return out
 
 
@@ -178,16 +165,16 @@ def _fake_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
 
 def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
     """Return the gradient. With s = sigmoid(gate): grad * up * s * (1 + gate * (1 - s)), and grad * gate * s."""
-    rows, hidden = _Rows(*along), grad.shape[1]
+    segments, slots, hidden = Segments(*along[:3]), along[3], grad.shape[1]
     kernels = kernels_of(x, hidden)
     if kernels is None:
-        kept, live = _covered(x, rows)
+        kept, live = _covered(x, segments)
         (gate, up), own = _wide(x, kept).chunk(2, 1), _wide(grad, kept)
         share = torch.sigmoid(gate)
         both = torch.cat([own * up * share * (1 + gate * (1 - share)), own * (gate * share)], 1)
         return torch.where(live, both.to(x.dtype), torch.nan)
     out = _fake_backward(grad, x)
-    kernels.swiglu(_kernel(x, hidden, True), x.contiguous(), out, rows.segments, rows.slots, grad=grad.contiguous())
+    kernels.swiglu(_kernel(x, hidden, True), x.contiguous(), out, segments, slots, grad=grad.contiguous())
     return out
 
 
@@ -201,27 +188,27 @@ def _fake_quantized(
 
 
 def _quantized(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    rows, (format, layout), hidden = _Rows(*arguments[:4]), arguments[4:], x.shape[1] // 2
+    *along, slots, format, layout = arguments
+    segments, hidden = Segments(*along), x.shape[1] // 2
     kernels = kernels_of(x, hidden)
     if kernels is None:
         form = formats.format_of(format)
-        codes, scales = formats.quantize(_swiglu(x, *rows), form)
-        kept, live = _covered(x, rows)
+        codes, scales = formats.quantize(_swiglu(x, *segments, slots), form)
+        kept, live = _covered(x, segments)
         codes = torch.where(live & ~kept, 0, codes.view(torch.uint8)).view(codes.dtype)
         as_bytes = scales.dtype == torch.float8_e8m0fnu
         own, unused = (scales.view(torch.uint8), 255) if as_bytes else (scales, torch.nan)
         scales = torch.where(kept, own, torch.where(live, 0, unused).to(own.dtype)).view(scales.dtype)
-        grid = Grid(x.shape[0], rows.slots, rows.offs.shape[0], hidden)
-        return codes, ScaleLayout(form, layout, grid, rows.segments).pack(scales, True, torch.nan)
+        grid = Grid(x.shape[0], slots, segments.offs.shape[0], hidden)
+        return codes, ScaleLayout(form, layout, grid, segments).pack(scales, True, torch.nan)
     codes, scales = _fake_quantized(x, *arguments)
     kernel = _kernel(x, hidden, False, format, layout)
-    kernels.swiglu(kernel, x.contiguous(), codes, rows.segments, rows.slots, scales=scales)
+    kernels.swiglu(kernel, x.contiguous(), codes, segments, slots, scales=scales)
     return codes, scales
 
 
-def _covered(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _covered(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Return which rows are kept, and which are in segments, bool [R, 1] each."""
-    segments = rows.segments
     return segments.covered(x.shape[0], False)[:, None], segments.covered(x.shape[0], True)[:, None]
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,17 +113,17 @@ class TokenTraffic:
     @property
     def copies(self) -> TokenTraffic:
         """Return the traffic of token-major rows: one for each rank reached."""
-        return _of_rows(self, self.reached)
+        return _changed(self, rows=self.reached)
 
     def within(self, rows: int, tokens: int) -> TokenTraffic:
         """Return the traffic with a buffer of so many rows, on a rank of so many tokens: an average token has no more
         rows than fit."""
         each = max(self.reached, -(-rows // max(1, tokens)))
-        return self if each >= self.rows else _of_rows(self, each)
+        return self if each >= self.rows else _changed(self, rows=each)
 
     def in_format(self, sum_bytes: int) -> TokenTraffic:
         """Return the traffic of a combine whose sums have this many bytes on the wire; 0: those of a row."""
-        return _of_sums(self, sum_bytes) if sum_bytes else self
+        return _changed(self, sum_bytes=sum_bytes) if sum_bytes else self
 
     def dispatch_sms(self, sms: int) -> int:
         """Return the SMs of a dispatch on a GPU with `sms`: they fetch one row for each rank reached, and store all
@@ -223,14 +223,7 @@ class TokenTraffic:
         return round(tokens * (self.rows + of_copy * self.reached))
 
 
-@functools.lru_cache(maxsize=64)
-def _of_rows(traffic: TokenTraffic, rows: float) -> TokenTraffic:
-    return dataclasses.replace(traffic, rows=rows)
-
-
-@functools.lru_cache(maxsize=64)
-def _of_sums(traffic: TokenTraffic, sum_bytes: int) -> TokenTraffic:
-    return dataclasses.replace(traffic, sum_bytes=sum_bytes)
+_changed: Callable[..., TokenTraffic] = functools.lru_cache(maxsize=128)(dataclasses.replace)
 
 
 def default_budget(
