@@ -217,15 +217,10 @@ BENCHMARK_NOTES = (
 
 def bench(argv: list[str]) -> int:
     """Run ``ep_ops.bench.<argv[0]>.main(argv[1:])``. No other command imports that package."""
-    if not argv or argv[0] not in BENCHMARKS:
-        asked = argv[:1] in (["-h"], ["--help"])
-        lines = [f"ep-ops bench: {argv[0]!r} is not a benchmark", ""] if argv and not asked else []
-        lines += [
-            f"usage: ep-ops bench {{{','.join(BENCHMARKS)}}} [options]   (--help after the kind lists its options)",
-            "",
-        ]
-        lines += [f"  {kind:<12}{what}" for kind, what in BENCHMARKS.items()]
-        lines += ["", *BENCHMARK_NOTES]
-        print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
-    return importlib.import_module(f"ep_ops.bench.{argv[0]}").main(argv[1:]) or 0
+    usage = argparse.ArgumentParser(
+        prog="ep-ops bench", epilog="\n".join(BENCHMARK_NOTES), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = usage.add_subparsers(required=True, dest="kind", title="benchmarks (--help after one lists its options)")
+    for kind, what in BENCHMARKS.items():
+        kinds.add_parser(kind, help=what, add_help=False)
+    return importlib.import_module(f"ep_ops.bench.{usage.parse_args(argv[:1]).kind}").main(argv[1:]) or 0

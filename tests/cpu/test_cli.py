@@ -270,12 +270,13 @@ def test_doctor_on_unequal_domains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench"]) == 2
-    assert cli.main(["bench", "everything"]) == 2
-    assert cli.main(["bench", "--help"]) == 0
+    for asked, code in ([], 2), (["everything"], 2), (["--help"], 0):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["bench", *asked])
+        assert stop.value.code == code
     said = capsys.readouterr()
-    assert "throughput,latency" in said.err and "'everything' is not a benchmark" in said.err
-    assert "throughput,latency" in said.out
+    assert "{throughput,latency,layer,model} ..." in said.err and "'everything' (choose from" in said.err
+    assert all(kind in said.out and what.split()[0] in said.out for kind, what in cli.BENCHMARKS.items())
     assert cli.main(["demo", "--device", "cpu", "--backend", "cute"]) == 2
     assert "--backend cute needs a GPU" in capsys.readouterr().err
     for wrong in ([], ["demo", "--steps", "0"], ["demo", "--hidden-size", "48"]):
