@@ -17,26 +17,10 @@ from torch import Tensor
 
 from .. import arrivals
 from ..config import Member
-from ..records import DispatchTensors, Placed, Received, Route
+from ..records import Route
 from .base import Backend
 from .reference import ReferenceBackend
 from .split import parts_of
-
-_TO_TOKENS = ("grad_x", "grad_topk_weights")
-_TO_ROWS = ("grad_y", "grad_recv_weights")
-
-OUTPUTS: dict[str, tuple[str, ...]] = {
-    "plan": Placed._fields,
-    "dispatch": DispatchTensors._fields,
-    "dispatch_dynamic": DispatchTensors._fields,
-    "dispatch_planned": Received._fields,
-    "combine": ("out",),
-    "combine_gathered": ("out",),
-    "dispatch_backward": _TO_TOKENS,
-    "combine_backward": _TO_ROWS,
-}
-"""Operator -> the names of what a backend returns for it, and for the wait of a split operation. Other methods of a
-backend are not compared."""
 
 BY_ROW = frozenset({"recv_x", "recv_weights", "grad_y", "grad_recv_weights"})
 """Outputs with one entry for each row of the receive buffer, some of which are undefined."""
@@ -68,7 +52,8 @@ class CheckedBackend:
     def __getattr__(self, name: str) -> Any:
         """Return a compared operator, or another attribute of the backend."""
         found = getattr(self._backend, name)
-        return functools.partial(self._run, name, found) if name in OUTPUTS else found
+        compared = callable(found) and hasattr(torch.ops.ep, name)
+        return functools.partial(self._run, name, found) if compared else found
 
     def bind(self, operator: str, *args: Any) -> None:
         """Return None, so that every call is compared."""
@@ -168,7 +153,7 @@ class CheckedBackend:
         """Return a text for the first difference, or "". Integers come first: different routes have different rows."""
         if isinstance(expected, Tensor):
             got, expected = (got,), (expected,)
-        names = OUTPUTS[operator]
+        names = [output.name for output in getattr(torch.ops.ep, operator).default._schema.returns]
         returned = dict(zip(names, zip(got, expected, strict=True), strict=True))
         for name in sorted(names, key=lambda name: returned[name][1].is_floating_point()):
             mine, right = returned[name]
