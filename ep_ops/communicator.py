@@ -116,7 +116,8 @@ class Communicator(Methods):
     def _agree(self, own: Config, unusable: str | None) -> Config:
         """Compare configurations with the other ranks and return what was agreed on (``ep_ops.group.agreement``)."""
         problem = unusable or _problem_of(own, self.device, self.multiprocessors)
-        unfit = _unfit(own, self.device, self.multiprocessors) if problem is None else None
+        asks = problem is None and own.backend == "auto"
+        unfit = _unfit(own, self.device, self.multiprocessors) if asks else None
         lack = functools.partial(backends.lack, multiprocessors=self.multiprocessors)
         return agree(self._exchange, own, problem, unfit, lack)
 
@@ -480,21 +481,17 @@ class Communicator(Methods):
 
 def _problem_of(own: Config, device: torch.device, multiprocessors: int) -> str | None:
     """Return what is wrong with this rank's configuration, or None."""
-    problem = own.problem() or backends.problem(own)
-    if problem is None and own.backend == "cute":
-        problem = gpu_problem(device) or backends.too_small(own, multiprocessors)
+    problem = own.problem() or (_unfit(own, device, multiprocessors) if own.backend == "cute" else None)
     if problem is None and own.name in registry.living:
         problem = f"communicator {own.name!r} exists already; destroy it first or choose another name"
     return problem
 
 
 def _unfit(own: Config, device: torch.device, multiprocessors: int) -> str | None:
-    """Return why ``backend="auto"`` cannot use cute for this configuration, or None."""
-    if own.backend != "auto":
-        return None
+    """Return why the cute backend cannot run this configuration on this device, or None."""
     unfit = backends.problem(dataclasses.replace(own, backend="cute"))
     if unfit is None and device.type == "cuda":
-        unfit = backends.too_small(own, multiprocessors)
+        unfit = gpu_problem(device) or backends.too_small(own, multiprocessors)
     return unfit
 
 
