@@ -31,7 +31,7 @@ def _plain(kind: str, member: Member) -> Backend:
 
 def _cute(member: Member) -> Backend:
     """Return the cute backend. If one rank cannot create its own, every rank raises that rank's reason."""
-    from .cute import CuteBackend
+    from .cute.backend import CuteBackend
 
     made, error = None, None
     try:

@@ -107,7 +107,7 @@ class Run:
 
         if self.world_size == 1 or comms[0].backend.name != "cute" or jit.cache_dir() is None:
             return
-        from ep_ops.backends.cute import all_kernels
+        from ep_ops.backends.cute.backend import all_kernels
         from ep_ops.commands.compile import compile_all
 
         from .link import arch_of

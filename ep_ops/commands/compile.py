@@ -72,7 +72,7 @@ def formats_of(texts: Sequence[str], hidden_size: int) -> list[tuple[str, str]]:
 def compile_communicator(config: Config, arch: str, formats: Sequence[tuple[str, str]] = ()) -> int:
     """Compile a communicator's kernels, also for these formats, and return their number. RuntimeError without a
     cache."""
-    from ep_ops.backends.cute import all_kernels
+    from ep_ops.backends.cute.backend import all_kernels
 
     wanted = all_kernels(config, formats)
     folder()

@@ -92,7 +92,10 @@ def spread_experts(
     for block in model.modules():
         if isinstance(block, Llama4TextMoe):
             _give_routing(block)
-    found = [name for name, module in model.named_modules() if _is_experts(module)]
+    # transformers' modules of experts share an interface
+    found = [
+        name for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")
+    ]
     if not found:
         raise ValueError(f"{type(model).__name__} has no MoE layer that transformers can spread over ranks")
     for name in found:
@@ -111,8 +114,9 @@ def _spread(experts: Any, group: dist.ProcessGroup | None, capacity: int | None,
     """Shard one module of experts."""
     parameter = next(experts.parameters())
     top_k = options.get("top_k") or _top_k(experts)
+    row = experts.down_proj.shape[-1 if experts.is_transposed else -2]  # may differ from the model's hidden size
     comm = Communicator.shared(
-        group, num_experts=experts.num_experts, hidden_size=_hidden_size(experts), dtype=parameter.dtype,
+        group, num_experts=experts.num_experts, hidden_size=row, dtype=parameter.dtype,
         device=parameter.device, **options | {"top_k": top_k},
     )  # fmt: skip
     check_split(comm, "spread_experts")
@@ -250,16 +254,6 @@ def _save_whole(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return save(**given | {"state_dict": whole})
     return save(model, *args, **kwargs)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Return whether a module is one of transformers' modules of experts, which share an interface."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
-
-
-def _hidden_size(experts: Any) -> int:
-    """Return the elements of a row, which may differ from the model's hidden size."""
-    return experts.down_proj.shape[-1 if experts.is_transposed else -2]
 
 
 def _top_k(experts: Any) -> int:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _unregister_process_group
 
+from ..group.leaving import store_of
+
 _names: Iterator[Any] = (f"ep_ops rendezvous {number}" for number in itertools.count())
 
 
@@ -62,6 +64,5 @@ def meet(memory: torch.Tensor, group: dist.ProcessGroup, token: int) -> Any:
     """Return torch's handle of ``memory``, which every rank has allocated with torch. Collective over ``group``.
     ``token``: a number that is equal on all ranks and different in each call."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    store = dist.PrefixStore(f"ep_ops/{token:x}", dist.distributed_c10d._get_process_group_store(group))
-    with registered(FromZero(store), rank, world_size) as name:
+    with registered(FromZero(store_of(group, token)), rank, world_size) as name:
         return symm_mem.rendezvous(memory, name)

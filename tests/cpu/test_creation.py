@@ -59,7 +59,7 @@ def make(lacking: int) -> tuple[str, list[bool]]:
         rank=dist.get_rank(), group=dist.group.WORLD, device=torch.device("cpu"), name="ep",
         config=types.SimpleNamespace(check=""),
     )  # fmt: skip
-    with mock.patch.dict("sys.modules", {"ep_ops.backends.cute": types.SimpleNamespace(CuteBackend=Backend)}):
+    with mock.patch.dict("sys.modules", {"ep_ops.backends.cute.backend": types.SimpleNamespace(CuteBackend=Backend)}):
         if lacking < 0:
             return type(backends.make("cute", member)).__name__, destroyed  # type: ignore[arg-type]
         with pytest.raises(RuntimeError) as error:

@@ -39,7 +39,7 @@ class Wanted:
 
         from cute_kernels.heap import Problem
         from cute_kernels.latency.sizes import most_tokens
-        from ep_ops.backends.cute import kernels_of, latency, sizing, throughput
+        from ep_ops.backends.cute import latency, sizing, throughput
         from ep_ops.backends.cute.row_format import row_format
         from ep_ops.config import default_experts
         from ep_ops.records import Delivery
@@ -48,7 +48,7 @@ class Wanted:
         dtype = sizing.DTYPES[config.get("dtype", torch.bfloat16)]
         tokens = config["max_tokens_per_rank"]
         problem = Problem(self.world_size, tuple(experts), config["top_k"], config["hidden_size"], dtype, tokens)
-        found = [k for k in kernels_of(problem) if not only or type(k).__name__ in only]
+        found = [k for k in throughput.kernels_of(problem) if not only or type(k).__name__ in only]
         if bound:
             few = latency.kernels_of(problem, min(bound, most_tokens(problem)))
             found += [k for k in few if split or (k.send and k.receive)]

@@ -45,7 +45,8 @@ def backend(device: Device) -> Any:
     from recorded import PROBLEM, Launches
 
     from ep_ops.backends.budget import Budget
-    from ep_ops.backends.cute import CuteBackend, streams
+    from ep_ops.backends.cute import streams
+    from ep_ops.backends.cute.backend import CuteBackend
     from ep_ops.backends.cute.latency import LatencyPath
     from ep_ops.backends.cute.outputs import Outputs
     from ep_ops.backends.cute.sm_model import TokenTraffic

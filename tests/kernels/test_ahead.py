@@ -14,7 +14,7 @@ import torch
 
 from cute_kernels import jit
 from cute_kernels.internode.wire import BUNDLE, Nvlink
-from ep_ops.backends.cute import all_kernels
+from ep_ops.backends.cute.backend import all_kernels
 from ep_ops.commands import compile as ahead
 from ep_ops.commands.cli import main
 from ep_ops.config import Config

@@ -33,7 +33,8 @@ def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Complet
 def test_kernels_of_both_communicators_are_known_beforehand() -> None:
     pytest.importorskip("cutlass")
     from cute_kernels.latency.dispatch import LatencyDispatch
-    from ep_ops.backends.cute import all_kernels, kernels_of
+    from ep_ops.backends.cute.backend import all_kernels
+    from ep_ops.backends.cute.throughput import kernels_of
 
     def kernels(latency_max_tokens: int | None) -> list:
         with Communicator(

@@ -20,7 +20,8 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
-from ep_ops.backends.cute import kernels_of, latency
+from ep_ops.backends.cute import latency
+from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.config import default_experts
 from ep_ops.group.topology import NEEDED_SHARED_BYTES
 

@@ -17,7 +17,7 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.publish_tokens import PublishTokens
 from cute_kernels.throughput.pull import Pull
 from cute_kernels.throughput.pull_scaled import PullScaled
-from ep_ops.backends.cute import kernels_of
+from ep_ops.backends.cute.throughput import kernels_of
 from ep_ops.config import default_experts
 
 LARGE = Problem(4, (64,) * 4, 8, 7168, "bf16", 4096)

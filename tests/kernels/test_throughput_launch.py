@@ -20,7 +20,7 @@ from cute_kernels.throughput.publish import Publish
 from cute_kernels.throughput.pull import Pull
 from ep_ops import arrivals, symmetric
 from ep_ops.backends.budget import Budget
-from ep_ops.backends.cute import CuteBackend
+from ep_ops.backends.cute.backend import CuteBackend
 from ep_ops.backends.cute.failures import Failures, pack_reason
 from ep_ops.backends.cute.report import Report
 from ep_ops.backends.cute.throughput import kernels_of
@@ -48,7 +48,7 @@ def test_launches(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path.dispatch_backward(None, recv_weights, route)
     path.plan(idx, sizes)
     path.combine_backward(x, recv_x, recv_weights, route)
-    path.combine_gathered(recv_x, route, torch.zeros(3, dtype=torch.int64), 40)
+    path.combine_gathered(route, torch.zeros(3, dtype=torch.int64), 40)
     kinds += ["dispatch_backward", "plan", "combine_backward", "combine_backward", "combine_gathered"]
     first = len(kinds)
     whole, along = dispatch, ["dispatch_planned"] * 2

@@ -59,7 +59,7 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert adding[1]["out"].data_ptr() == out[32:].data_ptr()
     assert adding[2]["residual"].data_ptr() == x[64:].data_ptr() and adding[1]["y"] is recv_x
     assert len(recorder.launched) == first + 4 + 4 + 8
-    path.combine_gathered(recv_x, route, torch.zeros(3, dtype=torch.int64), 480)
+    path.combine_gathered(route, torch.zeros(3, dtype=torch.int64), 480)
     assert len(recorder.launched) == first + 17 and recorder.launched[-1][2]["tokens"] == 70, "nothing is staged"
     # Ranks that passed other bounds find out, whichever round they are in.
     assert {marks.unpack(terms)[1].max_tokens for _, terms, _ in recorder.launched} == {100}

@@ -45,8 +45,6 @@ from .sm_model import TokenTraffic, default_budget, most_pulling
 from .streams import Flights, Given
 from .throughput import ThroughputPath, kernels_of, route_of
 
-__all__ = ["CuteBackend", "all_kernels", "kernels_of"]
-
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity that an exact dispatch publishes. Aligned rows (up to 1024) still fit below 2**31."""
 
@@ -221,7 +219,7 @@ class CuteBackend:
             return self.throughput.combine(y, None, route, None)
         if lies_elsewhere(y, rows.local):
             self.empty_rows(y.shape[0]).copy_(y)
-        return self.throughput.combine_gathered(y, route, rows.table, most)
+        return self.throughput.combine_gathered(route, rows.table, most)
 
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route

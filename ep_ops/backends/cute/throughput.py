@@ -326,7 +326,7 @@ class ThroughputPath:
             rounds.append(bind(terms, tokens=here, max_tokens=max_tokens, num_rows=num_rows, **pushing))
         return rounds
 
-    def combine_gathered(self, y: Tensor, route: Route, bases: Tensor, num_rows: int) -> Tensor:
+    def combine_gathered(self, route: Route, bases: Tensor, num_rows: int) -> Tensor:
         """Run a gathered combine. `bases`: a table of the address of row 0 at each rank, which has `num_rows` rows."""
         tokens = route.topk_idx.shape[0]
         out = self._outputs.tokens(tokens)

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from ... import arrivals
 from ...config import Member
-from ...records import TOKEN_MAJOR, UNKNOWN_ROW, Delivery, DispatchTensors, Operation, Placed, Received, Route, Sizes
+from ...records import (
+    TOKEN_MAJOR,
+    UNBOUNDED,
+    UNKNOWN_ROW,
+    Delivery,
+    DispatchTensors,
+    Operation,
+    Placed,
+    Received,
+    Route,
+    Sizes,
+)
 from .. import split
 from ..base import Formats, lies_elsewhere, not_gatherable
 from ..budget import Budget
@@ -102,21 +113,13 @@ class ReferenceBackend:
     def dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
-        return self._dispatch("dispatch", x, topk_weights, topk_idx, sizes, delivery)
-
-    @_whole
-    def dispatch_dynamic(
-        self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
-        return self._dispatch("dispatch_dynamic", x, topk_weights, topk_idx, sizes, delivery)
-
-    def _dispatch(
-        self, operator: str, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
-    ) -> DispatchTensors:
+        operator = "dispatch_dynamic" if sizes.capacity == UNBOUNDED else "dispatch"
         same, problem = _terms(topk_weights, delivery), quantized.problem(delivery)
         placed = self._plan(operator, topk_idx, sizes, same, problem)
         received = self._move(x, topk_weights, self._along(topk_idx, placed, sizes), delivery)
         return DispatchTensors(*received, *placed)
+
+    dispatch_dynamic = dispatch
 
     @_whole
     def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
