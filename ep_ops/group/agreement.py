@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from ..config import Config
 from .exchange import Exchange
@@ -34,7 +30,7 @@ def agree(exchange: Exchange, own: Config, problem: str | None, unfit: str | Non
         ValueError: a rank has a problem, configurations or sizes of domains differ, or "cute" or latency kernels were
             requested and some ranks cannot run them. Every rank raises it.
     """
-    words = _gather_words(exchange, (own, problem, gpu_facts(exchange.device), unfit))
+    words = exchange.all_gather_object((own, problem, gpu_facts(exchange.device), unfit))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, *_) in enumerate(words) if problem]
     if problems:
         raise ValueError("; ".join(problems))
@@ -91,23 +87,12 @@ def _with_wire(exchange: Exchange, agreed: Config, facts: Sequence[GpuFacts | No
         return agreed, lack(agreed) or ""
     wire, why = choose_wire(facts, agreed.wire)
     agreed = dataclasses.replace(agreed, wire=wire)
-    lacks = _gather_words(exchange, why or lack(agreed))
+    lacks = exchange.all_gather_object(why or lack(agreed))
     for rank, text in enumerate(lacks):
         if text:
             where = describe(facts, agreed.domains)
             return agreed, f"{where}; backend 'cute' cannot run across them: rank {rank}: {text}"
     return agreed, ""
-
-
-def _gather_words(exchange: Exchange, word: Any) -> list[Any]:
-    """Return the value of each rank, by rank. Collective."""
-    words: list[Any] = [word]
-    if exchange.world_size > 1:
-        words = [None] * exchange.world_size
-        on_gpu = exchange.device.type == "cuda"
-        with torch.cuda.device(exchange.device) if on_gpu else contextlib.nullcontext():
-            dist.all_gather_object(words, word, group=exchange.group)
-    return words
 
 
 def disagreement(configs: Sequence[Config]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,15 @@ class Exchange:
         encoded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         texts = self.all_gather(torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")).tolist()
         return [bytes(numbers).rstrip(b"\0").decode(errors="ignore") for numbers in texts]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, which can be pickled."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            on_gpu = self.device.type == "cuda"
+            with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+                dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def raise_together(self, doing: str, error: Exception | None) -> None:
         """Raise on all ranks if one has an error: its own there, elsewhere a RuntimeError with its text. Collective."""

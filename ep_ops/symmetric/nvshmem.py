@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -80,7 +81,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
     members = tuple(dist.get_process_group_ranks(group))
     heap = _heaps[0] if _heaps else None
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        freed = _agree(group, nbytes, heap, members)
+        freed = _agree(exchange, nbytes, heap, members)
         if heap is None:
             _initialize(exchange)
             heap = Heap(members)
@@ -113,10 +114,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
             " NVSHMEM_DISABLE_P2P and NVSHMEM_DISABLE_MNNVL must not be set there"
         )
 
-    def release() -> None:
-        heap.freed.add(number)
-
-    return SymmetricBuffer(memory, addresses, release)
+    return SymmetricBuffer(memory, addresses, functools.partial(heap.freed.add, number))
 
 
 def register(library: int) -> None:
@@ -125,12 +123,10 @@ def register(library: int) -> None:
         raise RuntimeError(f"nvshmemx_culibrary_init returned {status}")
 
 
-def _agree(group: Any, nbytes: int, heap: Heap | None, members: tuple[int, ...]) -> list[int]:
+def _agree(exchange: Exchange, nbytes: int, heap: Heap | None, members: tuple[int, ...]) -> list[int]:
     """Return the allocations that all ranks have freed. Every rank raises if one cannot go on. Collective."""
     known = None if heap is None else heap.members
-    words: list[Any] = [None] * len(members)
-    word = (nbytes, problem(), known, sorted(heap.freed) if heap else [])
-    dist.all_gather_object(words, word, group=group)
+    words = exchange.all_gather_object((nbytes, problem(), known, sorted(heap.freed) if heap else []))
     problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _) in enumerate(words) if problem]
     if problems:
         raise RuntimeError("; ".join(problems))

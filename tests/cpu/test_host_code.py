@@ -39,9 +39,9 @@ def test_any_rank_may_be_unfit_for_kernels(unfit: int) -> None:
     with toy.communicator() as comm:
         own = dataclasses.replace(comm.config, backend="auto")
     words = [(own, None, None, "dtype is not one of them" if rank == unfit else None) for rank in range(2)]
-    exchange: Any = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    exchange: Any = SimpleNamespace(rank=0, world_size=2, device=device, all_gather_object=lambda word: words)
     with (
-        mock.patch.object(agreement, "_gather_words", lambda exchange, word: words),
         mock.patch.object(agreement, "choose_backend", lambda facts: ("cute", "")),
         mock.patch.object(agreement, "divide", lambda facts, size: ((0, 1),)),
     ):

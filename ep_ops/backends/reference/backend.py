@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,24 +34,6 @@ from .ranks import Ranks
 from .transfer import Transfer
 from .waits import WaitingExchange, Waits
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
-
-def _whole(
-    method: Callable[Concatenate[ReferenceBackend, P], Result],
-) -> Callable[Concatenate[ReferenceBackend, P], Result]:
-    """Decorate an operator that is neither start nor wait."""
-
-    @functools.wraps(method)
-    def run(self: ReferenceBackend, *args: P.args, **kwargs: P.kwargs) -> Result:
-        self._begin()
-        result = method(self, *args, **kwargs)
-        self._meeting.stage = "settled"
-        return result
-
-    return run
-
 
 class ReferenceBackend:
     """Runs on any device. Holds no memory but the rows of empty_rows. Every operator synchronizes the host."""
@@ -70,18 +53,21 @@ class ReferenceBackend:
         self._in_start = False  # whether an operation runs as part of its start
         self._ended: dict[int, Any] = {}  # flight -> result for its wait
 
-    def _begin(self) -> None:
-        """Begin an operator that is neither start nor wait."""
+    @contextlib.contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Run an operator that is neither start nor wait."""
         self._meeting.stage = "before"
         self._waits.check()
         if self.strict and not self._in_start:
             self._order.check()
+        yield
+        self._meeting.stage = "settled"
 
     # ------------------------------------------------------------------ planning
 
-    @_whole
     def plan(self, topk_idx: Tensor, sizes: Sizes) -> Placed:
-        return self._plan("plan", topk_idx, sizes, {})
+        with self._operation():
+            return self._plan("plan", topk_idx, sizes, {})
 
     def _plan(
         self, operator: str, topk_idx: Tensor, sizes: Sizes, same: dict[str, int], problem: str | None = None
@@ -109,23 +95,23 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ dispatch
 
-    @_whole
     def dispatch(
         self, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, sizes: Sizes, delivery: Delivery
     ) -> DispatchTensors:
-        operator = "dispatch_dynamic" if sizes.capacity == UNBOUNDED else "dispatch"
-        same, problem = _terms(topk_weights, delivery), quantized.problem(delivery)
-        placed = self._plan(operator, topk_idx, sizes, same, problem)
-        received = self._move(x, topk_weights, self._along(topk_idx, placed, sizes), delivery)
-        return DispatchTensors(*received, *placed)
+        with self._operation():
+            operator = "dispatch_dynamic" if sizes.capacity == UNBOUNDED else "dispatch"
+            same, problem = _terms(topk_weights, delivery), quantized.problem(delivery)
+            placed = self._plan(operator, topk_idx, sizes, same, problem)
+            received = self._move(x, topk_weights, self._along(topk_idx, placed, sizes), delivery)
+            return DispatchTensors(*received, *placed)
 
     dispatch_dynamic = dispatch
 
-    @_whole
     def dispatch_planned(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
-        same = {**_terms(topk_weights, delivery), "layout": layout_index(route.layout)}
-        self._meeting.along("dispatch_planned", same, route, quantized.problem(delivery))
-        return self._move(x, topk_weights, route, delivery)
+        with self._operation():
+            same = {**_terms(topk_weights, delivery), "layout": layout_index(route.layout)}
+            self._meeting.along("dispatch_planned", same, route, quantized.problem(delivery))
+            return self._move(x, topk_weights, route, delivery)
 
     def _move(self, x: Tensor, topk_weights: Tensor | None, route: Route, delivery: Delivery) -> Received:
         if route.layout == TOKEN_MAJOR:
@@ -134,16 +120,13 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ combine
 
-    @_whole
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, route: Route, residual: Tensor | None = None, format: str = ""
     ) -> Tensor:
-        given = {
-            "whether recv_weights is given": int(recv_weights is not None),
-            "whether residual is given": int(residual is not None),
-        }
-        self._meeting.along("combine", {**given, **quantized.agreed(format)}, route)
-        return self.rows.to_tokens(y, recv_weights, route, residual, format)
+        with self._operation():
+            same = {**_given(recv_weights=recv_weights, residual=residual), **quantized.agreed(format)}
+            self._meeting.along("combine", same, route)
+            return self.rows.to_tokens(y, recv_weights, route, residual, format)
 
     def empty_rows(self, num_rows: int) -> Tensor:
         """Return ordinary memory, the same in every call."""
@@ -154,17 +137,17 @@ class ReferenceBackend:
         shape = self.symmetric_rows, self.hidden_size
         return torch.empty(shape, dtype=self.rows_dtype, device=self.ranks.device)
 
-    @_whole
     def combine_gathered(self, y: Tensor, route: Route) -> Tensor:
-        problem, most = None, self.symmetric_rows
-        if self.strict:
-            problem = not_gatherable(y, self._memory if most else None, most, self.name_of_communicator)
-        if bool((route.send_rows == UNKNOWN_ROW).any()):
-            problem = "the route of places does not contain the rows at other ranks; allowed: combine"
-        self._meeting.along("combine_gathered", {}, route, problem)
-        if self.strict and lies_elsewhere(y, self._memory):
-            y = self.empty_rows(y.shape[0]).copy_(y)
-        return self.rows.to_tokens(y, None, route)
+        with self._operation():
+            problem, most = None, self.symmetric_rows
+            if self.strict:
+                problem = not_gatherable(y, self._memory if most else None, most, self.name_of_communicator)
+            if bool((route.send_rows == UNKNOWN_ROW).any()):
+                problem = "the route of places does not contain the rows at other ranks; allowed: combine"
+            self._meeting.along("combine_gathered", {}, route, problem)
+            if self.strict and lies_elsewhere(y, self._memory):
+                y = self.empty_rows(y.shape[0]).copy_(y)
+            return self.rows.to_tokens(y, None, route)
 
     def bind(self, operator: str, *args: Any) -> None:
         """Return None: no call is faster than the operator's method."""
@@ -207,37 +190,30 @@ class ReferenceBackend:
 
     # ------------------------------------------------------------------ backwards
 
-    @_whole
     def dispatch_backward(
         self, grad_recv_x: Tensor | None, grad_recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        same = {
-            "whether grad_recv_x is given": int(grad_recv_x is not None),
-            "whether grad_recv_weights is given": int(grad_recv_weights is not None),
-            "layout": layout_index(route.layout),
-        }
-        self._meeting.along("dispatch_backward", same, route)
-        grad_x = grad_topk_weights = torch.empty(0, dtype=self.rows.weights_dtype, device=self.ranks.device)
-        if grad_recv_x is not None:
-            grad_x = self.rows.to_tokens(grad_recv_x, None, route)
-        if grad_recv_weights is not None:
-            grad_topk_weights = copies.weights_home(self.rows, grad_recv_weights, route)
-        return grad_x, grad_topk_weights
+        with self._operation():
+            same = _given(grad_recv_x=grad_recv_x, grad_recv_weights=grad_recv_weights)
+            same["layout"] = layout_index(route.layout)
+            self._meeting.along("dispatch_backward", same, route)
+            grad_x = grad_topk_weights = torch.empty(0, dtype=self.rows.weights_dtype, device=self.ranks.device)
+            if grad_recv_x is not None:
+                grad_x = self.rows.to_tokens(grad_recv_x, None, route)
+            if grad_recv_weights is not None:
+                grad_topk_weights = copies.weights_home(self.rows, grad_recv_weights, route)
+            return grad_x, grad_topk_weights
 
-    @_whole
     def combine_backward(
         self, grad_out: Tensor, y: Tensor | None, recv_weights: Tensor | None, route: Route
     ) -> tuple[Tensor, Tensor]:
-        same = {
-            "whether y is given": int(y is not None),
-            "whether recv_weights is given": int(recv_weights is not None),
-        }
-        self._meeting.along("combine_backward", same, route)
-        grad_y, _, none = self.rows.to_rows(grad_out, None, route, Delivery())
-        if recv_weights is None:
-            return grad_y, none
-        grad_y, grad_recv_weights = self.rows.with_weights(grad_y, y, recv_weights, route)
-        return grad_y, none if grad_recv_weights is None else grad_recv_weights
+        with self._operation():
+            self._meeting.along("combine_backward", _given(y=y, recv_weights=recv_weights), route)
+            grad_y, _, none = self.rows.to_rows(grad_out, None, route, Delivery())
+            if recv_weights is None:
+                return grad_y, none
+            grad_y, grad_recv_weights = self.rows.with_weights(grad_y, y, recv_weights, route)
+            return grad_y, none if grad_recv_weights is None else grad_recv_weights
 
     # ------------------------------------------------------------------ the rest of a backend
 
@@ -294,4 +270,9 @@ class ReferenceBackend:
 
 def _terms(topk_weights: Tensor | None, delivery: Delivery) -> dict[str, int]:
     """Return the values of a dispatch that ranks must agree on."""
-    return {"whether topk_weights is given": int(topk_weights is not None), **quantized.agreed(delivery.format)}
+    return {**_given(topk_weights=topk_weights), **quantized.agreed(delivery.format)}
+
+
+def _given(**tensors: Tensor | None) -> dict[str, int]:
+    """Return which tensors are given, as values that ranks must agree on."""
+    return {f"whether {name} is given": int(tensor is not None) for name, tensor in tensors.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_ops.group.exchange import Exchange
 from ep_ops.group.topology import divide, gpu_facts
 
 
@@ -19,9 +20,7 @@ def get_physical_domain_size(group: Any) -> tuple[int, int]:
         ValueError: the domains have unequally many ranks.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    facts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(facts, gpu_facts(device), group=group)
-    domains = divide(facts, None)
+    domains = divide(Exchange(group, device).all_gather_object(gpu_facts(device)), None)
     return len(domains), len(domains[0])
 
 
