@@ -184,6 +184,13 @@ class Route(NamedTuple):
         return self.segments.m_indices(self.num_rows)
 
 
+def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes, world_size: int) -> Route:
+    """Return the route of a plan."""
+    tensors = topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts
+    num_rows = lists.rows_of(placed.arrivals.numel(), world_size)
+    return Route(*tensors, sizes.alignment, num_rows, sizes.max_tokens, None, sizes.slots, sizes.layout)
+
+
 class Dispatched(NamedTuple):
     """Result of a dispatch."""
 

@@ -31,6 +31,7 @@ from ...records import (
     Received,
     Route,
     Sizes,
+    route_of,
 )  # fmt: skip
 from ..base import Formats, lies_elsewhere, not_gatherable
 from ..split import Order, parts_of, ticket
@@ -43,7 +44,7 @@ from .row_format import row_format
 from .sizing import across, heap_of, problem_of, rows_bytes, token_bound
 from .sm_model import TokenTraffic, default_budget, most_pulling
 from .streams import Flights, Given
-from .throughput import ThroughputPath, kernels_of, route_of
+from .throughput import ThroughputPath, kernels_of
 
 NO_CAPACITY_LIMIT = 2**31 - 2**16
 """Capacity that an exact dispatch publishes. Aligned rows (up to 1024) still fit below 2**31."""
@@ -151,8 +152,7 @@ class CuteBackend:
     ) -> DispatchTensors:
         self._begin()
         placed = self._plan_exactly(topk_idx, sizes)
-        num_rows = arrivals.rows_of(placed.arrivals.numel(), self._problem.world_size)
-        route = route_of(topk_idx, placed, sizes._replace(capacity=num_rows))
+        route = route_of(topk_idx, placed, sizes, self._problem.world_size)
         received = self.throughput.along("dispatch_planned", x, topk_weights, route, delivery)
         return DispatchTensors(*received, *placed)
 
@@ -422,7 +422,7 @@ class CuteBackend:
         x = torch.empty(0, config.hidden_size, dtype=config.dtype, device=self._device)
         topk_idx = torch.empty(0, config.top_k, dtype=torch.int32, device=self._device)
         weights = torch.empty(0, config.top_k, dtype=torch.float32, device=self._device)
-        rows = config.alignment
+        rows, ranks = config.alignment, config.world_size
         # Latency kernels, throughput kernels, those that go in rounds.
         bounds = sorted({1, self._problem.max_tokens, config.max_tokens_per_rank})
         plain, fewest = Delivery(), Sizes(rows, rows, 0, bounds[0])
@@ -434,7 +434,7 @@ class CuteBackend:
             for given in (None, weights):
                 for sizes in every:
                     out = self.dispatch(x, given, topk_idx, sizes, plain)
-                    route = _route(topk_idx, out, sizes)
+                    route = route_of(topk_idx, Placed(*out[3:]), sizes, ranks)
                     row_weights = None if given is None else out.recv_weights
                     if layout == GROUPED:
                         self.combine(out.recv_x, row_weights, route)
@@ -442,7 +442,7 @@ class CuteBackend:
                 self.start(0, "dispatch", x, given, topk_idx, every[0], plain)
                 started = self.wait(0, "dispatch")
                 if layout == GROUPED:
-                    small = _route(topk_idx, started, every[0])
+                    small = route_of(topk_idx, Placed(*started[3:]), every[0], ranks)
                     self.start(0, "combine", started.recv_x, row_weights, small, None, "")
                     self.wait(0, "combine")
                     self.combine_backward(x, out.recv_x, row_weights, route)
@@ -500,8 +500,3 @@ def _tensors(args: tuple[Any, ...]) -> Given:
     """Return the tensors of an operator's arguments, including those in records."""
     flat = itertools.chain.from_iterable(arg if isinstance(arg, tuple) else (arg,) for arg in args)
     return tuple(value for value in flat if isinstance(value, Tensor))
-
-
-def _route(topk_idx: Tensor, out: DispatchTensors, sizes: Sizes) -> Route:
-    placed = Placed(out.send_rows, out.arrivals, out.offs, out.counts, out.dropped, out.recv_idx)
-    return route_of(topk_idx, placed, sizes)

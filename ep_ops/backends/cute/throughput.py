@@ -21,7 +21,7 @@ from cute_kernels.throughput.pull_scaled import PullScaled
 
 from ... import arrivals
 from ...formats import OF_TOKENS
-from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Placed, Received, Route, Sizes
+from ...records import TOKEN_MAJOR, Delivery, DispatchTensors, Placed, Received, Route, Sizes, route_of
 from ..budget import Budget
 from .launcher import Launch, Launcher, Plans
 from .outputs import Outputs
@@ -98,12 +98,6 @@ def kernels_of_format(problem: Problem, how: RowFormat) -> list[Any]:
 def _sum_bytes(problem: Problem, format: str) -> int:
     """Return the bytes of a sum in staging in a format; 0 without one."""
     return Combine(problem, True, False, False, False, False, format).sum_bytes if format else 0
-
-
-def route_of(topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
-    """Return the route of a plan."""
-    along = topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts
-    return Route(*along, sizes.alignment, sizes.capacity, sizes.max_tokens, None, sizes.slots, sizes.layout)
 
 
 _new = tuple.__new__  # makes records in a third of the time
@@ -196,7 +190,9 @@ class ThroughputPath:
         if self.rounds(sizes.max_tokens) > 1:
             terms = marks.pack("dispatch", sizes.max_tokens, weighted, format=how.format, token_major=token_major)
             self._plan(terms, topk_idx, placed, sizes, sizes.capacity)
-            self._along(terms, x, topk_weights, route_of(topk_idx, placed, sizes), delivery, received)
+            self._along(
+                terms, x, topk_weights, route_of(topk_idx, placed, sizes, self._problem.world_size), delivery, received
+            )
             return _new(DispatchTensors, (*received, *placed))
         key = sizes, how, weighted, x.shape[0], self.sms.budget.asked
         publish, pulls = self._plans.get(key) or self._plans.add(key, self._plan_dispatch(*key[:-1]))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import arrivals
 from ...config import Member
 from ...records import (
     TOKEN_MAJOR,
@@ -23,6 +22,7 @@ from ...records import (
     Received,
     Route,
     Sizes,
+    route_of,
 )
 from .. import split
 from ..base import Formats, lies_elsewhere, not_gatherable
@@ -84,14 +84,9 @@ class ReferenceBackend:
         placed = place(self.ranks, everyone, rooms.tolist(), sizes, tokens)
         if sizes.layout != TOKEN_MAJOR:
             return placed
-        return placed._replace(recv_idx=copies.local_ids(self.rows, self._along(topk_idx, placed, sizes)))
-
-    def _along(self, topk_idx: Tensor, placed: Placed, sizes: Sizes) -> Route:
-        num_rows = arrivals.rows_of(placed.arrivals.numel(), self.ranks.world_size)
-        return Route(
-            topk_idx, placed.send_rows, placed.arrivals, placed.offs, placed.counts, sizes.alignment, num_rows,
-            sizes.max_tokens, slots=sizes.slots, layout=sizes.layout,
-        )  # fmt: skip
+        return placed._replace(
+            recv_idx=copies.local_ids(self.rows, route_of(topk_idx, placed, sizes, self.ranks.world_size))
+        )
 
     # ------------------------------------------------------------------ dispatch
 
@@ -102,7 +97,7 @@ class ReferenceBackend:
             operator = "dispatch_dynamic" if sizes.capacity == UNBOUNDED else "dispatch"
             same, problem = _terms(topk_weights, delivery), quantized.problem(delivery)
             placed = self._plan(operator, topk_idx, sizes, same, problem)
-            received = self._move(x, topk_weights, self._along(topk_idx, placed, sizes), delivery)
+            received = self._move(x, topk_weights, route_of(topk_idx, placed, sizes, self.ranks.world_size), delivery)
             return DispatchTensors(*received, *placed)
 
     dispatch_dynamic = dispatch
