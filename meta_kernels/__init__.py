@@ -21,7 +21,9 @@ __all__ = [
     "combine_backward",
     "combine_backward_start",
     "combine_backward_wait",
+    "combine_gathered",
     "combine_start",
+    "combine_wait",
     "dispatch",
     "dispatch_backward",
     "dispatch_backward_start",
@@ -29,5 +31,9 @@ __all__ = [
     "dispatch_dynamic",
     "dispatch_planned",
     "dispatch_start",
+    "dispatch_wait",
     "plan",
 ]
+
+combine_gathered = combine_wait = combine
+dispatch_wait = dispatch

@@ -14,22 +14,10 @@ Gradients = tuple[Tensor, Tensor]
 
 def dispatch_start(a: Any) -> Tensor:
     """Return a ticket, float32 [0]."""
-    return _ticket(a.x)
+    return a.topk_idx.new_empty(0, dtype=torch.float32)
 
 
-def combine_start(a: Any) -> Tensor:
-    """Return a ticket, float32 [0]."""
-    return _ticket(a.y)
-
-
-def dispatch_backward_start(a: Any) -> Tensor:
-    """Return a ticket, float32 [0]."""
-    return _ticket(a.topk_idx)
-
-
-def combine_backward_start(a: Any) -> Tensor:
-    """Return a ticket, float32 [0]."""
-    return _ticket(a.grad_out)
+combine_start = dispatch_backward_start = combine_backward_start = dispatch_start
 
 
 def dispatch_backward_wait(a: Any) -> Gradients:
@@ -46,7 +34,3 @@ def _gradients(a: Any, rows: tuple[Any, Any], scalars: tuple[Any, ...]) -> Gradi
     exact = exact_dtype(a.dtype)
     grad_rows = a.ticket.new_empty(rows, dtype=a.dtype) if rows[1] else a.ticket.new_empty(0, dtype=exact)
     return grad_rows, a.ticket.new_empty(scalars, dtype=exact)
-
-
-def _ticket(beside: Tensor) -> Tensor:
-    return beside.new_empty(0, dtype=torch.float32)

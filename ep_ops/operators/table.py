@@ -41,15 +41,14 @@ from .gradients import Gradient
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, ``torch.ops.ep.<name>``. ``check``, ``given`` and ``fake`` take the operator's arguments as a
-    record with the schema's names."""
+    """One operator, ``torch.ops.ep.<name>``. ``check`` and ``given`` take the operator's arguments as a record
+    with the schema's names. The function of that name in ``meta_kernels`` is its fake."""
 
     name: str
     schema: str
     does: str  # a sentence for the documentation
     check: Callable[[Member, Any], None]  # raises TypeError or ValueError; ``flight`` has been checked
     given: Callable[[Any], tuple[Any, ...]]  # the arguments of the backend's method
-    fake: Callable[[Any], Any]
     gradient: Gradient | None = None
     exact: bool = False  # sizes of outputs depend on data: waits for the device
 
@@ -151,7 +150,6 @@ OPERATORS: tuple[Operator, ...] = (
         "compute a route, without sending rows",
         checks.plan,
         lambda a: (a.topk_idx, _new(Sizes, _sizes(a))),
-        meta_kernels.plan,
     ),
     Operator(
         "dispatch",
@@ -160,7 +158,6 @@ OPERATORS: tuple[Operator, ...] = (
         " caller sets R. Does not synchronize the host on GPUs",
         checks.dispatch,
         _sent,
-        meta_kernels.dispatch,
         gradients.OF_DISPATCH,
     ),
     Operator(
@@ -169,7 +166,6 @@ OPERATORS: tuple[Operator, ...] = (
         "`dispatch` with R equal to the number of rows that arrive; synchronizes the host once",
         checks.dispatch_dynamic,
         _sent_exactly,
-        meta_kernels.dispatch_dynamic,
         gradients.OF_DISPATCH,
         exact=True,
     ),
@@ -180,7 +176,6 @@ OPERATORS: tuple[Operator, ...] = (
         "`dispatch` along an existing route",
         checks.dispatch_planned,
         lambda a: (a.x, a.topk_weights, route(a, a.num_rows, a.layout, a.slots), _new(Delivery, _delivery(a))),
-        meta_kernels.dispatch_planned,
         gradients.OF_DISPATCH,
     ),
     Operator(
@@ -191,7 +186,6 @@ OPERATORS: tuple[Operator, ...] = (
         " [quantized](formats.md#sums-on-the-wire)",
         checks.combine,
         _returned,
-        meta_kernels.combine,
         gradients.OF_COMBINE,
     ),
     Operator(
@@ -201,7 +195,6 @@ OPERATORS: tuple[Operator, ...] = (
         " (`Communicator.empty_rows`) on the other ranks",
         checks.combine_gathered,
         lambda a: (a.y, route(a, a.y.size(0))),
-        meta_kernels.combine,
         gradients.OF_GATHERED,
     ),
     Operator(
@@ -210,7 +203,6 @@ OPERATORS: tuple[Operator, ...] = (
         "gradients of a dispatch",
         checks.dispatch_backward,
         _of_rows,
-        meta_kernels.dispatch_backward,
     ),
     Operator(
         "combine_backward",
@@ -218,7 +210,6 @@ OPERATORS: tuple[Operator, ...] = (
         "gradients of a combine",
         checks.combine_backward,
         _of_sums,
-        meta_kernels.combine_backward,
     ),
     Operator(
         "dispatch_start",
@@ -226,7 +217,6 @@ OPERATORS: tuple[Operator, ...] = (
         "start a dispatch, which then runs concurrently with the current stream",
         checks.dispatch,
         _sent,
-        meta_kernels.dispatch_start,
         gradients.OF_DISPATCH_START,
     ),
     Operator(
@@ -235,7 +225,6 @@ OPERATORS: tuple[Operator, ...] = (
         "finish a started dispatch; return what `dispatch` returns",
         checks.dispatch,
         _sent,
-        meta_kernels.dispatch,
         gradients.OF_DISPATCH_WAIT,
     ),
     Operator(
@@ -244,7 +233,6 @@ OPERATORS: tuple[Operator, ...] = (
         "start the gradients of a dispatch",
         checks.dispatch_backward,
         _of_rows,
-        meta_kernels.dispatch_backward_start,
     ),
     Operator(
         "dispatch_backward_wait",
@@ -252,7 +240,6 @@ OPERATORS: tuple[Operator, ...] = (
         "finish the gradients of a dispatch",
         _accept,
         lambda a: (functools.partial(meta_kernels.dispatch_backward_wait, a),),
-        meta_kernels.dispatch_backward_wait,
     ),
     Operator(
         "combine_start",
@@ -260,7 +247,6 @@ OPERATORS: tuple[Operator, ...] = (
         "start a combine, which then runs concurrently with the current stream",
         checks.combine,
         _returned,
-        meta_kernels.combine_start,
         gradients.OF_COMBINE_START,
     ),
     Operator(
@@ -269,7 +255,6 @@ OPERATORS: tuple[Operator, ...] = (
         "finish a started combine; return what `combine` returns",
         checks.combine,
         _returned,
-        meta_kernels.combine,
         gradients.OF_COMBINE_WAIT,
     ),
     Operator(
@@ -278,7 +263,6 @@ OPERATORS: tuple[Operator, ...] = (
         "start the gradients of a combine",
         checks.combine_backward,
         _of_sums,
-        meta_kernels.combine_backward_start,
     ),
     Operator(
         "combine_backward_wait",
@@ -286,7 +270,6 @@ OPERATORS: tuple[Operator, ...] = (
         "finish the gradients of a combine",
         _accept,
         lambda a: (functools.partial(meta_kernels.combine_backward_wait, a),),
-        meta_kernels.combine_backward_wait,
     ),
 )
 
