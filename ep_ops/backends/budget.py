@@ -59,7 +59,7 @@ class Budget:
             )
         _check("dispatch", dispatch, 1, self.most_dispatch)
         _check("combine", combine, 2, self.most_combine)
-        before = self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled, self.asked
+        before, outer = dict(vars(self)), self.asked
         if dispatch is not None:
             self.dispatch = dispatch
             self.beyond, self.modelled = 0, (False, self.modelled[1])
@@ -67,12 +67,11 @@ class Budget:
             self.combine = self.gather = combine
             self.scaled = min(combine, self.most_dispatch)
             self.modelled = self.modelled[0], False
-        outer = self.asked
         self.asked = outer[0] if dispatch is None else dispatch, outer[1] if combine is None else combine
         try:
             yield
         finally:
-            self.dispatch, self.combine, self.gather, self.scaled, self.beyond, self.modelled, self.asked = before
+            vars(self).update(before)
 
 
 def _check(name: str, value: int | None, least: int, most: int) -> None:

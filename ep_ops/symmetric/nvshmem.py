@@ -90,8 +90,7 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
             heap.freed.remove(number)
             _bindings().free(heap.blocks.pop(number))
         address = _bindings().malloc(nbytes)
-        lacks = exchange.all_gather(torch.tensor([int(address == 0)], device="cpu")).flatten() > 0
-        lacking = lacks.nonzero().flatten().tolist()
+        lacking = [rank for rank, lacks in enumerate(exchange.all_gather_object(address == 0)) if lacks]
         if lacking:  # other ranks keep their memory, because releasing it is collective
             raise RuntimeError(
                 f"NVSHMEM has no {nbytes} bytes of symmetric memory left on ranks {lacking};"
@@ -106,8 +105,8 @@ def allocate(nbytes: int, group: Any, device: torch.device, near: Sequence[int])
             torch.cuda.synchronize(device)
         addresses = tuple(_bindings().ptr(address, pe) for pe in range(exchange.world_size))
     # This exchange is also the barrier between zeroing and the first write of a peer.
-    unmapped = int(any(addresses[rank] == 0 for rank in near))
-    ranks = exchange.all_gather(torch.tensor([unmapped], device="cpu")).flatten().nonzero().flatten().tolist()
+    unmapped = any(addresses[rank] == 0 for rank in near)
+    ranks = [rank for rank, lacks in enumerate(exchange.all_gather_object(unmapped)) if lacks]
     if ranks:
         raise RuntimeError(
             f"NVSHMEM does not map the memory of all ranks of their NVLink domains on ranks {ranks};"
