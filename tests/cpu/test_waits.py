@@ -132,7 +132,8 @@ def test_ranks_that_do_not_come() -> None:
     assert late == [f"communicator 'late': {doing}, still waits for rank 1; it gives up after 3 s"] and late_1 == []
 
     operators = "ranks run different operators at the same time (rank 0: dispatch, rank 1: plan)"
-    assert differing == differing_1 == [operators, "dispatch: ranks disagree on max_tokens: [9, 10] by rank"]
+    disagree = "dispatch: ranks disagree on max_tokens: [9, 10] by rank; all ranks must pass the same"
+    assert differing == differing_1 == [operators, disagree]
 
     doing = "rank 0, in ep::dispatch (operation 2 of this communicator)"
     failed, end = "communicator 'skipped' failed: ", "; destroy it and make a new one"
