@@ -100,6 +100,11 @@ class DispatchTensors(NamedTuple):
     dropped: Tensor
     recv_idx: Tensor
 
+    @property
+    def placed(self) -> Placed:
+        """Return the fields of :class:`Placed`."""
+        return Placed(self.send_rows, self.arrivals, self.offs, self.counts, self.dropped, self.recv_idx)
+
 
 class Route(NamedTuple):
     """The route of a plan or dispatch: int32 tensors that say where each row goes, and the sizes of the plan."""

@@ -62,9 +62,9 @@ from .surplus import BlockBudget, Parts, count_parts
 
 PASSING = 5 / 8
 """Share of the blocks that do not push which pass sums on, with several NVLink domains; the others sum, for which each
-token requires a fence over NVSHMEM. 2 H100s over NVSHMEM, 128 blocks, 4096 tokens of 14 KiB: with 36 that push, 58 that
-pass on and 34 that sum 376 us; with 48, 60 and 20 467 us. Over stores, with 40, 50 and 38 326 us, with 48, 60 and 20
-336 us."""
+token requires a fence over NVSHMEM. 2 H100s over NVSHMEM, 4096 tokens of 14 KiB: a combine takes 376 us if 36 blocks
+push, 58 pass sums on and 34 sum, and 467 us with 48, 60 and 20. Over stores it takes 326 us with 40, 50 and 38, and
+336 us with 48, 60 and 20."""
 HALF_SLICE = 4
 """Vectors of a slice if a lane holds two sums in registers, in addition to the values that it adds."""
 

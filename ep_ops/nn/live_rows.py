@@ -148,7 +148,8 @@ def _fake_swiglu(x: Tensor, *_: Any) -> Tensor:
 
 
 def _swiglu(x: Tensor, *along: Any) -> Tensor:
-    segments, slots, hidden = Segments(*along[:3]), along[3], x.shape[1] // 2
+    *of, slots = along
+    segments, hidden = Segments(*of), x.shape[1] // 2
     kernels = kernels_of(x, hidden)
     if kernels is None:
         kept, live = _covered(x, segments)
@@ -165,7 +166,8 @@ def _fake_backward(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
 
 def _backward(grad: Tensor, x: Tensor, *along: Any) -> Tensor:
     """Return the gradient. With s = sigmoid(gate): grad * up * s * (1 + gate * (1 - s)), and grad * gate * s."""
-    segments, slots, hidden = Segments(*along[:3]), along[3], grad.shape[1]
+    *of, slots = along
+    segments, hidden = Segments(*of), grad.shape[1]
     kernels = kernels_of(x, hidden)
     if kernels is None:
         kept, live = _covered(x, segments)

@@ -111,8 +111,8 @@ def _sent_exactly(a: Any) -> tuple[Any, ...]:
 
 
 def _returned(a: Any) -> tuple[Any, ...]:
-    """Split combines take no residual."""
-    return a.y, a.recv_weights, route(a, a.y.size(0)), getattr(a, "residual", None), a.format
+    residual = getattr(a, "residual", None)  # split combines have none
+    return a.y, a.recv_weights, route(a, a.y.size(0)), residual, a.format
 
 
 def _of_rows(a: Any) -> tuple[Any, ...]:

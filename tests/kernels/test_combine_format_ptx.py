@@ -148,6 +148,7 @@ def test_latency_kernel(problem: Problem, stack: int) -> None:
     assert made.registers <= 64 and made.stack_bytes <= stack, (made.registers, made.stack_bytes)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx and "fma.rn.f32" not in ptx
     plain = compiled_ptx(LatencyCombine(problem, 256, True), "sm_90a")
+    assert count(ptx, "prefetch.global.L2") > 0 == count(plain, "prefetch.global.L2")
     for instruction in ("st.volatile.global.v4.b32", "griddepcontrol.launch_dependents", "fence.acq_rel"):
         assert count(ptx, instruction) == count(plain, instruction), instruction
 

@@ -243,8 +243,9 @@ class CuteBackend:
             format = format.removeprefix("wire:")
             args = y, recv_weights, route, residual, format
             latency_args = (y, recv_weights, route, format) if self._sums_latency(route, format) else None
-        elif operator == "dispatch" and self._has_latency(*args[3:]):
-            latency_args = args
+        elif operator == "dispatch":
+            *_, sizes, delivery = args
+            latency_args = args if self._has_latency(sizes, delivery) else None
         run, receive = functools.partial(getattr(self._beside, operator), *args), None
         if latency_args is not None:
             paths = self._latency_beside, self.latency
@@ -434,7 +435,7 @@ class CuteBackend:
             for given in (None, weights):
                 for sizes in every:
                     out = self.dispatch(x, given, topk_idx, sizes, plain)
-                    route = route_of(topk_idx, Placed(*out[3:]), sizes, ranks)
+                    route = route_of(topk_idx, out.placed, sizes, ranks)
                     row_weights = None if given is None else out.recv_weights
                     if layout == GROUPED:
                         self.combine(out.recv_x, row_weights, route)
@@ -442,7 +443,7 @@ class CuteBackend:
                 self.start(0, "dispatch", x, given, topk_idx, every[0], plain)
                 started = self.wait(0, "dispatch")
                 if layout == GROUPED:
-                    small = route_of(topk_idx, Placed(*started[3:]), every[0], ranks)
+                    small = route_of(topk_idx, started.placed, every[0], ranks)
                     self.start(0, "combine", started.recv_x, row_weights, small, None, "")
                     self.wait(0, "combine")
                     self.combine_backward(x, out.recv_x, row_weights, route)
