@@ -1,6 +1,9 @@
-"""Weight gradients in the late order: the bits of the ordinary order, eager, compiled and captured, with late ranks."""
+"""Weight gradients in the late order: the bits of the ordinary order, eager, compiled, captured and with activation
+checkpointing, with late ranks."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from operators import make_comm, ranks
 from sharing import few_processes, fewer
 from test_latency import BF16, one_is_late
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ep_ops.integrations import quack
 from ep_ops.nn import TORCH, expert_mlp
@@ -15,7 +19,7 @@ from ep_ops.nn import TORCH, expert_mlp
 HIDDEN, INNER, TOP_K, TOKENS, HELD = 1024, 512, 4, 500, 4
 
 
-@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=few_processes), "captured"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=few_processes), "captured", "checkpointed"])
 @pytest.mark.parametrize("kind", ["torch", "quack"])
 def test_the_same_bits(kind, how, seed, together):
     if kind == "quack":
@@ -45,6 +49,8 @@ def test_the_same_bits(kind, how, seed, together):
 
         torch._dynamo.reset()
         run = torch.compile(forward, fullgraph=True) if how == "compiled" else forward
+        if how == "checkpointed":
+            run = functools.partial(checkpoint, forward, use_reentrant=False)
         if how == "captured":
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
